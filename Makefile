@@ -1,0 +1,43 @@
+# Every target sets up what it needs: `make test` works in a fresh checkout with only Python >= 3.11, g++ and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+LINT_READY := $(VENV)/lint-ready
+
+# The checkout has folders named kernels, graphs and eval: keep it off sys.path.
+export PYTHONSAFEPATH := 1
+
+.PHONY: help demo test lint typecheck gpu-check clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+demo: $(READY) ## compress the cache of the built-in model and show what is kept and lost
+	@$(BIN)/kvpass demo
+
+test: $(READY) ## run every test that this machine can run
+	@$(BIN)/python -m pytest
+
+lint: $(LINT_READY) ## ruff: style and formatting
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+typecheck: $(LINT_READY) ## mypy
+	@$(BIN)/mypy
+
+gpu-check: $(READY) ## correctness and speed on the GPU of this machine
+	@$(BIN)/python -m kvpass.eval.gpu_check
+
+clean: ## remove the virtual environment and every cache
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml scripts/setup
+	@echo "setting up $(VENV) (first time: a few minutes)"
+	@scripts/setup "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+$(LINT_READY): $(READY)
+	@$(BIN)/python -m pip install -qq --editable '.[dev]'
+	@touch $@

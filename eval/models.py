@@ -1,0 +1,84 @@
+"""Decoders of the bench: small configs with random weights, and any transformers config file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+
+_SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 32768,
+}
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A decoder of the bench.
+
+    Attributes:
+        name: as given on the command line.
+        config: transformers config; weights are random, made from it and a seed.
+        context: prompt tokens when the user names none.
+    """
+
+    name: str
+    config: PretrainedConfig
+    context: int
+
+
+def _builtin(name: str) -> BenchModel | None:
+    match name:
+        case "tiny":
+            config = LlamaConfig(**_SMALL | {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2})
+            config.num_key_value_heads = 2
+            return BenchModel(name, config, 1024)
+        case "small":
+            return BenchModel(name, LlamaConfig(**_SMALL, num_key_value_heads=2), 16384)
+        case "small-mha":
+            return BenchModel(name, LlamaConfig(**_SMALL, num_key_value_heads=8), 16384)
+    return None
+
+
+NAMES = ("tiny", "small", "small-mha")
+
+
+def find_model(name: str) -> BenchModel:
+    """Look up a model of the bench.
+
+    Args:
+        name: one of ``NAMES`` or the path of a transformers ``config.json``.
+
+    Raises:
+        ValueError: neither a known name nor a readable config of a known architecture.
+    """
+    known = _builtin(name)
+    if known is not None:
+        return known
+    path = Path(name)
+    if path.suffix != ".json":
+        raise ValueError(f"model={name!r}: expected one of {', '.join(NAMES)} or the path of a config.json")
+    if not path.is_file():
+        raise ValueError(f"model={name!r}: no such file")
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"model={name!r}: not JSON ({error})") from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise ValueError(f"model={name!r}: a transformers config has a 'model_type'; this file has none")
+    config = AutoConfig.for_model(**fields)
+    return BenchModel(name, config, min(16384, config.max_position_embeddings // 2))
+
+
+def build(model: BenchModel, seed: int) -> PreTrainedModel:
+    """Make the decoder with random weights, fp32 on the CPU, in evaluation mode."""
+    torch.manual_seed(seed)
+    built = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    return built.eval()

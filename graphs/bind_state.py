@@ -1,0 +1,90 @@
+"""Thread the state of the cache into a captured graph as extra placeholders, after the ones Dynamo made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy to rewrite: Dynamo reads the original again after the backend returns."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    output = graph.graph_copy(gm.graph, copies)
+    graph.output(output)
+    for node, copied in copies.items():
+        if node.op == "placeholder":
+            copied._dynamo_source = getattr(node, "_dynamo_source", None)  # type: ignore[attr-defined]
+    result = GraphModule(gm, graph)
+    result.meta = dict(gm.meta)
+    return result
+
+
+def placeholders(gm: GraphModule) -> list[Node]:
+    """Inputs of the graph, in order."""
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def add_state_placeholders(
+    gm: GraphModule,
+    state: Mapping[str, Tensor],
+    dynamic: Mapping[str, Set[int]],
+    fake_mode: FakeTensorMode,
+) -> tuple[dict[str, Node], list[Tensor]]:
+    """Append one placeholder per state tensor.
+
+    Args:
+        state: example tensors by name; their order is the order in which the caller must pass them.
+        dynamic: dimensions of a tensor that may change between calls without recompiling (pool entries, tail
+            capacity); all others are static.
+        fake_mode: the mode Dynamo traced the graph with.
+    Returns:
+        the new nodes by name, and the fake example inputs to append to the graph's own.
+    """
+    last = placeholders(gm)[-1]
+    nodes, examples = {}, []
+    for name, tensor in state.items():
+        source = LocalSource(f"kvpass_{name}")
+        sizes = [
+            DimDynamic.DYNAMIC if dim in dynamic.get(name, ()) else DimDynamic.STATIC for dim in range(tensor.ndim)
+        ]
+        fake = fake_mode.from_tensor(
+            tensor, source=source, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
+        )
+        with gm.graph.inserting_after(last):
+            last = gm.graph.placeholder(f"kvpass_{name}")
+        last.meta["example_value"] = fake
+        last._dynamo_source = source  # type: ignore[attr-defined]
+        nodes[name] = last
+        examples.append(fake)
+    return nodes, examples
+
+
+def example_value(node: Node) -> Tensor:
+    """The fake tensor Dynamo recorded for a node."""
+    value = node.meta["example_value"]
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"node {node.name} holds a {type(value).__name__}, not a tensor")
+    return value
+
+
+def size_reader(gm: GraphModule, size: int | torch.SymInt) -> Callable[[Sequence[Any]], int]:
+    """A function from the graph's inputs to the value that ``size`` has in that call."""
+    if isinstance(size, int):
+        return lambda inputs: size
+    for index, node in enumerate(placeholders(gm)):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
+            return lambda inputs: int(inputs[index])
+        if isinstance(value, torch.Tensor):
+            for dim, extent in enumerate(value.shape):
+                if isinstance(extent, torch.SymInt) and extent.node.expr == size.node.expr:
+                    return lambda inputs: int(inputs[index].shape[dim])
+    raise ValueError(f"no input of the graph has the size {size}")

@@ -1,0 +1,151 @@
+"""Find raw ``scaled_dot_product_attention`` calls and make each a canonical site.
+
+Before::
+
+    mask = ...                                      # any sub-graph
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+After, when the mask is proved causal (the sub-graph of the mask is gone)::
+
+    out = kvpass.site(q, k, v, scale, layer)
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.fx_utils import DataFlow, Dim, erase_dead_nodes, module_path_of, shape_of
+from kvpass.graphs.prove_causal import NotCausalError, prove_causal
+from kvpass.graphs.rewrite_attention import SITE, find_sites
+
+_TARGETS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
+
+
+def _arguments(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> None:
+    """Parameters of ``scaled_dot_product_attention``, which has no Python signature of its own."""
+
+
+_SIGNATURE = inspect.signature(_arguments)
+
+
+def is_raw_attention(node: Node) -> bool:
+    """Whether the node calls ``scaled_dot_product_attention``."""
+    return node.op == "call_function" and node.target in _TARGETS
+
+
+def find_attention_pass(gm: GraphModule) -> int:
+    """Replace every raw attention call by ``kvpass::site``, layers in order of occurrence; returns how many.
+
+    Raises:
+        UnsupportedAttentionError: a call that is not proved causal self-attention without dropout.
+    """
+    raw = [node for node in gm.graph.nodes if is_raw_attention(node)]
+    if not raw:
+        return 0
+    if find_sites(gm):
+        raise _refuse(raw[0], "some attention calls of this graph are canonical sites and some are not")
+    flow = DataFlow(gm)
+    proofs: dict[tuple[Node, tuple[Dim, ...]], int | None] = {}
+    windows = [_check(gm, flow, node, proofs) for node in raw]
+    masks = [mask for mask in (_bind(node)["attn_mask"] for node in raw) if mask is not None]
+    mask_nodes = flow.needed(masks)
+    for layer, (node, window) in enumerate(zip(raw, windows, strict=True)):
+        _replace(gm, node, layer, window)
+    erase_dead_nodes(gm, mask_nodes)
+    return len(raw)
+
+
+def _bind(node: Node) -> dict[str, Any]:
+    bound = _SIGNATURE.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _refuse(node: Node, reason: str) -> UnsupportedAttentionError:
+    return UnsupportedAttentionError(module_path_of(node), node.name, reason)
+
+
+def _check(
+    gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Node, tuple[Dim, ...]], int | None]
+) -> int | None:
+    """Sliding window of a call that is proved causal self-attention.
+
+    Args:
+        proofs: windows of masks already proved, by mask and query shape; layers share masks.
+    """
+    call = _bind(node)
+    q = _check_shapes(node, call["query"], call["key"], call["value"], call["enable_gqa"])
+    if call["dropout_p"] != 0.0:
+        raise _refuse(node, f"dropout_p={call['dropout_p']}; only 0.0 is possible in a compressed cache")
+    if not (call["scale"] is None or isinstance(call["scale"], int | float)):
+        raise _refuse(node, f"scale is computed by node {call['scale']}, not a number")
+    mask, is_causal = call["attn_mask"], call["is_causal"]
+    if not isinstance(is_causal, bool):
+        raise _refuse(node, f"is_causal is computed by node {is_causal}, not a constant")
+    if mask is None:
+        if is_causal or q[2] == 1:
+            return None
+        raise _refuse(node, "it is not causal: no mask and is_causal=False")
+    if is_causal:
+        raise _refuse(node, "both attn_mask and is_causal=True are given")
+    if (mask, q) not in proofs:
+        try:
+            proofs[mask, q] = prove_causal(gm, flow, node, mask, call["query"])
+        except NotCausalError as error:
+            raise _refuse(node, str(error)) from error
+    return proofs[mask, q]
+
+
+def _check_shapes(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -> tuple[Dim, ...]:
+    """Shape of the queries, when the three tensors are causal self-attention of grouped or equal heads."""
+    shapes = []
+    for name, operand in (("query", query), ("key", key), ("value", value)):
+        shape = shape_of(operand) if isinstance(operand, Node) else None
+        if shape is None or len(shape) != 4:
+            raise _refuse(node, f"{name} has shape {shape}; [batch, heads, tokens, head_dim] is needed")
+        shapes.append(shape)
+    q, k, v = shapes
+    if k[0] != q[0] or v[0] != q[0]:
+        raise _refuse(node, f"batch sizes differ: query {q}, key {k}, value {v}")
+    if k[2] != q[2] or v[2] != q[2]:
+        raise _refuse(
+            node, f"{q[2]} queries read {k[2]} keys and {v[2]} values: a decoder with a cache of its own, or cross-attention"
+        )
+    if k[3] != q[3] or not isinstance(q[3], int):
+        raise _refuse(node, f"head dims of query {q[3]} and key {k[3]} must be equal and static")
+    heads, kv_heads = q[1], k[1]
+    if not (isinstance(heads, int) and isinstance(kv_heads, int)) or v[1] != kv_heads or heads % kv_heads:
+        raise _refuse(node, f"{heads} query heads cannot share {kv_heads} key heads and {v[1]} value heads")
+    if kv_heads not in (1, heads) and enable_gqa is not True:
+        raise _refuse(node, f"{heads} query heads on {kv_heads} key heads without enable_gqa=True")
+    return q
+
+
+def _replace(gm: GraphModule, node: Node, layer: int, window: int | None) -> None:
+    call = _bind(node)
+    query = call["query"]
+    example: Tensor = query.meta["example_value"]
+    scale = example.shape[3] ** -0.5 if call["scale"] is None else float(call["scale"])
+    kwargs = {} if window is None else {"sliding_window": window}
+    with gm.graph.inserting_before(node):
+        site = gm.graph.call_function(SITE, (query, call["key"], call["value"], scale, layer), kwargs)
+    site.meta = dict(node.meta)
+    node.replace_all_uses_with(site)
+    gm.graph.erase_node(node)

@@ -1,0 +1,318 @@
+"""Reading a Dynamo graph: shapes as expressions, data flow including in-place writes, evaluation on small examples.
+
+Nothing here adds a guard: symbolic sizes are compared and replaced as expressions, never turned into ints.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
+
+Dim = int | sympy.Expr
+"""A size: an int, or an expression over the symbols of the capture."""
+
+SizeMap = Mapping[sympy.Symbol, int]
+"""Concrete values for the symbols of a capture."""
+
+_SCALAR = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_SHAPE_OF_FIRST = re.compile(r"(new_(ones|zeros|full|empty)|(ones|zeros|full|empty|rand|randn)_like)")
+_SHAPE_OF_SECOND = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
+_INPLACE_OPERATORS = set("iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split())
+
+
+class EvaluationError(Exception):
+    """A part of the graph cannot be evaluated on an example; the message says why."""
+
+
+def module_path_of(node: Node) -> str:
+    """Path of the module whose forward made the node, ``model.layers.0.self_attn``; empty when not recorded."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path.removeprefix("L").removeprefix("G"))
+    parts = [part for part in path.split(".") if part and part not in ("_modules", "self")]
+    return ".".join(parts)
+
+
+def target_name(node: Node) -> str:
+    """Bare name of what the node calls: ``softmax`` for the function, the method and the aten operator."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.overloadpacket.__name__
+    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
+
+
+def recorded(node: Node) -> Any:
+    """What Dynamo recorded as the result: a fake tensor, a symbol, a tuple of them; None when nothing."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def is_scalar(node: Node) -> bool:
+    """Whether the node holds sizes only: a number, a symbol or a tuple of them."""
+    value = recorded(node)
+    if isinstance(value, (tuple, list)):
+        return len(value) > 0 and all(isinstance(part, _SCALAR) for part in value)
+    return isinstance(value, _SCALAR)
+
+
+def dim_of(size: int | torch.SymInt) -> Dim:
+    """The size as an int or expression, without guarding on it."""
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr
+    return int(expr) if expr.is_Integer else expr
+
+
+def shape_of(node: Node) -> tuple[Dim, ...] | None:
+    """Shape of the tensor a node holds, or None when it holds none."""
+    value = recorded(node)
+    return tuple(dim_of(size) for size in value.shape) if isinstance(value, Tensor) else None
+
+
+def symbols_of(dims: Iterable[Dim]) -> set[sympy.Symbol]:
+    """Symbols that the sizes depend on."""
+    return {symbol for dim in dims if isinstance(dim, sympy.Expr) for symbol in dim.free_symbols}
+
+
+def concrete(value: Any, sizes: SizeMap) -> Any:
+    """A recorded size, symbol or tuple of them with its symbols replaced by ``sizes``."""
+    if isinstance(value, (tuple, list)):
+        return type(value)([concrete(part, sizes) for part in value])
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
+        return kind(_substitute(value.node.expr, sizes))
+    return int(_substitute(value, sizes)) if isinstance(value, sympy.Expr) else value
+
+
+def _substitute(expr: sympy.Basic, sizes: SizeMap) -> sympy.Basic:
+    result = expr.xreplace(dict(sizes))
+    if result.free_symbols:
+        raise EvaluationError(f"size {expr} depends on {sorted(map(str, result.free_symbols))}, not a token or batch size")
+    return result
+
+
+def is_module_tensor(node: Node) -> bool:
+    """Whether the node is a parameter, buffer or tensor attribute of a module, not an input of the decoder."""
+    if node.op == "get_attr":
+        return True
+    source = getattr(node, "_dynamo_source", None)
+    if node.op != "placeholder" or source is None:
+        return False
+    guard = source.guard_source
+    return guard.is_specialized_nn_module() or guard.is_unspecialized_nn_module()
+
+
+def module_tensor(gm: GraphModule, node: Node) -> Tensor | None:
+    """The real tensor behind :func:`is_module_tensor`, while Dynamo still holds it; None when out of reach."""
+    if node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(gm)
+    else:
+        graph_arg = node.meta.get("grapharg")
+        value = None if graph_arg is None else graph_arg.example
+    return value if isinstance(value, Tensor) else None
+
+
+def shape_only_inputs(node: Node) -> set[Node]:
+    """Operands of which only shape, dtype and device are read: of ``ones_like``, ``new_zeros``, ``type_as``..."""
+    name = target_name(node)
+    if _SHAPE_OF_FIRST.fullmatch(name):
+        operands = node.args[:1]
+    elif name in _SHAPE_OF_SECOND:
+        operands = node.args[1:2]
+    else:
+        return set()
+    return {operand for operand in operands if isinstance(operand, Node)}
+
+
+def value_inputs(node: Node) -> list[Node]:
+    """Operands whose elements the node reads."""
+    ignored = shape_only_inputs(node)
+    return [operand for operand in node.all_input_nodes if operand not in ignored and not is_scalar(operand)]
+
+
+def mutated_inputs(node: Node) -> list[Node]:
+    """Operands the node writes into."""
+    target, name = node.target, target_name(node)
+    if isinstance(target, torch._ops.OpOverload):
+        names = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        given = {**dict(zip([a.name for a in target._schema.arguments], node.args, strict=False)), **node.kwargs}
+        written = [given.get(name) for name in names]
+    elif node.op == "call_function" and name == "setitem":
+        written = [node.args[0]]
+    elif node.op in ("call_function", "call_method"):
+        in_place = name.endswith("_") and not name.endswith("__")
+        in_place |= target in {getattr(operator, operation) for operation in _INPLACE_OPERATORS}
+        written = [node.args[0] if node.args else None] if in_place or _inplace_flag(node) else []
+        written.append(node.kwargs.get("out"))
+    else:
+        return []
+    found: list[Node] = []
+    map_arg(written, found.append)
+    return [operand for operand in found if not is_scalar(operand)]
+
+
+def _inplace_flag(node: Node) -> bool:
+    """Whether ``inplace=True`` was given to a function of ``torch.nn.functional``."""
+    if "inplace" in node.kwargs:
+        return node.kwargs["inplace"] is not False
+    if not inspect.isfunction(node.target) or node.target.__module__ != "torch.nn.functional":
+        return False
+    parameters = list(inspect.signature(node.target).parameters)
+    position = parameters.index("inplace") if "inplace" in parameters else len(node.args)
+    return position < len(node.args) and node.args[position] is not False
+
+
+class DataFlow:
+    """Who depends on whom in a graph, counting writes into shared storage. A snapshot: make a new one after edits."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.nodes: list[Node] = list(gm.graph.nodes)
+        self.order = {node: index for index, node in enumerate(self.nodes)}
+        self.writers: dict[object, list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            for operand in mutated_inputs(node):
+                self.writers[storage_of(operand)].append(node)
+
+    def writes_to(self, node: Node, before: Node | None = None) -> list[Node]:
+        """Nodes that write into the storage of ``node``, those ahead of ``before`` only."""
+        writers = self.writers.get(storage_of(node), [])
+        return [writer for writer in writers if before is None or self.order[writer] < self.order[before]]
+
+    def sources(
+        self, targets: Collection[Node], *, before: Node | None = None, stop: Collection[Node] = ()
+    ) -> list[Node]:
+        """``targets`` and all nodes whose elements reach them, in execution order.
+
+        Args:
+            before: writes at or after this node do not count.
+            stop: nodes that are included, but not what they are made of.
+        """
+        return self._closure(targets, value_inputs, before, stop)
+
+    def needed(self, targets: Collection[Node]) -> list[Node]:
+        """``targets`` and every node they need to run, sizes included, in execution order."""
+        return self._closure(targets, lambda node: node.all_input_nodes, None, ())
+
+    def _closure(self, targets: Collection[Node], inputs: Any, before: Node | None, stop: Collection[Node]) -> list[Node]:
+        seen: set[Node] = set()
+        stack = list(targets)
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node not in stop:
+                stack.extend(inputs(node))
+                stack.extend(self.writes_to(node, before))
+        return sorted(seen, key=self.order.__getitem__)
+
+
+def storage_of(node: Node) -> object:
+    """Identity of the storage a node's tensor lives in: views share it. Unknown tensors count as their own."""
+    value = recorded(node)
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
+
+
+def evaluate(
+    gm: GraphModule, result: Node, nodes: Sequence[Node], feeds: Mapping[Node, Tensor], sizes: SizeMap
+) -> Any:
+    """Run ``nodes`` in the given order with the operators' real semantics; value of ``result`` after the last.
+
+    Args:
+        result: one of ``nodes`` or of ``feeds``.
+        nodes: calls in execution order; their tensor operands are earlier nodes or ``feeds``. What is fed is not run.
+        feeds: tensors to start from.
+        sizes: values for the symbols. Operands of which only the shape matters are made up.
+    Raises:
+        EvaluationError: a value is missing, or an operator fails on the example.
+    """
+    interpreter = Interpreter(gm, garbage_collect_values=False)
+    interpreter.extra_traceback = False
+    last_user = {operand: node for node in nodes for operand in node.all_input_nodes}
+    env: dict[Node, Any] = dict(feeds)
+    interpreter.env = env
+    with torch.no_grad():
+        for node in nodes:
+            if node not in env:
+                for operand in node.all_input_nodes:
+                    if operand not in env:
+                        env[operand] = _stand_in(operand, node, sizes)
+                try:
+                    env[node] = interpreter.run_node(node)
+                except Exception as error:
+                    raise EvaluationError(f"{node.name} fails on an example of sizes {dict(sizes)}: {error}") from error
+            for operand in node.all_input_nodes:
+                if last_user[operand] is node and operand is not result:
+                    env.pop(operand, None)
+    return env[result]
+
+
+def _stand_in(operand: Node, user: Node, sizes: SizeMap) -> Any:
+    value = recorded(operand)
+    if is_scalar(operand):
+        return concrete(value, sizes)
+    if operand in shape_only_inputs(user) and isinstance(value, Tensor):
+        return torch.empty(concrete(tuple(value.shape), sizes), dtype=value.dtype, device=value.device)
+    raise EvaluationError(f"{user.name} needs {operand.name}, which has no example")
+
+
+def literals_of(nodes: Iterable[Node]) -> set[int]:
+    """Ints written in the calls, in slices too."""
+
+    def walk(value: Any) -> Iterator[int]:
+        if isinstance(value, int) and not isinstance(value, bool):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            for part in value:
+                yield from walk(part)
+        elif isinstance(value, dict):
+            yield from walk(list(value.values()))
+        elif isinstance(value, slice):
+            yield from walk([value.start, value.stop, value.step])
+
+    return {literal for node in nodes if node.op.startswith("call_") for literal in walk([node.args, node.kwargs])}
+
+
+def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:
+    """Erase those calls of ``among`` that reach neither the output nor the outside; returns how many.
+
+    ``Graph.eliminate_dead_code`` does not serve: it drops in-place methods whose result is unused although their
+    operand lives on, and keeps item assignments to tensors that nobody reads.
+    """
+    flow = DataFlow(gm)
+    inputs = {storage_of(node) for node in flow.nodes if node.op in ("placeholder", "get_attr")}
+    candidates = set(among)
+    roots = []
+    for node in flow.nodes:
+        written = mutated_inputs(node)
+        if node not in candidates:
+            roots.append(node)
+        elif written:
+            roots.extend([node] if any(storage_of(operand) in inputs for operand in written) else [])
+        elif node.is_impure():
+            roots.append(node)
+    live = set(flow.needed(roots))
+    dead = [node for node in flow.nodes if node not in live]
+    for node in reversed(dead):
+        gm.graph.erase_node(node)
+    return len(dead)
+
+
+def submodule_of(gm: GraphModule, node: Node) -> nn.Module | None:
+    """The module behind a ``call_module`` or a ``get_attr`` that names one."""
+    if node.op not in ("call_module", "get_attr"):
+        return None
+    value = operator.attrgetter(str(node.target))(gm)
+    return value if isinstance(value, nn.Module) else None

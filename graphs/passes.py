@@ -1,0 +1,65 @@
+"""The runner of graph passes, which knows nothing of any pass.
+
+A pass is a function ``verb_object_pass(gm) -> int`` that changes a Dynamo graph in place and says how many sites it
+changed; its settings are bound with ``functools.partial`` where the list is built (``kvpass.backend``). In order:
+
+==========================  =====================================================================================
+``find_attention``          raw ``scaled_dot_product_attention`` calls proved causal -> ``kvpass::site``
+``strip_repeat_kv``         K and V of a site before they were repeated to the query heads
+``check_sites``             fail closed: unknown attention, positions made in the graph, mixed geometry
+``rewrite_attention``       ``kvpass::site`` -> prefill ops with the cascade, or attention against the cache
+==========================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch.fx import GraphModule
+
+from kvpass.graphs.dump import count_ops, diff_ops, dump_artifact
+
+log = logging.getLogger(__name__)
+
+GraphPass = Callable[[GraphModule], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRecord:
+    """What one pass did: changed sites, wall seconds, difference in op counts."""
+
+    name: str
+    sites: int
+    seconds: float
+    op_diff: str
+
+
+def pass_name(graph_pass: GraphPass) -> str:
+    """``find_attention`` for ``find_attention_pass`` or a partial of it."""
+    function = graph_pass.func if isinstance(graph_pass, partial) else graph_pass
+    return function.__name__.removesuffix("_pass")
+
+
+def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> list[PassRecord]:
+    """Apply ``passes`` in order, lint after each, dump before/after graphs as ``<label>.<i>.<pass>.before|after``."""
+    records = []
+    for index, graph_pass in enumerate(passes):
+        name = pass_name(graph_pass)
+        artifact = f"{label}.{index}.{name}"
+        before = count_ops(gm)
+        dump_artifact(f"{artifact}.before", gm.print_readable(print_output=False))
+        began = time.perf_counter()
+        sites = graph_pass(gm)
+        gm.graph.lint()
+        gm.recompile()
+        seconds = time.perf_counter() - began
+        op_diff = diff_ops(before, count_ops(gm))
+        dump_artifact(f"{artifact}.after", gm.print_readable(print_output=False))
+        dump_artifact(f"{artifact}.ops", op_diff)
+        log.info("%s: %d sites changed in %.3f s", artifact, sites, seconds)
+        records.append(PassRecord(name=name, sites=sites, seconds=seconds, op_diff=op_diff))
+    return records

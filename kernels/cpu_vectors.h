@@ -1,0 +1,194 @@
+// Vectors of fp32 lanes for the CPU kernels, from the vector extensions of GCC and Clang, so that one text serves
+// AVX-512, AVX2, SSE and NEON. Input types fp32, bf16, fp16; all arithmetic in fp32.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+struct bf16 {
+    uint16_t bits;
+};
+struct fp16 {
+    uint16_t bits;
+};
+
+template <class To, class From>
+INLINE To bits_as(const From& from) {
+    static_assert(sizeof(To) == sizeof(From), "same size");
+    To to;
+    std::memcpy(&to, &from, sizeof(To));
+    return to;
+}
+
+INLINE vf splat(float x) { return x - vf{}; }
+
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+
+INLINE vf load(const float* p) {
+    vf x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE vf load(const bf16* p) {
+    vh x;
+    std::memcpy(&x, p, sizeof x);
+    return bits_as<vf>(__builtin_convertvector(x, vu) << 16);
+}
+
+INLINE vf load(const fp16* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    vh raw;
+    std::memcpy(&raw, p, sizeof raw);
+    const vu x = __builtin_convertvector(raw, vu);
+    const vf magnitude = bits_as<vf>((x & 0x7fff) << 13) * 0x1p112f;  // rebias the exponent; subnormals come out right
+    const vu special = (vu)((x & 0x7c00) == 0x7c00) & 0x7f800000;     // infinity and NaN keep an all-ones exponent
+    return bits_as<vf>(bits_as<vu>(magnitude) | special | ((x & 0x8000) << 16));
+#endif
+}
+
+template <class S>
+INLINE vf load_part(const S* p, int64_t n) {
+    S padded[W] = {};
+    std::memcpy(padded, p, n * sizeof(S));
+    return load(padded);
+}
+
+INLINE void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
+
+// Lane i becomes lane index(i) of a (below W) or of b (W and above).
+#if defined(__clang__)
+#define SHUFFLE(a, b, index) __builtin_shufflevector(a, b, index(I)...)
+#else
+#define SHUFFLE(a, b, index) __builtin_shuffle(a, b, vi{index(I)...})
+#endif
+
+constexpr auto LANES = std::make_integer_sequence<int, W>{};
+
+template <int STEP, int... I>
+INLINE vf swap_lanes(vf a, std::integer_sequence<int, I...>) {
+#define SWAPPED(i) ((i) ^ STEP)
+    return SHUFFLE(a, a, SWAPPED);
+#undef SWAPPED
+}
+
+// Lane i: the sum of lanes i and i ^ STEP of b where bit STEP of i is set, else of a.
+template <int STEP, int... I>
+INLINE vf add_pairs(vf a, vf b, std::integer_sequence<int, I...>) {
+#define SAME(i) ((i) + ((i) & STEP ? W : 0))
+#define OTHER(i) (((i) ^ STEP) + ((i) & STEP ? W : 0))
+    return SHUFFLE(a, b, SAME) + SHUFFLE(a, b, OTHER);
+#undef SAME
+#undef OTHER
+}
+
+// Lane i: the sum of all lanes of a[i]. N vectors are left; a is overwritten.
+template <int N>
+INLINE vf add_lanes(vf* a) {
+    if constexpr (N == 1) {
+        return a[0];
+    } else {
+#pragma GCC unroll 16
+        for (int i = 0; i < N / 2; i++) a[i] = add_pairs<W / N>(a[2 * i], a[2 * i + 1], LANES);
+        return add_lanes<N / 2>(a);
+    }
+}
+
+// Reduces over the lanes that belong to the same query (equal index modulo R); every lane gets the result.
+template <int R, class F>
+INLINE vf across_entries(vf x, F f) {
+    if constexpr (R < W) {
+        return across_entries<2 * R>(f(x, swap_lanes<R>(x, LANES)), f);
+    } else {
+        return x;
+    }
+}
+
+// exp(x) for x <= 0, to about 1e-7; 0 below the normal range, NaN stays NaN. Taylor polynomial on |r| <= ln(2) / 2.
+INLINE vf exp_nonpositive(vf x) {
+    const float smallest = -87.3f, shift = 12582912.0f;
+    const vf clamped = x < smallest ? splat(smallest) : x;
+    const vf shifted = fma(clamped, splat(1.44269504089f), splat(shift));
+    const vf n = shifted - shift;
+    vf r = fma(n, splat(-0.693359375f), clamped);
+    r = fma(n, splat(2.12194440e-4f), r);
+    vf y = splat(1.0f / 5040);
+    y = fma(y, r, splat(1.0f / 720));
+    y = fma(y, r, splat(1.0f / 120));
+    y = fma(y, r, splat(1.0f / 24));
+    y = fma(y, r, splat(1.0f / 6));
+    y = fma(y, r, splat(0.5f));
+    y = fma(y, r, splat(1.0f));
+    y = fma(y, r, splat(1.0f));
+    const vf power = bits_as<vf>((bits_as<vu>(shifted) << 23) + 0x3f800000);
+    return x < smallest ? vf{} : y * power;
+}
+
+INLINE vf softcapped(vf x, float cap) {
+    const vf magnitude = x < 0.0f ? -x : x;
+    const vf e = exp_nonpositive(magnitude * (-2.0f / cap));
+    const vf y = cap * (1.0f - e) / (1.0f + e);
+    return x < 0.0f ? -y : y;
+}
+
+// ---- rounding of outputs, to nearest even ----
+
+INLINE void round_to(float x, float* out) { *out = x; }
+
+INLINE void round_to(float x, bf16* out) {
+    const uint32_t u = bits_as<uint32_t>(x);
+    out->bits = std::isnan(x) ? (u >> 16) | 0x40 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+
+INLINE void round_to(float x, fp16* out) {
+    const uint32_t u = bits_as<uint32_t>(x), sign = (u >> 16) & 0x8000, size = u & 0x7fffffff;
+    uint32_t h;
+    if (size > 0x7f800000) {
+        h = 0x7e00;
+    } else if (size >= 0x47800000) {  // 65536 and above; what rounds up to it carries into infinity below
+        h = 0x7c00;
+    } else if (size < 0x38800000) {  // subnormal: adding 0.5 leaves multiples of 2^-24 in the mantissa
+        h = bits_as<uint32_t>(bits_as<float>(size) + 0.5f) - 0x3f000000;
+    } else {
+        h = (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13;
+    }
+    out->bits = uint16_t(sign | h);
+}
+
+}  // namespace

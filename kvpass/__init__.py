@@ -1,0 +1,28 @@
+"""A ``torch.compile`` backend that makes any decoder forget well.
+
+``model = kvpass.compile(model, policy="lava", budget=1024)``: the same model prefills a long prompt, keeps only the KV
+entries worth keeping, and decodes against a small static cache in compiled code.
+"""
+
+from kvpass.api import compile
+from kvpass.cache import CompressedCache
+from kvpass.config import Budget
+from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
+from kvpass.policies import POLICIES, Policy, register_policy
+from kvpass.report import Report
+from kvpass.raw import session
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "POLICIES",
+    "Budget",
+    "CacheMismatchError",
+    "CompressedCache",
+    "Policy",
+    "Report",
+    "UnsupportedAttentionError",
+    "compile",
+    "register_policy",
+    "session",
+]

@@ -1,0 +1,78 @@
+"""The transformers door to the canonical site: an attention interface that emits ``kvpass::site``.
+
+No mask function is registered under the same name. transformers then builds no mask at all and never reads gapped
+``position_ids`` as packed sequences; left padding reaches the operators as a start column per row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+import kvpass.ops  # noqa: F401 (registers the operators)
+
+ATTENTION_NAME = "kvpass"
+
+_HARMLESS = {
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "num_items_in_batch",
+    "position_embeddings",
+}
+
+
+def _refusal(module: nn.Module, attention_mask: Tensor | None, dropout: float, extra: dict[str, Any]) -> str | None:
+    if attention_mask is not None:
+        return "the model passes a mask of its own"
+    if getattr(module, "is_causal", True) is False:
+        return "the attention is not causal"
+    if dropout:
+        return f"dropout={dropout} in attention"
+    unknown = sorted(name for name, value in extra.items() if value is not None and name not in _HARMLESS)
+    if unknown:
+        return f"attention argument {unknown[0]!r} is not understood"
+    return None
+
+
+def kvpass_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """One attention call of a transformers model as a canonical site.
+
+    Args:
+        query: ``[B, H, T, D]``. key, value: ``[B, K, T, D]``, not repeated.
+        softcap, s_aux: logit soft-capping and sink logits ``[H]`` of the models that have them.
+    Returns:
+        output ``[B, T, H, Dv]`` and no attention weights.
+    """
+    refusal = _refusal(module, attention_mask, dropout, extra)
+    if is_causal is False:
+        refusal = "the attention is not causal"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = getattr(module, "layer_idx", 0) or 0
+    out = torch.ops.kvpass.site.default(
+        query, key, value, scale, layer, sliding_window, softcap, s_aux, refusal
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION_NAME, kvpass_attention)

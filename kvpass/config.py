@@ -1,0 +1,121 @@
+"""Budget and geometry: the two facts every size in kvpass is computed from."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+_BYTE_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+}
+_BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Shape of the KV entries of a model, the same in every attention site."""
+
+    layers: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry: one key row and its value row of one KV head."""
+        return (self.key_dim + self.value_dim) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many entries are kept per KV head per layer on average, window included.
+
+    The one place where the three ways to say a budget are converted. The number always holds per sequence:
+    rows of a batch do not share it.
+
+    Attributes:
+        kind: ``"entries"`` (an int), ``"fraction"`` of each row's real prompt length (a float in (0, 1]) or
+            ``"bytes"`` of kept entries per sequence (a string such as ``"512MiB"``).
+        value: entries, fraction or bytes.
+    """
+
+    kind: Literal["entries", "fraction", "bytes"]
+    value: float
+
+    @classmethod
+    def parse(cls, value: Budget | int | float | str) -> Budget:
+        """Read a budget as users write it.
+
+        Raises:
+            ValueError: the value is not a positive int, a float in (0, 1] or a byte string.
+        """
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, bool):
+            raise ValueError(f"budget={value!r}: expected an int >= 1, a float in (0, 1] or bytes such as '512MiB'")
+        if isinstance(value, int):
+            if value < 1:
+                raise ValueError(f"budget={value}: entries per KV head per layer must be >= 1")
+            return cls("entries", value)
+        if isinstance(value, float):
+            if not (math.isfinite(value) and 0.0 < value <= 1.0):
+                raise ValueError(f"budget={value}: a float is the fraction of the prompt kept and must be in (0, 1]")
+            return cls("fraction", value)
+        if isinstance(value, str):
+            match = _BYTES.fullmatch(value)
+            unit = match.group(2).lower() if match else None
+            if match is None or unit not in _BYTE_UNITS:
+                raise ValueError(
+                    f"budget={value!r}: cannot read as bytes; write a number and one of "
+                    "B, kB, MB, GB, KiB, MiB, GiB, for instance '512MiB'"
+                )
+            size = int(float(match.group(1)) * _BYTE_UNITS[unit])
+            if size < 1:
+                raise ValueError(f"budget={value!r}: must be at least one byte")
+            return cls("bytes", size)
+        raise ValueError(
+            f"budget={value!r} of type {type(value).__name__}: expected an int >= 1, a float in (0, 1] "
+            "or bytes such as '512MiB'"
+        )
+
+    def entries(self, prompt_length: int, geometry: Geometry) -> int:
+        """Entries per KV head per layer for a prompt of ``prompt_length`` real tokens, window included."""
+        match self.kind:
+            case "entries":
+                return int(self.value)
+            case "fraction":
+                return math.floor(self.value * prompt_length)
+            case "bytes":
+                return int(self.value) // (geometry.layers * geometry.kv_heads * geometry.entry_bytes)
+
+    def check(self, prompt_length: int, window: int, geometry: Geometry) -> int:
+        """Like :meth:`entries`, but refuses a budget that cannot hold the window and one more entry.
+
+        Raises:
+            ValueError: fewer than ``window + 1`` entries, unless the whole prompt fits in them.
+        """
+        entries = self.entries(prompt_length, geometry)
+        if entries < min(window + 1, prompt_length):
+            raise ValueError(
+                f"budget {self} is {entries} entries per KV head per layer for a prompt of {prompt_length} tokens; "
+                f"it must be at least window + 1 = {window + 1}"
+            )
+        return entries
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "entries":
+                return str(int(self.value))
+            case "fraction":
+                return str(self.value)
+            case "bytes":
+                return f"{int(self.value)}B"

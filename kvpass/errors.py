@@ -1,0 +1,18 @@
+"""Exceptions of kvpass. Bad arguments raise ``ValueError``; these add what a caller may want to tell apart."""
+
+
+class UnsupportedAttentionError(ValueError):
+    """An attention call of the traced decoder is not understood, so nothing was compressed.
+
+    The message names the module path, the graph node and the reason.
+    """
+
+    def __init__(self, module_path: str, node: str, reason: str) -> None:
+        super().__init__(f"cannot compress attention in {module_path or '<root>'} (node {node}): {reason}")
+        self.module_path = module_path
+        self.node = node
+        self.reason = reason
+
+
+class CacheMismatchError(ValueError):
+    """A cache was handed to a model, batch or position that it does not belong to; the cache is unchanged."""

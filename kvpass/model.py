@@ -1,0 +1,252 @@
+"""The model ``kvpass.compile`` returns: the user's own class with our ``forward``."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.fx import GraphModule
+from transformers import Cache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvpass.backend import Phase, PhaseCompiler, bind_cache
+from kvpass.cache import CompressedCache, PromptRecord
+from kvpass.config import Budget
+from kvpass.errors import CacheMismatchError
+from kvpass.padding import first_real_column
+from kvpass.policies.base import Policy
+from kvpass.report import Report
+
+_IGNORED = {"use_cache", "return_dict", "cache_position", "output_attentions", "output_hidden_states"}
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    """What a compiled model carries beside its modules: policy, budget and the callables compiled so far."""
+
+    policy: Policy
+    budget: Budget | None
+    compiler: PhaseCompiler
+    functions: dict[tuple[Phase, int, int], Callable[..., Tensor]] = field(default_factory=dict)
+    last_prompt: PromptRecord | None = None
+
+
+class CompressedModel:
+    """Mixed in before the model's own class, so that ``isinstance`` and ``generate`` see the model they know."""
+
+    _kvpass: Runtime
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Prefill a prompt and compress it, or continue on a compressed cache.
+
+        Args:
+            input_ids: int64 ``[B, T]``. With an empty cache (or none) this is the prompt, left-padded if at all.
+            attention_mask: ``[B, tokens seen + T]``; zeros may only stand before the prompt's first real token.
+            position_ids: true positions ``[B, T]``; by default counted from the first real token.
+            past_key_values: a :class:`CompressedCache` of this model, or None or any empty cache for a new prompt.
+            logits_to_keep: compute logits of the last so many positions only; 0 = all.
+        Returns:
+            fp logits ``[B, T or logits_to_keep, vocabulary]`` and the cache (None with ``use_cache=False``).
+        Raises:
+            ValueError: an argument that kvpass does not support was given, or one does not fit the cache, which is
+                then unchanged.
+        """
+        _refuse_unsupported(kwargs)
+        if input_ids is None:
+            raise ValueError("input_ids=None: kvpass needs token ids; inputs_embeds is not supported")
+        if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
+        if input_ids.ndim != 2 or input_ids.numel() == 0:
+            raise ValueError(f"input_ids of shape {list(input_ids.shape)}: must be [B, T] with B, T >= 1")
+        runtime = self._kvpass
+        with torch.inference_mode(False), torch.no_grad():
+            if isinstance(past_key_values, CompressedCache) and not past_key_values.is_empty:
+                cache = past_key_values
+                logits = _continue(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
+            else:
+                cache = _new_cache(runtime, past_key_values)
+                logits = _prefill(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
+                runtime.last_prompt = cache.record
+        return CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)
+
+    def report(self) -> Report:
+        """What the last prompt kept, per layer and head, and what was compiled.
+
+        Raises:
+            ValueError: no prompt has been prefilled yet.
+        """
+        runtime = self._kvpass
+        if runtime.last_prompt is None:
+            raise ValueError("nothing to report: no prompt has been prefilled by this model yet")
+        return Report(
+            policy=runtime.policy,
+            budget=runtime.budget,
+            prompt=runtime.last_prompt,
+            compiled=tuple(runtime.compiler.records),
+        )
+
+
+def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if name in {"output_attentions", "output_hidden_states"} and value:
+            raise ValueError(f"{name}=True: a compiled graph does not return intermediate tensors")
+        if name not in _IGNORED and value is not None:
+            raise ValueError(f"forward argument {name!r} is not supported by a kvpass model")
+
+
+def _new_cache(runtime: Runtime, given: Cache | None) -> CompressedCache:
+    if given is None:
+        return CompressedCache(runtime.policy, runtime.budget)
+    if isinstance(given, CompressedCache):
+        if given.policy != runtime.policy or given.budget != runtime.budget:
+            raise CacheMismatchError(
+                f"past_key_values={given!r} was made for another policy or budget than "
+                f"{runtime.policy.name!r}, {runtime.budget}"
+            )
+        return given
+    if given.get_seq_length() > 0:
+        raise CacheMismatchError(
+            f"past_key_values is a {type(given).__name__} with {given.get_seq_length()} tokens; "
+            "a kvpass model continues only on a CompressedCache of its own"
+        )
+    return CompressedCache(runtime.policy, runtime.budget)
+
+
+def _prefill(
+    model: Any,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    logits_to_keep: int,
+) -> Tensor:
+    ids = input_ids.clone(memory_format=torch.contiguous_format)
+    start = first_real_column(attention_mask, *ids.shape)
+    extra = 0
+    if ids.shape[1] == 1:  # a graph with a dynamic length holds for two tokens and more
+        extra = logits_to_keep = 1
+        ids = torch.cat([ids, ids], 1)
+        start = start + extra
+        position_ids = None if position_ids is None else torch.cat([position_ids, position_ids], 1)
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    cache.begin_prefill(start, ids.shape[1], extra)
+    positions = (columns - start.to(ids.device)[:, None]).clamp(min=0)
+    logits = _call(model, "prefill", cache, ids, _positions(position_ids, positions), logits_to_keep)
+    cache.finish_prefill()
+    return logits
+
+
+def _continue(
+    model: Any,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    logits_to_keep: int,
+) -> Tensor:
+    runtime: Runtime = model._kvpass
+    b, t = input_ids.shape
+    if cache.policy != runtime.policy or cache.budget != runtime.budget or not _owns(runtime, cache):
+        raise CacheMismatchError(f"past_key_values={cache!r} belongs to another model")
+    if b != cache.batch_size:
+        raise CacheMismatchError(f"input_ids has {b} rows, the cache {cache.batch_size}")
+    if attention_mask is not None:
+        if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
+            raise CacheMismatchError(
+                f"attention_mask of shape {list(attention_mask.shape)}: must be [{b}, {cache.columns + t}], "
+                "tokens in the cache and new ones"
+            )
+        if t > 1 and not bool(attention_mask[:, cache.columns :].all()):
+            raise ValueError("attention_mask has zeros among the new tokens: padding is possible only before a prompt")
+    ids = input_ids.clone(memory_format=torch.contiguous_format)
+    columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
+    positions = columns - cache.start[:, None]
+    cache.ensure_room(t)
+    phase: Phase = "decode" if t == 1 else "extend"
+    logits = _call(model, phase, cache, ids, _positions(position_ids, positions), 0 if t == 1 else logits_to_keep)
+    cache.advance(t)
+    return logits
+
+
+def _owns(runtime: Runtime, cache: CompressedCache) -> bool:
+    return any(record.geometry == cache.geometry for record in runtime.compiler.records if record.phase == "prefill")
+
+
+def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
+    if given is None:
+        return computed.contiguous()
+    if given.ndim != 2 or given.shape[1] != computed.shape[1] or given.shape[0] not in (1, computed.shape[0]):
+        raise ValueError(f"position_ids of shape {list(given.shape)}: must be {list(computed.shape)}")
+    return given.expand(computed.shape[0], -1).clone(memory_format=torch.contiguous_format)
+
+
+def _call(
+    model: Any, phase: Phase, cache: CompressedCache, ids: Tensor, positions: Tensor, logits_to_keep: int
+) -> Tensor:
+    runtime: Runtime = model._kvpass
+    key = (phase, ids.shape[0], logits_to_keep)
+    function = runtime.functions.get(key)
+    if function is None:
+        function = runtime.functions[key] = _compile_phase(model, phase, logits_to_keep)
+    for tensor in (ids, positions):
+        torch._dynamo.mark_static(tensor, 0)
+        if phase != "decode":
+            torch._dynamo.mark_dynamic(tensor, 1, min=2, max=2**31 - 1)
+    try:
+        with bind_cache(cache):
+            return function(ids, positions)
+    except BackendCompilerFailed as failure:
+        inner = failure.inner_exception
+        raise (inner if isinstance(inner, ValueError) else failure) from None
+
+
+def _compile_phase(model: Any, phase: Phase, logits_to_keep: int) -> Callable[..., Tensor]:
+    runtime: Runtime = model._kvpass
+    original = types.MethodType(original_class(model).forward, model)
+
+    def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return original(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+        ).logits
+
+    def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        return runtime.compiler.compile(runtime.compiler.canonicalize(gm), example_inputs, phase)
+
+    return torch.compile(_own_code(step), backend=backend, fullgraph=True)
+
+
+def _own_code(function: types.FunctionType) -> types.FunctionType:
+    """A twin with a code object of its own: Dynamo keeps compiled entries, and counts them, per code object."""
+    twin = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+def compressed_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The model's class with our ``forward`` before its own, under the same name."""
+    return type(cls.__name__, (CompressedModel, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def original_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class the user's model had."""
+    return type(model).__mro__[2]

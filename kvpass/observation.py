@@ -1,0 +1,130 @@
+"""What a policy may look at: one attention site of the prompt, and the window statistics computed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+_ROW_BLOCK = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """One site after prefill, rows of equal length and without padding.
+
+    Attributes:
+        queries: the last R prompt queries, RoPE applied, ``[B, H, R, D]``.
+        keys: ``[B, K, N, D]``, RoPE applied; query head h reads KV head ``h // (H // K)``.
+        values: ``[B, K, N, Dv]``.
+        scale: factor of the attention logits.
+        window: rows that observe and are always kept, ``0 <= window <= N``.
+        layer: index of the site. num_layers: sites of the model.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` when given.
+        sinks: one extra logit per query head, ``[H]``, that takes part in the softmax and is dropped.
+
+    All statistics are fp32 whatever the dtype of the inputs, and are computed one KV head at a time, so that no
+    ``[H, window, N]`` tensor exists. ``a`` below is the causal softmax over all N keys, not renormalised.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scale: float
+    window: int
+    layer: int
+    num_layers: int
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """N, prompt tokens."""
+        return self.keys.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def group(self) -> int:
+        """G, query heads per KV head."""
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    @property
+    def evictable(self) -> int:
+        """M, positions before the window."""
+        return self.length - self.window
+
+    def attention(self, kv_head: int, first: int, last: int) -> Tensor:
+        """Attention probabilities of prompt rows ``first <= i < last`` for one KV head, fp32 ``[B, G, rows, N]``.
+
+        Raises:
+            ValueError: rows before the R given queries were asked for.
+        """
+        offset = self.length - self.queries.shape[2]
+        if first < offset:
+            raise ValueError(
+                f"queries hold the last {self.queries.shape[2]} of {self.length} prompt rows; row {first} is needed"
+            )
+        heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
+        q = self.queries[:, heads, first - offset : last - offset].float()
+        k = self.keys[:, kv_head].float()
+        logits = torch.einsum("bgrd,bnd->bgrn", q, k) * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        columns = torch.arange(self.length, device=k.device)
+        rows = torch.arange(first, last, device=k.device)
+        logits = logits.masked_fill(columns > rows[:, None], float("-inf"))
+        if self.sinks is None:
+            return logits.softmax(-1)
+        sinks = self.sinks[heads].float()[None, :, None, None].expand(*logits.shape[:3], 1)
+        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+
+    def window_attention(self) -> Iterator[Tensor]:
+        """Attention of the window rows (of the last row when the window is empty), one KV head after another."""
+        rows = max(self.window, 1)
+        for kv_head in range(self.kv_heads):
+            yield self.attention(kv_head, self.length - rows, self.length)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """Mean of a over the window rows, ``[B, H, N]``."""
+        return torch.cat([a.mean(2) for a in self.window_attention()], 1)
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """Unbiased variance of a over the window rows, ``[B, H, N]``; zero when the window has one row."""
+        if self.window < 2:
+            return torch.zeros_like(self.mean)
+        return torch.cat([a.var(2, unbiased=True) for a in self.window_attention()], 1)
+
+    @cached_property
+    def last_row(self) -> Tensor:
+        """a of the last prompt row, ``[B, H, N]``."""
+        n = self.length
+        return torch.cat([self.attention(k, n - 1, n)[:, :, 0] for k in range(self.kv_heads)], 1)
+
+    @property
+    def mass(self) -> Tensor:
+        """Mean over the window rows and the group of a, ``[B, K, N]``: what the certificate adds up."""
+        return self.mean.unflatten(1, (self.kv_heads, self.group)).mean(2)
+
+    @cached_property
+    def column_sum(self) -> Tensor:
+        """Sum of a over all N rows, ``[B, H, N]``, streamed in blocks of rows."""
+        sums = []
+        for kv_head in range(self.kv_heads):
+            total = self.keys.new_zeros(self.keys.shape[0], self.group, self.length, dtype=torch.float32)
+            for first in range(0, self.length, _ROW_BLOCK):
+                total += self.attention(kv_head, first, min(first + _ROW_BLOCK, self.length)).sum(2)
+            sums.append(total)
+        return torch.cat(sums, 1)
+
+    @cached_property
+    def value_norm(self) -> Tensor:
+        """L1 norm of each value row, ``[B, K, N]``."""
+        return self.values.float().abs().sum(-1)

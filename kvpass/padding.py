@@ -1,0 +1,33 @@
+"""Left padding: where the real tokens of each row of a prompt begin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def first_real_column(attention_mask: Tensor | None, rows: int, columns: int) -> Tensor:
+    """First real column of each row of a prompt, int64 ``[rows]`` on the CPU.
+
+    Args:
+        attention_mask: ``[rows, columns]``, zeros before the real tokens; None when nothing is padded.
+    Raises:
+        ValueError: another shape, a row without a real token, or padding anywhere but on the left.
+    """
+    if attention_mask is None:
+        return torch.zeros(rows, dtype=torch.int64)
+    if tuple(attention_mask.shape) != (rows, columns):
+        raise ValueError(
+            f"attention_mask of shape {list(attention_mask.shape)}: must be [{rows}, {columns}] for a new prompt"
+        )
+    real = attention_mask.cpu().bool()
+    start = columns - real.sum(1)
+    empty = (start == columns).nonzero()
+    if empty.numel():
+        raise ValueError(f"attention_mask: row {int(empty[0])} has no real token")
+    wrong = (real != (torch.arange(columns) >= start[:, None])).any(1).nonzero()
+    if wrong.numel():
+        raise ValueError(
+            f"attention_mask: row {int(wrong[0])} is not left-padded; kvpass accepts padding only on the left"
+        )
+    return start

@@ -1,0 +1,80 @@
+"""Cache-eviction policies: one small file a paper, and the table that names them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+from typing import TypeVar
+
+from kvpass.policies.base import Policy
+from kvpass.policies.full import Full
+from kvpass.policies.lava import Lava
+from kvpass.policies.snapkv import SnapKV
+from kvpass.policies.streaming_llm import StreamingLLM
+
+__all__ = ["POLICIES", "Policy", "from_spec", "register_policy", "resolve"]
+
+POLICIES: dict[str, type[Policy]] = {}
+
+P = TypeVar("P", bound=type[Policy])
+
+
+def register_policy(policy: P) -> P:
+    """Make a policy class known by its ``name``; usable as a decorator.
+
+    Raises:
+        ValueError: not a frozen dataclass derived from Policy, no name, or the name belongs to another class.
+    """
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise ValueError(f"policy={policy!r}: must be a class derived from kvpass.Policy")
+    name = getattr(policy, "name", None)
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"name={name!r} of {policy.__qualname__}: must be an identifier such as 'keydiff'")
+    if "__dataclass_fields__" not in vars(policy) or not policy.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise ValueError(f"{policy.__qualname__}: must be decorated with @dataclass(frozen=True, kw_only=True)")
+    known = POLICIES.get(name)
+    if known is not None and known is not policy and known.__qualname__ != policy.__qualname__:
+        raise ValueError(f"name={name!r} of {policy.__qualname__}: already the policy {known.__qualname__}")
+    POLICIES[name] = policy
+    from_spec.cache_clear()
+    return policy
+
+
+def resolve(policy: str | Policy, **options: object) -> Policy:
+    """The policy of that name with these options; a ready policy with these options changed.
+
+    Raises:
+        ValueError: unknown name (the nearest is named), unknown option (the policy's own are named), or an option
+            out of range.
+    """
+    if isinstance(policy, Policy):
+        _check_options(type(policy), options)
+        return dataclasses.replace(policy, **options)
+    if not isinstance(policy, str):
+        raise ValueError(f"policy={policy!r}: must be a name or a kvpass.Policy; names are {', '.join(sorted(POLICIES))}")
+    if policy not in POLICIES:
+        near = difflib.get_close_matches(policy.lower().replace("-", "_"), POLICIES, n=1, cutoff=0.0)[0]
+        raise ValueError(f"policy={policy!r}: unknown; did you mean {near!r}? Names are {', '.join(sorted(POLICIES))}")
+    kind = POLICIES[policy]
+    _check_options(kind, options)
+    return kind(**options)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=256)
+def from_spec(spec: str) -> Policy:
+    """The policy whose :attr:`Policy.spec` is this text."""
+    options = json.loads(spec)
+    return resolve(options.pop("policy"), **options)
+
+
+def _check_options(kind: type[Policy], options: dict[str, object]) -> None:
+    own = [field.name for field in dataclasses.fields(kind)]
+    for name, value in options.items():
+        if name not in own:
+            raise ValueError(f"{name}={value!r}: not an option of policy {kind.name!r}; its options are {', '.join(own)}")
+
+
+for _policy in (Full, Lava, SnapKV, StreamingLLM):
+    register_policy(_policy)

@@ -1,0 +1,85 @@
+"""Head splits: in which order the entries of one layer enter, across its KV heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvpass.released import rank_safeguarded
+from kvpass.scheduler import rank_entries
+
+
+class HeadSplit(Protocol):
+    """How a layer's budget is divided among its KV heads; see :meth:`kvpass.policies.base.Policy.rank`."""
+
+    def rank(self, scores: Tensor, entries: Tensor) -> Tensor: ...
+
+    def overspend(self, entries: int, kv_heads: int) -> int:
+        """Entries by which one layer may exceed its budget."""
+        ...
+
+
+@dataclass(frozen=True)
+class UniformHeads:
+    """Every head keeps the same number of its own best; what does not divide goes to the best next scores."""
+
+    def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
+        return rank_entries(scores, 1.0)
+
+    def overspend(self, entries: int, kv_heads: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class AdaptiveHeads:
+    """Top-k across all heads, blended with a uniform part ``alpha`` (Ada-KV's safeguard); 0 is plain top-k.
+
+    ``normalize`` first multiplies a head's scores by the share that its best ``entries`` have in their sum, as
+    KVCache-Factory's port of Ada-KV does.
+    """
+
+    alpha: float = 0.0
+    normalize: bool = False
+
+    def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
+        return rank_entries(normalized(scores, entries) if self.normalize else scores, self.alpha)
+
+    def overspend(self, entries: int, kv_heads: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class ReleasedAdaptiveHeads:
+    """The same as released: counts rounded per head, the total not repaired.
+
+    The constant part of a head's count is ``int(alpha * n)`` in Ada-KV, n being the layer's budget per head. LAVa's
+    code freezes it at ``int(alpha * (entries + window))``, which overspends: ``frozen_window`` is then the window.
+    """
+
+    alpha: float
+    normalize: bool = False
+    frozen_window: int | None = None
+
+    def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
+        if self.frozen_window is None:
+            n = torch.arange(scores.shape[2] + 2, device=scores.device).expand(scores.shape[0], -1)
+        else:
+            n = (entries + self.frozen_window)[:, None].expand(-1, scores.shape[2] + 2)
+        floor = (n.double() * self.alpha).floor().float()
+        return rank_safeguarded(normalized(scores, entries) if self.normalize else scores, self.alpha, floor)
+
+    def overspend(self, entries: int, kv_heads: int) -> int:
+        frozen = 0 if self.frozen_window is None else int(self.alpha * (entries + self.frozen_window))
+        return kv_heads * (frozen + 1)
+
+
+def normalized(scores: Tensor, entries: Tensor) -> Tensor:
+    """Scores times (sum of the head's best ``entries``) / (sum of all of the head), fp32 ``[B, K, N]``."""
+    worth = torch.where(scores > float("-inf"), scores, 0.0)
+    running = torch.nn.functional.pad(worth.sort(dim=2, descending=True).values.cumsum(2), (1, 0))
+    top = running.gather(2, entries.clamp(max=scores.shape[2])[:, None, None].expand(-1, scores.shape[1], 1))
+    total = worth.sum(2, keepdim=True)
+    return scores * torch.where(total > 0, top / total, torch.ones_like(total))

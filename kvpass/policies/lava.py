@@ -1,0 +1,53 @@
+"""LAVa: one score that can be compared across heads, and layer budgets by uncertainty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvpass.observation import Observation
+from kvpass.policies.base import Policy
+from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
+from kvpass.policies.layer_splits import EntropyLayers, LayerSplit
+from kvpass.policies.scores import Group, Pool, check_score_options, pool_scores, reduce_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lava(Policy):
+    """LAVa (arXiv 2509.09754): layer-wise eviction with dynamic head and layer budgets.
+
+    ``s[k, i] = max over group(pool(mean over window rows of a[h, :, i])) * max_{j < M} |v[k, j]|_1``; heads compete for
+    the entries of their layer (top-k across heads); layers share the total in proportion to the normalised entropy of
+    their scores.
+
+    Departures from the paper: the largest value norm is taken over evictable positions, since window entries are never
+    evicted (as the released code does).
+
+    Args:
+        pool, kernel_size, group: as in :class:`~kvpass.policies.snapkv.SnapKV`; the group is reduced after pooling.
+    """
+
+    name: ClassVar[str] = "lava"
+
+    pool: Pool = "max"
+    kernel_size: int = 7
+    group: Group = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_score_options(self.pool, self.kernel_size, self.group)
+
+    def score(self, obs: Observation) -> Tensor:
+        pooled = pool_scores(obs.mean[..., : obs.evictable], self.pool, self.kernel_size)
+        s = reduce_group(pooled, obs.kv_heads, self.group)
+        if obs.evictable == 0:
+            return s
+        return s * obs.value_norm[..., : obs.evictable].amax(-1, keepdim=True)
+
+    def heads(self) -> HeadSplit:
+        return AdaptiveHeads()
+
+    def layers(self) -> LayerSplit:
+        return EntropyLayers()

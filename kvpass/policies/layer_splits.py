@@ -1,0 +1,190 @@
+"""Layer splits: how many entries each layer may hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from kvpass.observation import Observation
+from kvpass.released import cake_budgets, pyramid_budgets, truncated_budgets
+from kvpass.scheduler import adaptive_budgets, fixed_budgets
+
+Parity = Literal["paper", "code"]
+
+
+class LayerSplit(Protocol):
+    """How the total is divided among layers; see :class:`kvpass.policies.base.Policy` for the two methods."""
+
+    def weight(self, obs: Observation, scores: Tensor) -> Tensor | None: ...
+
+    def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor: ...
+
+    def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
+        """Entries by which all layers together may exceed the total at some stage of the cascade."""
+        ...
+
+
+@dataclass(frozen=True)
+class UniformLayers:
+    """The same number for every layer. ``capped=False`` states it even where a layer has fewer entries."""
+
+    capped: bool = True
+
+    def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
+        return None
+
+    def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+        if self.capped:
+            return fixed_budgets(torch.ones_like(weights), entries, available, kv_heads, seen)
+        return until(seen, (entries * kv_heads)[:, None].expand(weights.shape))
+
+    def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class EntropyLayers:
+    """LAVa (arXiv 2509.09754): in proportion to the normalised entropy of the layer's scores.
+
+    ``p = s / (sum s + 1e-16)`` over all KV heads and evictable positions, ``e = -sum p ln(p + 1e-16) / ln(K * M)``.
+    A layer with a single entry has no uncertainty: weight 0. As released, shares are truncated and not capped.
+    """
+
+    parity: Parity = "paper"
+
+    def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
+        s = scores.double().flatten(1)
+        if s.shape[1] < 2:
+            return s.new_zeros(s.shape[0])
+        p = s / (s.sum(1, keepdim=True) + 1e-16)
+        return (-(p * (p + 1e-16).log()).sum(1) / math.log(s.shape[1])).clamp(min=0.0)
+
+    def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+        if self.parity == "code":
+            return truncated_budgets(weights, entries, kv_heads, seen)
+        return adaptive_budgets(weights, entries, available, kv_heads, seen)
+
+    def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
+        return num_layers
+
+
+@dataclass(frozen=True)
+class CakeLayers:
+    """CAKE (arXiv 2503.12491), preference ``P = H^(1/tau1) * V^(1/tau2)`` of a layer.
+
+    With a the window's attention to evictable positions, not renormalised: ``H = sum of -a ln(a + 1e-10)`` and
+    ``V = sum of the unbiased variance of a over the window rows``, both over all query heads. As released, shares are
+    whole numbers per head by CAKE's own rule (:func:`kvpass.released.cake_budgets`).
+    """
+
+    tau1: float
+    tau2: float
+    parity: Parity = "paper"
+
+    def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
+        h = torch.zeros(scores.shape[0], dtype=torch.float64, device=scores.device)
+        for attention in obs.window_attention():
+            a = attention[..., : obs.evictable]
+            h -= (a * (a + 1e-10).log()).double().sum((1, 2, 3))
+        v = obs.variance[..., : obs.evictable].double().sum((1, 2))
+        return h.clamp(min=0.0) ** (1 / self.tau1) * v ** (1 / self.tau2)
+
+    def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+        if self.parity == "code":
+            return cake_budgets(weights, entries, available, kv_heads, seen)
+        return adaptive_budgets(weights, entries, available, kv_heads, seen)
+
+    def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
+        return num_layers
+
+
+Shape = Literal["linear", "geometric", "exponential", "entropy", "gini"]
+SHAPES = ("linear", "geometric", "exponential", "entropy", "gini")
+
+
+@dataclass(frozen=True)
+class PyramidLayers:
+    """PyramidKV (arXiv 2406.02069): fewer entries in higher layers.
+
+    The top layer gets ``least = entries / beta``, the bottom one ``most = 2 * entries - least``, or, where a prompt has
+    fewer evictable positions than that, all of them (``most = M``, ``least = 2 * entries - M``). A prompt shorter than
+    ``2 * entries`` is divided uniformly. Layers between lie
+
+    * ``linear``: on the straight line,
+    * ``geometric``: on the curve of constant ratio between neighbours,
+    * ``exponential``: on ``most - (most - least) * (e^x - 1) / (e - 1)``, x from 0 to 1,
+
+    the latter two scaled to the total. ``entropy`` and ``gini`` look at the prompt instead: in proportion to the
+    entropy of the layer's window attention (mean over query heads), or to one minus its Gini coefficient.
+    """
+
+    beta: int
+    window: int
+    shape: Shape = "linear"
+    parity: Parity = "paper"
+    short_uniform: bool = True
+
+    def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
+        if self.shape not in ("entropy", "gini"):
+            return None
+        a = obs.mean[..., : obs.evictable].double()
+        if obs.evictable < 2:
+            return a.new_zeros(a.shape[0])
+        p = a / a.sum(2, keepdim=True).clamp(min=1e-30)
+        if self.shape == "entropy":
+            return -torch.xlogy(p, p).sum(2).mean(1).clamp(max=0.0)
+        place = torch.arange(1, obs.evictable + 1, dtype=torch.float64, device=a.device)
+        gini = (2 * place - obs.evictable - 1).mul(p.sort(dim=2).values).sum(2) / obs.evictable
+        return (1 - gini).mean(1).clamp(min=0.0)
+
+    def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+        layers = weights.shape[1]
+        if self.shape in ("entropy", "gini"):
+            return adaptive_budgets(weights, entries, available, kv_heads, seen)
+        if self.parity == "code" and self.shape == "linear":
+            budgets = pyramid_budgets(
+                entries,
+                available,
+                layers,
+                kv_heads,
+                window=self.window,
+                beta=self.beta,
+                short_uniform=self.short_uniform,
+            )
+            return until(seen, budgets)
+        return fixed_budgets(self._curve(layers, entries, available), entries, available, kv_heads, seen)
+
+    def _curve(self, layers: int, entries: Tensor, available: Tensor) -> Tensor:
+        """Weights fp64 ``[B, L]`` of a shape that does not look at the prompt."""
+        n, m = entries.double()[:, None], available.double()[:, None]
+        most = 2 * n - n / self.beta
+        least = torch.where(most >= m, 2 * n - m, n / self.beta)
+        most = torch.minimum(most, m)
+        x = torch.arange(layers, dtype=torch.float64, device=entries.device) / max(layers - 1, 1)
+        match self.shape:
+            case "geometric":
+                curve = most * (least.clamp(min=1e-9) / most.clamp(min=1e-9)) ** x
+            case "exponential":
+                curve = most - (most - least) * x.expm1() / math.expm1(1.0)
+            case _:
+                curve = most - (most - least) * x
+        uniform = m + self.window < 2 * n
+        return torch.where(uniform | (layers == 1), 1.0, curve)
+
+    def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
+        match self.shape, self.parity:
+            case "entropy" | "gini", _:
+                return num_layers
+            case "linear", "code":
+                return kv_heads * num_layers * num_layers // 2
+            case _:
+                return 0
+
+
+def until(seen: int, budgets: Tensor) -> Tensor:
+    """Budgets int64 ``[B, L]`` with zeros for the layers not seen yet."""
+    return torch.where(torch.arange(budgets.shape[1], device=budgets.device) < seen, budgets, 0)

@@ -1,0 +1,39 @@
+"""Checks of policy options; every message gives the option's name, its value and its range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def check_int(name: str, value: object, low: int) -> None:
+    """Refuse anything but an int ``>= low``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name}={value!r}: must be an int >= {low}")
+
+
+def check_odd(name: str, value: object) -> None:
+    """Refuse anything but an odd int ``>= 1``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % 2 == 0:
+        raise ValueError(f"{name}={value!r}: must be an odd int >= 1")
+
+
+def check_float(
+    name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
+) -> None:
+    """Refuse anything but a finite number from ``low`` to ``high``, ends included unless said otherwise."""
+    number = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+    if number:
+        above = value > low if open_low else value >= low  # type: ignore[operator]
+        below = value < high if open_high else value <= high  # type: ignore[operator]
+        if above and below:
+            return
+    left = "(" if open_low else "["
+    right = ")" if open_high or high == math.inf else "]"
+    raise ValueError(f"{name}={value!r}: must be a number in {left}{low}, {high}{right}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuse anything that is not one of ``choices``."""
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")

@@ -1,0 +1,129 @@
+"""The raw backend: ``torch.compile(module, backend="kvpass", options={...})`` for a decoder of any make.
+
+The module takes token ids and explicit positions and knows no cache. A session holds the cache between its calls::
+
+    compiled = torch.compile(module, backend="kvpass", options={"policy": "lava", "budget": 256})
+    with torch.no_grad(), kvpass.session() as session:
+        logits = compiled(prompt_ids, positions)       # prefill: the prompt is compressed into session.cache
+        logits = compiled(next_id, next_position)      # decode against it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch.fx import GraphModule
+
+from kvpass.backend import Phase, PhaseCompiler, bind_cache
+from kvpass.cache import CompressedCache, resolve_budget
+from kvpass.config import Budget
+from kvpass.errors import CacheMismatchError
+from kvpass.graphs.bind_state import example_value, size_reader
+from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.padding import first_real_column
+from kvpass.policies import resolve
+
+_SESSION: ContextVar[Session | None] = ContextVar("kvpass_session", default=None)
+
+
+@dataclass(eq=False)
+class Session:
+    """One sequence (or batch) being decoded through the raw backend.
+
+    Attributes:
+        attention_mask: ``[B, N]`` of the prompt, zeros before its real tokens; None when nothing is padded.
+        cache: the compressed cache; None before the prompt was prefilled.
+    """
+
+    attention_mask: Tensor | None = None
+    cache: CompressedCache | None = None
+
+
+@contextmanager
+def session(attention_mask: Tensor | None = None) -> Iterator[Session]:
+    """Calls of raw-backend modules inside prefill into, then decode against, one cache of their own."""
+    opened = Session(attention_mask)
+    token = _SESSION.set(opened)
+    try:
+        yield opened
+    finally:
+        _SESSION.reset(token)
+
+
+def kvpass_backend(
+    gm: GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Dynamo backend registered as ``"kvpass"``.
+
+    Args:
+        options: ``policy``, ``budget``, ``compiler`` (``"inductor"`` or ``"eager"``) and options of the policy.
+    Raises:
+        UnsupportedAttentionError: an attention call is not understood (Dynamo wraps it in BackendCompilerFailed).
+    """
+    given = dict(options or {})
+    policy = resolve(given.pop("policy", "lava"), **{k: v for k, v in given.items() if k not in ("budget", "compiler")})
+    module = RawModule(
+        captured=gm,
+        example_inputs=example_inputs,
+        budget=resolve_budget(policy, given.get("budget")),
+        compiler=PhaseCompiler(policy=policy, compiler=given.get("compiler", "inductor")),
+        context=TracingContext.get(),
+    )
+    return module.__call__
+
+
+class RawModule:
+    """One captured graph, compiled per phase when a session first needs it."""
+
+    def __init__(
+        self,
+        captured: GraphModule,
+        example_inputs: list[Any],
+        budget: Budget | None,
+        compiler: PhaseCompiler,
+        context: TracingContext,
+    ) -> None:
+        self.captured = compiler.canonicalize(captured)
+        self.example_inputs = example_inputs
+        self.budget = budget
+        self.compiler = compiler
+        self.context = context
+        self.callables: dict[Phase, Callable[..., Any]] = {}
+        rows, _, tokens, _ = example_value(find_sites(self.captured.gm)[0].q).shape
+        self.rows, self.tokens = size_reader(captured, rows), size_reader(captured, tokens)
+
+    def __call__(self, *inputs: Any) -> Any:
+        active = _SESSION.get()
+        if active is None:
+            raise RuntimeError('a module compiled with backend="kvpass" runs inside `with kvpass.session():`')
+        if torch.is_grad_enabled():
+            raise RuntimeError("kvpass has no backward pass: call the module under torch.no_grad()")
+        rows, tokens = self.rows(inputs), self.tokens(inputs)
+        if active.cache is None:
+            cache = CompressedCache(self.compiler.policy, self.budget)
+            cache.begin_prefill(first_real_column(active.attention_mask, rows, tokens), tokens)
+            result = self._run("prefill", cache, inputs)
+            cache.finish_prefill()
+            active.cache = cache
+            return result
+        cache = active.cache
+        if rows != cache.batch_size:
+            raise CacheMismatchError(f"the call has {rows} rows, the session's cache {cache.batch_size}")
+        cache.ensure_room(tokens)
+        result = self._run("decode" if tokens == 1 else "extend", cache, inputs)
+        cache.advance(tokens)
+        return result
+
+    def _run(self, phase: Phase, cache: CompressedCache, inputs: tuple[Any, ...]) -> Any:
+        with bind_cache(cache):
+            if phase not in self.callables:
+                with tracing(self.context):
+                    self.callables[phase] = self.compiler.compile(self.captured, self.example_inputs, phase)
+            return self.callables[phase](*inputs)

@@ -1,0 +1,165 @@
+"""Which entries the layers and heads of one sequence keep: pure tensor functions, batched, without host synchronisation.
+
+Two questions, answered independently of each other so that cascading equals deciding once:
+
+* the layer split says how many entries each layer may hold (:func:`adaptive_budgets`, :func:`fixed_budgets`);
+* the head split says in which order the entries of one layer enter as its share grows (:func:`rank_entries`).
+
+An entry is kept when its rank is below its layer's budget. Rows of a batch never influence each other. Integers are
+int64 and shares fp64; the same input gives the same output on every run.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+_SNAP = 1e-6
+_REMAINDER_STEPS = 2**20
+
+
+def water_fill(weights: Tensor, total: Tensor, cap: Tensor) -> Tensor:
+    """Shares of ``total`` in proportion to ``weights``, none above ``cap``, the surplus re-shared among the others.
+
+    Equal to ``min(cap, x * weights)`` with x chosen so that the shares add up to ``min(total, m * cap)``. A zero weight
+    beside positive ones gets an equal part of what those cannot hold; all-zero weights share uniformly. No share grows
+    when a layer is added, which is what makes cascading exact.
+
+    Args:
+        weights: fp64 ``[B, m]``, finite, >= 0.
+        total: int64 ``[B]``. cap: int64 ``[B]``, the same for every layer of a row.
+    Returns:
+        fp64 ``[B, m]``.
+    """
+    m = weights.shape[1]
+    order = weights.argsort(dim=1, descending=True, stable=True)
+    peak = weights.amax(1, keepdim=True)
+    w = (weights / torch.where(peak > 0, peak, torch.ones_like(peak))).gather(1, order)
+    full = torch.arange(m, dtype=torch.float64, device=w.device)
+    size = cap.double()[:, None]
+    left = total.double()[:, None] - full * size
+    rest = w.flip(1).cumsum(1).flip(1)
+    fits = left * w <= size * rest
+    capped = fits.logical_not().long().cumprod(1).sum(1, keepdim=True)
+    first = capped.clamp(max=m - 1)
+    left, rest = left.gather(1, first), rest.gather(1, first)
+    proportional = left * w / torch.where(rest > 0, rest, torch.ones_like(rest))
+    uniform = (left / (m - first)).expand_as(w)
+    share = torch.where(full < capped, size, torch.where(rest > 0, proportional, uniform))
+    share = torch.minimum(share.clamp(min=0.0), size)
+    return torch.zeros_like(share).scatter(1, order, share)
+
+
+def round_shares(shares: Tensor, total: Tensor, cap: Tensor) -> Tensor:
+    """Whole numbers by largest remainder, adding up to ``min(total, m * cap)``; ties go to the lower layer.
+
+    Remainders closer than 2**-20 count as equal, so that rounding in the shares cannot break a tie.
+
+    Args:
+        shares: what :func:`water_fill` gave for the same ``total`` and ``cap``.
+    Returns:
+        int64 ``[B, m]``, each the floor of its share or one more, none above ``cap``.
+    """
+    m = shares.shape[1]
+    floor = (shares + _SNAP).floor()
+    whole = floor.long()
+    missing = torch.minimum(total, cap * m) - whole.sum(1)
+    remainder = ((shares - floor) * _REMAINDER_STEPS).round().long()
+    remainder = torch.where(whole < cap[:, None], remainder, -_REMAINDER_STEPS)
+    place = invert(remainder.argsort(dim=1, descending=True, stable=True))
+    return whole + (place < missing[:, None])
+
+
+def adaptive_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+    """Layer split by weights that become known one layer after another.
+
+    While layers are missing, a seen layer may hold one entry more than its share: its final number is then never above
+    what it held at any earlier stage, and all seen layers together hold at most ``total + L``.
+
+    Args:
+        weights: fp64 ``[B, L]``, >= 0; columns ``>= seen`` are not read.
+        entries: int64 ``[B]``, evictable entries per KV head per layer on average.
+        available: int64 ``[B]``, evictable positions. seen: layers known, ``1 <= seen <= L``.
+    Returns:
+        int64 ``[B, L]`` entries over all KV heads, zero for layers not seen. With ``seen == L`` they add up to
+        ``min(entries, available) * L * kv_heads``.
+    """
+    layers = weights.shape[1]
+    total, cap = entries * (layers * kv_heads), available * kv_heads
+    shares = water_fill(weights[:, :seen], total, cap)
+    if seen == layers:
+        return round_shares(shares, total, cap)
+    hold = torch.minimum((shares + _SNAP).floor().long() + 1, cap[:, None])
+    return torch.nn.functional.pad(hold, (0, layers - seen))
+
+
+def fixed_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+    """Layer split by weights that are known before any layer was seen: each layer gets its final number at once.
+
+    Arguments and result as in :func:`adaptive_budgets`, but every column of ``weights`` is read at every stage.
+    """
+    layers = weights.shape[1]
+    total, cap = entries * (layers * kv_heads), available * kv_heads
+    final = round_shares(water_fill(weights, total, cap), total, cap)
+    return torch.where(torch.arange(layers, device=final.device) < seen, final, 0)
+
+
+def rank_entries(scores: Tensor, alpha: float = 0.0) -> Tensor:
+    """Order in which the entries of one layer enter as its budget grows: a permutation per row.
+
+    ``alpha = 0`` is top-k across all heads. ``alpha = 1`` gives every head the same number (the best next scores get
+    what does not divide). Between them, Ada-KV's safeguard (arXiv 2407.11550, the form of the released code): with n
+    entries head h holds ``(1 - alpha) * c_h(n) + alpha * n / K`` of its best, c_h being its number among the n best
+    of the layer. Entry r of head h therefore enters at the smallest n for which that reaches ``r + 1``; entries of the
+    same n follow by score. The heads' quotas add up to n, so the total is exact for every n and the kept sets are
+    nested.
+
+    Args:
+        scores: fp32 ``[B, K, N]``; ``-inf`` where not evictable, in any columns, the same number in every head.
+        alpha: part of the budget that all heads share equally, in ``[0, 1]``, exact to six decimals.
+    Returns:
+        int32 ``[B, K, N]``. Equal scores: the lower position first, then the lower head. ``-inf`` ranks last.
+    """
+    batch, heads, length = scores.shape
+    order = scores.transpose(1, 2).reshape(batch, -1).argsort(dim=1, descending=True, stable=True)
+    best = invert(order).view(batch, length, heads).transpose(1, 2)
+    part = Fraction(alpha).limit_denominator(10**6)
+    if part == 0:
+        return best.int()
+    in_head = best.argsort(dim=2)
+    enters = _quota_reached(best.gather(2, in_head), part)
+    enters = torch.zeros_like(best).scatter(2, in_head, enters)
+    last = heads * length
+    enters = torch.where(scores == float("-inf"), last + 1, enters.clamp(max=last))
+    order = (enters * (last + 1) + best).reshape(batch, -1).argsort(dim=1)
+    return invert(order).view(batch, heads, length).int()
+
+
+def _quota_reached(best: Tensor, part: Fraction) -> Tensor:
+    """Smallest n at which each head's blended quota reaches its 1st, 2nd, ... entry; exact integer arithmetic.
+
+    With ``part = p / q`` the quota condition times ``q * K`` reads ``K * (q - p) * c_h(n) + p * n >= (r + 1) * q * K``.
+    The left side jumps where an entry of the head is met and grows by p per step between, so the answer is either a
+    jump or lies in the stretch before it.
+
+    Args:
+        best: int64 ``[B, K, N]``, ascending per head: places of the head's entries in the order of the whole layer.
+    """
+    heads, length = best.shape[1], best.shape[2]
+    p, q = part.numerator, part.denominator
+    jump = heads * (q - p)
+    count = torch.arange(length + 1, device=best.device)
+    met = torch.cat([torch.zeros_like(best[..., :1]), best + 1], 2)
+    target = (count[1:] * (q * heads)).expand_as(best).contiguous()
+    after = torch.searchsorted((met * p + count * jump).contiguous(), target)
+    stretch = -torch.div((after - 1) * jump - target, p, rounding_mode="floor")
+    at_jump = met.gather(2, after.clamp(max=length))
+    return torch.where(after > length, stretch, torch.minimum(at_jump, stretch))
+
+
+def invert(order: Tensor) -> Tensor:
+    """Place of each element in the last dimension, given the elements in order."""
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.zeros_like(order).scatter(-1, order, places)

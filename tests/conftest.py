@@ -1,0 +1,45 @@
+"""What holds for every test: no network, no checkout on ``sys.path``, two threads, fixed seeds."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is imported
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Import kvpass from the checkout, then take the checkout off the path: its kernels/, graphs/ and eval/ must not answer
+# to those names at top level, where transformers looks for the Hugging Face package `kernels`.
+sys.path.insert(0, str(ROOT))
+import kvpass  # noqa: E402, F401
+
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+
+import hypothesis  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+# Machines differ and are shared, so no example has a time limit; everybody gets the same examples.
+hypothesis.settings.register_profile("kvpass", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("kvpass")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

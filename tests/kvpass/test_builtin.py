@@ -1,0 +1,65 @@
+"""The model that ships with kvpass loads without a network and answers from its prompt."""
+
+from __future__ import annotations
+
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvpass import builtin
+
+FACTS = {"riges": "48291", "tezos": "70356", "lage": "19204", "mekoni": "66138"}
+FILLER = [
+    "the old farmer carried the lamp near the river .",
+    "in the evening a baker quietly opened the window .",
+    "the silver drum was very heavy beside the market , and one poet admired the garden .",
+    "every clerk often counted the candle behind the tower .",
+]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
+    return builtin.load()
+
+
+def answer(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], context: str, name: str) -> str:
+    model, tokenizer = loaded
+    prompt = tokenizer(f"{context} question the code of {name} is", return_tensors="pt", return_token_type_ids=False)
+    assert tokenizer.unk_token_id not in prompt["input_ids"]
+    tokens = model.generate(**prompt, max_new_tokens=6, do_sample=False)
+    return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :])
+
+
+def context_of(facts: dict[str, str]) -> str:
+    """Filler with one fact after each of its four stretches, 170 tokens or so."""
+    stretches = [" ".join(FILLER[i:] + FILLER[:i]) for i in range(len(FILLER))]
+    sentences = [f"the code of {name} is {code} ." for name, code in facts.items()]
+    return " ".join(f"{stretch} {sentence}" for stretch, sentence in zip(stretches, sentences, strict=True))
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_it_finds_the_value_of_each_name(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], name: str) -> None:
+    assert answer(loaded, context_of(FACTS), name) == " ".join(FACTS[name]) + " ."
+
+
+def test_it_answers_from_the_prompt_and_not_from_memory(
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> None:
+    exchanged = dict(zip(FACTS, reversed(FACTS.values()), strict=True))
+    assert answer(loaded, context_of(exchanged), "lage") == " ".join(FACTS["tezos"]) + " ."
+
+
+def test_the_dtype_is_the_one_asked_for(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    assert {p.dtype for p in loaded[0].parameters()} == {torch.float32}
+    assert not loaded[0].training
+    bf16, _ = builtin.load(torch.bfloat16)
+    assert {p.dtype for p in bf16.parameters()} == {torch.bfloat16}
+    for (name, stored), (_, widened) in zip(bf16.named_parameters(), loaded[0].named_parameters(), strict=True):
+        assert torch.equal(stored.float(), widened), name
+
+
+def test_the_folder_holds_model_tokenizer_and_card() -> None:
+    names = {file.name for file in builtin.path().iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "MODEL_CARD.md"} <= names

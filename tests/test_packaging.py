@@ -1,0 +1,123 @@
+"""kvpass is importable under one name only, installs completely, and leaves everybody else's imports alone."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kvpass.eval
+import kvpass.graphs
+import kvpass.kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKED = ["kernels", "graphs", "eval"]
+IMPORT_KVPASS = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import kvpass; sys.path.pop(0); "
+
+
+def run_python(code: str, cwd: Path, *, safe_path: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a fresh interpreter whose path holds nothing of this checkout unless the working folder does."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    if safe_path:
+        env["PYTHONSAFEPATH"] = "1"
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_bare_import_from_the_checkout_is_refused(name: str) -> None:
+    result = run_python(f"import {name}", ROOT, safe_path=False)
+    assert result.returncode == 1
+    assert f"ImportError: this is kvpass.{name}, found as '{name}'" in result.stderr
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_the_linked_folders_are_one_module_each(name: str) -> None:
+    module = sys.modules[f"kvpass.{name}"]
+    assert getattr(kvpass, name) is module
+    assert module.__file__ is not None
+    assert Path(module.__file__).resolve() == ROOT / name / "__init__.py"
+    copies = [
+        other
+        for other, loaded in sys.modules.items()
+        if getattr(loaded, "__file__", None) and Path(str(loaded.__file__)).resolve() == ROOT / name / "__init__.py"
+    ]
+    assert copies == [f"kvpass.{name}"]
+
+
+def test_hugging_face_kernels_are_as_available_with_us_as_without_us(tmp_path: Path) -> None:
+    ask = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
+    without = run_python(ask, tmp_path)
+    assert without.returncode == 0, without.stderr
+    for cwd in (tmp_path, ROOT):
+        with_us = run_python(IMPORT_KVPASS + ask, cwd)
+        assert with_us.returncode == 0, with_us.stderr
+        assert with_us.stdout == without.stdout
+
+
+def test_the_test_run_itself_does_not_shadow_hugging_face_kernels() -> None:
+    assert str(ROOT) not in [str(Path(entry).resolve()) for entry in sys.path]
+
+
+def test_importing_kvpass_does_not_import_triton(tmp_path: Path) -> None:
+    result = run_python(IMPORT_KVPASS + "print([m for m in sys.modules if m.partition('.')[0] == 'triton'])", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy to build from, so that no build folder is left here."""
+    copy = tmp_path_factory.mktemp("checkout") / "kvpass"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "shared")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    result = subprocess.run([*build, "--wheel-dir", str(folder), str(checkout)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = folder.glob("kvpass-*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFile, checkout: Path) -> None:
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    sources = {
+        (Path(folder).relative_to(checkout) / file).as_posix()
+        for folder, _, files in os.walk(checkout / "kvpass", followlinks=True)
+        for file in files
+    }
+    assert packed == sources
+    assert {f"kvpass/{name}/__init__.py" for name in LINKED} | {"kvpass/builtin/model.safetensors"} <= packed
+
+
+@pytest.mark.slow
+def test_the_wheel_registers_the_command_and_the_backend(wheel: zipfile.ZipFile) -> None:
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
+    entry_points = configparser.ConfigParser()
+    entry_points.read_string(wheel.read(name).decode())
+    assert entry_points["console_scripts"]["kvpass"] == "kvpass.cli:app"
+    assert entry_points["torch_dynamo_backends"]["kvpass"] == "kvpass.backend:kvpass_backend"
+
+
+@pytest.mark.slow
+def test_the_wheel_works_where_there_is_no_checkout(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+        "import kvpass.kernels, kvpass.graphs, kvpass.eval, kvpass.builtin; "
+        "model, tokenizer = kvpass.builtin.load(); print(kvpass.builtin.__file__, model.num_parameters())"
+    )
+    result = run_python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(tmp_path / "kvpass/builtin/__init__.py"), "2755328"]
