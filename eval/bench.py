@@ -27,9 +27,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvpass
 from kvpass.api import resolve_budget
+from kvpass.backend import Compiler
 from kvpass.config import Budget, Geometry
 from kvpass.eval.models import BenchModel, build, find_model
-from kvpass.eval.systems import BACKENDS, HfEager, HfStatic, Kvpass, System
+from kvpass.eval.systems import HfEager, HfStatic, Kvpass, System
 from kvpass.policies import resolve
 
 _WARM_UP_STEPS = 3
@@ -40,7 +41,7 @@ class BenchSettings:
     """One run of the bench.
 
     Attributes:
-        model: a name of ``kvpass.eval.models.NAMES`` or the path of a config.json.
+        model: ``tiny``, ``small``, ``small-mha`` or the path of a config.json.
         context: prompt tokens; None takes the model's own.
         budget, window: as in ``kvpass.compile``.
         policies: names of kvpass policies; ``full`` is always measured too.
@@ -49,7 +50,7 @@ class BenchSettings:
         seed: of weights and prompt.
 
     Raises:
-        ValueError: a number out of range, an unknown model, policy or backend.
+        ValueError: a number out of range, an unknown model or policy.
     """
 
     model: str = "small-mha"
@@ -59,15 +60,13 @@ class BenchSettings:
     policies: tuple[str, ...] = ("lava", "snapkv")
     new_tokens: int = 32
     repeats: int = 3
-    backend: str = "inductor"
+    backend: Compiler = "inductor"
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("window", "new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend={self.backend!r}: must be one of {', '.join(BACKENDS)}")
         for name in self.policies:
             policy = resolve(name, window=self.window)
             if policy.needs_budget:
@@ -263,23 +262,25 @@ class Bench:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The result as users read it: medians, quartiles in brackets."""
-    model, machine, budget = result["model"], result["machine"], result["budget"]
+    """The result as users read it: medians, quartiles in parentheses."""
+    model, machine, budget, versions = (result[key] for key in ("model", "machine", "budget", "versions"))
     made = Table(
         title=f"{model['name']}: prompt {result['context']} tokens, batch 1, {model['dtype']}; "
         f"budget {budget['entries']} entries per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB",
-        caption=f"{machine['cpu']}, {machine['threads']} threads, {machine['capability']}; medians [quartiles] of "
-        f"{result['repeats']} interleaved repeats x {result['new_tokens']} decode steps; compile: first run minus "
-        f"median run, empty Inductor cache; torch {result['versions']['torch']}, "
-        f"transformers {result['versions']['transformers']}",
+        caption=(
+            f"{machine['cpu']}, {machine['threads']} threads, {machine['capability']}; torch {versions['torch']}, "
+            f"transformers {versions['transformers']}. Medians (quartiles) of {result['repeats']} interleaved repeats x "
+            f"{result['new_tokens']} decode steps. x full: prefill time over that of the compiled full prefill; faster: "
+            "decode; compile: first run minus median run, Inductor's cache empty."
+        ),
     )
-    made.add_column("system")
+    made.add_column("system", no_wrap=True)
     for column in (
         "prefill s",
         "x full",
-        "decode ms/token",
+        "ms per token",
         "faster than hf-eager",
-        "than hf-static",
+        "faster than hf-static",
         "cache MiB",
         "compile s",
     ):
@@ -288,9 +289,9 @@ def table(result: dict[str, Any]) -> Table:
         prefill, decode, speedup = record["prefill_s"], record["decode_ms"], record["decode_speedup"]
         made.add_row(
             record["name"] if record["name"].startswith("hf-") else f"kvpass {record['name']}",
-            f"{prefill['median']:.2f} [{prefill['q1']:.2f}-{prefill['q3']:.2f}]",
+            f"{prefill['median']:.2f} ({prefill['q1']:.2f}-{prefill['q3']:.2f})",
             f"{record['prefill_ratio']['full']:.2f}",
-            f"{decode['median']:.2f} [{decode['q1']:.2f}-{decode['q3']:.2f}]",
+            f"{decode['median']:.2f} ({decode['q1']:.2f}-{decode['q3']:.2f})",
             f"{speedup['hf-eager']:.1f}x",
             f"{speedup['hf-static']:.1f}x",
             f"{record['cache_bytes'] / 2**20:.2f}",
@@ -300,19 +301,20 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    low, q1, median, q3, high = torch.tensor(values, dtype=torch.float64).quantile(
-        torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=torch.float64)
-    ).tolist()
+    low, q1, median, q3, high = (
+        torch.tensor(values, dtype=torch.float64)
+        .quantile(torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=torch.float64))
+        .tolist()
+    )
     return {"median": median, "q1": q1, "q3": q3, "min": low, "max": high}
 
 
 def _geometry(model: PreTrainedModel) -> Geometry:
     """Read off a cache that holds one token."""
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache)
-    layer = cache.layers[0]
-    keys, values = layer.keys, layer.values
+    keys, values = cache.layers[0].keys, cache.layers[0].values
     return Geometry(
         layers=len(cache.layers),
         kv_heads=keys.shape[1],

@@ -9,15 +9,6 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-_SMALL = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 32768,
-}
-
 
 @dataclass(frozen=True)
 class BenchModel:
@@ -34,37 +25,39 @@ class BenchModel:
     context: int
 
 
-def _builtin(name: str) -> BenchModel | None:
-    match name:
-        case "tiny":
-            config = LlamaConfig(**_SMALL | {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2})
-            config.num_key_value_heads = 2
-            return BenchModel(name, config, 1024)
-        case "small":
-            return BenchModel(name, LlamaConfig(**_SMALL, num_key_value_heads=2), 16384)
-        case "small-mha":
-            return BenchModel(name, LlamaConfig(**_SMALL, num_key_value_heads=8), 16384)
-    return None
+def _llama(*, layers: int, hidden: int, intermediate: int, kv_heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=1024,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=32768,
+    )
 
 
-NAMES = ("tiny", "small", "small-mha")
+_MODELS = {
+    "tiny": BenchModel("tiny", _llama(layers=2, hidden=128, intermediate=344, kv_heads=2), 1024),
+    "small": BenchModel("small", _llama(layers=8, hidden=256, intermediate=688, kv_heads=2), 16384),
+    "small-mha": BenchModel("small-mha", _llama(layers=8, hidden=256, intermediate=688, kv_heads=8), 16384),
+}
 
 
 def find_model(name: str) -> BenchModel:
     """Look up a model of the bench.
 
     Args:
-        name: one of ``NAMES`` or the path of a transformers ``config.json``.
+        name: ``tiny``, ``small``, ``small-mha`` or the path of a transformers ``config.json``.
 
     Raises:
         ValueError: neither a known name nor a readable config of a known architecture.
     """
-    known = _builtin(name)
-    if known is not None:
-        return known
+    if name in _MODELS:
+        return _MODELS[name]
     path = Path(name)
     if path.suffix != ".json":
-        raise ValueError(f"model={name!r}: expected one of {', '.join(NAMES)} or the path of a config.json")
+        raise ValueError(f"model={name!r}: expected one of {', '.join(_MODELS)} or the path of a config.json")
     if not path.is_file():
         raise ValueError(f"model={name!r}: no such file")
     try:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import kvpass
+from kvpass.backend import Compiler
 from kvpass.policies import POLICIES
 
-BACKENDS = ("inductor", "eager")
+BACKENDS = get_args(Compiler)
+
+
+def check_backend(name: str) -> Compiler:
+    """The backend of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend={name!r}: must be one of {', '.join(BACKENDS)}")
+    return cast(Compiler, name)
 
 
 def storage_bytes(cache: Any) -> int:
@@ -74,7 +86,7 @@ class HfStatic(System):
 
     name = "hf-static"
 
-    def __init__(self, model: PreTrainedModel, tokens: int, backend: str) -> None:
+    def __init__(self, model: PreTrainedModel, tokens: int, backend: Compiler) -> None:
         self.model = model
         self.cache = StaticCache(config=model.config, max_cache_len=tokens)
         self.compiled_prefill = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=backend)
@@ -104,7 +116,7 @@ class Kvpass(System):
     """kvpass with one policy; ``budget`` is not used by a policy that needs none."""
 
     def __init__(
-        self, model: PreTrainedModel, *, policy: str, budget: int | float | str, window: int, backend: str
+        self, model: PreTrainedModel, *, policy: str, budget: int | float | str, window: int, backend: Compiler
     ) -> None:
         self.name = policy
         limit = {"budget": budget} if POLICIES[policy].needs_budget else {}

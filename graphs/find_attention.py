@@ -25,7 +25,8 @@ from kvpass.graphs.fx_utils import DataFlow, Dim, erase_dead_nodes, module_path_
 from kvpass.graphs.prove_causal import NotCausalError, prove_causal
 from kvpass.graphs.rewrite_attention import SITE, find_sites
 
-_TARGETS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
+_ATEN = torch.ops.aten.scaled_dot_product_attention
+_TARGETS = {F.scaled_dot_product_attention, _ATEN, _ATEN.default}
 
 
 def _arguments(
@@ -126,7 +127,8 @@ def _check_shapes(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any)
         raise _refuse(node, f"batch sizes differ: query {q}, key {k}, value {v}")
     if k[2] != q[2] or v[2] != q[2]:
         raise _refuse(
-            node, f"{q[2]} queries read {k[2]} keys and {v[2]} values: a decoder with a cache of its own, or cross-attention"
+            node,
+            f"{q[2]} queries read {k[2]} keys and {v[2]} values: a decoder with a cache of its own, or cross-attention",
         )
     if k[3] != q[3] or not isinstance(q[3], int):
         raise _refuse(node, f"head dims of query {q[3]} and key {k[3]} must be equal and static")
@@ -143,7 +145,7 @@ def _replace(gm: GraphModule, node: Node, layer: int, window: int | None) -> Non
     query = call["query"]
     example: Tensor = query.meta["example_value"]
     scale = example.shape[3] ** -0.5 if call["scale"] is None else float(call["scale"])
-    kwargs = {} if window is None else {"sliding_window": window}
+    kwargs: dict[str, Any] = {} if window is None else {"sliding_window": window}
     with gm.graph.inserting_before(node):
         site = gm.graph.call_function(SITE, (query, call["key"], call["value"], scale, layer), kwargs)
     site.meta = dict(node.meta)

@@ -10,18 +10,19 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 """A size: an int, or an expression over the symbols of the capture."""
 
-SizeMap = Mapping[sympy.Symbol, int]
+SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
 """Concrete values for the symbols of a capture."""
 
 _SCALAR = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -97,9 +98,11 @@ def concrete(value: Any, sizes: SizeMap) -> Any:
 
 
 def _substitute(expr: sympy.Basic, sizes: SizeMap) -> sympy.Basic:
-    result = expr.xreplace(dict(sizes))
+    result = sympy.sympify(expr.xreplace(dict(sizes)))
     if result.free_symbols:
-        raise EvaluationError(f"size {expr} depends on {sorted(map(str, result.free_symbols))}, not a token or batch size")
+        raise EvaluationError(
+            f"size {expr} depends on {sorted(map(str, result.free_symbols))}, not a token or batch size"
+        )
     return result
 
 
@@ -205,7 +208,9 @@ class DataFlow:
         """``targets`` and every node they need to run, sizes included, in execution order."""
         return self._closure(targets, lambda node: node.all_input_nodes, None, ())
 
-    def _closure(self, targets: Collection[Node], inputs: Any, before: Node | None, stop: Collection[Node]) -> list[Node]:
+    def _closure(
+        self, targets: Collection[Node], inputs: Any, before: Node | None, stop: Collection[Node]
+    ) -> list[Node]:
         seen: set[Node] = set()
         stack = list(targets)
         while stack:
@@ -222,12 +227,12 @@ class DataFlow:
 def storage_of(node: Node) -> object:
     """Identity of the storage a node's tensor lives in: views share it. Unknown tensors count as their own."""
     value = recorded(node)
+    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
 
 
-def evaluate(
-    gm: GraphModule, result: Node, nodes: Sequence[Node], feeds: Mapping[Node, Tensor], sizes: SizeMap
-) -> Any:
+def evaluate(gm: GraphModule, result: Node, nodes: Sequence[Node], feeds: Mapping[Node, Tensor], sizes: SizeMap) -> Any:
     """Run ``nodes`` in the given order with the operators' real semantics; value of ``result`` after the last.
 
     Args:

@@ -6,7 +6,6 @@ contiguous positions, and the result must equal the causal mask, or the causal m
 
 from __future__ import annotations
 
-import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -15,6 +14,7 @@ from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
     EvaluationError,
+    SizeMap,
     concrete,
     evaluate,
     is_module_tensor,
@@ -140,11 +140,11 @@ def _starts(literals: set[int], length: int) -> list[int]:
     return sorted({0, _OFFSET, *(max(literal - length // 2, 0) for literal in literals)})
 
 
-def _sizes(shape: tuple[Dim, ...], length: int) -> dict[sympy.Symbol, int]:
+def _sizes(shape: tuple[Dim, ...], length: int) -> SizeMap:
     return {symbol: _BATCH for symbol in symbols_of(shape[:1])} | {symbol: length for symbol in symbols_of(shape[2:3])}
 
 
-def _feed(node: Node, tokens: Dim, start: int, tensors: dict[Node, Tensor], sizes: dict[sympy.Symbol, int]) -> Tensor:
+def _feed(node: Node, tokens: Dim, start: int, tensors: dict[Node, Tensor], sizes: SizeMap) -> Tensor:
     if node in tensors:
         return tensors[node]
     value, shape = recorded(node), shape_of(node)

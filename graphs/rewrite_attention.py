@@ -81,7 +81,9 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
         raise UnsupportedAttentionError("", "output", "the graph has no attention that kvpass understands")
     if expected is not None and len(sites) != expected:
         raise UnsupportedAttentionError(
-            "", "output", f"found {len(sites)} attention sites in a model of {expected} layers; the rest keep other state"
+            "",
+            "output",
+            f"found {len(sites)} attention sites in a model of {expected} layers; the rest keep other state",
         )
     geometries = {}
     for site in sites:

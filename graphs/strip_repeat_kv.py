@@ -53,19 +53,18 @@ class _Base:
 def strip_repeat_kv_pass(gm: GraphModule) -> int:
     """Undo the repeat of keys and values; returns the sites changed."""
     flow = DataFlow(gm)
-    changed = 0
-    stripped: list[Node] = []
+    found: list[tuple[Site, _Base, _Base]] = []
     for site in find_sites(gm):
         k, v = _find_base(gm, flow, site, site.k), _find_base(gm, flow, site, site.v)
-        if k is None or v is None or k.kv_heads != v.kv_heads:
-            continue
-        stripped += [site.k, site.v]
+        if k is not None and v is not None and k.kv_heads == v.kv_heads:
+            found.append((site, k, v))
+    replaced = flow.needed([node for site, _, _ in found for node in (site.k, site.v)])
+    for site, k, v in found:
         with gm.graph.inserting_before(site.node):
             site.node.update_arg(1, _heads_first(gm, k))
             site.node.update_arg(2, _heads_first(gm, v))
-        changed += 1
-    erase_dead_nodes(gm, flow.needed(stripped))
-    return changed
+    erase_dead_nodes(gm, replaced)
+    return len(found)
 
 
 def _heads_first(gm: GraphModule, base: _Base) -> Node:
@@ -84,7 +83,8 @@ def _find_base(gm: GraphModule, flow: DataFlow, site: Site, repeated: Node) -> _
     chain = [repeated]
     while len(inputs := value_inputs(chain[0])) == 1 and chain[0].op.startswith("call_"):
         (node,) = inputs
-        if any(flow.order[write] > flow.order[node] for write in flow.writes_to(node, before=site.node)):
+        writes = [write for part in (node, *chain) for write in flow.writes_to(part, before=site.node)]
+        if any(flow.order[write] > flow.order[chain[0]] for write in writes):
             return None
         for base in _candidates(node, shape):
             if all(_is_repeat(gm, base, chain, shape, length) for length in _LENGTHS):

@@ -1,7 +1,7 @@
 """Kernels for CUDA (Triton) and CPU. Import as ``kvpass.kernels``; nothing here is loaded by ``import kvpass``."""
 
 if __name__ != "kvpass.kernels":
-    raise ImportError(
-        f"this is kvpass.kernels, found as {__name__!r} because the kvpass checkout is on sys.path; "
-        "set PYTHONSAFEPATH=1 or run from another folder"
-    )
+    # Found as plain `kernels`, because the checkout is on sys.path. Every import of transformers looks for a Hugging
+    # Face package of this name and does not survive an ImportError, so look like one that is too old to be used.
+    __version__ = "0"
+    __path__ = []  # and keep the kernels from being imported a second time under another name

@@ -8,15 +8,16 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "cpu_vectors.h"
 
 namespace {
 
-constexpr int BLOCK = 128;                 // entries whose scores are held at a time
-constexpr int64_t GRAIN = int64_t(1) << 18;  // multiply-adds that are worth one more thread
-constexpr float LOWEST = -1e30f;           // running maximum of nothing: finite, so that differences stay defined
+constexpr int BLOCK = 128;                   // entries whose scores are held at a time
+constexpr int64_t GRAIN = int64_t(1) << 19;  // multiply-adds that are worth one more thread
+constexpr float LOWEST = -1e30f;             // running maximum of nothing: finite, so that differences stay defined
 constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
 
 // Field order and widths are those of the struct format in decode_cpu.py.
@@ -143,20 +144,19 @@ void attend_block(const float* q, int64_t q_width, const S* k, const S* v, int64
     store(mass, total);
     float decays[W];
     store(decays, decay);
-    constexpr int N = W == 16 ? 4 : R == 4 ? 2 : 4;
     int64_t d = 0;
-    for (; d + N * W <= value_dim; d += N * W)
-        add_columns<S, R, N, false>(s, v + d, value_dim, n, 0, decays, sum + d, width, next_keys, d == 0 ? key_row : 0);
-    if constexpr (N == 4)
-        if (d + 2 * W <= value_dim) {
-            add_columns<S, R, 2, false>(s, v + d, value_dim, n, 0, decays, sum + d, width, next_keys, d == 0 ? key_row : 0);
-            d += 2 * W;
-        }
-    if (d + W <= value_dim) {
-        add_columns<S, R, 1, false>(s, v + d, value_dim, n, 0, decays, sum + d, width, next_keys, d == 0 ? key_row : 0);
-        d += W;
-    }
-    if (d < value_dim) add_columns<S, R, 1, true>(s, v + d, value_dim, n, value_dim - d, decays, sum + d, width, next_keys, d == 0 ? key_row : 0);
+    const auto columns = [&](auto count, auto part) {
+        constexpr int N = decltype(count)::value;
+        add_columns<S, R, N, decltype(part)::value>(s, v + d, value_dim, n, value_dim - d, decays, sum + d, width,
+                                                    next_keys, d == 0 ? key_row : 0);
+        d += N * W;
+    };
+    constexpr int WIDEST = W == 16 || R < 4 ? 4 : 2;  // as many sums as there are registers
+    while (d + WIDEST * W <= value_dim) columns(std::integral_constant<int, WIDEST>{}, std::false_type{});
+    if constexpr (WIDEST == 4)
+        if (d + 2 * W <= value_dim) columns(std::integral_constant<int, 2>{}, std::false_type{});
+    if (d + W <= value_dim) columns(std::integral_constant<int, 1>{}, std::false_type{});
+    if (d < value_dim) columns(std::integral_constant<int, 1>{}, std::true_type{});
 }
 
 // ---- units and threads ----
@@ -301,13 +301,16 @@ struct Decoder {
             stretch(begins, scratch, 0, 1);
             return;
         }
+        std::vector<int64_t> cut(wanted);
+        int threads = wanted;
 #pragma omp parallel num_threads(wanted)
         {
-            const int threads = omp_get_num_threads(), me = omp_get_thread_num();
-            const int64_t cut = stretch(begins, scratch, me, threads);
-#pragma omp barrier
-            if (cut >= 0) join(begins, scratch, me, threads, cut);
+            const int me = omp_get_thread_num();
+            if (me == 0) threads = omp_get_num_threads();
+            cut[me] = stretch(begins, scratch, me, omp_get_num_threads());
         }
+        for (int me = 0; me < threads; me++)
+            if (cut[me] >= 0) join(begins, scratch, me, threads, cut[me]);
     }
 
     int64_t bound(const int64_t* begins, int thread, int threads) const { return begins[units] * thread / threads; }

@@ -127,7 +127,7 @@ def attend_decode(
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads: must be a multiple of the {kv_heads} KV heads")
     dtype = q.dtype
-    # Lists are compared whole: this runs once per layer and token.
+    # Lists, compared whole, because this runs once per layer and token.
     shapes = [x.shape for x in (k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start)]
     expected_shapes: list[tuple[int, ...]] = [
         (rows, kv_heads, tokens, key_dim),
@@ -148,13 +148,15 @@ def attend_decode(
     packed = [x.is_contiguous() for x in (pool_k, pool_v, tail_k, tail_v, offsets, tail_start)]
     if not all(packed):
         raise ValueError(f"{_NAMES[2 + packed.index(False)]} is not contiguous")
+    if not all([x.is_cpu for x in (q, k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start)]):
+        raise ValueError("q, k, v, pool, tail, offsets and tail_start must all be on the CPU")
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:
         raise ValueError(f"q, k, v have strides {q_strides}, {k_strides}, {v_strides}: the last must be 1")
     if sinks is not None:
         if sinks.shape != (heads,):
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected {(heads,)}")
-        sinks = sinks.to(torch.float32).contiguous()
+        sinks = sinks.to("cpu", torch.float32).contiguous()
     out = torch.empty_strided(
         (rows, heads, tokens, value_dim),
         (tokens * heads * value_dim, value_dim, heads * value_dim, 1),

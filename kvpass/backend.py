@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -25,6 +26,8 @@ from torch.fx import GraphModule
 from kvpass.cache import CACHED_DYNAMIC, PREFILL_DYNAMIC, CompressedCache
 from kvpass.config import Geometry
 from kvpass.graphs.bind_state import add_state_placeholders, copy_graph
+from kvpass.graphs.check_no_raw_attention import check_no_raw_attention_pass
+from kvpass.graphs.check_positions import check_positions_pass
 from kvpass.graphs.find_attention import find_attention_pass
 from kvpass.graphs.passes import PassRecord, run_passes
 from kvpass.graphs.rewrite_attention import (
@@ -39,8 +42,11 @@ from kvpass.policies.base import Policy
 Phase = Literal["prefill", "extend", "decode"]
 Compiler = Literal["inductor", "eager"]
 
-CANONICAL_PASSES = (find_attention_pass, strip_repeat_kv_pass)
+CANONICAL_PASSES = (find_attention_pass, strip_repeat_kv_pass, check_no_raw_attention_pass, check_positions_pass)
 """Every door ends in the canonical site; see ``graphs/passes.py``."""
+
+INDUCTOR_CONFIG = {"triton.decompose_sort_ops": True} if hasattr(inductor_config.triton, "decompose_sort_ops") else {}
+"""Sorting (in MoE routers) with 16-bit indices would compile short and long prompts separately."""
 
 _CACHE: ContextVar[CompressedCache] = ContextVar("kvpass_cache")
 
@@ -126,7 +132,11 @@ class PhaseCompiler:
             impl = "native" if self.compiler == "inductor" else "reference"
             rewrite = partial(rewrite_cached_pass, state=nodes, impl=impl)
         rewritten = run_passes(gm, [rewrite], label=f"{phase}.{len(self.records)}")
-        compiled = compile_fx(gm, [*example_inputs, *fakes]) if self.compiler == "inductor" else gm.forward
+        compiled = (
+            compile_fx(gm, [*example_inputs, *fakes], config_patches=INDUCTOR_CONFIG)
+            if self.compiler == "inductor"
+            else gm.forward
+        )
         self.records.append(
             CompileRecord(
                 phase=phase,

@@ -50,7 +50,7 @@ def main(
 
 @app.command()
 def demo(
-    tokens: Annotated[int, typer.Option(help="Length of each prompt in tokens.")] = 2560,
+    tokens: Annotated[int, typer.Option(help="Length of each prompt in tokens.")] = 2048,
     facts: Annotated[int, typer.Option(help="Facts hidden in the text; each is asked for.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of facts and text.")] = 0,
     output: Annotated[Path, typer.Option(help="Where the heat map of what was kept goes (.png).")] = Path(
@@ -60,9 +60,11 @@ def demo(
 ) -> None:
     """Hide facts in a long text and ask the built-in model for them, with full and with compressed caches."""
     from kvpass.eval.demo import Demo, DemoSettings
+    from kvpass.eval.systems import check_backend
 
     with _bad_values():
-        checked = Demo(DemoSettings(tokens=tokens, facts=facts, seed=seed, output=output, backend=backend))
+        settings = DemoSettings(tokens=tokens, facts=facts, seed=seed, output=output, backend=check_backend(backend))
+        checked = Demo(settings)
     checked.run(Console())
 
 
@@ -89,6 +91,7 @@ def bench(
 ) -> None:
     """Time prefill and decode of kvpass beside transformers' own caches, on random weights."""
     from kvpass.eval.bench import Bench, BenchSettings, table
+    from kvpass.eval.systems import check_backend
 
     with _bad_values():
         if json_path is not None and not json_path.absolute().parent.is_dir():
@@ -102,7 +105,7 @@ def bench(
                 policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
                 new_tokens=new_tokens,
                 repeats=repeats,
-                backend=backend,
+                backend=check_backend(backend),
                 seed=seed,
             )
         )

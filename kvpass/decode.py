@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 
-def rank_slots(scores: Tensor, position: Tensor) -> Tensor:
-    """Place of each slot in its head, best score first, ties to the lower position; int64 ``[B, K, C]``."""
-    order = position.argsort(dim=2, stable=True)
+def rank_slots(scores: Tensor, place: Tensor) -> Tensor:
+    """Rank of each slot in its head, best score first, ties to the lower ``place``; int64 ``[B, K, C]``."""
+    order = place.argsort(dim=2, stable=True)
     order = order.gather(2, scores.gather(2, order).argsort(dim=2, descending=True, stable=True))
     places = torch.arange(scores.shape[2], device=scores.device).expand_as(order)
     return torch.zeros_like(order).scatter(2, order, places)
@@ -35,19 +35,3 @@ def survivors(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> T
     compete = older(position, window)
     rank = rank_slots(torch.where(compete, scores, float("-inf")), position)
     return (position >= 0) & (~compete | (rank < quota[:, :, None]))
-
-
-def reorder(place: Tensor, scores: Tensor, position: Tensor, keep: Tensor, window: int) -> Tensor:
-    """Storage order after a step of the released CAKE code, int64 ``[B, K, C]``.
-
-    A head that evicted stores its older entries by descending score, then the newest by position. A head that did not
-    keeps its order.
-
-    Args:
-        place: storage order before, ascending. keep: what :func:`survivors` gave.
-    """
-    compete = older(position, window)
-    rank = rank_slots(torch.where(compete, scores, float("-inf")), position)
-    size = position.shape[2]
-    evicted = ((position >= 0) & ~keep).any(2, keepdim=True)
-    return torch.where(evicted, torch.where(compete, rank, size + position), place)

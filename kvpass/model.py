@@ -22,6 +22,9 @@ from kvpass.padding import first_real_column
 from kvpass.policies.base import Policy
 from kvpass.report import Report
 
+MAX_TOKENS = 2**24
+"""Longest prompt: positions stay exact in fp32."""
+
 _IGNORED = {"use_cache", "return_dict", "cache_position", "output_attentions", "output_hidden_states"}
 
 
@@ -205,7 +208,7 @@ def _call(
     for tensor in (ids, positions):
         torch._dynamo.mark_static(tensor, 0)
         if phase != "decode":
-            torch._dynamo.mark_dynamic(tensor, 1, min=2, max=2**31 - 1)
+            torch._dynamo.mark_dynamic(tensor, 1, min=2, max=MAX_TOKENS)
     try:
         with bind_cache(cache):
             return function(ids, positions)

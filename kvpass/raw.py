@@ -2,10 +2,13 @@
 
 The module takes token ids and explicit positions and knows no cache. A session holds the cache between its calls::
 
-    compiled = torch.compile(module, backend="kvpass", options={"policy": "lava", "budget": 256})
+    options = {"policy": "lava", "budget": 256}
+    compiled = torch.compile(module, backend="kvpass", options=options, fullgraph=True)
     with torch.no_grad(), kvpass.session() as session:
         logits = compiled(prompt_ids, positions)       # prefill: the prompt is compressed into session.cache
         logits = compiled(next_id, next_position)      # decode against it
+
+Use ``fullgraph=True``: without it Dynamo may give up on a call and run it in eager mode, uncompressed.
 """
 
 from __future__ import annotations
@@ -48,13 +51,19 @@ class Session:
 
 @contextmanager
 def session(attention_mask: Tensor | None = None) -> Iterator[Session]:
-    """Calls of raw-backend modules inside prefill into, then decode against, one cache of their own."""
+    """Calls of raw-backend modules inside prefill into, then decode against, one cache of their own.
+
+    Raises:
+        RuntimeError: on leaving, when no compiled module ran: Dynamo may have fallen back to eager mode.
+    """
     opened = Session(attention_mask)
     token = _SESSION.set(opened)
     try:
         yield opened
     finally:
         _SESSION.reset(token)
+    if opened.cache is None:
+        raise RuntimeError("no module compiled with backend='kvpass' ran in this session: nothing was compressed")
 
 
 def kvpass_backend(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.scheduler import rank_entries
+from kvpass.scheduler import best_by_head, rank_by_score
 
 
 def rank_safeguarded(scores: Tensor, alpha: float, floor: Tensor) -> Tensor:
@@ -29,15 +29,16 @@ def rank_safeguarded(scores: Tensor, alpha: float, floor: Tensor) -> Tensor:
     batch, heads, length = scores.shape
     eligible = scores > float("-inf")
     available = eligible.sum(2).amax(1)[:, None, None]
-    best = rank_entries(scores).long()
+    best = rank_by_score(scores)
     enters = torch.div(best, heads, rounding_mode="floor") + 1
     count = torch.zeros(batch, heads, length + 2, dtype=torch.int64, device=scores.device)
     count = count.scatter_add(2, enters, eligible.long()).cumsum(2)
     kept = (count.float() * (1 - alpha) + floor[:, None]).round().long().clamp(max=length)
     n = torch.arange(length + 2, device=scores.device)
     kept = torch.where(n > available, length, kept)
-    in_head = best.argsort(dim=2).argsort(dim=2)
-    first = torch.searchsorted(kept.contiguous(), in_head + 1)
+    first = torch.searchsorted(kept, torch.arange(1, length + 1, device=scores.device).expand_as(best).contiguous())
+    first = torch.zeros_like(best).flatten(1).scatter(1, best_by_head(best).flatten(1), first.flatten(1))
+    first = first.gather(1, best.flatten(1)).view(best.shape)
     return torch.where(eligible, first * heads - 1, heads * (length + 2)).int()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import sys
@@ -11,12 +12,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is importe
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Import kvpass from the checkout, then take the checkout off the path: its kernels/, graphs/ and eval/ must not answer
+# Test the kvpass of this checkout, but keep the checkout off the path: its kernels/, graphs/ and eval/ must not answer
 # to those names at top level, where transformers looks for the Hugging Face package `kernels`.
-sys.path.insert(0, str(ROOT))
-import kvpass  # noqa: E402, F401
-
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+spec = importlib.util.spec_from_file_location("kvpass", ROOT / "kvpass" / "__init__.py")
+assert spec is not None and spec.loader is not None
+sys.modules["kvpass"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["kvpass"])
 
 import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402

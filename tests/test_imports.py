@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,22 +12,23 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "kvpass"
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "kvpass"
 
 # From low to high. A module may import from its own line and from the lines above it, never from a line below.
 # A name stands for the module kvpass.<name> or for every module of that package; "kvpass" is kvpass/__init__.py.
 LAYERS = """
     errors config padding
     observation builtin kernels
-    scheduler
+    scheduler decode
     policies released
-    reference
+    reference plan loss
     ops
-    graphs attention debug
+    graphs attention
     cache
     backend
     report
-    model session
+    model raw
     api
     kvpass testing
     eval
@@ -123,7 +125,7 @@ def modules() -> dict[str, Path]:
         for file in files:
             if file.endswith(".py"):
                 path = Path(folder, file)
-                parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+                parts = path.relative_to(ROOT).with_suffix("").parts
                 found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
@@ -138,6 +140,11 @@ def test_every_import_points_downwards(module: str) -> None:
     path = MODULES[module]
     found = imports_of(module, path.read_text(), set(MODULES), is_package=path.name == "__init__.py")
     assert [text for text in map(violation, found) if text] == []
+
+
+def test_the_design_page_shows_the_same_layers() -> None:
+    rows = re.findall(r"^\| \d+ \| (.*) \|$", (ROOT / "DESIGN.md").read_text(), re.MULTILINE)
+    assert [re.findall(r"`(\w+)`", row) for row in rows] == [line.split() for line in LAYERS.strip().split("\n")]
 
 
 @pytest.mark.parametrize("folder", ["kernels", "graphs", "eval", "policies", "builtin"])

@@ -8,11 +8,22 @@ import functools
 import json
 from typing import TypeVar
 
+from kvpass.policies.ada_pyramidkv import AdaPyramidKV
+from kvpass.policies.ada_snapkv import AdaSnapKV
 from kvpass.policies.base import Policy
+from kvpass.policies.cake import Cake
 from kvpass.policies.full import Full
+from kvpass.policies.h2o import H2O
 from kvpass.policies.lava import Lava
+from kvpass.policies.lava_nohead import LavaNoHead
+from kvpass.policies.lava_pyramid import LavaPyramid
+from kvpass.policies.lava_uniform import LavaUniform
+from kvpass.policies.pyramidkv import PyramidKV
+from kvpass.policies.random_baseline import Random
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.streaming_llm import StreamingLLM
+from kvpass.policies.tova import Tova
+from kvpass.policies.vatp import Vatp
 
 __all__ = ["POLICIES", "Policy", "from_spec", "register_policy", "resolve"]
 
@@ -51,12 +62,12 @@ def resolve(policy: str | Policy, **options: object) -> Policy:
     """
     if isinstance(policy, Policy):
         _check_options(type(policy), options)
-        return dataclasses.replace(policy, **options)
+        return dataclasses.replace(policy, **options)  # type: ignore[arg-type]
     if not isinstance(policy, str):
-        raise ValueError(f"policy={policy!r}: must be a name or a kvpass.Policy; names are {', '.join(sorted(POLICIES))}")
+        raise ValueError(f"policy={policy!r}: must be a kvpass.Policy or one of {', '.join(sorted(POLICIES))}")
     if policy not in POLICIES:
         near = difflib.get_close_matches(policy.lower().replace("-", "_"), POLICIES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"policy={policy!r}: unknown; did you mean {near!r}? Names are {', '.join(sorted(POLICIES))}")
+        raise ValueError(f"policy={policy!r}: did you mean {near!r}? Must be one of {', '.join(sorted(POLICIES))}")
     kind = POLICIES[policy]
     _check_options(kind, options)
     return kind(**options)  # type: ignore[arg-type]
@@ -73,8 +84,24 @@ def _check_options(kind: type[Policy], options: dict[str, object]) -> None:
     own = [field.name for field in dataclasses.fields(kind)]
     for name, value in options.items():
         if name not in own:
-            raise ValueError(f"{name}={value!r}: not an option of policy {kind.name!r}; its options are {', '.join(own)}")
+            raise ValueError(f"{name}={value!r}: not an option of policy {kind.name!r}, which has {', '.join(own)}")
 
 
-for _policy in (Full, Lava, SnapKV, StreamingLLM):
+for _policy in (
+    Full,
+    Lava,
+    LavaUniform,
+    LavaPyramid,
+    LavaNoHead,
+    SnapKV,
+    PyramidKV,
+    AdaSnapKV,
+    AdaPyramidKV,
+    Cake,
+    H2O,
+    Tova,
+    StreamingLLM,
+    Vatp,
+    Random,
+):
     register_policy(_policy)

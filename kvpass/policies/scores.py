@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
+from kvpass.observation import Observation
 from kvpass.policies.options import check_choice, check_odd
 
 Pool = Literal["max", "avg"] | None
@@ -41,3 +43,11 @@ def check_score_options(pool: object, kernel_size: object, group: object) -> Non
     check_choice("pool", pool, POOLS)
     check_odd("kernel_size", kernel_size)
     check_choice("group", group, GROUPS)
+
+
+def column_sum(obs: Observation, rows: int | None = None) -> Tensor:
+    """Sum of a over the last ``rows`` prompt rows (all by default), fp32 ``[B, H, N]``."""
+    if rows is None or rows >= obs.length:
+        return obs.column_sum
+    first = obs.length - rows
+    return torch.cat([obs.attention(k, first, obs.length).sum(2) for k in range(obs.kv_heads)], 1)

@@ -10,29 +10,40 @@ from torch import Tensor
 
 from kvpass.observation import Observation
 from kvpass.policies.base import Policy
-from kvpass.policies.options import check_int
+from kvpass.policies.decode_rules import DecodeRule, RollingWindow
+from kvpass.policies.options import check_choice, check_int
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Policy):
     """StreamingLLM (Xiao et al. 2023, arXiv 2309.17453): ``sinks`` first tokens, then the latest that fit.
 
-    Score of position i: its index; sinks above all, the first one highest. Departure: keys keep the positions they were
-    made with (the paper re-numbers them inside the cache), as every later comparison does.
+    Score of position i: its index; sinks above all, the first one highest. Nothing observes, so the default window is
+    empty: the most recent tokens stay because they score highest. While decoding the window rolls on.
+
+    Departure: keys keep the positions they were made with (the paper re-numbers them inside the cache), as every later
+    comparison does.
 
     Args:
         sinks: first tokens kept before any other.
+        evict_during_decode: False: decoding only appends, as the comparisons in SnapKV's and Ada-KV's code do.
     """
 
     name: ClassVar[str] = "streaming_llm"
 
+    window: int = 0
     sinks: int = 4
+    evict_during_decode: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("sinks", self.sinks, 0)
+        check_choice("evict_during_decode", self.evict_during_decode, (True, False))
 
     def score(self, obs: Observation) -> Tensor:
         index = torch.arange(obs.evictable, device=obs.keys.device)
         worth = torch.where(index < self.sinks, obs.evictable + self.sinks - index, index).float()
         return worth.expand(obs.keys.shape[0], obs.kv_heads, -1)
+
+    def decode_rule(self) -> DecodeRule | None:
+        return RollingWindow(window=self.window, sinks=self.sinks) if self.evict_during_decode else None

@@ -9,6 +9,13 @@ import pytest
 from kvpass import builtin
 from kvpass.eval.needle import Fact, make_prompt, names_of
 
+GOLDEN_FACTS = (Fact("sunu", "09498"), Fact("riges", "93821"))
+GOLDEN_CONTEXT = (
+    "the code of sunu is 0 9 4 9 8 . the dusty basket cleaned the heavy bucket toward the castle . the short engine "
+    "quietly moved the wooden engine . the frozen writer followed the wooden table across the school . the code of "
+    "riges is 9 3 8 2 1 ."
+)
+
 
 @pytest.fixture(scope="module")
 def loaded():
@@ -37,16 +44,14 @@ def test_the_same_seed_gives_the_same_prompt_and_another_seed_another(names):
     assert {f.name for f in prompts[0].facts} != {f.name for f in prompts[2].facts}
 
 
-def test_a_seed_means_the_same_prompt_on_every_machine():
+def test_the_prompt_of_a_seed_does_not_change_between_versions():
     prompt = make_prompt(["riges", "sunu"], tokens=60, facts=2, seed=0)
     assert prompt.facts == GOLDEN_FACTS
     assert prompt.context == GOLDEN_CONTEXT
 
 
 @pytest.mark.parametrize("tokens", [63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 128, 1000, 2560])
-def test_every_question_makes_a_prompt_of_exactly_the_length_asked_for_without_unknown_tokens(
-    tokenizer, names, tokens
-):
+def test_every_question_makes_a_prompt_of_exactly_the_length_asked_for_without_unknown_tokens(tokenizer, names, tokens):
     prompt = make_prompt(names, tokens=tokens, facts=3, seed=tokens)
     for fact in prompt.facts:
         ids = tokenizer(prompt.ask(fact))["input_ids"]

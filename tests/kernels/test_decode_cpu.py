@@ -254,7 +254,7 @@ def test_every_value_survives_and_means_round_to_even(dtype: torch.dtype) -> Non
 
 
 def spoil_offsets(case: Case) -> None:
-    case.offsets[1, 5] = case.pool_k.shape[1] + 1
+    case.offsets[1, 6] = case.pool_k.shape[1] + 1
 
 
 def spoil_order(case: Case) -> None:
@@ -273,6 +273,7 @@ def spoil_order(case: Case) -> None:
         ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\)"),
         ({"pool_v": torch.zeros(2, 3, 32)}, r"pool_v has shape .*\[2, 3, 32\].*expected \(2, 1.., 32\)"),
         ({"v": torch.zeros(2, 3, 2, 32, dtype=torch.bfloat16)}, "v has dtype torch.bfloat16: expected torch.float32"),
+        ({"q": torch.zeros(2, 6, 2, 32, device="meta")}, "on the CPU"),
         ({"k": torch.zeros(2, 3, 32, 2).transpose(2, 3)}, "the last must be 1"),
         ({"tail_k": torch.zeros(3, 2, 3, 32, 12).transpose(3, 4)}, "tail_k is not contiguous"),
     ],

@@ -193,6 +193,21 @@ def test_rank_is_a_permutation_with_the_ineligible_last(model):
             assert (rank[row > NONE] < count).all()
 
 
+@settings(max_examples=200, deadline=None)
+@given(models(), st.floats(0, 1) | st.sampled_from(ALPHAS))
+def test_the_order_of_entry_equals_the_brute_force(model, alpha):
+    scores = tensors(model[0])[0][:, 0]
+    ranks = rank_entries(scores, alpha)
+    for row, by_hand in zip(range(scores.shape[0]), model[0], strict=True):
+        order = order_by_hand(by_hand["scores"][0], alpha)
+        assert [ranks[row, head, position].item() for head, position in order] == list(range(len(order)))
+
+
+def test_negative_scores_and_signed_zeros_rank_by_value():
+    scores = torch.tensor([[[-0.0, -3.0, 1e-40, 0.0, 2.0, -1e-40, NONE, -2.0]]])
+    assert rank_entries(scores)[0, 0].tolist() == [2, 6, 1, 3, 0, 4, 7, 5]
+
+
 @settings(max_examples=100, deadline=None)
 @given(models(), st.integers(0, 5), st.integers(0, 3))
 def test_columns_that_cannot_be_evicted_do_not_change_ranks(model, front, back):

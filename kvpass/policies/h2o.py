@@ -1,0 +1,63 @@
+"""H2O: the attention every query so far paid to each position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from kvpass.observation import Observation
+from kvpass.policies.base import Policy
+from kvpass.policies.cake import check_temperatures
+from kvpass.policies.decode_rules import Accumulated, DecodeRule
+from kvpass.policies.layer_splits import CakeLayers, LayerSplit, UniformLayers
+from kvpass.policies.options import check_choice
+from kvpass.policies.scores import Group, Pool, check_score_options, pool_scores, reduce_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(Policy):
+    """H2O (Zhang et al. 2023, arXiv 2306.14048): heavy hitters and the ``window`` most recent tokens.
+
+    ``s[k, i] = pool(reduce over group(sum over all rows of a[h, :, i]))``, uniform heads and layers. While decoding the
+    sum goes on, and the weakest entry outside the window gives way. With ``layer_split="cake"`` layers share as in CAKE
+    (its table "H2O + P2A"), which needs ``tau1`` and ``tau2``.
+
+    Departures: one cache per KV head instead of one per query head (repeat K and V to get the latter); entries are
+    freed, where the original masks logits.
+
+    Args:
+        pool, kernel_size, group: as in :class:`~kvpass.policies.snapkv.SnapKV`; no pooling by default. The running
+            sum of the decode rule is never pooled.
+        evict_during_decode: False: decoding only appends, the form that SnapKV, Ada-KV and CAKE compare with.
+    """
+
+    name: ClassVar[str] = "h2o"
+
+    pool: Pool = None
+    kernel_size: int = 7
+    group: Group = "mean"
+    layer_split: Literal["uniform", "cake"] = "uniform"
+    tau1: float | None = None
+    tau2: float | None = None
+    evict_during_decode: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_score_options(self.pool, self.kernel_size, self.group)
+        check_choice("layer_split", self.layer_split, ("uniform", "cake"))
+        check_temperatures(self.tau1, self.tau2, required=self.layer_split == "cake")
+        check_choice("evict_during_decode", self.evict_during_decode, (True, False))
+
+    def score(self, obs: Observation) -> Tensor:
+        total = reduce_group(obs.column_sum[..., : obs.evictable], obs.kv_heads, self.group)
+        return pool_scores(total, self.pool, self.kernel_size)
+
+    def layers(self) -> LayerSplit:
+        if self.layer_split == "cake" and self.tau1 is not None and self.tau2 is not None:
+            return CakeLayers(self.tau1, self.tau2, self.parity)
+        return UniformLayers()
+
+    def decode_rule(self) -> DecodeRule | None:
+        return Accumulated(window=self.window, group=self.group) if self.evict_during_decode else None

@@ -1,0 +1,22 @@
+"""LAVa without dynamic head budgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvpass.policies.head_splits import HeadSplit, UniformHeads
+from kvpass.policies.lava import Lava
+
+
+@dataclass(frozen=True, kw_only=True)
+class LavaNoHead(Lava):
+    """LAVa (arXiv 2509.09754, "-head" in table 10): every KV head of a layer keeps the same number of its own best.
+
+    No code was released for it. ``alpha`` has no effect, since the heads share equally whatever it says.
+    """
+
+    name: ClassVar[str] = "lava_nohead"
+
+    def heads(self) -> HeadSplit:
+        return UniformHeads()

@@ -1,0 +1,57 @@
+"""PyramidKV: SnapKV's score, fewer entries in higher layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvpass.observation import Observation
+from kvpass.policies.layer_splits import SHAPES, LayerSplit, PyramidLayers, Shape
+from kvpass.policies.options import check_choice, check_int
+from kvpass.policies.window_attention import WindowAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyramidKV(WindowAttention):
+    """PyramidKV (Cai et al. 2024, arXiv 2406.02069).
+
+    Layer budgets fall from ``2 * B - B / beta`` to ``B / beta``, B = budget - window; see :class:`PyramidLayers` for
+    the shapes and for short prompts. Heads are uniform. Reproduce the paper's own figures with ``window=8``.
+
+    The score sums over the window rows where SnapKV's takes their mean; within a layer that ranks alike.
+
+    Departures by default: the arithmetic sequence is exact and remainders are repaired, so the total is the budget
+    (the released floors overshoot it by up to 4 %); pooling follows the code (reduce over the window, then pool).
+
+    Args:
+        beta: how flat the top is, int >= 1; ``B / beta`` entries remain there.
+        shape: ``"linear"`` (the paper's choice), ``"geometric"``, ``"exponential"``, ``"entropy"`` or ``"gini"``.
+        short_uniform: prompts shorter than ``2 * B`` are divided uniformly, as in KVCache-Factory; False as in the
+            pyramid switch of the Ada-KV repository. Only ``parity="code"`` reads it.
+    """
+
+    name: ClassVar[str] = "pyramidkv"
+
+    beta: int = 20
+    shape: Shape = "linear"
+    short_uniform: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("beta", self.beta, 1)
+        check_choice("shape", self.shape, SHAPES)
+        check_choice("short_uniform", self.short_uniform, (True, False))
+
+    def score(self, obs: Observation) -> Tensor:
+        return super().score(obs) * max(obs.window, 1)
+
+    def layers(self) -> LayerSplit:
+        return PyramidLayers(
+            beta=self.beta,
+            window=self.window,
+            shape=self.shape,
+            parity=self.parity,
+            short_uniform=self.short_uniform,
+        )

@@ -1,0 +1,42 @@
+"""TOVA: the attention of the last query alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvpass.observation import Observation
+from kvpass.policies.base import Policy
+from kvpass.policies.decode_rules import DecodeRule, LastQuery
+from kvpass.policies.options import check_choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tova(Policy):
+    """TOVA (Oren et al. 2024, arXiv 2401.06104).
+
+    ``s[i]`` = mean over all query heads of a[h, last row, i], one kept set per layer shared by all KV heads. No token
+    is protected: the newest competes and may be dropped, in prefill and at every decode step.
+
+    Args:
+        window: 0 as in the paper; a positive number protects that many newest tokens.
+        evict_during_decode: False: decoding only appends.
+    """
+
+    name: ClassVar[str] = "tova"
+
+    window: int = 0
+    evict_during_decode: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("evict_during_decode", self.evict_during_decode, (True, False))
+
+    def score(self, obs: Observation) -> Tensor:
+        row = obs.last_row[..., : obs.evictable].mean(1, keepdim=True)
+        return row.expand(-1, obs.kv_heads, -1)
+
+    def decode_rule(self) -> DecodeRule | None:
+        return LastQuery(window=self.window) if self.evict_during_decode else None

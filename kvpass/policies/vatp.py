@@ -1,0 +1,72 @@
+"""VATP: attention times the size of the value it fetches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.observation import Observation
+from kvpass.policies.decode_rules import Accumulated, DecodeRule
+from kvpass.policies.options import check_choice, check_int
+from kvpass.policies.scores import column_sum, reduce_group
+from kvpass.policies.window_attention import WindowAttention
+
+SCISSORHANDS_ROWS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vatp(WindowAttention):
+    """VATP (Guo et al. 2024, arXiv 2406.12335): weigh an attention score with its token's own ``|v_i|_1``.
+
+    ``indicator`` says which score:
+
+    * ``"snapkv"``: pooled window attention, the form LAVa compares with ("SnapKV + VATP"); append-only decoding. No
+      code was released; norms are multiplied after pooling, as LAVa does.
+    * ``"h2o"``: attention summed over all queries, each term weighed, decoding included.
+    * ``"scissorhands"``: attention summed over the last 400 prompt rows and divided by 400; decode steps are added
+      undivided, as released.
+
+    The latter two are the official repository's (heads without groups there; K and V repeated give the same), which
+    protects the first 20 tokens because sinks have tiny values: pass ``sinks=20``.
+
+    Args:
+        sinks: first tokens kept before any other.
+        evict_during_decode: False: decoding only appends.
+    """
+
+    name: ClassVar[str] = "vatp"
+
+    indicator: Literal["snapkv", "h2o", "scissorhands"] = "snapkv"
+    sinks: int = 0
+    evict_during_decode: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("indicator", self.indicator, ("snapkv", "h2o", "scissorhands"))
+        check_int("sinks", self.sinks, 0)
+        check_choice("evict_during_decode", self.evict_during_decode, (True, False))
+
+    def score(self, obs: Observation) -> Tensor:
+        m = obs.evictable
+        match self.indicator:
+            case "snapkv":
+                attention = super().score(obs)
+            case "h2o":
+                attention = reduce_group(column_sum(obs)[..., :m], obs.kv_heads, self.group)
+            case "scissorhands":
+                total = column_sum(obs, SCISSORHANDS_ROWS)[..., :m]
+                attention = reduce_group(total, obs.kv_heads, self.group) / SCISSORHANDS_ROWS
+        worth = attention * obs.value_norm[..., :m]
+        first = torch.arange(m, device=worth.device) < self.sinks
+        return torch.where(first, torch.finfo(torch.float32).max, worth)
+
+    def decode_rule(self) -> DecodeRule | None:
+        if self.indicator == "snapkv" or not self.evict_during_decode:
+            return None
+        rule = Accumulated(window=self.window, group=self.group, value_norm=True, sinks=self.sinks)
+        if self.indicator == "scissorhands":
+            return replace(rule, rows=SCISSORHANDS_ROWS, divisor=SCISSORHANDS_ROWS)
+        return rule

@@ -1,0 +1,122 @@
+"""Compiled means compiled: one graph per phase, no breaks, bounded memory, and dumps that show what happened."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import kvpass
+from kvpass import reference
+from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
+
+
+@pytest.mark.parametrize("budget", [20, 0.5, "64KiB"])
+def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_and_200_steps(budget):
+    torch._dynamo.reset()
+    counters.clear()
+    fast = kvpass.compile(tiny_model("llama"), budget=budget, window=8)
+    for tokens in (33, 47, 64, 65, 100, 128, 300, 1000):
+        out = fast(random_ids(1, tokens), logits_to_keep=1)
+        token = out.logits[:, -1:].argmax(-1)
+        for _ in range(25):
+            out = fast(token, past_key_values=out.past_key_values)
+            token = out.logits[:, -1:].argmax(-1)
+    for tokens in (2, 9, 30):
+        out = fast(random_ids(1, tokens), past_key_values=out.past_key_values)
+    phases = [record.phase for record in fast.report().compiled]
+    assert sorted(phases) == ["decode", "extend", "prefill"]
+    assert counters["stats"]["unique_graphs"] == 3
+    assert not counters["graph_break"]
+
+
+def test_contract_8_a_growing_tail_does_not_recompile():
+    fast = kvpass.compile(tiny_model("llama"), budget=20, window=8)
+    out = fast(random_ids(1, 50), logits_to_keep=1)
+    token, capacities = out.logits[:, -1:].argmax(-1), set()
+    for _ in range(200):
+        out = fast(token, past_key_values=out.past_key_values)
+        capacities.add(out.past_key_values.tail_k.shape[3])
+    assert len(capacities) == 4 and max(capacities) >= 208
+    assert len(fast.report().compiled) == 2
+
+
+def test_compiled_and_eager_backends_keep_the_same_and_agree():
+    model = tiny_model("llama")
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (70, 40)])
+    outs = [
+        kvpass.compile(model, budget=20, window=8, backend=backend)(ids, attention_mask=mask)
+        for backend in ("eager", "inductor")
+    ]
+    assert torch.equal(outs[0].past_key_values.positions, outs[1].past_key_values.positions)
+    assert_close("logits", outs[1].logits, outs[0].logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_peak_kv_alive_during_prefill_is_the_pool_and_about_one_layer(monkeypatch, backend):
+    """Counts live storages of keys and values at every operator of the prefill; nothing is estimated."""
+    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=6), budget=64, window=8, backend=backend)
+    tokens = 2000
+    fast(random_ids(1, tokens), logits_to_keep=1)
+    alive: dict[int, weakref.ref] = {}
+    layer_sizes, peaks, pools = [], [], []
+
+    def watch(name, tensors, pool=()):
+        original = getattr(reference, name)
+
+        def counted(*args, **kwargs):
+            for index in tensors:
+                storage = args[index].untyped_storage()
+                alive[storage.data_ptr()] = (
+                    weakref.ref(args[index]._base if args[index]._base is not None else args[index]),
+                    storage.nbytes(),
+                )
+            pools.append(sum(args[index].untyped_storage().nbytes() for index in pool))
+            live = sum(size for ref, size in alive.values() if ref() is not None)
+            peaks.append(live)
+            if name == "observe_attention":
+                layer_sizes.append(args[1].nbytes + args[2].nbytes)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(reference, name, counted)
+
+    watch("observe_attention", (1, 2))
+    watch("cascade_step", (8, 9), pool=(0, 1, 6, 7))
+    watch("pack", (), pool=(0, 1))
+    cache = fast(random_ids(1, tokens, seed=1), logits_to_keep=1).past_key_values
+    assert len(layer_sizes) == 6
+    assert max(peaks) <= 1.1 * layer_sizes[0], f"{max(peaks) / layer_sizes[0]:.2f} layers of K and V were alive"
+    assert max(pools) <= cache.nbytes
+    assert cache.nbytes < layer_sizes[0], "the whole cache should be smaller than one layer here"
+
+
+def test_passes_are_dumped_before_and_after_with_op_counts(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
+    fast = kvpass.compile(tiny_model("llama"), budget=20, window=8, backend="eager")
+    out = fast(random_ids(1, 50))
+    fast(random_ids(1, 1), past_key_values=out.past_key_values)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"prefill.0.0.rewrite_prefill.before.txt", "decode.1.0.rewrite_cached.after.txt"} <= names
+    assert "kvpass.site" in (tmp_path / "prefill.0.0.rewrite_prefill.before.txt").read_text()
+    after = (tmp_path / "prefill.0.0.rewrite_prefill.after.txt").read_text()
+    assert "kvpass.cascade_step" in after and "kvpass.site" not in after
+    ops = (tmp_path / "decode.1.0.rewrite_cached.ops.txt").read_text()
+    assert "kvpass.attend_cache.default: 0 -> 3 (+3)" in ops and "kvpass.site.default: 3 -> 0 (-3)" in ops
+
+
+def test_the_structured_trace_carries_the_graphs(tmp_path):
+    """What tlparse reads: artifacts named kvpass.* in the trace log."""
+    import os
+    import subprocess
+    import sys
+
+    script = (
+        "import kvpass; from kvpass.testing import tiny_model, random_ids;"
+        "kvpass.compile(tiny_model('llama'), budget=20, window=8, backend='eager')(random_ids(1, 50))"
+    )
+    env = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=env, capture_output=True)
+    text = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert '"kvpass.prefill.0.0.rewrite_prefill.after"' in text and '"kvpass.prefill.0.0.rewrite_prefill.ops"' in text

@@ -1,0 +1,192 @@
+"""The contracts of the design that hold for a whole model; the name of each test says which."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpass
+from kvpass.testing import FAMILIES, MaskedOracle, assert_close, kept_columns, left_pad, random_ids, tiny_model
+
+UNLIMITED = 10**6
+POLICIES = sorted(kvpass.POLICIES)
+PROMPT, NEW = 61, 12
+
+
+def compiled(
+    family="llama", policy="lava", budget=UNLIMITED, window=8, backend="eager", dtype=torch.float32, **options
+):
+    model = tiny_model(family, dtype=dtype)
+    if not kvpass.POLICIES[policy].needs_budget:
+        budget = None
+    if policy == "tova":
+        window = None
+    return model, kvpass.compile(model, policy=policy, budget=budget, window=window, backend=backend, **options)
+
+
+def greedy(model, ids, **kwargs):
+    return model.generate(ids, max_new_tokens=NEW, do_sample=False, **kwargs)
+
+
+def step_logits(model, ids, new):
+    """Logits of the prompt, of one token, and of a chunk of tokens, fed one after the other."""
+    out = model(ids)
+    pieces, cache = [out.logits], out.past_key_values
+    for piece in (new[:, :1], new[:, 1:2], new[:, 2:]):
+        out = model(piece, past_key_values=cache)
+        cache = out.past_key_values
+        pieces.append(out.logits)
+    return torch.cat(pieces, 1)
+
+
+def assert_identity(model, fast):
+    ids, new = random_ids(2, PROMPT, seed=1), random_ids(2, 7, seed=2)
+    with torch.no_grad():
+        assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
+    assert torch.equal(greedy(fast, ids), greedy(model, ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contract_1_unlimited_budget_is_identity_in_every_family(family):
+    assert_identity(*compiled(family, backend="inductor"))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contract_1_unlimited_budget_is_identity_under_every_policy(family, policy):
+    assert_identity(*compiled(family, policy))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_contract_1_identity_in_bf16(family):
+    model, fast = compiled(family, backend="inductor", dtype=torch.bfloat16)
+    ids, new = random_ids(2, PROMPT, seed=1), random_ids(2, 7, seed=2)
+    reference = tiny_model(family)
+    reference.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    with torch.no_grad():
+        exact = reference(torch.cat([ids, new], 1)).logits
+        theirs = (model(torch.cat([ids, new], 1)).logits.float() - exact).abs().max()
+        ours = (step_logits(fast, ids, new).float() - exact).abs().max()
+    assert ours <= 2 * theirs, f"bf16 error {ours} against {theirs} of eager bf16"
+
+
+@pytest.mark.parametrize("policy", ["lava", "snapkv", "streaming_llm"])
+@pytest.mark.parametrize("budget", [20, 0.5, "12KiB"])
+def test_contract_2_kept_entries_are_exactly_the_budget(policy, budget):
+    _, fast = compiled(policy=policy, budget=budget)
+    lengths = [PROMPT, 40, 24]
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in lengths])
+    cache = fast(ids, attention_mask=mask).past_key_values
+    g = cache.geometry
+    per_head = {20: 20, "12KiB": 12288 // (g.layers * g.kv_heads * g.entry_bytes)}.get(budget)
+    for row, n in enumerate(lengths):
+        entries = min(per_head if per_head is not None else int(budget * n), n)
+        assert int(cache.lengths[row].sum()) == entries * g.layers * g.kv_heads
+        kept = cache.positions[row]
+        for layer in range(g.layers):
+            for head in range(g.kv_heads):
+                positions = kept[layer, head][kept[layer, head] >= 0]
+                assert torch.equal(positions, positions.unique()), "positions repeat or are unordered"
+                assert set(range(n - min(8, n), n)) <= set(positions.tolist()), "the window was not kept"
+
+
+def test_contract_2_nbytes_is_what_the_storages_occupy():
+    _, fast = compiled(budget=20)
+    cache = fast(random_ids(2, PROMPT)).past_key_values
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in vars(cache).values()
+        if isinstance(tensor, torch.Tensor) and tensor.ndim > 0
+    }
+    assert cache.nbytes == sum(storages.values())
+    full = 2 * PROMPT * cache.geometry.layers * cache.geometry.kv_heads * cache.geometry.entry_bytes
+    bigger = fast(random_ids(2, 2000)).past_key_values
+    assert bigger.nbytes == cache.nbytes < full * 2000 / PROMPT
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "random"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_contract_4_padded_rows_keep_and_generate_what_they_do_alone(family, policy):
+    _, fast = compiled(family, policy, budget=16)
+    assert_rows_equal_alone(fast)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contract_4_padding_invariance_in_every_family(family):
+    _, fast = compiled(family, "lava", budget=16)
+    assert_rows_equal_alone(fast)
+
+
+def test_contract_4_padding_invariance_compiled():
+    _, fast = compiled(budget=16, backend="inductor")
+    assert_rows_equal_alone(fast)
+
+
+def assert_rows_equal_alone(fast):
+    prompts = [random_ids(1, n, seed=n)[0] for n in (PROMPT, 37, 9, 3, PROMPT)]
+    ids, mask = left_pad(prompts)
+    batch = greedy(fast, ids, attention_mask=mask)
+    cache = fast(ids, attention_mask=mask).past_key_values
+    width = ids.shape[1]
+    for row, prompt in enumerate(prompts):
+        alone = fast(prompt[None]).past_key_values
+        pad = width - prompt.numel()
+        expected = kept_columns(alone, prompt.numel())[0]
+        assert torch.equal(kept_columns(cache, width)[row, :, :, pad:], expected), f"row {row} keeps other entries"
+        assert not kept_columns(cache, width)[row, :, :, :pad].any(), f"row {row} keeps padding"
+        assert torch.equal(batch[row, width:], greedy(fast, prompt[None])[0, prompt.numel() :]), f"row {row} differs"
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_contract_6_compressed_decoding_equals_masking_the_full_model(family, backend):
+    model, fast = compiled(family, budget=14, backend=backend)
+    prompts = [random_ids(1, n, seed=n)[0] for n in (PROMPT, 37)]
+    ids, mask = left_pad(prompts)
+    new = random_ids(2, 90, seed=5)
+    out = fast(ids, attention_mask=mask)
+    cache = out.past_key_values
+    keep = kept_columns(cache, ids.shape[1])
+    logits = []
+    for piece in [*new[:, :80].split(1, 1), new[:, 80:]]:
+        logits.append(fast(piece, past_key_values=cache).logits)
+    whole_mask = torch.cat([mask, torch.ones_like(new)], 1)
+    expected = MaskedOracle(model).logits(torch.cat([ids, new], 1), whole_mask, keep)[:, ids.shape[1] :]
+    assert_close("decode logits", torch.cat(logits, 1), expected, atol=1e-4)
+    assert cache.get_seq_length() == ids.shape[1] + 90
+    everything = MaskedOracle(model).logits(torch.cat([ids, new], 1), whole_mask, torch.ones_like(keep))
+    assert (everything[:, ids.shape[1] :] - expected).abs().max() > 1e-2, "the budget should change the logits"
+
+
+def test_contract_7_the_report_proves_that_compression_ran():
+    _, fast = compiled(budget=20)
+    with pytest.raises(ValueError, match="no prompt"):
+        fast.report()
+    greedy(fast, random_ids(1, PROMPT))
+    report = fast.report().to_dict()
+    assert [(record["phase"], record["sites"]) for record in report["compiled"]] == [("prefill", 3), ("decode", 3)]
+    assert report["nbytes"] == fast(random_ids(1, PROMPT)).past_key_values.nbytes
+    rewrite = report["compiled"][0]["passes"][-1]
+    assert "kvpass.cascade_step.default: 0 -> 3 (+3)" in rewrite["op_diff"]
+    assert "kvpass.pack.default: 0 -> 1 (+1)" in rewrite["op_diff"]
+
+
+def test_contract_7_a_sliding_window_fails_closed_with_path_and_reason():
+    model = tiny_model("mistral", sliding_window=16)
+    fast = kvpass.compile(model, budget=20, window=8, backend="eager")
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"model\.layers\.0\.self_attn.*sliding_window=16"):
+        fast(random_ids(1, PROMPT))
+
+
+def test_contract_9_the_reported_mass_is_the_attention_of_the_window_on_what_was_kept():
+    model, fast = compiled(budget=16)
+    ids = random_ids(1, PROMPT, seed=3)
+    cache = fast(ids).past_key_values
+    model.set_attn_implementation("eager")
+    attentions = model(ids, output_attentions=True).attentions
+    keep = kept_columns(cache, PROMPT)[0]
+    mass = torch.tensor(fast.report().to_dict()["window_attention_mass"])[0]
+    for layer, attention in enumerate(attentions):
+        window = attention[0, :, -8:].unflatten(0, (2, 2)).mean((1, 2))
+        assert_close(f"mass of layer {layer}", mass[layer], (window * keep[layer]).sum(-1), atol=1e-5)
+    assert 0 < float(mass.min()) < float(mass.max()) < 1

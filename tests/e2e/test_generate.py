@@ -1,0 +1,318 @@
+"""What a user does with the model: generate in every way, pipelines, plain calls, and mistakes."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    StoppingCriteria,
+    T5Config,
+    T5ForConditionalGeneration,
+    TextIteratorStreamer,
+    pipeline,
+)
+
+import kvpass
+from kvpass import builtin
+from kvpass.testing import FAMILIES, VOCABULARY, assert_close, left_pad, random_ids, tiny_model
+
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def fast(model):
+    return kvpass.compile(model, budget=10**6, window=8, backend="eager")
+
+
+@pytest.fixture(scope="module")
+def tight(model):
+    return kvpass.compile(model, budget=16, window=8, backend="eager")
+
+
+def test_the_original_is_untouched_and_every_tensor_is_shared(model, fast):
+    assert type(fast) is not type(model) and isinstance(fast, type(model)) and type(fast).__name__ == "LlamaForCausalLM"
+    assert model.config._attn_implementation == "sdpa"
+    assert model.model.layers[0].self_attn.config is model.config
+    ours, theirs = dict(fast.named_parameters()), dict(model.named_parameters())
+    assert ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in ours)
+    assert type(model).forward is not type(fast).forward
+    tied = tiny_model("llama", tie_word_embeddings=True)
+    copy = kvpass.compile(tied, budget=100, backend="eager")
+    assert copy.lm_head.weight is copy.model.embed_tokens.weight is tied.lm_head.weight
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 1.3, "top_k": 20},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": False, "repetition_penalty": 1.5},
+        {"do_sample": False, "output_scores": True, "return_dict_in_generate": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_generate_gives_what_the_original_gives(model, fast, options):
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (33, 20)])
+    results = []
+    for subject in (model, fast):
+        torch.manual_seed(0)
+        results.append(subject.generate(ids, attention_mask=mask, max_new_tokens=NEW, **options))
+    if options.get("return_dict_in_generate"):
+        assert isinstance(results[1].past_key_values, kvpass.CompressedCache)
+        assert_close("scores", torch.stack(results[1].scores), torch.stack(results[0].scores), atol=1e-4)
+        results = [result.sequences for result in results]
+    assert torch.equal(*results)
+
+
+def test_beam_search_reorders_the_compressed_cache(tight):
+    ids = random_ids(1, 40, seed=4)
+    beams = tight.generate(ids, max_new_tokens=NEW, num_beams=4, num_return_sequences=4, do_sample=False)
+    cache = tight(ids).past_key_values
+    cache.batch_repeat_interleave(4)
+    scores = torch.zeros(4)
+    logits = tight(ids).logits[:, -1].log_softmax(-1).expand(4, -1)
+    for step in range(NEW):
+        token = beams[:, ids.shape[1] + step]
+        scores += logits.gather(1, token[:, None])[:, 0]
+        logits = tight(token[:, None], past_key_values=cache).logits[:, -1].log_softmax(-1)
+    assert torch.equal(scores.argsort(descending=True), torch.arange(4)), "beams are not in order of their score"
+
+
+def test_cache_rows_can_be_reordered_selected_and_repeated(tight):
+    ids, token = random_ids(3, 40), random_ids(3, 1, seed=9)
+    order = torch.tensor([2, 0, 1])
+    expected = tight(token, past_key_values=tight(ids).past_key_values).logits
+    for change, rows in (
+        (lambda cache: cache.reorder_cache(order), order),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), torch.tensor([1])),
+        (lambda cache: cache.batch_repeat_interleave(2), torch.arange(3).repeat_interleave(2)),
+    ):
+        cache = tight(ids).past_key_values
+        change(cache)
+        assert_close("logits", tight(token[rows], past_key_values=cache).logits, expected[rows], atol=1e-5)
+
+
+def test_a_clone_is_independent_and_a_reset_cache_can_be_filled_again(tight):
+    cache = tight(random_ids(1, 40)).past_key_values
+    token, other = random_ids(1, 1, seed=1), random_ids(1, 1, seed=2)
+    twin = cache.clone()
+    tight(other, past_key_values=twin)
+    fresh = tight(random_ids(1, 40)).past_key_values
+    assert_close(
+        "logits", tight(token, past_key_values=cache).logits, tight(token, past_key_values=fresh).logits, atol=0
+    )
+    assert (cache.get_seq_length(), twin.get_seq_length()) == (41, 41)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+    out = tight(random_ids(1, 30, seed=3), past_key_values=cache)
+    assert out.past_key_values is cache and cache.get_seq_length() == 30
+
+
+def test_generate_continues_on_a_cache_it_returned(model, fast):
+    ids, question = random_ids(1, 40), random_ids(1, 6, seed=8)
+    first = fast.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, question], 1)
+    second = fast.generate(turn, past_key_values=first.past_key_values, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(second, model.generate(turn, max_new_tokens=NEW, do_sample=False))
+
+
+def test_generate_asks_for_the_logits_of_the_last_position_only(fast):
+    seen = []
+    original = type(fast).forward
+
+    @functools.wraps(original)
+    def spy(self, *args, **kwargs):
+        out = original(self, *args, **kwargs)
+        seen.append(tuple(out.logits.shape))
+        return out
+
+    type(fast).forward = spy
+    try:
+        fast.generate(random_ids(2, 30), max_new_tokens=3, do_sample=False)
+    finally:
+        type(fast).forward = original
+    assert seen == [(2, 1, VOCABULARY)] * 3
+
+
+def test_logits_to_keep_and_use_cache(model, fast):
+    ids = random_ids(2, 30)
+    expected = model(ids).logits
+    for keep in (0, 1, 5):
+        assert_close(f"keep {keep}", fast(ids, logits_to_keep=keep).logits, expected[:, -keep or None :], atol=1e-4)
+    assert fast(ids, use_cache=False).past_key_values is None
+
+
+def test_a_streamer_and_stopping_criteria_work():
+    model, tokenizer = builtin.load()
+    fast = kvpass.compile(model, budget=48, backend="eager")
+    inputs = tokenizer("the code of riges is 4 8 2 9 1 . question the code of riges is", return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    thread = threading.Thread(
+        target=fast.generate, kwargs={**inputs, "max_new_tokens": 5, "do_sample": False, "streamer": streamer}
+    )
+    thread.start()
+    streamed = "".join(streamer)
+    thread.join()
+    whole = fast.generate(**inputs, max_new_tokens=5, do_sample=False)
+    assert streamed.split() == tokenizer.decode(whole[0, inputs["input_ids"].shape[1] :]).split()
+
+    class AfterThree(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= inputs["input_ids"].shape[1] + 3)
+
+    stopped = fast.generate(**inputs, max_new_tokens=50, do_sample=False, stopping_criteria=[AfterThree()])
+    assert torch.equal(stopped, whole[:, : stopped.shape[1]]) and stopped.shape[1] == inputs["input_ids"].shape[1] + 3
+
+
+def test_the_text_generation_pipeline_works_unmodified():
+    model, tokenizer = builtin.load()
+    fast = kvpass.compile(model, budget=10**6, backend="eager")
+    prompt = "the code of riges is 4 8 2 9 1 . question the code of riges is"
+    answers = [
+        pipeline("text-generation", model=subject, tokenizer=tokenizer)(prompt, max_new_tokens=5, do_sample=False)
+        for subject in (model, fast)
+    ]
+    assert answers[0] == answers[1]
+    assert fast.report().prompt_lengths.tolist() == [len(tokenizer(prompt).input_ids)]
+
+
+def test_prompts_of_one_token_and_shorter_than_the_window(model, fast):
+    for tokens in (1, 2, 7, 8, 9):
+        ids = random_ids(2, tokens, seed=tokens)
+        expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(fast.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
+
+
+def test_inference_mode_and_grad_mode_give_the_same_without_recompiling(fast):
+    ids = random_ids(1, 30)
+    expected = fast(ids).logits
+    graphs = len(fast.report().compiled)
+    with torch.inference_mode():
+        first = fast(ids)
+        token = first.logits[:, -1:].argmax(-1)
+    assert_close("logits", first.logits, expected, atol=0)
+    fast(token, past_key_values=first.past_key_values)
+    with torch.inference_mode():
+        fast(token, past_key_values=first.past_key_values)
+    assert len(fast.report().compiled) - graphs <= 1
+
+
+def test_two_interleaved_generations_do_not_mix(tight):
+    a, b = random_ids(1, 40, seed=1), random_ids(1, 52, seed=2)
+    alone = [tight.generate(ids, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :] for ids in (a, b)]
+    outs = [tight(ids, logits_to_keep=1) for ids in (a, b)]
+    tokens = [[out.logits[:, -1:].argmax(-1)] for out in outs]
+    for _ in range(NEW - 1):
+        for i, out in enumerate(outs):
+            step = tight(tokens[i][-1], past_key_values=out.past_key_values)
+            tokens[i].append(step.logits[:, -1:].argmax(-1))
+    for i in range(2):
+        assert torch.equal(torch.cat(tokens[i], 1), alone[i])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 32}, r"budget=32: must be at least window \+ 1 = 33"),
+        ({"budget": 0}, "budget=0"),
+        ({"budget": -5}, "budget=-5"),
+        ({"budget": float("nan")}, "budget=nan"),
+        ({"budget": 1.5}, "budget=1.5"),
+        ({"budget": "lots"}, "budget='lots'"),
+        ({"budget": "12 parsecs"}, "budget='12 parsecs'"),
+        ({"budget": True}, "budget=True"),
+        ({"budget": None}, "budget=None"),
+        ({"policy": "full", "budget": 100}, "keeps everything"),
+        ({"policy": "lavaa"}, "did you mean 'lava'"),
+        ({"windw": 3}, "windw"),
+        ({"window": -1}, "window=-1"),
+        ({"kernel_size": 4}, "kernel_size=4"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+    ],
+    ids=str,
+)
+def test_contract_10_bad_options_name_value_and_range(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        kvpass.compile(model, **{"budget": 100, **options})
+
+
+def test_contract_10_models_that_cannot_be_compiled_are_refused(model, fast):
+    with pytest.raises(ValueError, match="already compiled"):
+        kvpass.compile(fast, budget=100)
+    with pytest.raises(ValueError, match="training mode"):
+        kvpass.compile(tiny_model("llama").train(), budget=100)
+    t5 = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        kvpass.compile(T5ForConditionalGeneration(t5).eval(), budget=100)
+    with pytest.raises(ValueError, match="torch.compile"):
+        kvpass.compile(torch.nn.Linear(2, 2), budget=100)
+    with pytest.raises(ValueError, match="causal language model"):
+        kvpass.compile(tiny_model("llama").model, budget=100)
+
+
+def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
+    ids = random_ids(2, 40)
+    cache = tight(ids).past_key_values
+    token = random_ids(2, 1, seed=3)
+    expected = tight(token, past_key_values=tight(ids).past_key_values).logits
+    foreign = DynamicCache(config=model.config)
+    model(ids, past_key_values=foreign)
+    stranger = kvpass.compile(tiny_model("llama", num_hidden_layers=2), budget=16, window=8, backend="eager")
+    stranger(ids)
+    other_budget = kvpass.compile(model, budget=24, window=8, backend="eager")
+    bad = [
+        (tight, {"input_ids": token[:1], "past_key_values": cache}, "1 rows"),
+        (tight, {"input_ids": token, "past_key_values": cache, "attention_mask": torch.ones(2, 3)}, r"\[2, 41\]"),
+        (tight, {"input_ids": ids, "attention_mask": torch.ones(2, 41)}, r"\[2, 40\]"),
+        (tight, {"input_ids": ids, "attention_mask": torch.ones(2, 40).tril(38)}, "left-padded"),
+        (tight, {"input_ids": ids, "attention_mask": torch.zeros(2, 40)}, "no real token"),
+        (tight, {"input_ids": ids, "past_key_values": foreign}, "DynamicCache"),
+        (tight, {"input_ids": ids, "past_key_values": EncoderDecoderCache(foreign, DynamicCache())}, "Cache"),
+        (stranger, {"input_ids": token, "past_key_values": cache}, "another model"),
+        (other_budget, {"input_ids": token, "past_key_values": cache}, "another model"),
+        (tight, {"input_ids": None}, "input_ids"),
+        (tight, {"input_ids": torch.empty(1, 0, dtype=torch.int64)}, "input_ids"),
+        (tight, {"input_ids": ids, "labels": ids}, "labels"),
+        (tight, {"input_ids": ids, "output_attentions": True}, "output_attentions"),
+        (tight, {"input_ids": ids, "logits_to_keep": -1}, "logits_to_keep=-1"),
+        (tight, {"input_ids": ids, "position_ids": torch.zeros(2, 3, dtype=torch.int64)}, "position_ids"),
+        (
+            tight,
+            {"input_ids": ids[:, :3], "past_key_values": cache, "attention_mask": torch.ones(2, 43).tril(41)},
+            "padding is possible only before",
+        ),
+    ]
+    for subject, call, message in bad:
+        with pytest.raises(ValueError, match=message):
+            subject(**call)
+        assert cache.get_seq_length() == 40
+    assert_close("logits", tight(token, past_key_values=cache).logits, expected, atol=0)
+
+
+def test_contract_10_a_fraction_too_small_for_the_prompt_is_refused(model):
+    fast = kvpass.compile(model, budget=0.1, window=8, backend="eager")
+    with pytest.raises(ValueError, match=r"window \+ 1 = 9"):
+        fast(random_ids(1, 40))
+    assert fast(random_ids(1, 200)).past_key_values.lengths.sum() == 20 * 6
+
+
+def test_assisted_generation_is_refused(fast, model):
+    with pytest.raises((ValueError, NotImplementedError)):
+        fast.generate(random_ids(1, 30), max_new_tokens=4, do_sample=False, assistant_model=model)
+
+
+def test_every_family_name_is_a_registered_model_type():
+    assert all(tiny_model(family).config.model_type == FAMILIES[family][0] for family in ("llama", "gpt2"))

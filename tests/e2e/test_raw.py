@@ -1,0 +1,166 @@
+"""The raw backend on a decoder of our own, and both doors to the canonical site on the same Llama."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvpass
+from kvpass.testing import assert_close, kept_columns, left_pad, random_ids, tiny_model
+
+NEW = 8
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int, repeat: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.dim, self.repeat = heads, kv_heads, width // heads, repeat
+        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.dim)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x, cos, sin):
+        b, t, _ = x.shape
+        sizes = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
+        q, k, v = (part.view(b, t, -1, self.dim).transpose(1, 2) for part in self.qkv(x).split(sizes, -1))
+        q, k = (torch.cat([a * cos - b_ * sin, b_ * cos + a * sin], -1) for a, b_ in (q.chunk(2, -1), k.chunk(2, -1)))
+        if self.repeat:
+            k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
+        y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not self.repeat)
+        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class Decoder(nn.Module):
+    """A small pre-norm decoder with its own RoPE; positions come in as an argument."""
+
+    def __init__(self, repeat: bool, width: int = 48, heads: int = 4, kv_heads: int = 2, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, width)
+        self.blocks = nn.ModuleList(Attention(width, heads, kv_heads, repeat) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.head = nn.Linear(width, 128)
+        self.register_buffer("frequencies", 100.0 ** -torch.linspace(0, 1, width // heads // 2))
+
+    def forward(self, ids, positions):
+        angles = positions[:, None, :, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        x = self.embed(ids)
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = x + block(norm(x), cos, sin)
+        return self.head(x)
+
+
+class SelfNumbering(Decoder):
+    def forward(self, ids):
+        return super().forward(ids, torch.arange(ids.shape[1], device=ids.device)[None])
+
+
+def positions_of(mask):
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=[False, True], ids=["grouped", "repeated"])
+def decoder(request):
+    torch.manual_seed(0)
+    module = Decoder(request.param).eval()
+    for parameter in module.parameters():
+        parameter.data.mul_(2)
+    return module
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(decoder, compiler):
+    options = {"policy": "lava", "budget": 10**6, "window": 8, "compiler": compiler}
+    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options)
+    with torch.no_grad():
+        for tokens in (30, 41):
+            ids = random_ids(2, tokens + NEW, seed=tokens)
+            positions = torch.arange(tokens + NEW).expand(2, -1)
+            expected = decoder(ids, positions)
+            with kvpass.session() as session:
+                pieces = [fast(ids[:, :tokens].contiguous(), positions[:, :tokens].contiguous())]
+                for i in range(tokens, tokens + 4):
+                    pieces.append(fast(ids[:, i : i + 1].contiguous(), positions[:, i : i + 1].contiguous()))
+                pieces.append(fast(ids[:, tokens + 4 :].contiguous(), positions[:, tokens + 4 :].contiguous()))
+            assert_close("logits", torch.cat(pieces, 1), expected, atol=1e-4)
+            assert session.cache.get_seq_length() == tokens + NEW
+            assert session.cache.geometry.kv_heads == 2, "the repeat was not stripped"
+
+
+def test_contract_2_a_plain_module_keeps_exactly_the_budget_per_row(decoder):
+    options = {"policy": "snapkv", "budget": 16, "window": 8, "compiler": "eager"}
+    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options)
+    prompts = [random_ids(1, n, seed=n)[0] for n in (40, 25, 12)]
+    ids, mask = left_pad(prompts)
+    with torch.no_grad(), kvpass.session(attention_mask=mask) as session:
+        fast(ids, positions_of(mask))
+    assert session.cache.lengths.sum((1, 2)).tolist() == [16 * 6, 16 * 6, 12 * 6]
+    for row, prompt in enumerate(prompts):
+        with torch.no_grad(), kvpass.session() as alone:
+            fast(prompt[None], torch.arange(prompt.numel())[None])
+        pad = ids.shape[1] - prompt.numel()
+        expected = kept_columns(alone.cache, prompt.numel())[0]
+        assert torch.equal(kept_columns(session.cache, ids.shape[1])[row, :, :, pad:], expected)
+
+
+def test_both_doors_keep_the_same_and_give_the_same_logits():
+    model = tiny_model("llama")
+    ids, new = random_ids(1, 60), random_ids(1, 3, seed=1)
+    through_interface = kvpass.compile(model, budget=20, window=8, backend="eager")
+    out = through_interface(ids)
+    cache, expected = out.past_key_values, [out.logits]
+    for piece in new.split(1, 1):
+        expected.append(through_interface(piece, past_key_values=cache).logits)
+
+    def logits(input_ids, position_ids):
+        return model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+
+    assert model.config._attn_implementation == "sdpa"
+    options = {"policy": "lava", "budget": 20, "window": 8, "compiler": "eager"}
+    through_sdpa = torch.compile(logits, backend="kvpass", fullgraph=True, options=options)
+    with torch.no_grad(), kvpass.session() as session:
+        actual = [through_sdpa(ids, torch.arange(60)[None])]
+        for i, piece in enumerate(new.split(1, 1)):
+            actual.append(through_sdpa(piece, torch.tensor([[60 + i]])))
+    assert torch.equal(session.cache.positions, cache.positions)
+    assert session.cache.geometry == cache.geometry
+    assert_close("logits", torch.cat(actual, 1), torch.cat(expected, 1), atol=1e-5)
+
+
+def test_a_module_that_numbers_its_own_tokens_fails_closed():
+    fast = torch.compile(SelfNumbering(False).eval(), backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"})
+    with pytest.raises(Exception, match="position"), torch.no_grad(), kvpass.session():
+        fast(random_ids(1, 40))
+
+
+def test_a_raw_module_needs_a_session_and_no_grad(decoder):
+    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"})
+    arguments = (random_ids(1, 40), torch.arange(40)[None])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="session"):
+        fast(*arguments)
+    with pytest.raises(RuntimeError, match="no_grad"), kvpass.session():
+        fast(*arguments)
+
+
+def test_a_session_refuses_another_batch_and_another_module(decoder):
+    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"})
+    with torch.no_grad(), kvpass.session() as session:
+        fast(random_ids(2, 40), torch.arange(40).expand(2, -1).contiguous())
+        with pytest.raises(kvpass.CacheMismatchError, match="1 rows"):
+            fast(random_ids(1, 1), torch.tensor([[40]]))
+        other = Decoder(False, layers=2).eval()
+        stranger = torch.compile(other, backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"})
+        with pytest.raises(kvpass.CacheMismatchError, match="geometry|Geometry"):
+            stranger(random_ids(2, 1), torch.full((2, 1), 40))
+        assert session.cache.get_seq_length() == 40
+
+
+def test_contract_7_a_session_in_which_nothing_was_compressed_says_so(decoder):
+    with pytest.raises(RuntimeError, match="nothing was compressed"), torch.no_grad(), kvpass.session():
+        decoder(random_ids(1, 40), torch.arange(40)[None])

@@ -1,0 +1,165 @@
+"""The ``kvpass`` command: help, version, clear errors, and a whole bench on a micro model."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+import kvpass
+from kvpass.cli import app
+from kvpass.eval import demo
+
+MICRO = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def invoke(*words: object):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def micro(tmp_path):
+    path = tmp_path / "micro.json"
+    path.write_text(json.dumps(MICRO))
+    return path
+
+
+@pytest.mark.parametrize("command", [(), ("demo",), ("bench",), ("policies",)])
+def test_help_is_given_for_every_command(command):
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_version_is_the_package_version():
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert result.output.strip() == f"kvpass {kvpass.__version__}"
+
+
+def test_policies_lists_every_registered_policy_with_its_options():
+    result = invoke("policies")
+    assert result.exit_code == 0
+    for name in kvpass.POLICIES:
+        assert name in result.output
+    assert "kernel_size=7" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("bench", "--model", "huge"), "model='huge': expected one of tiny, small, small-mha"),
+        (("bench", "--model", "gone.json"), "model='gone.json': no such file"),
+        (("bench", "--budget", "nan"), "budget=nan"),
+        (("bench", "--budget", "-5"), "budget=-5"),
+        (("bench", "--budget", "12 apples"), "budget='12 apples'"),
+        (("bench", "--budget", "32"), "budget=32: must be at least window + 1 = 33"),
+        (("bench", "--model", "tiny", "--budget", "0.01"), "budget 0.01 is 10 entries"),
+        (("bench", "--model", "tiny", "--budget", "100B"), "budget 100B is 0 entries"),
+        (("bench", "--policies", "snapkw"), "did you mean 'snapkv'"),
+        (("bench", "--context", "32"), "context=32: must be above window=32"),
+        (("bench", "--context", "32768"), "context=32768: must be above"),
+        (("bench", "--new-tokens", "0"), "new_tokens=0: must be >= 1"),
+        (("bench", "--repeats", "0"), "repeats=0: must be >= 1"),
+        (("bench", "--window", "0"), "window=0: must be >= 1"),
+        (("bench", "--backend", "jit"), "backend='jit': must be one of inductor, eager"),
+        (("bench", "--json", "/no/such/folder/out.json"), "json='/no/such/folder/out.json': there is no folder"),
+        (("demo", "--facts", "0"), "facts=0: must be between 1 and 512"),
+        (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
+        (("demo", "--tokens", "128"), "tokens=128: must be above 128"),
+        (("demo", "--tokens", "9000"), "tokens=9000: must be above 128, the largest budget, and at most 8000"),
+        (("demo", "--output", "/no/such/folder/map.png"), "there is no folder"),
+        (("demo", "--output", "map.txt"), "output='map.txt': must end in .png"),
+        (("demo", "--backend", "jit"), "backend='jit'"),
+    ],
+)
+def test_a_bad_value_is_one_line_with_the_name_and_exit_code_2(words, part):
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert part in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [("{", "not JSON"), ("[]", "has none"), ('{"model_type": "no-such-model"}', "no-such-model")],
+)
+def test_a_config_file_that_is_none_is_refused(tmp_path, content, part):
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    result = invoke("bench", "--model", path)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert part in result.stderr
+
+
+def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path):
+    out = tmp_path / "out.json"
+    result = invoke(
+        "bench", "--model", micro, "--context", 96, "--budget", 24, "--window", 8, "--policies", "lava",
+        "--new-tokens", 4, "--repeats", 2, "--backend", "eager", "--json", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert {"device", "cpu", "threads"} <= written["machine"].keys()
+    assert {"torch", "transformers", "kvpass"} <= written["versions"].keys()
+    assert written["model"]["dtype"] == "float32"
+    assert (written["model"]["layers"], written["model"]["kv_heads"], written["model"]["key_dim"]) == (2, 2, 8)
+    assert (written["batch"], written["context"], written["new_tokens"], written["repeats"]) == (1, 96, 4, 2)
+    entry_bytes = 2 * 8 * 4
+    assert written["budget"] == {"given": 24, "entries": 24, "bytes": 24 * 2 * 2 * entry_bytes}
+    systems = {record["name"]: record for record in written["systems"]}
+    assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
+    for record in systems.values():
+        assert len(record["prefill_s"]["all"]) == 2
+        assert [len(steps) for steps in record["decode_ms"]["all"]] == [4, 4]
+        for spread in (record["prefill_s"], record["decode_ms"]):
+            assert 0 < spread["min"] <= spread["q1"] <= spread["median"] <= spread["q3"] <= spread["max"]
+        for ratio in (*record["decode_speedup"].values(), *record["prefill_ratio"].values()):
+            assert math.isfinite(ratio)
+            assert ratio > 0
+    assert systems["hf-eager"]["compile_s"] is None
+    assert systems["full"]["compile_s"] >= 0
+    assert systems["hf-eager"]["cache_bytes"] == 100 * 2 * 2 * entry_bytes
+    assert systems["full"]["cache_bytes"] >= systems["hf-eager"]["cache_bytes"]
+    assert systems["lava"]["cache_bytes"] < systems["full"]["cache_bytes"]
+    assert systems["hf-static"]["same_tokens_as_hf_eager"]
+    assert systems["full"]["same_tokens_as_hf_eager"]
+    assert systems["lava"]["decode_speedup"]["hf-eager"] == pytest.approx(
+        systems["hf-eager"]["decode_ms"]["median"] / systems["lava"]["decode_ms"]["median"]
+    )
+    assert "kvpass lava" in result.output
+
+
+def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "BUDGETS", (64,))
+    monkeypatch.setattr(demo, "POLICIES", {"lava": {"kernel_size": 13}, "streaming_llm": {}})
+    picture = tmp_path / "map.png"
+    result = invoke("demo", "--tokens", 256, "--facts", 2, "--backend", "eager", "--output", picture)
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = {}
+    for line in result.output.splitlines():
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        rows[cells[0]] = cells[1:]
+    assert rows["transformers"][:3] == ["all", "100 %", "2/2"]
+    assert rows["kvpass full"][:3] == ["all", "100 %", "2/2"]
+    assert rows["kvpass lava"][:3] == ["64", "25.0%", "2/2"]
+    assert int(rows["kvpass lava"][3]) < int(rows["transformers"][3])
+    for fact in demo.make_prompt(demo.names_of(demo.builtin.load()[1]), tokens=256, facts=2, seed=0).facts:
+        assert rows[fact.name][:4] == [fact.code] * 4
+    for words in ("seed 0", "float32", "256 tokens", "lava(kernel_size=13)"):
+        assert words in result.output.replace("\n", " ")

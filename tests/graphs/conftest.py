@@ -1,0 +1,138 @@
+"""Small decoders, and a Dynamo capture that runs passes and compares the rewritten graph with the eager model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.bind_state import copy_graph
+from kvpass.graphs.check_no_raw_attention import check_no_raw_attention_pass
+from kvpass.graphs.check_positions import check_positions_pass
+from kvpass.graphs.find_attention import find_attention_pass
+from kvpass.graphs.passes import GraphPass
+from kvpass.graphs.strip_repeat_kv import strip_repeat_kv_pass
+
+HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 2, 8, 50
+TOKENS = 11
+ALL_PASSES = (find_attention_pass, strip_repeat_kv_pass, check_no_raw_attention_pass, check_positions_pass)
+
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def attend_grouped(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class Attention(nn.Module):
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+        self.projection = nn.Linear(HEADS * HEAD_DIM, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
+        self.out = nn.Linear(HEADS * HEAD_DIM, HEADS * HEAD_DIM, bias=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        rows = self.projection(x).view(b, t, HEADS + 2 * KV_HEADS, HEAD_DIM).transpose(1, 2)
+        q, k, v = rows.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        out = self.attend(self, rotate(q, positions), rotate(k, positions), v, positions)
+        return self.out(out.transpose(1, 2).reshape(b, t, -1))
+
+
+class Decoder(nn.Module):
+    """Two layers with rotary positions of their own; ``attend(module, q, k, v, positions)`` is what a test varies."""
+
+    def __init__(self, attend: Attend = attend_grouped, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HEADS * HEAD_DIM)
+        self.layers = nn.ModuleList(Attention(attend) for _ in range(layers))
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x, positions)
+        return x @ self.embed.weight.T
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embedding of ``[B, heads, T, D]`` at integer positions ``[B, T]``."""
+    half = x.shape[-1] // 2
+    frequencies = 100.0 ** (-torch.arange(half, dtype=torch.float32) / half)
+    angles = (positions[:, None, :, None] * frequencies).to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], dim=-1
+    )
+
+
+def token_inputs(batch: int = 2, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(1, VOCABULARY, (batch, tokens))
+    return ids, torch.arange(tokens).expand(batch, tokens).contiguous()
+
+
+def run_capture(
+    function: Callable[..., Tensor],
+    inputs: Sequence[Any],
+    passes: Sequence[GraphPass] = ALL_PASSES,
+    *,
+    dynamic: bool = True,
+    execute: bool = True,
+) -> tuple[GraphModule, list[int]]:
+    """Capture ``function(*inputs)`` as one graph, run ``passes``, compare the graph's output with eager.
+
+    Args:
+        dynamic: whether every dimension of TOKENS in the inputs is symbolic.
+        execute: False to keep the rewritten graph from running, where the site operator cannot.
+    Returns:
+        the rewritten graph and what each pass returned.
+    """
+    graphs: list[GraphModule] = []
+    counts: list[int] = []
+    refusals: list[UnsupportedAttentionError] = []
+
+    def backend(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
+        copy = copy_graph(gm)
+        try:
+            for graph_pass in passes:
+                counts.append(graph_pass(copy))
+                copy.graph.lint()
+        except UnsupportedAttentionError as error:
+            refusals.append(error)
+            return gm.forward
+        copy.recompile()
+        graphs.append(copy)
+        return copy.forward if execute else gm.forward
+
+    torch._dynamo.reset()
+    if dynamic:
+        for value in inputs:
+            for dim in (dim for dim, size in enumerate(value.shape) if size == TOKENS):
+                torch._dynamo.mark_dynamic(value, dim)
+    with torch.no_grad():
+        got = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+        if refusals:
+            raise refusals[0]
+        torch.testing.assert_close(got, function(*inputs), atol=1e-5, rtol=1e-5)
+    (graph,) = graphs
+    return graph, counts
+
+
+@pytest.fixture
+def capture() -> Callable[..., tuple[GraphModule, list[int]]]:
+    return run_capture
+
+
+@pytest.fixture
+def decoder() -> Callable[..., Decoder]:
+    return lambda *args, **kwargs: Decoder(*args, **kwargs).eval()
+
+
+@pytest.fixture
+def inputs() -> Callable[..., tuple[Tensor, Tensor]]:
+    return token_inputs

@@ -1,0 +1,212 @@
+"""The operators: schemas and fakes by opcheck, numbers against brute force, the cascade against deciding once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvpass.ops  # noqa: F401
+from kvpass import reference
+from kvpass.policies import resolve
+from kvpass.testing import assert_close
+
+OPS = torch.ops.kvpass
+SCALE = 0.3
+
+
+def qkv(b=2, h=4, k=2, n=40, d=8, dv=8, seed=0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((b, n, h, d), (b, n, k, d), (b, n, k, dv))
+    return [torch.randn(shape, generator=g).to(dtype).transpose(1, 2) * 2 for shape in shapes]
+
+
+def prefill_state(b, layers, k, d, dv, n, entries, policy, slots=None, tail=None):
+    slots = slots or policy.capacity(max(entries), layers, k)
+    window = min(policy.window, n)
+    return {
+        "pool_k": torch.full((b, slots, d), float("nan")),
+        "pool_v": torch.full((b, slots, dv), float("nan")),
+        "slots": torch.full((3, b, slots), -1, dtype=torch.int32),
+        "slot_mass": torch.zeros(b, slots),
+        "ledger": torch.zeros(b, layers, dtype=torch.float64),
+        "window_mass": torch.zeros(b, layers, k),
+        "tail_k": torch.full((layers, b, k, tail or window + 4, d), float("nan")),
+        "tail_v": torch.full((layers, b, k, tail or window + 4, dv), float("nan")),
+    }
+
+
+def decode_state(b=2, layers=2, k=2, d=8, dv=8, used=5, capacity=9, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 6, (b, layers * k), generator=g)
+    offsets = torch.zeros(b, layers * k + 1, dtype=torch.int32)
+    offsets[:, 1:] = lengths.cumsum(1)
+    slots = int(offsets.max()) + 2
+    tail = [torch.full((layers, b, k, capacity, dim), float("nan")) for dim in (d, dv)]
+    start = torch.tensor([0, 3])[:b]
+    for tensor in tail:
+        for row in range(b):
+            shape = (layers, k, used - int(start[row]), tensor.shape[-1])
+            tensor[:, row, :, int(start[row]) : used] = torch.randn(shape, generator=g)
+    pool = [torch.randn(b, slots, dim, generator=g) for dim in (d, dv)]
+    return [*pool, offsets, *tail, start, torch.tensor(used)]
+
+
+def test_opcheck_site_and_observe_attention():
+    q, k, v = qkv()
+    torch.library.opcheck(OPS.site.default, (q, k, v, SCALE, 0))
+    spec = resolve("lava", window=8).spec
+    args = (q, k, v, torch.tensor([0, 3]), SCALE, 0, 2, spec)
+    torch.library.opcheck(OPS.observe_attention.default, args)
+
+
+def test_opcheck_cascade_step_and_pack():
+    q, k, v = qkv()
+    policy = resolve("lava", window=8)
+    entries, start = torch.tensor([6, 6]), torch.tensor([0, 3])
+    state = prefill_state(2, 2, 2, 8, 8, 40, [6], policy)
+    state = {name: tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    _, scores, mass, weight = OPS.observe_attention.default(q, k, v, start, SCALE, 0, 2, policy.spec)
+    args = (*state.values(), k, v, scores, mass, weight, entries, start, 0, policy.spec)
+    torch.library.opcheck(OPS.cascade_step.default, args)
+    offsets = torch.zeros(2, 5, dtype=torch.int32)
+    names = ("pool_k", "pool_v", "slots", "slot_mass")
+    torch.library.opcheck(OPS.pack.default, (*(state[name] for name in names), offsets))
+
+
+@pytest.mark.parametrize("impl", ["reference", "native"])
+def test_opcheck_attend_cache(impl):
+    q, k, v = qkv(n=1)
+    state = decode_state()
+    state = [tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for tensor in state]
+    torch.library.opcheck(OPS.attend_cache.default, (q, k, v, *state, SCALE, 1, impl))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+def test_prompt_attention_equals_brute_force_row_by_row(heads, options):
+    h, kv = heads
+    q, k, v = qkv(h=h, k=kv, n=23, dv=6)
+    start = torch.tensor([0, 5])
+    sinks = torch.linspace(-1, 2, h) if options.get("sinks") else None
+    softcap = options.get("softcap")
+    out = reference.prompt_attention(q, k, v, start, SCALE, softcap, sinks)
+    for row, first in enumerate(start.tolist()):
+        for head in range(h):
+            keys, values = k[row, head // (h // kv)].double(), v[row, head // (h // kv)].double()
+            for i in range(first, 23):
+                logits = keys[first : i + 1] @ q[row, head, i].double() * SCALE
+                if softcap:
+                    logits = softcap * torch.tanh(logits / softcap)
+                weights = logits.exp()
+                total = weights.sum() + (sinks[head].double().exp() if sinks is not None else 0.0)
+                assert_close("out", out[row, head, i].double(), weights / total @ values[first : i + 1], atol=1e-5)
+        assert not out[row, :, :first].any()
+
+
+@pytest.mark.parametrize("impl", ["reference", "native"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": torch.linspace(-1, 2, 4)}], ids=lambda o: str(*o))
+def test_attend_cache_equals_brute_force(impl, tokens, options):
+    q, k, v = qkv(n=tokens, dv=6)
+    state = decode_state(dv=6)
+    pool_k, pool_v, offsets, tail_k, tail_v, start, used = state
+    before = [tensor.clone() for tensor in state]
+    out = OPS.attend_cache.default(q, k, v, *state, SCALE, 1, impl, **options)
+    for row in range(2):
+        for head in range(4):
+            kv_head = head // 2
+            segment = slice(int(offsets[row, 2 + kv_head]), int(offsets[row, 3 + kv_head]))
+            for t in range(tokens):
+                live = slice(int(start[row]), 5)
+                keys = torch.cat([pool_k[row, segment], before[3][1, row, kv_head, live], k[row, kv_head, : t + 1]])
+                values = torch.cat([pool_v[row, segment], before[4][1, row, kv_head, live], v[row, kv_head, : t + 1]])
+                logits = keys.double() @ q[row, head, t].double() * SCALE
+                if "softcap" in options:
+                    logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+                weights = logits.exp()
+                total = weights.sum() + (options["sinks"][head].double().exp() if "sinks" in options else 0.0)
+                assert_close("out", out[row, head, t].double(), weights / total @ values.double(), atol=1e-5)
+    assert torch.equal(tail_k[1, :, :, 5 : 5 + tokens], k) and torch.equal(tail_v[1, :, :, 5 : 5 + tokens], v)
+    assert tail_k[1, :, :, 5 + tokens :].isnan().all() and tail_k[0, :, :, 5:].isnan().all()
+    for name, now, then in zip(("pool_k", "pool_v", "offsets"), state[:3], before[:3], strict=True):
+        assert torch.equal(now, then), f"{name} changed"
+
+
+@pytest.mark.parametrize("impl", ["reference", "native"])
+def test_an_append_over_capacity_raises_and_writes_nothing(impl):
+    q, k, v = qkv(n=5)
+    state = decode_state()
+    before = [tensor.clone() for tensor in state]
+    with pytest.raises(ValueError, match="9"):
+        OPS.attend_cache.default(q, k, v, *state, SCALE, 1, impl)
+    assert all(torch.equal(now.nan_to_num(7), then.nan_to_num(7)) for now, then in zip(state, before, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
+    """Random scores with ties, layers, heads, rows of different length and budgets, through the operators."""
+    layers = data.draw(st.integers(1, 4), label="layers")
+    kv_heads = data.draw(st.integers(1, 3), label="kv_heads")
+    n = data.draw(st.integers(2, 24), label="n")
+    window = data.draw(st.integers(0, 4), label="window")
+    policy = resolve(data.draw(st.sampled_from(["lava", "snapkv", "ada_snapkv", "lava_nohead"])), window=window)
+    rows = data.draw(st.integers(1, 2), label="rows")
+    start = torch.tensor([data.draw(st.integers(0, n - 1)) for _ in range(rows)])
+    entries = torch.tensor([data.draw(st.integers(0, n + 3)) for _ in range(rows)])
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
+    levels = data.draw(st.sampled_from([1, 2, 5, 1000]), label="levels")
+    state = prefill_state(rows, layers, kv_heads, 4, 4, n, entries.tolist(), policy)
+    all_scores, keys = [], []
+    for layer in range(layers):
+        k, v = (torch.randn(rows, kv_heads, n, 4, generator=g) for _ in range(2))
+        scores = torch.randint(0, levels, (rows, kv_heads, n), generator=g).float()
+        column = torch.arange(n)
+        last = torch.maximum(torch.tensor(n - window), start)
+        scores[((column < start[:, None]) | (column >= last[:, None]))[:, None].expand_as(scores)] = float("-inf")
+        weight = torch.randint(0, 4, (rows,), generator=g).double()
+        mass = torch.rand(rows, kv_heads, n, generator=g)
+        reference.cascade_step(*state.values(), k, v, scores, mass, weight, entries, start, layer, policy)
+        all_scores.append(scores)
+        keys.append(k)
+    available = (n - start - window).clamp(min=0)
+    final = policy.layer_budgets(state["ledger"], entries, available, kv_heads, layers)
+    expected = torch.stack(
+        [
+            (policy.rank(scores, entries) < final[:, layer, None, None]) & (scores > float("-inf"))
+            for layer, scores in enumerate(all_scores)
+        ],
+        1,
+    )
+    assert torch.equal(expected.sum((1, 2, 3)), torch.minimum(entries, available) * layers * kv_heads), (
+        "the total is not exactly the budget"
+    )
+    offsets = torch.zeros(rows, layers * kv_heads + 1, dtype=torch.int32)
+    reference.pack(state["pool_k"], state["pool_v"], state["slots"], state["slot_mass"], offsets)
+    for row in range(rows):
+        for head in range(layers * kv_heads):
+            layer, kv_head = divmod(head, kv_heads)
+            segment = slice(int(offsets[row, head]), int(offsets[row, head + 1]))
+            columns = expected[row, layer, kv_head].nonzero()[:, 0]
+            kept = state["slots"][reference.POSITION, row, segment].long() + start[row]
+            assert torch.equal(kept, columns)
+            assert torch.equal(state["pool_k"][row, segment], keys[layer][row, kv_head, columns]), "rows moved wrongly"
+
+
+def test_a_full_pool_raises_instead_of_dropping_entries():
+    policy = resolve("lava", window=2)
+    q, k, v = qkv(b=1, n=20)
+    start, entries = torch.tensor([0]), torch.tensor([8])
+    state = prefill_state(1, 1, 2, 8, 8, 20, [8], policy, slots=5)
+    _, scores, mass, weight = reference.observe_attention(q, k, v, start, SCALE, 0, 1, policy)
+    with pytest.raises(RuntimeError, match="pool of 5 slots is full"):
+        reference.cascade_step(*state.values(), k, v, scores, mass, weight, entries, start, 0, policy)
+
+
+def test_site_equals_sdpa_with_grouped_heads():
+    q, k, v = qkv()
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
+    assert_close("site", OPS.site.default(q, k, v, SCALE, 0), expected, atol=1e-5)
