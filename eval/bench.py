@@ -269,9 +269,9 @@ def table(result: dict[str, Any]) -> Table:
         f"budget {budget['entries']} entries per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB",
         caption=(
             f"{machine['cpu']}, {machine['threads']} threads, {machine['capability']}; torch {versions['torch']}, "
-            f"transformers {versions['transformers']}. Medians (quartiles) of {result['repeats']} interleaved repeats x "
-            f"{result['new_tokens']} decode steps. x full: prefill time over that of the compiled full prefill; faster: "
-            "decode; compile: first run minus median run, Inductor's cache empty."
+            f"transformers {versions['transformers']}. Medians (quartiles) of {result['repeats']} interleaved repeats "
+            f"x {result['new_tokens']} decode steps. x full: prefill time over that of the compiled full prefill; "
+            "faster: decode; compile: first run minus median run, Inductor's cache empty."
         ),
     )
     made.add_column("system", no_wrap=True)

@@ -209,7 +209,7 @@ class Demo:
 
     def _notes(self, answers: list[Answers]) -> list[str]:
         options = ", ".join(
-            f"{name}({', '.join(f'{key}={value}' for key, value in given.items())})" for name, given in POLICIES.items()
+            " ".join([name, *(f"{key}={value}" for key, value in given.items())]) for name, given in POLICIES.items()
         )
         middle = next(answer for answer in answers if answer.budget == _middle())
         return [

@@ -6,7 +6,9 @@ changed; its settings are bound with ``functools.partial`` where the list is bui
 ==========================  =====================================================================================
 ``find_attention``          raw ``scaled_dot_product_attention`` calls proved causal -> ``kvpass::site``
 ``strip_repeat_kv``         K and V of a site before they were repeated to the query heads
-``check_sites``             fail closed: unknown attention, positions made in the graph, mixed geometry
+``check_no_raw_attention``  fail closed: attention or other token mixing that is no site
+``check_positions``         fail closed: positions the decoder counts by itself
+``check_sites``             fail closed: refused sites, sliding windows, mixed geometry, layers without a site
 ``rewrite_attention``       ``kvpass::site`` -> prefill ops with the cascade, or attention against the cache
 ==========================  =====================================================================================
 """

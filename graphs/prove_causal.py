@@ -63,7 +63,7 @@ def prove_causal(gm: GraphModule, flow: DataFlow, site: Node, mask: Node, q: Nod
     lengths = _example_lengths(shape[2], literals, tokens)
     window: int | None = None
     for length in lengths:
-        for start in _starts(literals, length):
+        for start in _starts(length):
             sizes = _sizes(shape, length)
             try:
                 count = concrete(shape[2], sizes)
@@ -109,7 +109,8 @@ def _example_lengths(tokens: Dim, literals: set[int], tensors: dict[Node, Tensor
     """Values for the token symbol, the longest first; it decides the window.
 
     A window is a number in the graph or the shape of a stored mask, so the longest example goes beyond the former
-    or to the end of the latter.
+    or to the end of the latter. It also tells positions from token ids: its row 0, 1, 2... holds every number that
+    the graph could compare an id with.
     """
     stored = max((dim for value in tensors.values() if value.ndim >= 2 for dim in value.shape), default=0)
     reach = max((abs(literal) for literal in literals), default=0)
@@ -129,15 +130,9 @@ def _example_lengths(tokens: Dim, literals: set[int], tensors: dict[Node, Tensor
     return [longest, *(length for length in _SHORT_LENGTHS if length < longest)]
 
 
-def _starts(literals: set[int], length: int) -> list[int]:
-    """First positions to try; 0 comes first.
-
-    Short rows are also laid around every number of the graph. That tells positions from token ids: a mask that hides
-    one token id is not the same for all of them.
-    """
-    if length > _SHORT_LENGTHS[-1]:
-        return [0]
-    return sorted({0, _OFFSET, *(max(literal - length // 2, 0) for literal in literals)})
+def _starts(length: int) -> tuple[int, ...]:
+    """First positions of the rows to try, 0 first; later ones tell positions from indices."""
+    return (0,) if length > _SHORT_LENGTHS[-1] else (0, _OFFSET)
 
 
 def _sizes(shape: tuple[Dim, ...], length: int) -> SizeMap:

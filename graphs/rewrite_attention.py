@@ -6,21 +6,27 @@ Before::
 
 After, prefill (once per layer, and one ``pack`` at the end of the graph)::
 
-    out, scores, mass, weight = kvpass.observe_attention(q, k, v, start, scale, layer, L, policy)
-    kvpass.cascade_step(pool_k, ..., k, v, scores, mass, weight, entries, start, layer, policy)
+    out, scores, traces, weight = kvpass.observe_attention(q, k, v, start, scale, layer, L, policy)
+    kvpass.cascade_step(pool_k, ..., k, v, scores, traces, weight, entries, start, layer, policy)
 
 After, decode and extend::
 
     out = kvpass.attend_cache(q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, tail_used, scale, layer)
+
+or, under a policy that evicts while decoding::
+
+    out = kvpass.attend_evict(q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, table, memory, ..., layer, policy)
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 import kvpass.ops  # noqa: F401 (registers the operators)
@@ -120,8 +126,8 @@ def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], policy: 
     """Sites -> ``observe_attention`` + ``cascade_step``, one ``pack`` before the output; returns the sites."""
     graph = gm.graph
     sites = find_sites(gm)
-    pool = [state[name] for name in ("pool_k", "pool_v", "slots", "slot_mass")]
-    ledger = [state[name] for name in ("ledger", "window_mass", "tail_k", "tail_v")]
+    pool = [state[name] for name in ("pool_k", "pool_v", "slots", "slot_traces")]
+    ledger = [state[name] for name in ("ledger", "window_traces", "tail_k", "tail_v")]
     for site in sites:
         with graph.inserting_before(site.node):
             observed = graph.call_function(
@@ -140,7 +146,7 @@ def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], policy: 
                 ),
             )
             observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
-            output, scores, mass, weight = (graph.call_function(operator.getitem, (observed, i)) for i in range(4))
+            output, scores, traces, weight = (graph.call_function(operator.getitem, (observed, i)) for i in range(4))
             graph.call_function(
                 torch.ops.kvpass.cascade_step.default,
                 (
@@ -149,7 +155,7 @@ def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], policy: 
                     site.k,
                     site.v,
                     scores,
-                    mass,
+                    traces,
                     weight,
                     state["entries"],
                     state["start"],
@@ -167,27 +173,32 @@ def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], policy: 
 
 def rewrite_cached_pass(gm: GraphModule, *, state: Mapping[str, Node], impl: str) -> int:
     """Sites -> ``attend_cache`` (decode and extend); returns the sites."""
-    graph = gm.graph
+    names = ("pool_k", "pool_v", "offsets", "tail_k", "tail_v", "tail_start", "tail_used")
+    operands = [state[name] for name in names]
+    return _replace_sites(
+        gm,
+        torch.ops.kvpass.attend_cache.default,
+        lambda site: (site.q, site.k, site.v, *operands, site.scale, site.layer, impl, site.softcap, site.sinks),
+    )
+
+
+def rewrite_evicting_pass(gm: GraphModule, *, state: Mapping[str, Node], policy: str) -> int:
+    """Sites -> ``attend_evict`` (decode and extend of a policy that evicts while decoding); returns the sites."""
+    names = ("pool_k", "pool_v", "offsets", "tail_k", "tail_v", "table", "memory", "quota", "next_position")
+    operands = [state[name] for name in names]
+    return _replace_sites(
+        gm,
+        torch.ops.kvpass.attend_evict.default,
+        lambda site: (site.q, site.k, site.v, *operands, site.scale, site.layer, policy, site.softcap, site.sinks),
+    )
+
+
+def _replace_sites(gm: GraphModule, target: OpOverload, arguments: Callable[[Site], tuple[Any, ...]]) -> int:
     sites = find_sites(gm)
     for site in sites:
-        with graph.inserting_before(site.node):
-            output = graph.call_function(
-                torch.ops.kvpass.attend_cache.default,
-                (
-                    site.q,
-                    site.k,
-                    site.v,
-                    *(state[name] for name in ("pool_k", "pool_v", "offsets", "tail_k", "tail_v")),
-                    state["tail_start"],
-                    state["tail_used"],
-                    site.scale,
-                    site.layer,
-                    impl,
-                    site.softcap,
-                    site.sinks,
-                ),
-            )
+        with gm.graph.inserting_before(site.node):
+            output = gm.graph.call_function(target, arguments(site))
         output.meta = site.node.meta
         site.node.replace_all_uses_with(output)
-        graph.erase_node(site.node)
+        gm.graph.erase_node(site.node)
     return len(sites)

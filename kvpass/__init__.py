@@ -8,6 +8,8 @@ from kvpass.api import compile
 from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
+from kvpass.loss import OutputLoss, attention_output_loss
+from kvpass.plan import Plan, plan
 from kvpass.policies import POLICIES, Policy, register_policy
 from kvpass.report import Report
 from kvpass.raw import session
@@ -19,10 +21,14 @@ __all__ = [
     "Budget",
     "CacheMismatchError",
     "CompressedCache",
+    "OutputLoss",
+    "Plan",
     "Policy",
     "Report",
     "UnsupportedAttentionError",
+    "attention_output_loss",
     "compile",
+    "plan",
     "register_policy",
     "session",
 ]

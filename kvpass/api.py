@@ -15,6 +15,7 @@ from kvpass.cache import resolve_budget
 from kvpass.config import Budget
 from kvpass.model import CompressedModel, Runtime, compressed_class
 from kvpass.policies import Policy, resolve
+from kvpass.policies.cake import temperatures
 
 
 def compile(
@@ -40,7 +41,8 @@ def compile(
             but ``"full"``.
         window: last prompt tokens that observe and are always kept; the policy's own default (mostly 32) when None.
         backend: ``"inductor"``, or ``"eager"`` to run the same rewritten graph without Inductor.
-        policy_options: options of the policy, see ``kvpass.POLICIES``.
+        policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
+            the model's name and budget when both are left out, and must be given where none are published.
     Raises:
         ValueError: an argument is out of range, or the model cannot be compiled: already compiled, in training mode,
             an encoder-decoder, no causal language model.
@@ -62,6 +64,8 @@ def compile(
     if backend not in ("inductor", "eager"):
         raise ValueError(f"backend={backend!r}: must be 'inductor' or 'eager'")
     options = policy_options if window is None else {"window": window, **policy_options}
+    if policy == "cake" and not {"tau1", "tau2"} & options.keys():
+        options["tau1"], options["tau2"] = temperatures(str(model.config.name_or_path), budget)
     resolved = resolve(policy, **options)
     compiled = copy_structure(model)
     compiled.__class__ = compressed_class(type(model))

@@ -34,6 +34,7 @@ from kvpass.graphs.rewrite_attention import (
     check_sites_pass,
     geometry_of,
     rewrite_cached_pass,
+    rewrite_evicting_pass,
     rewrite_prefill_pass,
 )
 from kvpass.graphs.strip_repeat_kv import strip_repeat_kv_pass
@@ -128,6 +129,8 @@ class PhaseCompiler:
         nodes, fakes = add_state_placeholders(gm, state_of(cache), dynamic, _fake_mode())
         if phase == "prefill":
             rewrite = partial(rewrite_prefill_pass, state=nodes, policy=self.policy.spec)
+        elif self.policy.decode_rule() is not None:
+            rewrite = partial(rewrite_evicting_pass, state=nodes, policy=self.policy.spec)
         else:
             impl = "native" if self.compiler == "inductor" else "reference"
             rewrite = partial(rewrite_cached_pass, state=nodes, impl=impl)

@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
 
 from kvpass.config import Budget, Geometry
 from kvpass.errors import CacheMismatchError
 from kvpass.policies.base import Policy
-from kvpass.reference import OWNER, POSITION
+from kvpass.evict import EMPTY, SLOT_POSITION, first_slots
+from kvpass.reference import MASS, MEMORY, OWNER, PLACE, POSITION
 
 TAIL_STEP = 64
 """Slots by which the tail grows."""
 
-PREFILL_DYNAMIC = {"pool_k": {1}, "pool_v": {1}, "slots": {2}, "slot_mass": {1}, "tail_k": {3}, "tail_v": {3}}
-CACHED_DYNAMIC = {"pool_k": {1}, "pool_v": {1}, "tail_k": {3}, "tail_v": {3}}
+PREFILL_DYNAMIC = {"pool_k": {1}, "pool_v": {1}, "slots": {2}, "slot_traces": {2}, "tail_k": {3}, "tail_v": {3}}
+CACHED_DYNAMIC = {"pool_k": {1}, "pool_v": {1}, "tail_k": {3}, "tail_v": {3}, "table": {4}, "memory": {4}}
 """Dimensions of the state that change from prompt to prompt: graphs treat them as symbols and do not recompile."""
 
 
@@ -74,15 +76,18 @@ class CompressedCache(Cache):
     """Keys and values that were worth keeping, as a ``transformers`` cache.
 
     Made by a model that ``kvpass.compile`` returned; comes back in ``output.past_key_values``. Shapes are those of
-    ``_ROW_DIM``; every tensor has one dimension for the batch row, so that rows can be picked and repeated.
+    ``_ROW_DIM_ALWAYS``; every tensor has one dimension for the batch row, so that rows can be picked and repeated.
 
     Args:
         policy: decides what is kept. budget: how much; None only for a policy that needs none.
+    Attributes:
+        columns: tokens seen, padding included. reusable: calls continue on a copy and leave this cache as it is.
     """
 
     layers: list[Any]
 
-    _ROW_DIM = {
+    _ROW_DIM_EVICTING = {"table": 2, "memory": 2, "quota": 1, "next_position": 0}
+    _ROW_DIM_ALWAYS = {
         "pool_k": 0,
         "pool_v": 0,
         "pool_positions": 0,
@@ -100,9 +105,14 @@ class CompressedCache(Cache):
         self.geometry: Geometry | None = None
         self.columns = 0
         self.used = 0
+        self.reusable = False
         self.record: PromptRecord | None = None
         self._prefill: dict[str, Tensor] = {}
         self.start = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def _row_dim(self) -> dict[str, int]:
+        return {**self._ROW_DIM_ALWAYS, **(self._ROW_DIM_EVICTING if self._evicts else {})}
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
@@ -150,10 +160,10 @@ class CompressedCache(Cache):
         return {
             "pool_k": empty(b, slots, g.key_dim),
             "pool_v": empty(b, slots, g.value_dim),
-            "slots": torch.full((3, b, slots), -1, dtype=torch.int32, device=device),
-            "slot_mass": torch.zeros(b, slots, dtype=torch.float32, device=device),
+            "slots": torch.full((4, b, slots), -1, dtype=torch.int32, device=device),
+            "slot_traces": torch.zeros(2, b, slots, dtype=torch.float32, device=device),
             "ledger": torch.zeros(b, g.layers, dtype=torch.float64, device=device),
-            "window_mass": empty(b, g.layers, g.kv_heads, dtype=torch.float32),
+            "window_traces": torch.zeros(2, b, g.layers, g.kv_heads, max(window, 1), device=device),
             "tail_k": empty(g.layers, b, g.kv_heads, tail, g.key_dim),
             "tail_v": empty(g.layers, b, g.kv_heads, tail, g.value_dim),
             "offsets": empty(b, g.layers * g.kv_heads + 1, dtype=torch.int32),
@@ -178,8 +188,10 @@ class CompressedCache(Cache):
         owner = state["slots"][OWNER].long()
         heads = g.layers * g.kv_heads
         mass = torch.zeros(owner.shape[0], heads + 1, dtype=torch.float32, device=device)
-        mass.scatter_add_(1, torch.where(owner < 0, heads, owner), state["slot_mass"])
+        mass.scatter_add_(1, torch.where(owner < 0, heads, owner), state["slot_traces"][MASS])
         shape = (-1, g.layers, g.kv_heads)
+        if self._evicts:
+            self._begin_evicting(state)
         self.record = PromptRecord(
             geometry=g,
             start=self.start,
@@ -187,25 +199,62 @@ class CompressedCache(Cache):
             entries=self._budgets,
             kept=self.offsets.diff(dim=1).long().view(shape),
             window=window - self.tail_start,
-            mass=mass[:, :heads].view(shape) + state["window_mass"],
+            mass=mass[:, :heads].view(shape) + state["window_traces"][MASS].sum(-1),
             weights=state["ledger"],
             positions=self.pool_positions,
             offsets=self.offsets,
             nbytes=self.nbytes,
         )
 
+    def _begin_evicting(self, state: dict[str, Tensor]) -> None:
+        """Tables for a policy that evicts while decoding: who sits where, and how many entries each head may hold."""
+        g, columns = self._known_geometry(), self._prompt_columns
+        first = self.start + self._extra
+        rule = self.policy.decode_rule()
+        assert rule is not None
+        self.table, self.memory = first_slots(
+            self.offsets,
+            state["slots"][[POSITION, PLACE]],
+            state["slot_traces"][MEMORY],
+            state["window_traces"][MEMORY],
+            self.pool_v,
+            self.tail_v,
+            first,
+            columns,
+            min(self.policy.window, columns),
+        )
+        kept = self.offsets.diff(dim=1).long().view(-1, g.layers, g.kv_heads).transpose(0, 1)
+        available = (columns - first - self.policy.window).clamp(min=0)
+        self.quota = torch.stack([self.policy.decode_quota(layer, state["entries"], available) for layer in kept])
+        self.next_position = self.columns - self.start
+        occupied = (self.table[SLOT_POSITION] >= 0).sum(-1)
+        needed = torch.maximum(self.quota + rule.window, occupied) + 1 - kept
+        self._tail_bound = max(int(needed.max()), 1)
+
+    @property
+    def _evicts(self) -> bool:
+        return self.policy.decode_rule() is not None
+
     # -- decode and extend ------------------------------------------------------------------------------------------
 
     def ensure_room(self, tokens: int) -> None:
         """Grow the tail, a bucket at a time, so that ``tokens`` more fit."""
-        needed = self.used + tokens
-        if needed <= self.tail_k.shape[3]:
+        old_capacity = self.tail_k.shape[3]
+        if self._evicts:
+            needed = min(self.used + tokens, self._tail_bound)
+        else:
+            needed = self.used + tokens
+        if needed <= old_capacity:
             return
         capacity = -(-needed // TAIL_STEP) * TAIL_STEP
+        if self._evicts:
+            capacity = min(capacity, self._tail_bound)
+            extra = (0, capacity - old_capacity)
+            self.table, self.memory = pad(self.table, extra, value=EMPTY), pad(self.memory, extra)
         for name in ("tail_k", "tail_v"):
             old: Tensor = getattr(self, name)
             grown = old.new_empty(*old.shape[:3], capacity, old.shape[4])
-            grown[:, :, :, : self.used] = old[:, :, :, : self.used]
+            grown[:, :, :, :old_capacity] = old
             setattr(self, name, grown)
 
     def cached_state(self, geometry: Geometry) -> dict[str, Tensor]:
@@ -216,7 +265,8 @@ class CompressedCache(Cache):
         """
         if geometry != self.geometry:
             raise CacheMismatchError(f"{self!r} of {self.geometry} was handed to a model of {geometry}")
-        names = ("pool_k", "pool_v", "offsets", "tail_k", "tail_v", "tail_start", "tail_used")
+        names = ["pool_k", "pool_v", "offsets", "tail_k", "tail_v"]
+        names += ["table", "memory", "quota", "next_position"] if self._evicts else ["tail_start", "tail_used"]
         return {name: getattr(self, name) for name in names}
 
     def advance(self, tokens: int) -> None:
@@ -224,6 +274,8 @@ class CompressedCache(Cache):
         self.used += tokens
         self.columns += tokens
         self.tail_used.add_(tokens)
+        if self._evicts:
+            self.next_position.add_(tokens)
 
     # -- what a user reads ------------------------------------------------------------------------------------------
 
@@ -240,12 +292,14 @@ class CompressedCache(Cache):
         """Bytes the cache's storages occupy, spare slots, tail capacity, positions and offsets included."""
         if self.is_empty:
             return 0
-        return sum(getattr(self, name).untyped_storage().nbytes() for name in self._ROW_DIM)
+        return sum(getattr(self, name).untyped_storage().nbytes() for name in self._row_dim)
 
     @property
     def lengths(self) -> Tensor:
         """Entries kept per row, layer and KV head, window and appended tokens included; int64 ``[B, L, K]``."""
         g = self._known_geometry()
+        if self._evicts:
+            return (self.table[SLOT_POSITION] >= 0).sum(-1).transpose(0, 1)
         pool = self.offsets.diff(dim=1).long().view(-1, g.layers, g.kv_heads)
         return pool + (self.used - self.tail_start)[:, None, None]
 
@@ -254,6 +308,11 @@ class CompressedCache(Cache):
         """True positions of the kept entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``."""
         g = self._known_geometry()
         lengths = self.lengths
+        if self._evicts:
+            held = self.table[SLOT_POSITION].long().transpose(0, 1)
+            last = torch.iinfo(torch.int64).max
+            held = torch.where(held < 0, last, held).sort(-1).values[..., : int(lengths.max())]
+            return torch.where(held == last, -1, held)
         pool_lengths = lengths - (self.used - self.tail_start)[:, None, None]
         result = lengths.new_full((*lengths.shape, int(lengths.max())), -1)
         first = self.columns - self.used
@@ -268,11 +327,20 @@ class CompressedCache(Cache):
                 result[row, layer, kv_head, count : count + tail.numel()] = tail
         return result
 
+    @property
+    def attention_mask(self) -> Tensor:
+        """Which columns seen so far are real tokens, int64 ``[B, columns]``."""
+        return (torch.arange(self.columns, device=self.start.device) >= self.start[:, None]).long()
+
     def clone(self) -> CompressedCache:
-        """An independent copy."""
+        """An independent copy, not reusable; what no call ever writes is shared."""
         twin = CompressedCache(self.policy, self.budget)
         twin.__dict__.update(self.__dict__)
-        for name in (*self._ROW_DIM, "tail_used"):
+        twin.reusable = False
+        written = {"tail_k", "tail_v", "tail_used"}
+        if self._evicts:
+            written |= {"pool_k", "pool_v", "table", "memory", "next_position"}
+        for name in written:
             setattr(twin, name, getattr(self, name).clone())
         return twin
 
@@ -314,15 +382,16 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Forget every entry; the cache can be filled again."""
-        for name in (*self._ROW_DIM, "tail_used"):
+        for name in (*self._row_dim, "tail_used"):
             self.__dict__.pop(name, None)
         self.start = torch.empty(0, dtype=torch.int64)
         self.columns = self.used = 0
+        self.reusable = False
         self.record = None
         self._prefill = {}
 
     def _pick_rows(self, index: Tensor) -> None:
-        for name, dim in self._ROW_DIM.items():
+        for name, dim in self._row_dim.items():
             tensor: Tensor = getattr(self, name)
             setattr(self, name, tensor.index_select(dim, index.to(tensor.device)))
 

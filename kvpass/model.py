@@ -78,13 +78,49 @@ class CompressedModel:
         runtime = self._kvpass
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(past_key_values, CompressedCache) and not past_key_values.is_empty:
-                cache = past_key_values
-                logits = _continue(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
+                cache, logits = _continue(
+                    self, past_key_values, input_ids, attention_mask, position_ids, logits_to_keep
+                )
             else:
                 cache = _new_cache(runtime, past_key_values)
                 logits = _prefill(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
                 runtime.last_prompt = cache.record
         return CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """``generate`` of transformers; with a filled cache, ids no longer than what it has seen are new tokens only.
+
+        So a question can be asked of a compressed context: ``model.generate(question_ids, past_key_values=cache)``.
+        Longer ids are the whole sequence, as in transformers, unless an attention mask over cache and ids says
+        otherwise.
+        """
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
+        if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.columns:
+            given = kwargs.get("attention_mask")
+            if given is None or given.shape[1] == ids.shape[1]:
+                new = torch.ones_like(ids) if given is None else given
+                kwargs["attention_mask"] = torch.cat([cache.attention_mask.to(new), new], 1)
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As in transformers, asking for the logits of the last position only."""
+        prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        prepared.setdefault("logits_to_keep", 1)
+        return prepared
+
+    def compress(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> CompressedCache:
+        """Compress a context before the question is known (question-agnostic scope).
+
+        Args:
+            input_ids: the context, int64 ``[B, N]``. attention_mask: ``[B, N]`` when rows are left-padded.
+        Returns:
+            a cache that later calls read but never change: each continues on a copy of its own, so any number of
+            questions can be asked of it.
+        """
+        cache = self.forward(input_ids, attention_mask, logits_to_keep=1).past_key_values
+        assert isinstance(cache, CompressedCache)
+        cache.reusable = True
+        return cache
 
     def report(self) -> Report:
         """What the last prompt kept, per layer and head, and what was compiled.
@@ -160,7 +196,7 @@ def _continue(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     logits_to_keep: int,
-) -> Tensor:
+) -> tuple[CompressedCache, Tensor]:
     runtime: Runtime = model._kvpass
     b, t = input_ids.shape
     if cache.policy != runtime.policy or cache.budget != runtime.budget or not _owns(runtime, cache):
@@ -175,6 +211,8 @@ def _continue(
             )
         if t > 1 and not bool(attention_mask[:, cache.columns :].all()):
             raise ValueError("attention_mask has zeros among the new tokens: padding is possible only before a prompt")
+    if cache.reusable:
+        cache = cache.clone()
     ids = input_ids.clone(memory_format=torch.contiguous_format)
     columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
     positions = columns - cache.start[:, None]
@@ -182,7 +220,7 @@ def _continue(
     phase: Phase = "decode" if t == 1 else "extend"
     logits = _call(model, phase, cache, ids, _positions(position_ids, positions), 0 if t == 1 else logits_to_keep)
     cache.advance(t)
-    return logits
+    return cache, logits
 
 
 def _owns(runtime: Runtime, cache: CompressedCache) -> bool:

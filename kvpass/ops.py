@@ -10,10 +10,11 @@ operator               what it does
 =====================  ==============================================================================================
 ``site``               the canonical attention call: causal attention over the tokens of this call only; ``refusal``
                        says why a call found while tracing cannot be compressed, and no graph with one is compiled
-``observe_attention``  the same over a left-padded prompt, plus scores, attention mass and layer weight of a policy
+``observe_attention``  the same over a left-padded prompt, plus scores, traces (attention mass, memory) and layer weight of a policy
 ``cascade_step``       re-cut earlier layers to their share and move the winners of this layer into the pool
 ``pack``               permute the pool into (layer, head, position) order and write the offsets
 ``attend_cache``       append new tokens to the tail, attend pool + tail
+``attend_evict``       the same for policies that evict while decoding: the loser's slot is reused
 =====================  ==============================================================================================
 """
 
@@ -33,17 +34,22 @@ _LIBRARY.define(
     "str policy, float? softcap=None, Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
-    "cascade_step(Tensor(a!) pool_k, Tensor(b!) pool_v, Tensor(c!) slots, Tensor(d!) slot_mass, Tensor(e!) ledger, "
-    "Tensor(f!) window_mass, Tensor(g!) tail_k, Tensor(h!) tail_v, Tensor k, Tensor v, Tensor scores, Tensor mass, "
+    "cascade_step(Tensor(a!) pool_k, Tensor(b!) pool_v, Tensor(c!) slots, Tensor(d!) slot_traces, Tensor(e!) ledger, "
+    "Tensor(f!) window_traces, Tensor(g!) tail_k, Tensor(h!) tail_v, Tensor k, Tensor v, Tensor scores, Tensor traces, "
     "Tensor weight, Tensor entries, Tensor start, int layer, str policy) -> ()"
 )
 _LIBRARY.define(
-    "pack(Tensor(a!) pool_k, Tensor(b!) pool_v, Tensor(c!) slots, Tensor(d!) slot_mass, Tensor(e!) offsets) -> ()"
+    "pack(Tensor(a!) pool_k, Tensor(b!) pool_v, Tensor(c!) slots, Tensor(d!) slot_traces, Tensor(e!) offsets) -> ()"
 )
 _LIBRARY.define(
     "attend_cache(Tensor q, Tensor k, Tensor v, Tensor pool_k, Tensor pool_v, Tensor offsets, Tensor(a!) tail_k, "
     "Tensor(b!) tail_v, Tensor tail_start, Tensor tail_used, float scale, int layer, str impl, "
     "float? softcap=None, Tensor? sinks=None) -> Tensor"
+)
+_LIBRARY.define(
+    "attend_evict(Tensor q, Tensor k, Tensor v, Tensor(a!) pool_k, Tensor(b!) pool_v, Tensor offsets, "
+    "Tensor(c!) tail_k, Tensor(d!) tail_v, Tensor(e!) table, Tensor(f!) memory, Tensor quota, Tensor position, "
+    "float scale, int layer, str policy, float? softcap=None, Tensor? sinks=None) -> Tensor"
 )
 
 
@@ -64,7 +70,7 @@ def _(q, k, v, start, scale, layer, num_layers, policy, softcap=None, sinks=None
     return (
         _like_attention_output(q, v),
         k.new_empty(b, kv_heads, n, dtype=torch.float32),
-        k.new_empty(b, kv_heads, n, dtype=torch.float32),
+        k.new_empty(2, b, kv_heads, n, dtype=torch.float32),
         k.new_empty(b, dtype=torch.float64),
     )
 
@@ -80,6 +86,11 @@ def _(*args, **kwargs):  # type: ignore[no-untyped-def]
 
 
 @torch.library.register_fake("kvpass::attend_cache")
+def _(q, k, v, *args, **kwargs):  # type: ignore[no-untyped-def]
+    return _like_attention_output(q, v)
+
+
+@torch.library.register_fake("kvpass::attend_evict")
 def _(q, k, v, *args, **kwargs):  # type: ignore[no-untyped-def]
     return _like_attention_output(q, v)
 
@@ -128,15 +139,15 @@ def _cascade_step(
     pool_k: Tensor,
     pool_v: Tensor,
     slots: Tensor,
-    slot_mass: Tensor,
+    slot_traces: Tensor,
     ledger: Tensor,
-    window_mass: Tensor,
+    window_traces: Tensor,
     tail_k: Tensor,
     tail_v: Tensor,
     k: Tensor,
     v: Tensor,
     scores: Tensor,
-    mass: Tensor,
+    traces: Tensor,
     weight: Tensor,
     entries: Tensor,
     start: Tensor,
@@ -150,15 +161,15 @@ def _cascade_step(
         pool_k,
         pool_v,
         slots,
-        slot_mass,
+        slot_traces,
         ledger,
-        window_mass,
+        window_traces,
         tail_k,
         tail_v,
         k,
         v,
         scores,
-        mass,
+        traces,
         weight,
         entries,
         start,
@@ -168,10 +179,10 @@ def _cascade_step(
 
 
 @torch.library.impl(_LIBRARY, "pack", "CompositeExplicitAutograd")
-def _pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_mass: Tensor, offsets: Tensor) -> None:
+def _pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_traces: Tensor, offsets: Tensor) -> None:
     from kvpass import reference
 
-    reference.pack(pool_k, pool_v, slots, slot_mass, offsets)
+    reference.pack(pool_k, pool_v, slots, slot_traces, offsets)
 
 
 @torch.library.impl(_LIBRARY, "attend_cache", "CompositeExplicitAutograd")
@@ -207,3 +218,47 @@ def _attend_cache(
 
 _NATIVE_MAX_TOKENS = 8
 """More new tokens than this are matrix-matrix work, where the per-head reference on BLAS is the fast one."""
+
+
+@torch.library.impl(_LIBRARY, "attend_evict", "CompositeExplicitAutograd")
+def _attend_evict(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    offsets: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    table: Tensor,
+    memory: Tensor,
+    quota: Tensor,
+    position: Tensor,
+    scale: float,
+    layer: int,
+    policy: str,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    from kvpass.evict import attend_evict
+    from kvpass.policies import from_spec
+
+    return attend_evict(
+        q,
+        k,
+        v,
+        pool_k,
+        pool_v,
+        offsets,
+        tail_k,
+        tail_v,
+        table,
+        memory,
+        quota,
+        position,
+        scale,
+        layer,
+        from_spec(policy),
+        softcap,
+        sinks,
+    )

@@ -17,8 +17,11 @@ from kvpass.policies.base import Policy
 
 _ROW_BLOCK = 512
 _EMPTY = -1
-OWNER, RANK, POSITION = 0, 1, 2
-"""Planes of the slot table, int32 ``[3, B, E]``: ``layer * K + head`` (-1 = empty), order of entry, true position."""
+OWNER, RANK, POSITION, PLACE = 0, 1, 2, 3
+"""Planes of the slot table, int32 ``[4, B, E]``: ``layer * K + head`` (-1 = empty), order of entry, true position,
+storage order of the decode rule."""
+MASS, MEMORY = 0, 1
+"""Planes of the traces, fp32: attention mass, and what the decode rule remembers of each entry."""
 
 
 def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
@@ -101,12 +104,14 @@ def observe_attention(
         q: ``[B, H, N, D]``. k: ``[B, K, N, D]``. v: ``[B, K, N, Dv]``. start: first real column, int64 ``[B]``.
     Returns:
         output ``[B, H, N, Dv]`` in the dtype of q (zeros in padding); scores fp32 ``[B, K, N]``, ``-inf`` in padding
-        and window; mass fp32 ``[B, K, N]``, the mean attention of window rows and group; weight fp64 ``[B]``.
+        and window; traces fp32 ``[2, B, K, N]``: the mean attention of window rows and group, and the first memory of
+        the decode rule; weight fp64 ``[B]``.
     """
     b, kv_heads, n, _ = k.shape
     out = prompt_attention(q, k, v, start, scale, softcap, sinks)
     scores = k.new_full((b, kv_heads, n), float("-inf"), dtype=torch.float32)
-    mass = k.new_zeros(b, kv_heads, n, dtype=torch.float32)
+    traces = k.new_zeros(2, b, kv_heads, n, dtype=torch.float32)
+    rule = policy.decode_rule()
     weight = k.new_zeros(b, dtype=torch.float64)
     for rows, column in row_groups(start):
         live = (rows, slice(None), slice(column, n))
@@ -114,26 +119,28 @@ def observe_attention(
         obs = Observation(q[live], k[live], v[live], scale, window, layer, num_layers, softcap, sinks)
         site_scores = policy.score(obs)
         scores[rows, :, column : n - window] = site_scores
-        mass[live] = obs.mass
+        traces[MASS][live] = obs.mass
+        if rule is not None:
+            traces[MEMORY][live] = rule.start(obs)
         layer_weight = policy.layer_weight(obs, site_scores)
         if layer_weight is not None:
             weight[rows] = layer_weight
-    return out, scores, mass, weight
+    return out, scores, traces, weight
 
 
 def cascade_step(
     pool_k: Tensor,
     pool_v: Tensor,
     slots: Tensor,
-    slot_mass: Tensor,
+    slot_traces: Tensor,
     ledger: Tensor,
-    window_mass: Tensor,
+    window_traces: Tensor,
     tail_k: Tensor,
     tail_v: Tensor,
     k: Tensor,
     v: Tensor,
     scores: Tensor,
-    mass: Tensor,
+    traces: Tensor,
     weight: Tensor,
     entries: Tensor,
     start: Tensor,
@@ -143,9 +150,9 @@ def cascade_step(
     """Re-cut layers 0..layer to their share of the budget and gather this layer's winners into freed slots.
 
     Mutates, all per batch row:
-        pool_k ``[B, E, D]``, pool_v ``[B, E, Dv]``: winners' rows. slots int32 ``[3, B, E]``, slot_mass fp32
-        ``[B, E]``: who sits where. ledger fp64 ``[B, L]``: layer weights seen. window_mass fp32 ``[B, L, K]``: mass
-        of the window itself. tail_k, tail_v ``[L, B, K, C, D]``: the window's rows, in the first slots.
+        pool_k ``[B, E, D]``, pool_v ``[B, E, Dv]``: winners' rows. slots int32 ``[4, B, E]``, slot_traces fp32
+        ``[2, B, E]``: who sits where. ledger fp64 ``[B, L]``: layer weights seen. window_traces fp32
+        ``[2, B, L, K, window]``: traces of the window itself. tail_k, tail_v ``[L, B, K, C, D]``: the window's rows, in the first slots.
 
     Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1. A survivor never moves.
     """
@@ -159,6 +166,11 @@ def cascade_step(
     owner[order >= budgets.gather(1, owner_layer)] = _EMPTY
 
     rank = policy.rank(scores, entries)
+    true_position = torch.arange(n, device=k.device) - start[:, None]
+    place = true_position[:, None].expand(b, kv_heads, n)
+    rule = policy.decode_rule()
+    if rule is not None:
+        place = rule.first_place(scores, place, entries)
     keep = (rank < budgets[:, layer, None, None]) & (scores > float("-inf"))
     for row in range(b):
         head, column = keep[row].nonzero(as_tuple=True)
@@ -172,16 +184,17 @@ def cascade_step(
         pool_v[row, slot] = v[row, head, column]
         owner[row, slot] = (layer * kv_heads + head).int()
         order[row, slot] = rank[row, head, column]
-        position[row, slot] = (column - start[row]).int()
-        slot_mass[row, slot] = mass[row, head, column]
+        position[row, slot] = true_position[row, column].int()
+        slots[PLACE, row, slot] = place[row, head, column].int()
+        slot_traces[:, row, slot] = traces[:, row, head, column]
 
     window = min(policy.window, n)
     tail_k[layer, :, :, :window] = k[:, :, n - window :]
     tail_v[layer, :, :, :window] = v[:, :, n - window :]
-    window_mass[:, layer] = mass[:, :, n - window :].sum(-1)
+    window_traces[:, :, layer, :, :window] = traces[..., n - window :]
 
 
-def pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_mass: Tensor, offsets: Tensor) -> None:
+def pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_traces: Tensor, offsets: Tensor) -> None:
     """Permute the pool once into (layer, head, position) order; empty slots go last.
 
     offsets int32 ``[B, L*K + 1]`` receives where the entries of each (layer, head) begin. A few columns move at a
@@ -199,7 +212,7 @@ def pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_mass: Tensor, offse
         if torch.equal(order, torch.arange(order.numel(), device=order.device)):
             continue
         slots[:, row] = slots[:, row, order]
-        slot_mass[row] = slot_mass[row, order]
+        slot_traces[:, row] = slot_traces[:, row, order]
         for pool in (pool_k, pool_v):
             columns = max(1, pool.shape[2] // groups)
             for block in pool[row].split(columns, dim=1):

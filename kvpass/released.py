@@ -33,7 +33,7 @@ def rank_safeguarded(scores: Tensor, alpha: float, floor: Tensor) -> Tensor:
     enters = torch.div(best, heads, rounding_mode="floor") + 1
     count = torch.zeros(batch, heads, length + 2, dtype=torch.int64, device=scores.device)
     count = count.scatter_add(2, enters, eligible.long()).cumsum(2)
-    kept = (count.float() * (1 - alpha) + floor[:, None]).round().long().clamp(max=length)
+    kept = (count.float() * (1 - alpha) + floor[:, None]).round().long()
     n = torch.arange(length + 2, device=scores.device)
     kept = torch.where(n > available, length, kept)
     first = torch.searchsorted(kept, torch.arange(1, length + 1, device=scores.device).expand_as(best).contiguous())

@@ -161,5 +161,5 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     assert int(rows["kvpass lava"][3]) < int(rows["transformers"][3])
     for fact in demo.make_prompt(demo.names_of(demo.builtin.load()[1]), tokens=256, facts=2, seed=0).facts:
         assert rows[fact.name][:4] == [fact.code] * 4
-    for words in ("seed 0", "float32", "256 tokens", "lava(kernel_size=13)"):
+    for words in ("seed 0", "float32", "256 tokens", "lava kernel_size=13, streaming_llm."):
         assert words in result.output.replace("\n", " ")

@@ -139,6 +139,10 @@ REFUSED: dict[str, tuple[str, Mask]] = {
         lambda m, t, p: causal(t)[None, None] | (torch.arange(p.shape[0]) == p.shape[0] - 1)[:, None, None, None],
     ),
     "other at other lengths": ("not causal", lambda m, t, p: causal(t).tril(7 - t)),
+    "positions against indices": (
+        "not causal",
+        lambda m, t, p: (p[:, None, :] <= torch.arange(t)[None, :, None])[:, None],
+    ),
     "one position hidden": ("not causal", lambda m, t, p: causal(t) & (p != 40)[:, None, None, :]),
     "one stored position hidden": ("not causal", lambda m, t, p: causal(t) & (p != m.forty)[:, None, None, :]),
     "transposed": ("not causal", lambda m, t, p: causal(t).T),
@@ -156,7 +160,9 @@ REFUSED: dict[str, tuple[str, Mask]] = {
 }
 
 
-def decide_masks(masks: list[Mask], batch: int, dynamic: bool = True) -> list[int | str | None]:
+def decide_masks(
+    masks: list[Mask], batch: int, *, dynamic: bool = True, dynamic_batch: bool = False
+) -> list[int | str | None]:
     """Sliding window or reason of refusal of every mask, all captured in one graph."""
     stored = Stored()
     decided: list[int | str | None] = []
@@ -179,6 +185,9 @@ def decide_masks(masks: list[Mask], batch: int, dynamic: bool = True) -> list[in
     if dynamic:
         torch._dynamo.mark_dynamic(q, 2)
         torch._dynamo.mark_dynamic(positions, 1)
+    if dynamic_batch:
+        torch._dynamo.mark_dynamic(q, 0)
+        torch._dynamo.mark_dynamic(positions, 0)
     torch.compile(attend, backend=backend, fullgraph=True)(q, positions)
     assert len(decided) == len(masks)
     return decided
@@ -218,6 +227,16 @@ def test_a_capture_of_fixed_length_decides_what_the_length_shows() -> None:
     longer, stored = decide_masks([BANDED["13"][1], CAUSAL["stored"]], 2, dynamic=False)
     assert "mentions 13" in str(longer)
     assert "mentions 64" in str(stored)
+
+
+def test_every_row_of_a_batch_of_any_size_counts() -> None:
+    def second_row_sees_all(m: Stored, t: int, p: Tensor) -> Tensor:
+        return causal(t) | (torch.arange(p.shape[0]) == 1)[:, None, None, None]
+
+    masks = [CAUSAL["compared positions"], BANDED["on positions"][1], second_row_sees_all]
+    proved, window, reason = decide_masks(masks, 2, dynamic_batch=True)
+    assert (proved, window) == (None, 6)
+    assert "not causal" in str(reason)
 
 
 @pytest.mark.parametrize("token", [0, 3, 49])

@@ -29,10 +29,10 @@ def prefill_state(b, layers, k, d, dv, n, entries, policy, slots=None, tail=None
     return {
         "pool_k": torch.full((b, slots, d), float("nan")),
         "pool_v": torch.full((b, slots, dv), float("nan")),
-        "slots": torch.full((3, b, slots), -1, dtype=torch.int32),
-        "slot_mass": torch.zeros(b, slots),
+        "slots": torch.full((4, b, slots), -1, dtype=torch.int32),
+        "slot_traces": torch.zeros(2, b, slots),
         "ledger": torch.zeros(b, layers, dtype=torch.float64),
-        "window_mass": torch.zeros(b, layers, k),
+        "window_traces": torch.zeros(2, b, layers, k, max(policy.window, 1)),
         "tail_k": torch.full((layers, b, k, tail or window + 4, d), float("nan")),
         "tail_v": torch.full((layers, b, k, tail or window + 4, dv), float("nan")),
     }
@@ -68,11 +68,11 @@ def test_opcheck_cascade_step_and_pack():
     entries, start = torch.tensor([6, 6]), torch.tensor([0, 3])
     state = prefill_state(2, 2, 2, 8, 8, 40, [6], policy)
     state = {name: tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-    _, scores, mass, weight = OPS.observe_attention.default(q, k, v, start, SCALE, 0, 2, policy.spec)
-    args = (*state.values(), k, v, scores, mass, weight, entries, start, 0, policy.spec)
+    _, scores, traces, weight = OPS.observe_attention.default(q, k, v, start, SCALE, 0, 2, policy.spec)
+    args = (*state.values(), k, v, scores, traces, weight, entries, start, 0, policy.spec)
     torch.library.opcheck(OPS.cascade_step.default, args)
     offsets = torch.zeros(2, 5, dtype=torch.int32)
-    names = ("pool_k", "pool_v", "slots", "slot_mass")
+    names = ("pool_k", "pool_v", "slots", "slot_traces")
     torch.library.opcheck(OPS.pack.default, (*(state[name] for name in names), offsets))
 
 
@@ -168,8 +168,8 @@ def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
         last = torch.maximum(torch.tensor(n - window), start)
         scores[((column < start[:, None]) | (column >= last[:, None]))[:, None].expand_as(scores)] = float("-inf")
         weight = torch.randint(0, 4, (rows,), generator=g).double()
-        mass = torch.rand(rows, kv_heads, n, generator=g)
-        reference.cascade_step(*state.values(), k, v, scores, mass, weight, entries, start, layer, policy)
+        traces = torch.rand(2, rows, kv_heads, n, generator=g)
+        reference.cascade_step(*state.values(), k, v, scores, traces, weight, entries, start, layer, policy)
         all_scores.append(scores)
         keys.append(k)
     available = (n - start - window).clamp(min=0)
@@ -185,7 +185,7 @@ def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
         "the total is not exactly the budget"
     )
     offsets = torch.zeros(rows, layers * kv_heads + 1, dtype=torch.int32)
-    reference.pack(state["pool_k"], state["pool_v"], state["slots"], state["slot_mass"], offsets)
+    reference.pack(state["pool_k"], state["pool_v"], state["slots"], state["slot_traces"], offsets)
     for row in range(rows):
         for head in range(layers * kv_heads):
             layer, kv_head = divmod(head, kv_heads)
@@ -201,9 +201,9 @@ def test_a_full_pool_raises_instead_of_dropping_entries():
     q, k, v = qkv(b=1, n=20)
     start, entries = torch.tensor([0]), torch.tensor([8])
     state = prefill_state(1, 1, 2, 8, 8, 20, [8], policy, slots=5)
-    _, scores, mass, weight = reference.observe_attention(q, k, v, start, SCALE, 0, 1, policy)
+    _, scores, traces, weight = reference.observe_attention(q, k, v, start, SCALE, 0, 1, policy)
     with pytest.raises(RuntimeError, match="pool of 5 slots is full"):
-        reference.cascade_step(*state.values(), k, v, scores, mass, weight, entries, start, 0, policy)
+        reference.cascade_step(*state.values(), k, v, scores, traces, weight, entries, start, 0, policy)
 
 
 def test_site_equals_sdpa_with_grouped_heads():

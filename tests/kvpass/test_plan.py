@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvpass import reference
 from kvpass.decode import survivors
 from kvpass.observation import Observation
 from kvpass.plan import plan
@@ -336,6 +337,39 @@ def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
         for i in range(layers):
             once = policy.rank(scores[i], entries) < final[:, i]
             assert torch.equal(found.keep[i, :, :, : length - window], once)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, ("full", {})], ids=name_of)
+@pytest.mark.parametrize("parity", ["paper", "code"])
+@pytest.mark.parametrize("budget", [8, 15, 29])
+def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, budget):
+    """Their pool has exactly the slots that the policy states, and they raise when it is full."""
+    name, options = variant
+    layers, batch, kv_heads, length, window = 4, 2, 2, 30, 4
+    q, k, v = tensors(budget, layers, batch, kv_heads, 2, length)
+    policy = resolve(name, window=window, parity=parity, **options)
+    want = plan(policy, q, k, v, budget=budget if policy.needs_budget else None).keep
+    entries = (budget if policy.needs_budget else length) - window
+    capacity = policy.capacity(entries, layers, kv_heads)
+    pool_k, pool_v = torch.zeros(batch, capacity, 4), torch.zeros(batch, capacity, 4)
+    slots = torch.full((4, batch, capacity), -1, dtype=torch.int32)
+    slot_traces = torch.zeros(2, batch, capacity)
+    window_traces = torch.zeros(2, batch, layers, kv_heads, max(window, 1))
+    ledger = torch.zeros(batch, layers, dtype=torch.float64)
+    tail_k, tail_v = torch.zeros(2, layers, batch, kv_heads, window + 2, 4)
+    start, share = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), entries)
+    state = pool_k, pool_v, slots, slot_traces, ledger, window_traces, tail_k, tail_v
+    for layer in range(layers):
+        site = q[layer], k[layer], v[layer]
+        _, scores, traces, weight = reference.observe_attention(*site, start, 0.5, layer, layers, policy)
+        reference.cascade_step(*state, *site[1:], scores, traces, weight, share, start, layer, policy)
+    keep = torch.zeros_like(want)
+    keep[..., length - window :] = True
+    owner, _, position, _ = slots.long()
+    row, slot = (owner >= 0).nonzero(as_tuple=True)
+    owner, position = owner[row, slot], position[row, slot]
+    keep[owner // kv_heads, row, owner % kv_heads, position] = True
+    assert torch.equal(keep, want)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, ("full", {})], ids=name_of)

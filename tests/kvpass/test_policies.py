@@ -411,6 +411,23 @@ def test_a_policy_of_ones_own_needs_only_a_score(registry, obs):
     assert budgets(policy, 3, M, L, K) == [6, 6, 6]
 
 
+def test_a_policy_can_be_defined_again_as_in_a_notebook(registry):
+    def define(window):
+        @register_policy
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class Mine(SnapKV):
+            name: ClassVar[str] = "mine"
+            kernel_size: int = window
+
+        return Mine
+
+    first, second = define(3), define(5)
+    spec = '{"policy": "mine"}'
+    assert isinstance(from_spec(spec), second) and resolve("mine").kernel_size == 5
+    register_policy(first)
+    assert isinstance(from_spec(spec), first)
+
+
 def test_register_policy_refuses_what_cannot_work(registry):
     with pytest.raises(ValueError, match="derived from"):
         register_policy(int)

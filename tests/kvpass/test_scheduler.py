@@ -224,6 +224,12 @@ def test_ties_go_to_the_lower_position_then_the_lower_head():
     assert ranks.tolist() == [[[0, 2, 4], [1, 3, 5]]]
 
 
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_entries_that_cannot_be_kept_rank_last_also_when_heads_differ_in_their_number(alpha):
+    scores = torch.tensor([[[NONE, 1.0, NONE, NONE], [4.0, 3.0, 2.0, 5.0]]])
+    assert rank_entries(scores, alpha)[scores > NONE].sort().values.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_uniform_heads_give_what_does_not_divide_to_the_best_next_scores():
     scores = torch.tensor([[[9.0, 8.0, 7.0], [3.0, 2.0, 1.0], [6.0, 5.0, 4.0]]])
     kept = rank_entries(scores, 1.0) < 5

@@ -1,0 +1,138 @@
+"""Eviction while decoding in the compiled graphs: what `kvpass.plan` says, in a cache of constant size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpass
+from kvpass import evict, reference
+from kvpass.plan import plan
+from kvpass.testing import assert_close, kept_columns, left_pad, random_ids, tiny_model
+
+RULES = {
+    "cake": {"tau1": 1.6, "tau2": 0.4, "window": 6},
+    "tova": {},
+    "h2o": {"window": 6},
+    "streaming_llm": {"window": 6},
+    "vatp": {"window": 6, "indicator": "h2o", "sinks": 2},
+}
+BUDGET, STEPS = 16, 24
+
+
+def kept(cache, columns):
+    """Bool ``[B, L, K, columns]`` over all tokens seen."""
+    return kept_columns(cache, columns)
+
+
+def recording(monkeypatch):
+    """Queries, keys and values of every attention call, in order."""
+    calls = []
+
+    def watch(module, name):
+        original = getattr(module, name)
+
+        def recorded(q, k, v, *args, **kwargs):
+            calls.append((q.clone(), k.clone(), v.clone()))
+            return original(q, k, v, *args, **kwargs)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    watch(reference, "observe_attention")
+    watch(evict, "attend_evict")
+    return calls
+
+
+@pytest.mark.parametrize("parity", ["paper", "code"])
+@pytest.mark.parametrize("tokens", [40, BUDGET - 4, BUDGET + 3])
+@pytest.mark.parametrize("policy", [name for name, options in RULES.items() if name in kvpass.POLICIES])
+def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, policy, tokens, parity):
+    options = {**RULES[policy], "parity": parity}
+    calls = recording(monkeypatch)
+    fast = kvpass.compile(tiny_model("llama"), policy=policy, budget=BUDGET, backend="eager", **options)
+    cache = fast(random_ids(1, tokens), logits_to_keep=1).past_key_values
+    first = kept(cache, tokens)
+    steps = []
+    for step in range(STEPS):
+        fast(random_ids(1, 1, seed=step), past_key_values=cache)
+        steps.append(kept(cache, tokens + STEPS))
+    q, k, v = (torch.stack([call[i] for call in calls[:3]]) for i in range(3))
+    decode = tuple(
+        torch.stack([torch.stack([call[i][:, :, 0] for call in calls[3 + 3 * s : 6 + 3 * s]]) for s in range(STEPS)])
+        for i in range(3)
+    )
+    expected = plan(policy, q, k, v, budget=BUDGET, decode=decode, **options)
+    assert torch.equal(first.transpose(0, 1), expected.keep)
+    for step in range(STEPS):
+        assert torch.equal(steps[step].transpose(0, 1), expected.decode_keep[step]), f"step {step}"
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_the_cache_keeps_its_size_for_any_output_length(backend):
+    fast = kvpass.compile(tiny_model("llama"), policy="h2o", budget=BUDGET, window=6, backend=backend)
+    out = fast(random_ids(2, 50), logits_to_keep=1)
+    token, sizes, entries = random_ids(2, 1), set(), set()
+    for _ in range(200):
+        out = fast(token, past_key_values=out.past_key_values)
+        token = out.logits[:, -1:].argmax(-1)
+        sizes.add(out.past_key_values.nbytes)
+        entries.add(int(out.past_key_values.lengths.sum()))
+    assert len(sizes) == 1 and entries == {BUDGET * 2 * 6}
+    assert out.past_key_values.get_seq_length() == 250
+    assert [record.phase for record in fast.report().compiled] == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize("policy", list(RULES))
+def test_several_tokens_at_once_evict_as_one_after_another(policy):
+    fast = kvpass.compile(tiny_model("llama"), policy=policy, budget=BUDGET, backend="eager", **RULES[policy])
+    ids, new = random_ids(2, 40), random_ids(2, 7, seed=1)
+    together, single = fast(ids).past_key_values, fast(ids).past_key_values
+    logits = fast(new, past_key_values=together).logits
+    each = torch.cat([fast(token, past_key_values=single).logits for token in new.split(1, 1)], 1)
+    assert_close("logits", logits, each, atol=1e-4)
+    assert torch.equal(together.positions, single.positions)
+
+
+@pytest.mark.parametrize("policy", list(RULES))
+def test_rows_of_a_padded_batch_evict_as_they_do_alone(policy):
+    fast = kvpass.compile(tiny_model("llama"), policy=policy, budget=BUDGET, backend="eager", **RULES[policy])
+    prompts = [random_ids(1, n, seed=n)[0] for n in (40, 21, 9)]
+    new = random_ids(3, 20, seed=1)
+    ids, mask = left_pad(prompts)
+    batch = fast(ids, attention_mask=mask).past_key_values
+    for token in new.split(1, 1):
+        fast(token, past_key_values=batch)
+    for row, prompt in enumerate(prompts):
+        alone = fast(prompt[None]).past_key_values
+        for token in new[row : row + 1].split(1, 1):
+            fast(token, past_key_values=alone)
+        got, want = batch.positions[row], alone.positions[0]
+        for layer in range(3):
+            for head in range(2):
+                line, other = got[layer, head], want[layer, head]
+                assert torch.equal(line[line >= 0], other[other >= 0]), f"row {row}, layer {layer}, head {head}"
+
+
+def test_eviction_while_decoding_can_be_turned_off():
+    options = {**RULES["h2o"], "evict_during_decode": False}
+    fast = kvpass.compile(tiny_model("llama"), policy="h2o", budget=BUDGET, backend="eager", **options)
+    cache = fast(random_ids(1, 40)).past_key_values
+    for step in range(10):
+        fast(random_ids(1, 1, seed=step), past_key_values=cache)
+    assert int(cache.lengths.sum()) == (BUDGET + 10) * 6
+
+
+def test_an_evicting_cache_can_be_cloned_reordered_and_reset():
+    fast = kvpass.compile(tiny_model("llama"), policy="h2o", budget=BUDGET, window=6, backend="eager")
+    ids, token = random_ids(2, 40), random_ids(2, 1, seed=3)
+    cache = fast(ids).past_key_values
+    twin = cache.clone()
+    swapped = cache.clone()
+    swapped.reorder_cache(torch.tensor([1, 0]))
+    expected = fast(token, past_key_values=cache).logits
+    assert_close("clone", fast(token, past_key_values=twin).logits, expected, atol=0)
+    assert_close("reordered", fast(token.flip(0), past_key_values=swapped).logits, expected.flip(0), atol=1e-5)
+    assert torch.equal(twin.positions, cache.positions)
+    cache.reset()
+    fast(ids, past_key_values=cache)
+    assert_close("refilled", fast(token, past_key_values=cache).logits, expected, atol=0)
