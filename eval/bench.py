@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -265,33 +266,35 @@ def table(result: dict[str, Any]) -> Table:
     """The result as users read it: medians, quartiles in parentheses."""
     model, machine, budget, versions = (result[key] for key in ("model", "machine", "budget", "versions"))
     made = Table(
+        box=box.SIMPLE_HEAD,
+        padding=0,
         title=f"{model['name']}: prompt {result['context']} tokens, batch 1, {model['dtype']}; "
         f"budget {budget['entries']} entries per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB",
         caption=(
             f"{machine['cpu']}, {machine['threads']} threads, {machine['capability']}; torch {versions['torch']}, "
-            f"transformers {versions['transformers']}. Medians (quartiles) of {result['repeats']} interleaved repeats "
-            f"x {result['new_tokens']} decode steps. x full: prefill time over that of the compiled full prefill; "
-            "faster: decode; compile: first run minus median run, Inductor's cache empty."
+            f"transformers {versions['transformers']}. Medians and quartiles: {result['repeats']} interleaved repeats "
+            f"x {result['new_tokens']} decode steps. x full: prefill time over that of the compiled full prefill; over: "
+            "decode speed over that system; compile: first run minus median run, Inductor's cache empty."
         ),
     )
     made.add_column("system", no_wrap=True)
     for column in (
-        "prefill s",
-        "x full",
-        "ms per token",
-        "faster than hf-eager",
-        "faster than hf-static",
-        "cache MiB",
-        "compile s",
+        "prefill\ns",
+        "\nx full",
+        "decode\nms/token",
+        "over\nhf-eager",
+        "over\nhf-static",
+        "cache\nMiB",
+        "compile\ns",
     ):
-        made.add_column(column, justify="right")
+        made.add_column(column, justify="right", no_wrap=True)
     for record in result["systems"]:
         prefill, decode, speedup = record["prefill_s"], record["decode_ms"], record["decode_speedup"]
         made.add_row(
-            record["name"] if record["name"].startswith("hf-") else f"kvpass {record['name']}",
-            f"{prefill['median']:.2f} ({prefill['q1']:.2f}-{prefill['q3']:.2f})",
+            record["name"],
+            f"{prefill['median']:.2f}\n{prefill['q1']:.1f}-{prefill['q3']:.1f}",
             f"{record['prefill_ratio']['full']:.2f}",
-            f"{decode['median']:.2f} ({decode['q1']:.2f}-{decode['q3']:.2f})",
+            f"{decode['median']:.2f}\n{decode['q1']:.1f}-{decode['q3']:.1f}",
             f"{speedup['hf-eager']:.1f}x",
             f"{speedup['hf-static']:.1f}x",
             f"{record['cache_bytes'] / 2**20:.2f}",

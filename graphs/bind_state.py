@@ -21,7 +21,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     graph.output(output)
     for node, copied in copies.items():
         if node.op == "placeholder":
-            copied._dynamo_source = getattr(node, "_dynamo_source", None)  # type: ignore[attr-defined]
+            copied._dynamo_source = getattr(node, "_dynamo_source", None)
     result = GraphModule(gm, graph)
     result.meta = dict(gm.meta)
     return result
@@ -49,7 +49,8 @@ def add_state_placeholders(
         the new nodes by name, and the fake example inputs to append to the graph's own.
     """
     last = placeholders(gm)[-1]
-    nodes, examples = {}, []
+    nodes: dict[str, Node] = {}
+    examples: list[Tensor] = []
     for name, tensor in state.items():
         source = LocalSource(f"kvpass_{name}")
         sizes = [
@@ -61,7 +62,7 @@ def add_state_placeholders(
         with gm.graph.inserting_after(last):
             last = gm.graph.placeholder(f"kvpass_{name}")
         last.meta["example_value"] = fake
-        last._dynamo_source = source  # type: ignore[attr-defined]
+        last._dynamo_source = source
         nodes[name] = last
         examples.append(fake)
     return nodes, examples

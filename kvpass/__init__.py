@@ -11,8 +11,8 @@ from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
 from kvpass.loss import OutputLoss, attention_output_loss
 from kvpass.plan import Plan, plan
 from kvpass.policies import POLICIES, Policy, register_policy
-from kvpass.report import Report
 from kvpass.raw import session
+from kvpass.report import Report
 
 __version__ = "0.1.0"
 

@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 from kvpass.attention import ATTENTION_NAME
 from kvpass.backend import Compiler, PhaseCompiler
-from kvpass.cache import resolve_budget
 from kvpass.config import Budget
 from kvpass.model import CompressedModel, Runtime, compressed_class
-from kvpass.policies import Policy, resolve
+from kvpass.policies import Policy, resolve, resolve_budget
 from kvpass.policies.cake import temperatures
 
 
@@ -52,8 +51,8 @@ def compile(
         raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"model of type {type(model).__name__}: kvpass.compile takes a transformers model; for any other decoder use "
-            'torch.compile(module, backend="kvpass", options={...}) with kvpass.session()'
+            f"model of type {type(model).__name__}: kvpass.compile takes a transformers model; "
+            'for any other decoder use torch.compile(module, backend="kvpass", options={...}) with kvpass.session()'
         )
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")

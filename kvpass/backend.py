@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
@@ -114,7 +113,7 @@ class PhaseCompiler:
         return CanonicalGraph(gm, run_passes(gm, passes, label=f"capture.{len(self.records)}"))
 
     def compile(self, captured: CanonicalGraph, example_inputs: Sequence[Any], phase: Phase) -> Callable[..., Any]:
-        """Rewrite a copy of the graph for ``phase`` and compile it; called inside a Dynamo trace, with a cache bound."""
+        """Rewrite a copy of the graph for ``phase`` and compile it; called in a Dynamo trace, with a cache bound."""
         began = time.perf_counter()
         cache = bound_cache()
         gm = copy_graph(captured.gm)
@@ -135,11 +134,11 @@ class PhaseCompiler:
             impl = "native" if self.compiler == "inductor" else "reference"
             rewrite = partial(rewrite_cached_pass, state=nodes, impl=impl)
         rewritten = run_passes(gm, [rewrite], label=f"{phase}.{len(self.records)}")
-        compiled = (
-            compile_fx(gm, [*example_inputs, *fakes], config_patches=INDUCTOR_CONFIG)
-            if self.compiler == "inductor"
-            else gm.forward
-        )
+        compiled: Callable[..., Any] = gm.forward
+        if self.compiler == "inductor":
+            compiled = cast(
+                Callable[..., Any], compile_fx(gm, [*example_inputs, *fakes], config_patches=INDUCTOR_CONFIG)
+            )
         self.records.append(
             CompileRecord(
                 phase=phase,

@@ -5,8 +5,7 @@ Legend: B batch, N prompt columns, L layers, K KV heads, D head dim, E pool slot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +14,9 @@ from transformers import Cache
 
 from kvpass.config import Budget, Geometry
 from kvpass.errors import CacheMismatchError
-from kvpass.policies.base import Policy
 from kvpass.evict import EMPTY, SLOT_POSITION, first_slots
+from kvpass.policies.base import Policy
+from kvpass.prompt_record import PromptRecord
 from kvpass.reference import MASS, MEMORY, OWNER, PLACE, POSITION
 
 TAIL_STEP = 64
@@ -25,51 +25,6 @@ TAIL_STEP = 64
 PREFILL_DYNAMIC = {"pool_k": {1}, "pool_v": {1}, "slots": {2}, "slot_traces": {2}, "tail_k": {3}, "tail_v": {3}}
 CACHED_DYNAMIC = {"pool_k": {1}, "pool_v": {1}, "tail_k": {3}, "tail_v": {3}, "table": {4}, "memory": {4}}
 """Dimensions of the state that change from prompt to prompt: graphs treat them as symbols and do not recompile."""
-
-
-def resolve_budget(policy: Policy, budget: Budget | int | float | str | None) -> Budget | None:
-    """Parse the budget and hold it against the policy.
-
-    Raises:
-        ValueError: unreadable, below window + 1, missing, or given to a policy that has none.
-    """
-    if budget is None:
-        if policy.needs_budget:
-            raise ValueError(f"budget=None: policy {policy.name!r} needs one, for instance budget=1024")
-        return None
-    if not policy.needs_budget:
-        raise ValueError(f"budget={budget!r}: policy {policy.name!r} keeps everything and takes no budget")
-    parsed = Budget.parse(budget)
-    if parsed.kind == "entries" and parsed.value < policy.window + 1:
-        raise ValueError(f"budget={budget}: must be at least window + 1 = {policy.window + 1}")
-    return parsed
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PromptRecord:
-    """What was kept of the last prompt: the facts ``model.report()`` prints.
-
-    Attributes:
-        geometry: KV geometry. start: first real column, int64 ``[B]``. columns: N.
-        entries: budget per KV head per layer of each row, window included, int64 ``[B]``.
-        kept: pool entries, int64 ``[B, L, K]``. window: window tokens of each row, int64 ``[B]``.
-        mass: share of the window queries' attention that kept entries and window hold, fp32 ``[B, L, K]``.
-        weights: layer weights of the policy, fp64 ``[B, L]`` (zeros for fixed layer splits).
-        positions: true positions of the pool's entries, int32 ``[B, E]``; offsets int32 ``[B, L*K + 1]`` cut it.
-        nbytes: bytes the cache really occupied after the prompt.
-    """
-
-    geometry: Geometry
-    start: Tensor
-    columns: int
-    entries: Tensor
-    kept: Tensor
-    window: Tensor
-    mass: Tensor
-    weights: Tensor
-    positions: Tensor
-    offsets: Tensor
-    nbytes: int
 
 
 class CompressedCache(Cache):
@@ -86,8 +41,8 @@ class CompressedCache(Cache):
 
     layers: list[Any]
 
-    _ROW_DIM_EVICTING = {"table": 2, "memory": 2, "quota": 1, "next_position": 0}
-    _ROW_DIM_ALWAYS = {
+    _ROW_DIM_EVICTING: ClassVar = {"table": 2, "memory": 2, "quota": 1, "next_position": 0}
+    _ROW_DIM_ALWAYS: ClassVar = {
         "pool_k": 0,
         "pool_v": 0,
         "pool_positions": 0,
@@ -144,10 +99,7 @@ class CompressedCache(Cache):
         b, n, g = self.start.numel(), self._prompt_columns, geometry
         window = self.policy.window
         lengths = [n - column for column in self.start.tolist()]
-        if self.budget is None:
-            budgets = lengths
-        else:
-            budgets = [self.budget.check(length, window, g) for length in lengths]
+        budgets = lengths if self.budget is None else [self.budget.check(length, window, g) for length in lengths]
         entries = [max(entry - window, 0) for entry in budgets]
         self._budgets = torch.tensor(budgets)
         bound = g.layers * g.kv_heads * max(n - window, 0) + g.layers
@@ -240,10 +192,7 @@ class CompressedCache(Cache):
     def ensure_room(self, tokens: int) -> None:
         """Grow the tail, a bucket at a time, so that ``tokens`` more fit."""
         old_capacity = self.tail_k.shape[3]
-        if self._evicts:
-            needed = min(self.used + tokens, self._tail_bound)
-        else:
-            needed = self.used + tokens
+        needed = min(self.used + tokens, self._tail_bound) if self._evicts else self.used + tokens
         if needed <= old_capacity:
             return
         capacity = -(-needed // TAIL_STEP) * TAIL_STEP
@@ -350,7 +299,7 @@ class CompressedCache(Cache):
         """Tokens seen, padding columns included as in every transformers cache; never the number of kept entries."""
         return self.columns
 
-    def get_max_length(self, layer_idx: int = 0) -> int:
+    def get_max_length(self, layer_idx: int | None = 0) -> int:
         return -1
 
     get_max_cache_shape = get_max_length

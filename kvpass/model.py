@@ -15,11 +15,12 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpass.backend import Phase, PhaseCompiler, bind_cache
-from kvpass.cache import CompressedCache, PromptRecord
+from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.padding import first_real_column
 from kvpass.policies.base import Policy
+from kvpass.prompt_record import PromptRecord
 from kvpass.report import Report
 
 MAX_TOKENS = 2**24
@@ -274,8 +275,9 @@ def _compile_phase(model: Any, phase: Phase, logits_to_keep: int) -> Callable[..
     return torch.compile(_own_code(step), backend=backend, fullgraph=True)
 
 
-def _own_code(function: types.FunctionType) -> types.FunctionType:
+def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A twin with a code object of its own: Dynamo keeps compiled entries, and counts them, per code object."""
+    assert isinstance(function, types.FunctionType)
     twin = types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )

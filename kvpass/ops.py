@@ -10,7 +10,8 @@ operator               what it does
 =====================  ==============================================================================================
 ``site``               the canonical attention call: causal attention over the tokens of this call only; ``refusal``
                        says why a call found while tracing cannot be compressed, and no graph with one is compiled
-``observe_attention``  the same over a left-padded prompt, plus scores, traces (attention mass, memory) and layer weight of a policy
+``observe_attention``  the same over a left-padded prompt, plus what a policy saw there: scores, traces (attention mass,
+                       memory of the decode rule) and layer weight
 ``cascade_step``       re-cut earlier layers to their share and move the winners of this layer into the pool
 ``pack``               permute the pool into (layer, head, position) order and write the offsets
 ``attend_cache``       append new tokens to the tail, attend pool + tail

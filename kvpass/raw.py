@@ -25,13 +25,13 @@ from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
 from kvpass.backend import Phase, PhaseCompiler, bind_cache
-from kvpass.cache import CompressedCache, resolve_budget
+from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.graphs.bind_state import example_value, size_reader
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.padding import first_real_column
-from kvpass.policies import resolve
+from kvpass.policies import resolve, resolve_budget
 
 _SESSION: ContextVar[Session | None] = ContextVar("kvpass_session", default=None)
 

@@ -152,7 +152,8 @@ def cascade_step(
     Mutates, all per batch row:
         pool_k ``[B, E, D]``, pool_v ``[B, E, Dv]``: winners' rows. slots int32 ``[4, B, E]``, slot_traces fp32
         ``[2, B, E]``: who sits where. ledger fp64 ``[B, L]``: layer weights seen. window_traces fp32
-        ``[2, B, L, K, window]``: traces of the window itself. tail_k, tail_v ``[L, B, K, C, D]``: the window's rows, in the first slots.
+        ``[2, B, L, K, window]``: traces of the window itself. tail_k, tail_v ``[L, B, K, C, D]``: the window's rows,
+        in the first slots.
 
     Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1. A survivor never moves.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from kvpass.backend import CompileRecord
-from kvpass.cache import PromptRecord
 from kvpass.config import Budget
 from kvpass.policies.base import Policy
+from kvpass.prompt_record import PromptRecord
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,9 +101,10 @@ class Report:
         return Group(table, *lines)
 
     def __str__(self) -> str:
-        console = Console(width=100, record=True, file=_Discard())
-        console.print(self)
-        return console.export_text().rstrip()
+        console = Console(width=100, file=io.StringIO())
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get().rstrip()
 
     def plot(self, path: str | Path, *, row: int = 0) -> Path:
         """Write a picture: lengths as a heat map (layers x KV heads), and the positions kept along the prompt.
@@ -135,12 +137,3 @@ class Report:
         right.set(xlabel="position in the prompt", ylabel="layer", title="what was kept")
         figure.savefig(path, dpi=120)
         return Path(path)
-
-
-class _Discard:
-    """A text file that keeps nothing: the console records on its own."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None: ...

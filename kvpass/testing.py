@@ -126,7 +126,7 @@ class MaskedOracle:
             ids: prompt and new tokens, ``[B, S]``, left-padded. mask: ``[B, S]``.
             keep: bool ``[B, L, K, N]`` over the prompt's columns.
         """
-        b, s = ids.shape
+        s = ids.shape[1]
         n = keep.shape[3]
         causal = torch.ones(s, s, dtype=torch.bool).tril() & mask[:, None, None, :].bool()
         seen = torch.cat([keep, torch.ones(*keep.shape[:3], s - n, dtype=torch.bool)], 3)

@@ -19,10 +19,10 @@ PACKAGE = ROOT / "kvpass"
 # A name stands for the module kvpass.<name> or for every module of that package; "kvpass" is kvpass/__init__.py.
 LAYERS = """
     errors config padding
-    observation builtin kernels
+    observation builtin kernels prompt_record
     scheduler decode
     policies released
-    reference plan loss
+    reference evict plan loss
     ops
     graphs attention
     cache

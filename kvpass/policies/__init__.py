@@ -8,6 +8,7 @@ import functools
 import json
 from typing import TypeVar
 
+from kvpass.config import Budget
 from kvpass.policies.ada_pyramidkv import AdaPyramidKV
 from kvpass.policies.ada_snapkv import AdaSnapKV
 from kvpass.policies.base import Policy
@@ -25,7 +26,7 @@ from kvpass.policies.streaming_llm import StreamingLLM
 from kvpass.policies.tova import Tova
 from kvpass.policies.vatp import Vatp
 
-__all__ = ["POLICIES", "Policy", "from_spec", "register_policy", "resolve"]
+__all__ = ["POLICIES", "Policy", "from_spec", "register_policy", "resolve", "resolve_budget"]
 
 POLICIES: dict[str, type[Policy]] = {}
 
@@ -105,3 +106,21 @@ for _policy in (
     Random,
 ):
     register_policy(_policy)
+
+
+def resolve_budget(policy: Policy, budget: Budget | int | float | str | None) -> Budget | None:
+    """Parse the budget and hold it against the policy.
+
+    Raises:
+        ValueError: unreadable, below window + 1, missing, or given to a policy that has none.
+    """
+    if budget is None:
+        if policy.needs_budget:
+            raise ValueError(f"budget=None: policy {policy.name!r} needs one, for instance budget=1024")
+        return None
+    if not policy.needs_budget:
+        raise ValueError(f"budget={budget!r}: policy {policy.name!r} keeps everything and takes no budget")
+    parsed = Budget.parse(budget)
+    if parsed.kind == "entries" and parsed.value < policy.window + 1:
+        raise ValueError(f"budget={budget}: must be at least window + 1 = {policy.window + 1}")
+    return parsed

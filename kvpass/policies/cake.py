@@ -32,8 +32,8 @@ TEMPERATURES: dict[tuple[str, int], tuple[float, float]] = {
 Indicator = Literal["sum", "mean", "var", "product"]
 
 
-def temperatures(model: str, budget: int) -> tuple[float, float]:
-    """CAKE's published (tau1, tau2) for a model name such as ``"meta-llama/Llama-3.1-8B-Instruct"``.
+def temperatures(model: str, budget: object) -> tuple[float, float]:
+    """CAKE's published (tau1, tau2) for a model name such as ``"meta-llama/Llama-3.1-8B-Instruct"`` and entries.
 
     Raises:
         ValueError: no published temperatures; the released code falls back to 1, 1 without a word.

@@ -257,7 +257,7 @@ def test_contract_10_models_that_cannot_be_compiled_are_refused(model, fast):
     t5 = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     with pytest.raises(ValueError, match="encoder-decoder"):
         kvpass.compile(T5ForConditionalGeneration(t5).eval(), budget=100)
-    with pytest.raises(ValueError, match="torch.compile"):
+    with pytest.raises(ValueError, match=r"torch\.compile"):
         kvpass.compile(torch.nn.Linear(2, 2), budget=100)
     with pytest.raises(ValueError, match="causal language model"):
         kvpass.compile(tiny_model("llama").model, budget=100)

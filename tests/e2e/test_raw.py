@@ -134,7 +134,9 @@ def test_both_doors_keep_the_same_and_give_the_same_logits():
 
 
 def test_a_module_that_numbers_its_own_tokens_fails_closed():
-    fast = torch.compile(SelfNumbering(False).eval(), backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"})
+    fast = torch.compile(
+        SelfNumbering(False).eval(), backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"}
+    )
     with pytest.raises(Exception, match="position"), torch.no_grad(), kvpass.session():
         fast(random_ids(1, 40))
 
@@ -156,7 +158,7 @@ def test_a_session_refuses_another_batch_and_another_module(decoder):
             fast(random_ids(1, 1), torch.tensor([[40]]))
         other = Decoder(False, layers=2).eval()
         stranger = torch.compile(other, backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"})
-        with pytest.raises(kvpass.CacheMismatchError, match="geometry|Geometry"):
+        with pytest.raises(kvpass.CacheMismatchError, match=r"geometry|Geometry"):
             stranger(random_ids(2, 1), torch.full((2, 1), 40))
         assert session.cache.get_seq_length() == 40
 

@@ -112,7 +112,7 @@ def test_prompt_attention_equals_brute_force_row_by_row(heads, options):
 def test_attend_cache_equals_brute_force(impl, tokens, options):
     q, k, v = qkv(n=tokens, dv=6)
     state = decode_state(dv=6)
-    pool_k, pool_v, offsets, tail_k, tail_v, start, used = state
+    pool_k, pool_v, offsets, tail_k, tail_v, start, _ = state
     before = [tensor.clone() for tensor in state]
     out = OPS.attend_cache.default(q, k, v, *state, SCALE, 1, impl, **options)
     for row in range(2):
