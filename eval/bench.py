@@ -273,8 +273,8 @@ def table(result: dict[str, Any]) -> Table:
         caption=(
             f"{machine['cpu']}, {machine['threads']} threads, {machine['capability']}; torch {versions['torch']}, "
             f"transformers {versions['transformers']}. Medians and quartiles: {result['repeats']} interleaved repeats "
-            f"x {result['new_tokens']} decode steps. x full: prefill time over that of the compiled full prefill; over: "
-            "decode speed over that system; compile: first run minus median run, Inductor's cache empty."
+            f"x {result['new_tokens']} decode steps. x full: prefill time over that of the compiled full prefill; "
+            "over: decode speed over that system; compile: first run minus median run, Inductor's cache empty."
         ),
     )
     made.add_column("system", no_wrap=True)
