@@ -292,7 +292,7 @@ def table(result: dict[str, Any]) -> Table:
         prefill, decode, speedup = record["prefill_s"], record["decode_ms"], record["decode_speedup"]
         made.add_row(
             record["name"],
-            f"{prefill['median']:.2f}\n{prefill['q1']:.1f}-{prefill['q3']:.1f}",
+            f"{prefill['median']:.3g}\n{prefill['q1']:.3g}-{prefill['q3']:.3g}",
             f"{record['prefill_ratio']['full']:.2f}",
             f"{decode['median']:.2f}\n{decode['q1']:.1f}-{decode['q3']:.1f}",
             f"{speedup['hf-eager']:.1f}x",

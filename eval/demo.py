@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -172,12 +173,15 @@ class Demo:
     def _answer_table(self, answers: list[Answers]) -> Table:
         shown = [answer for answer in answers if answer.budget in (None, _middle())]
         table = Table(
-            title=f"{len(self.prompt.facts)} facts in {self.settings.tokens} tokens; question the code of ... is"
+            title=f"{len(self.prompt.facts)} facts in {self.settings.tokens} tokens; question the code of ... is",
+            caption="system over budget",
+            box=box.SIMPLE_HEAD,
         )
         table.add_column("name", no_wrap=True)
         table.add_column("code", justify="right", no_wrap=True)
         for answer in shown:
-            table.add_column(_label(answer), justify="right")
+            name = answer.label.removeprefix("kvpass ")
+            table.add_column(f"{name}\n{_budget(answer)}", justify="right", no_wrap=True)
         for index, fact in enumerate(self.prompt.facts):
             cells = []
             for answer in shown:
@@ -188,16 +192,16 @@ class Demo:
         return table
 
     def _summary_table(self, answers: list[Answers]) -> Table:
-        table = Table(title="accuracy, memory and speed")
+        table = Table(title="accuracy, memory and speed", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("system", no_wrap=True)
-        for column in ("budget", "of prompt", "exact", "cache KiB", "of full", "ms/token", "first s"):
-            table.add_column(column, justify="right")
+        for column in ("budget", "of\nprompt", "exact", "cache\nKiB", "of full", "ms per\ntoken", "first\ns"):
+            table.add_column(column, justify="right", no_wrap=True)
         full = answers[0].cache_bytes
         for answer in answers:
             correct, total = answer.correct(self.prompt.facts), len(self.prompt.facts)
             table.add_row(
                 answer.label,
-                "all" if answer.budget is None else str(answer.budget),
+                _budget(answer),
                 "100 %" if answer.budget is None else f"{answer.budget / self.settings.tokens:.1%}",
                 f"{correct}/{total}",
                 f"{answer.cache_bytes / 1024:.0f}",
@@ -230,6 +234,10 @@ class Demo:
 
 def _middle() -> int:
     return BUDGETS[len(BUDGETS) // 2]
+
+
+def _budget(answers: Answers) -> str:
+    return "all" if answers.budget is None else str(answers.budget)
 
 
 def _label(answers: Answers) -> str:

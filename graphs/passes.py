@@ -9,6 +9,7 @@ changed; its settings are bound with ``functools.partial`` where the list is bui
 ``check_no_raw_attention``  fail closed: attention or other token mixing that is no site
 ``check_positions``         fail closed: positions the decoder counts by itself
 ``check_sites``             fail closed: refused sites, sliding windows, mixed geometry, layers without a site
+``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ``rewrite_attention``       ``kvpass::site`` -> prefill ops with the cascade, or attention against the cache
 ==========================  =====================================================================================
 """

@@ -27,6 +27,7 @@ from kvpass.config import Geometry
 from kvpass.graphs.bind_state import add_state_placeholders, copy_graph
 from kvpass.graphs.check_no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.check_positions import check_positions_pass
+from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.find_attention import find_attention_pass
 from kvpass.graphs.passes import PassRecord, run_passes
 from kvpass.graphs.rewrite_attention import (
@@ -133,7 +134,8 @@ class PhaseCompiler:
         else:
             impl = "native" if self.compiler == "inductor" else "reference"
             rewrite = partial(rewrite_cached_pass, state=nodes, impl=impl)
-        rewritten = run_passes(gm, [rewrite], label=f"{phase}.{len(self.records)}")
+        decompose = [decompose_linear_pass] if phase == "decode" and self.compiler == "inductor" else []
+        rewritten = run_passes(gm, [*decompose, rewrite], label=f"{phase}.{len(self.records)}")
         compiled: Callable[..., Any] = gm.forward
         if self.compiler == "inductor":
             compiled = cast(

@@ -164,7 +164,7 @@ AttentionInterface.register(_ORACLE_NAME, _masked_attention)
 def kept_columns(cache: CompressedCache, columns: int) -> Tensor:
     """Which prompt columns a cache keeps, bool ``[B, L, K, columns]``."""
     positions = cache.positions
-    keep = torch.zeros(*positions.shape[:3], columns, dtype=torch.bool)
+    keep = torch.zeros(*positions.shape[:3], columns, dtype=torch.bool, device=positions.device)
     live = positions + cache.start[:, None, None, None]
     live = torch.where((positions >= 0) & (live < columns), live, columns)
     return torch.cat([keep, torch.zeros_like(keep[..., :1])], -1).scatter(3, live, True)[..., :columns]

@@ -67,6 +67,19 @@ def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, polic
         assert torch.equal(steps[step].transpose(0, 1), expected.decode_keep[step]), f"step {step}"
 
 
+@pytest.mark.parametrize("parity", ["paper", "code"])
+@pytest.mark.parametrize("policy", sorted(kvpass.POLICIES.keys() - RULES.keys() - {"full"}))
+def test_a_compiled_prefill_keeps_what_plan_says(monkeypatch, policy, parity):
+    calls = recording(monkeypatch)
+    options = {"window": 8, "parity": parity}
+    fast = kvpass.compile(tiny_model("llama"), policy=policy, budget=BUDGET, backend="eager", **options)
+    cache = fast(random_ids(2, 50), logits_to_keep=1).past_key_values
+    q, k, v = (torch.stack([call[i] for call in calls]) for i in range(3))
+    expected = plan(policy, q, k, v, budget=BUDGET, **options)
+    assert torch.equal(kept_columns(cache, 50).transpose(0, 1), expected.keep)
+    assert torch.equal(cache.lengths.transpose(0, 1), expected.lengths)
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_the_cache_keeps_its_size_for_any_output_length(backend):
     fast = kvpass.compile(tiny_model("llama"), policy="h2o", budget=BUDGET, window=6, backend=backend)

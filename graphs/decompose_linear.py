@@ -1,0 +1,51 @@
+"""Matrix-vector products of a decode step as reductions that Inductor fuses and vectorises.
+
+Before::
+
+    y = linear(x, weight, bias)             # one token: x is [1, 1, in], weight [out, in]
+
+After::
+
+    y = (x[..., None, :] * weight).sum(-1) + bias
+
+A library call per product costs more than reading the weights of a small model: on two cores, 8 layers of width 256 spend
+1.7 of 2.5 ms per token in 57 calls of ``mm``. Only for one row in fp32 on the CPU; with more rows a product reads its
+weights once for all of them, which a reduction does not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+_LINEAR = torch.nn.functional.linear
+
+
+def decompose_linear_pass(gm: GraphModule) -> int:
+    """Replace every eligible ``linear`` call; returns how many."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is _LINEAR]
+    changed = 0
+    for node in calls:
+        given = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
+        x, weight, bias = given["input"], given["weight"], given.get("bias")
+        if not _is_vector(x):
+            continue
+        with gm.graph.inserting_before(node):
+            row = gm.graph.call_method("unsqueeze", (x, -2))
+            product = gm.graph.call_function(torch.mul, (row, weight))
+            total = gm.graph.call_method("sum", (product, -1))
+            if bias is not None:
+                total = gm.graph.call_function(torch.add, (total, bias))
+        total.meta = node.meta
+        node.replace_all_uses_with(total)
+        gm.graph.erase_node(node)
+        changed += 1
+    return changed
+
+
+def _is_vector(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.device.type != "cpu":
+        return False
+    return all(isinstance(size, int) and size == 1 for size in value.shape[:-1])

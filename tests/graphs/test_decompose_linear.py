@@ -1,0 +1,47 @@
+"""Matrix-vector products become reductions, everything else stays a library call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpass.graphs.decompose_linear import decompose_linear_pass
+from kvpass.graphs.fx_utils import target_name
+from kvpass.testing import assert_close
+
+
+def capture(module, x):
+    """What the pass does to the graph of ``module(x)``: changed calls, calls of linear left, and the result."""
+    seen = []
+
+    def backend(gm, example_inputs):
+        changed = decompose_linear_pass(gm)
+        gm.graph.lint()
+        gm.recompile()
+        seen.append((changed, sum(target_name(node) == "linear" for node in gm.graph.nodes)))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        result = torch.compile(module, backend=backend, fullgraph=True)(x)
+    return *seen[0], result
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_row_becomes_a_reduction_with_the_same_result(bias):
+    module = torch.nn.Sequential(torch.nn.Linear(24, 40, bias=bias), torch.nn.GELU(), torch.nn.Linear(40, 8, bias=bias))
+    x = torch.randn(1, 1, 24)
+    changed, left, result = capture(module, x)
+    assert (changed, left) == (2, 0)
+    assert_close("result", result, module(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 24), (1, 3, 24), (24,)])
+def test_only_a_single_row_is_changed(shape):
+    changed, left, _ = capture(torch.nn.Linear(24, 40), torch.randn(shape))
+    assert changed + left == 1 and changed == (shape == (24,))
+
+
+def test_half_precision_keeps_its_library_call():
+    changed, left, _ = capture(torch.nn.Linear(24, 40).bfloat16(), torch.randn(1, 1, 24).bfloat16())
+    assert (changed, left) == (0, 1)
