@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass.ops  # noqa: F401
-from kvpass import reference
+from kvpass import evict, reference
 from kvpass.policies import resolve
 from kvpass.testing import assert_close
 
@@ -82,6 +82,20 @@ def test_opcheck_attend_cache(impl):
     state = decode_state()
     state = [tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for tensor in state]
     torch.library.opcheck(OPS.attend_cache.default, (q, k, v, *state, SCALE, 1, impl))
+
+
+def test_opcheck_attend_evict():
+    q, k, v = qkv(n=2)
+    pool_k, pool_v, offsets, tail_k, tail_v, _, _ = (
+        tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for tensor in decode_state()
+    )
+    table = torch.full((2, 2, 2, 2, 4 + tail_k.shape[3]), evict.EMPTY, dtype=torch.int32)
+    table[evict.SLOT_POSITION, ..., 4:9] = torch.arange(5)
+    memory = torch.zeros(2, 2, 2, 2, table.shape[-1])
+    quota, position = torch.full((2, 2, 2), 3), torch.tensor([5, 5])
+    policy = resolve("h2o", window=2).spec
+    state = (pool_k, pool_v, offsets, tail_k, tail_v, table, memory, quota, position)
+    torch.library.opcheck(OPS.attend_evict.default, (q, k, v, *state, SCALE, 1, policy))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])

@@ -1,0 +1,42 @@
+"""The report as text, as numbers and as a picture."""
+
+from __future__ import annotations
+
+import json
+
+import kvpass
+from kvpass.testing import left_pad, random_ids, tiny_model
+
+
+def report(**options):
+    fast = kvpass.compile(tiny_model("llama"), window=8, backend="eager", **options)
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 33)])
+    cache = fast(ids, attention_mask=mask).past_key_values
+    return fast.report(), cache
+
+
+def test_the_text_states_what_was_kept():
+    found, cache = report(policy="snapkv", budget=16)
+    text = str(found)
+    assert "kvpass: snapkv, budget 16" in text and "prompt tokens: 60, 33" in text
+    assert f"entries kept: {2 * 16 * 6} of {(60 + 33) * 6}" in text and str(cache.nbytes) in text
+    assert "compiled prefill (batch 2, eager): 3 attention sites rewritten" in text
+    assert "may keep more or fewer" not in text
+    assert "may keep more or fewer" in str(report(policy="lava", budget=16, parity="code")[0])
+
+
+def test_the_dictionary_is_json_and_adds_up():
+    found, cache = report(policy="lava", budget=16)
+    numbers = json.loads(json.dumps(found.to_dict()))
+    assert numbers["lengths"] == cache.lengths.tolist()
+    assert numbers["budget_entries"] == [16, 16] and numbers["prompt_tokens"] == [60, 33]
+    entry = cache.geometry.entry_bytes
+    assert numbers["bytes_full"] == (60 + 33) * 6 * entry
+    assert sum(sum(map(sum, row)) for row in numbers["bytes_kept"]) == 2 * 16 * 6 * entry
+    assert all(weight > 0 for row in numbers["layer_weights"] for weight in row)
+
+
+def test_the_picture_is_written(tmp_path):
+    found, _ = report(policy="lava", budget=16)
+    path = found.plot(tmp_path / "kept.png", row=1)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
