@@ -75,6 +75,7 @@ def compile(
     compiled._kvpass = Runtime(
         policy=resolved,
         budget=resolve_budget(resolved, budget),
+        weights=next(model.parameters()),
         compiler=PhaseCompiler(
             policy=resolved, compiler=backend, layers=model.config.get_text_config().num_hidden_layers
         ),

@@ -5,6 +5,7 @@ Legend: B batch, N prompt columns, L layers, K KV heads, D head dim, E pool slot
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +35,8 @@ class CompressedCache(Cache):
     ``_ROW_DIM_ALWAYS``; every tensor has one dimension for the batch row, so that rows can be picked and repeated.
 
     Args:
-        policy: decides what is kept. budget: how much; None only for a policy that needs none.
+        policy: decides what is kept. budget: how much; None only for a policy that needs none. weights: a parameter of
+            the model that fills the cache, by which it is known again.
     Attributes:
         columns: tokens seen, padding included. reusable: calls continue on a copy and leave this cache as it is.
     """
@@ -53,8 +55,9 @@ class CompressedCache(Cache):
         "start": 0,
     }
 
-    def __init__(self, policy: Policy, budget: Budget | None) -> None:
+    def __init__(self, policy: Policy, budget: Budget | None, weights: Tensor | None = None) -> None:
         super().__init__(layers=[])
+        self._weights = None if weights is None else weakref.ref(weights)
         self.policy = policy
         self.budget = budget
         self.geometry: Geometry | None = None
@@ -101,7 +104,7 @@ class CompressedCache(Cache):
         lengths = [n - column for column in self.start.tolist()]
         budgets = lengths if self.budget is None else [self.budget.check(length, window, g) for length in lengths]
         entries = [max(entry - window, 0) for entry in budgets]
-        self._budgets = torch.tensor(budgets)
+        self._budgets = budgets
         bound = g.layers * g.kv_heads * max(n - window, 0) + g.layers
         slots = max(2, min(self.policy.capacity(max(entries), g.layers, g.kv_heads), bound))
         tail = min(window, n) + TAIL_STEP
@@ -148,7 +151,7 @@ class CompressedCache(Cache):
             geometry=g,
             start=self.start,
             columns=self.columns,
-            entries=self._budgets,
+            entries=torch.tensor(self._budgets),
             kept=self.offsets.diff(dim=1).long().view(shape),
             window=window - self.tail_start,
             mass=mass[:, :heads].view(shape) + state["window_traces"][MASS].sum(-1),
@@ -227,6 +230,11 @@ class CompressedCache(Cache):
             self.next_position.add_(tokens)
 
     # -- what a user reads ------------------------------------------------------------------------------------------
+
+    def belongs_to(self, policy: Policy, budget: Budget | None, weights: Tensor) -> bool:
+        """Whether a model with these settings and this parameter filled the cache."""
+        made = None if self._weights is None else self._weights()
+        return made is weights and self.policy == policy and self.budget == budget
 
     @property
     def is_empty(self) -> bool:

@@ -31,11 +31,15 @@ _IGNORED = {"use_cache", "return_dict", "cache_position", "output_attentions", "
 
 @dataclass(kw_only=True)
 class Runtime:
-    """What a compiled model carries beside its modules: policy, budget and the callables compiled so far."""
+    """What a compiled model carries beside its modules: policy, budget and the callables compiled so far.
+
+    ``weights`` is one of its parameters: caches are known by it.
+    """
 
     policy: Policy
     budget: Budget | None
     compiler: PhaseCompiler
+    weights: Tensor
     functions: dict[tuple[Phase, int, int], Callable[..., Tensor]] = field(default_factory=dict)
     last_prompt: PromptRecord | None = None
 
@@ -150,20 +154,17 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
 
 def _new_cache(runtime: Runtime, given: Cache | None) -> CompressedCache:
     if given is None:
-        return CompressedCache(runtime.policy, runtime.budget)
+        return CompressedCache(runtime.policy, runtime.budget, runtime.weights)
     if isinstance(given, CompressedCache):
-        if given.policy != runtime.policy or given.budget != runtime.budget:
-            raise CacheMismatchError(
-                f"past_key_values={given!r} was made for another policy or budget than "
-                f"{runtime.policy.name!r}, {runtime.budget}"
-            )
+        if not given.belongs_to(runtime.policy, runtime.budget, runtime.weights):
+            raise CacheMismatchError(f"past_key_values={given!r} belongs to another model")
         return given
     if given.get_seq_length() > 0:
         raise CacheMismatchError(
             f"past_key_values is a {type(given).__name__} with {given.get_seq_length()} tokens; "
             "a kvpass model continues only on a CompressedCache of its own"
         )
-    return CompressedCache(runtime.policy, runtime.budget)
+    return CompressedCache(runtime.policy, runtime.budget, runtime.weights)
 
 
 def _prefill(
@@ -200,7 +201,7 @@ def _continue(
 ) -> tuple[CompressedCache, Tensor]:
     runtime: Runtime = model._kvpass
     b, t = input_ids.shape
-    if cache.policy != runtime.policy or cache.budget != runtime.budget or not _owns(runtime, cache):
+    if not cache.belongs_to(runtime.policy, runtime.budget, runtime.weights):
         raise CacheMismatchError(f"past_key_values={cache!r} belongs to another model")
     if b != cache.batch_size:
         raise CacheMismatchError(f"input_ids has {b} rows, the cache {cache.batch_size}")
@@ -222,10 +223,6 @@ def _continue(
     logits = _call(model, phase, cache, ids, _positions(position_ids, positions), 0 if t == 1 else logits_to_keep)
     cache.advance(t)
     return cache, logits
-
-
-def _owns(runtime: Runtime, cache: CompressedCache) -> bool:
-    return any(record.geometry == cache.geometry for record in runtime.compiler.records if record.phase == "prefill")
 
 
 def _positions(given: Tensor | None, computed: Tensor) -> Tensor:

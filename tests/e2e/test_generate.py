@@ -272,6 +272,8 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
     model(ids, past_key_values=foreign)
     stranger = kvpass.compile(tiny_model("llama", num_hidden_layers=2), budget=16, window=8, backend="eager")
     stranger(ids)
+    same_shape = kvpass.compile(tiny_model("llama", seed=1), budget=16, window=8, backend="eager")
+    same_shape(ids)
     other_budget = kvpass.compile(model, budget=24, window=8, backend="eager")
     bad = [
         (tight, {"input_ids": token[:1], "past_key_values": cache}, "1 rows"),
@@ -282,6 +284,7 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
         (tight, {"input_ids": ids, "past_key_values": foreign}, "DynamicCache"),
         (tight, {"input_ids": ids, "past_key_values": EncoderDecoderCache(foreign, DynamicCache())}, "Cache"),
         (stranger, {"input_ids": token, "past_key_values": cache}, "another model"),
+        (same_shape, {"input_ids": token, "past_key_values": cache}, "another model"),
         (other_budget, {"input_ids": token, "past_key_values": cache}, "another model"),
         (tight, {"input_ids": None}, "input_ids"),
         (tight, {"input_ids": torch.empty(1, 0, dtype=torch.int64)}, "input_ids"),
