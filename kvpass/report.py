@@ -132,7 +132,16 @@ class Report:
             window = torch.arange(tokens - int(self.prompt.window[row]), tokens).repeat(heads)
             kept = torch.cat([self.prompt.positions[row, begin:end].cpu().long(), window])
             share[layer] = torch.bincount(kept * bins // tokens, minlength=bins) / (heads * tokens / bins)
-        image = right.imshow(share.numpy(), aspect="auto", cmap="magma", vmin=0, vmax=1, extent=(0, tokens, layers, 0))
+        image = right.imshow(
+            share.numpy(),
+            aspect="auto",
+            cmap="magma",
+            vmin=0,
+            vmax=1,
+            interpolation="nearest",
+            extent=(0, tokens, layers - 0.5, -0.5),
+        )
+        right.set_yticks(range(layers))
         figure.colorbar(image, ax=right, label="share of positions kept")
         right.set(xlabel="position in the prompt", ylabel="layer", title="what was kept")
         figure.savefig(path, dpi=120)
