@@ -8,7 +8,7 @@ LINT_READY := $(VENV)/lint-ready
 # The checkout has folders named kernels, graphs and eval: keep it off sys.path.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test lint typecheck gpu-check clean
+.PHONY: help demo test test-versions lint typecheck gpu-check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -25,6 +25,9 @@ lint: $(LINT_READY) ## ruff: style and formatting
 
 typecheck: $(LINT_READY) ## mypy
 	@$(BIN)/mypy
+
+test-versions: $(READY) ## model tests on the oldest and a middle version of transformers
+	@scripts/test-versions $(VENV) 5.2.0 5.17.0
 
 gpu-check: $(READY) ## correctness and speed on the GPU of this machine
 	@$(BIN)/python -m kvpass.eval.gpu_check
