@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +13,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 import kvpass
 from kvpass.backend import Compiler
 from kvpass.policies import POLICIES
-
-BACKENDS = get_args(Compiler)
-
-
-def check_backend(name: str) -> Compiler:
-    """The backend of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if name not in BACKENDS:
-        raise ValueError(f"backend={name!r}: must be one of {', '.join(BACKENDS)}")
-    return cast(Compiler, name)
 
 
 def storage_bytes(cache: Any) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvpass.attention import ATTENTION_NAME
-from kvpass.backend import Compiler, PhaseCompiler
+from kvpass.backend import Compiler, PhaseCompiler, check_compiler
 from kvpass.config import Budget
 from kvpass.model import CompressedModel, Runtime, compressed_class
 from kvpass.policies import Policy, resolve, resolve_budget
@@ -60,8 +60,7 @@ def compile(
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; kvpass compresses decoders only")
     if not model.can_generate() or "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
         raise ValueError(f"{type(model).__name__} is no causal language model with a logits_to_keep argument")
-    if backend not in ("inductor", "eager"):
-        raise ValueError(f"backend={backend!r}: must be 'inductor' or 'eager'")
+    compiler = check_compiler("backend", backend)
     options = policy_options if window is None else {"window": window, **policy_options}
     if policy == "cake" and not {"tau1", "tau2"} & options.keys():
         options["tau1"], options["tau2"] = temperatures(str(model.config.name_or_path), budget)
@@ -77,7 +76,7 @@ def compile(
         budget=resolve_budget(resolved, budget),
         weights=next(model.parameters()),
         compiler=PhaseCompiler(
-            policy=resolved, compiler=backend, layers=model.config.get_text_config().num_hidden_layers
+            policy=resolved, compiler=compiler, layers=model.config.get_text_config().num_hidden_layers
         ),
     )
     return compiled

@@ -43,6 +43,8 @@ from kvpass.policies.base import Policy
 Phase = Literal["prefill", "extend", "decode"]
 Compiler = Literal["inductor", "eager"]
 
+COMPILERS: tuple[Compiler, ...] = ("inductor", "eager")
+
 CANONICAL_PASSES = (find_attention_pass, strip_repeat_kv_pass, check_no_raw_attention_pass, check_positions_pass)
 """Every door ends in the canonical site; see ``graphs/passes.py``."""
 
@@ -50,6 +52,18 @@ INDUCTOR_CONFIG = {"triton.decompose_sort_ops": True} if hasattr(inductor_config
 """Sorting (in MoE routers) with 16-bit indices would compile short and long prompts separately."""
 
 _CACHE: ContextVar[CompressedCache] = ContextVar("kvpass_cache")
+
+
+def check_compiler(option: str, name: str) -> Compiler:
+    """The compiler of that name, given by the user as ``option``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for known in COMPILERS:
+        if name == known:
+            return known
+    raise ValueError(f"{option}={name!r}: must be one of {', '.join(COMPILERS)}")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Legend: B batch, N prompt columns, L layers, K KV heads, D head dim, E pool slot
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any, ClassVar
 
@@ -59,6 +60,7 @@ class CompressedCache(Cache):
         super().__init__(layers=[])
         self._weights = None if weights is None else weakref.ref(weights)
         self.policy = policy
+        self._evicts = policy.decode_rule() is not None
         self.budget = budget
         self.geometry: Geometry | None = None
         self.columns = 0
@@ -152,7 +154,7 @@ class CompressedCache(Cache):
             start=self.start,
             columns=self.columns,
             entries=torch.tensor(self._budgets),
-            kept=self.offsets.diff(dim=1).long().view(shape),
+            kept=self._pool_lengths,
             window=window - self.tail_start,
             mass=mass[:, :heads].view(shape) + state["window_traces"][MASS].sum(-1),
             weights=state["ledger"],
@@ -163,7 +165,7 @@ class CompressedCache(Cache):
 
     def _begin_evicting(self, state: dict[str, Tensor]) -> None:
         """Tables for a policy that evicts while decoding: who sits where, and how many entries each head may hold."""
-        g, columns = self._known_geometry(), self._prompt_columns
+        columns = self._prompt_columns
         first = self.start + self._extra
         rule = self.policy.decode_rule()
         assert rule is not None
@@ -178,17 +180,13 @@ class CompressedCache(Cache):
             columns,
             min(self.policy.window, columns),
         )
-        kept = self.offsets.diff(dim=1).long().view(-1, g.layers, g.kv_heads).transpose(0, 1)
+        kept = self._pool_lengths.transpose(0, 1)
         available = (columns - first - self.policy.window).clamp(min=0)
         self.quota = torch.stack([self.policy.decode_quota(layer, state["entries"], available) for layer in kept])
         self.next_position = self.columns - self.start
         occupied = (self.table[SLOT_POSITION] >= 0).sum(-1)
         needed = torch.maximum(self.quota + rule.window, occupied) + 1 - kept
         self._tail_bound = max(int(needed.max()), 1)
-
-    @property
-    def _evicts(self) -> bool:
-        return self.policy.decode_rule() is not None
 
     # -- decode and extend ------------------------------------------------------------------------------------------
 
@@ -254,11 +252,16 @@ class CompressedCache(Cache):
     @property
     def lengths(self) -> Tensor:
         """Entries kept per row, layer and KV head, window and appended tokens included; int64 ``[B, L, K]``."""
-        g = self._known_geometry()
+        self._known_geometry()
         if self._evicts:
             return (self.table[SLOT_POSITION] >= 0).sum(-1).transpose(0, 1)
-        pool = self.offsets.diff(dim=1).long().view(-1, g.layers, g.kv_heads)
-        return pool + (self.used - self.tail_start)[:, None, None]
+        return self._pool_lengths + (self.used - self.tail_start)[:, None, None]
+
+    @property
+    def _pool_lengths(self) -> Tensor:
+        """Entries of each segment of the pool, int64 ``[B, L, K]``."""
+        g = self._known_geometry()
+        return self.offsets.diff(dim=1).long().view(-1, g.layers, g.kv_heads)
 
     @property
     def positions(self) -> Tensor:
@@ -270,7 +273,7 @@ class CompressedCache(Cache):
             last = torch.iinfo(torch.int64).max
             held = torch.where(held < 0, last, held).sort(-1).values[..., : int(lengths.max())]
             return torch.where(held == last, -1, held)
-        pool_lengths = lengths - (self.used - self.tail_start)[:, None, None]
+        pool_lengths = self._pool_lengths
         result = lengths.new_full((*lengths.shape, int(lengths.max())), -1)
         first = self.columns - self.used
         for row in range(self.batch_size):
@@ -291,8 +294,7 @@ class CompressedCache(Cache):
 
     def clone(self) -> CompressedCache:
         """An independent copy, not reusable; what no call ever writes is shared."""
-        twin = CompressedCache(self.policy, self.budget)
-        twin.__dict__.update(self.__dict__)
+        twin = copy.copy(self)
         twin.reusable = False
         written = {"tail_k", "tail_v", "tail_used"}
         if self._evicts:

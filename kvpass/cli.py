@@ -59,11 +59,12 @@ def demo(
     backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
 ) -> None:
     """Hide facts in a long text and ask the built-in model for them, with full and with compressed caches."""
+    from kvpass.backend import check_compiler
     from kvpass.eval.demo import Demo, DemoSettings
-    from kvpass.eval.systems import check_backend
 
     with _bad_values():
-        settings = DemoSettings(tokens=tokens, facts=facts, seed=seed, output=output, backend=check_backend(backend))
+        compiler = check_compiler("backend", backend)
+        settings = DemoSettings(tokens=tokens, facts=facts, seed=seed, output=output, backend=compiler)
         checked = Demo(settings)
     checked.run(Console())
 
@@ -90,8 +91,8 @@ def bench(
     ),
 ) -> None:
     """Time prefill and decode of kvpass beside transformers' own caches, on random weights."""
+    from kvpass.backend import check_compiler
     from kvpass.eval.bench import Bench, BenchSettings, table
-    from kvpass.eval.systems import check_backend
 
     with _bad_values():
         if json_path is not None and not json_path.absolute().parent.is_dir():
@@ -105,7 +106,7 @@ def bench(
                 policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
                 new_tokens=new_tokens,
                 repeats=repeats,
-                backend=check_backend(backend),
+                backend=check_compiler("backend", backend),
                 seed=seed,
             )
         )

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
-from kvpass.backend import Phase, PhaseCompiler, bind_cache
+from kvpass.backend import Phase, PhaseCompiler, bind_cache, check_compiler
 from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
@@ -78,11 +78,12 @@ def kvpass_backend(
     """
     given = dict(options or {})
     policy = resolve(given.pop("policy", "lava"), **{k: v for k, v in given.items() if k not in ("budget", "compiler")})
+    compiler = check_compiler("compiler", given.get("compiler", "inductor"))
     module = RawModule(
         captured=gm,
         example_inputs=example_inputs,
         budget=resolve_budget(policy, given.get("budget")),
-        compiler=PhaseCompiler(policy=policy, compiler=given.get("compiler", "inductor")),
+        compiler=PhaseCompiler(policy=policy, compiler=compiler),
         context=TracingContext.get(),
     )
     return module.__call__

@@ -91,7 +91,7 @@ class Report:
             f"entries kept: {kept} of {full} ({kept / full:.1%}); cache occupies {self.prompt.nbytes} bytes, "
             f"a full one would hold {self.bytes_full}",
         ]
-        if getattr(self.policy, "parity", "paper") == "code":
+        if self.policy.parity == "code":
             lines.append("parity='code': released rules, which may keep more or fewer entries than the budget")
         lines += [
             f"compiled {record.phase} (batch {record.batch}, {record.compiler}): {record.sites} attention sites "

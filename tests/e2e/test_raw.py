@@ -163,6 +163,13 @@ def test_a_session_refuses_another_batch_and_another_module(decoder):
         assert session.cache.get_seq_length() == 40
 
 
+def test_an_unknown_compiler_is_refused(decoder):
+    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "none"})
+    refused = pytest.raises(Exception, match="compiler='none': must be one of inductor, eager")
+    with refused, torch.no_grad(), kvpass.session():
+        fast(random_ids(1, 40), torch.arange(40)[None])
+
+
 def test_contract_7_a_session_in_which_nothing_was_compressed_says_so(decoder):
     with pytest.raises(RuntimeError, match="nothing was compressed"), torch.no_grad(), kvpass.session():
         decoder(random_ids(1, 40), torch.arange(40)[None])
