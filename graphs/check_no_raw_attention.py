@@ -9,7 +9,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.emit_site import SLOPES
 from kvpass.graphs.fx_utils import (
+    MATMULS,
     DataFlow,
     Dim,
     is_module_tensor,
@@ -18,13 +20,14 @@ from kvpass.graphs.fx_utils import (
     submodule_of,
     symbols_of,
     target_name,
+    value_inputs,
 )
 from kvpass.graphs.rewrite_attention import SITE, find_sites
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 _SOFTMAX = {"softmax", "_softmax", "_safe_softmax", "Softmax"}
 _RECURRENT = re.compile(r"lstm|gru|rnn_(tanh|relu)|(.*_)?scan(_.*)?|causal_conv1d.*", re.IGNORECASE)
-_MATMUL = {"matmul", "__matmul__", "bmm", "baddbmm", "mm", "einsum"}
+_MATMUL = {*MATMULS, "baddbmm"}
 
 
 def check_no_raw_attention_pass(gm: GraphModule) -> int:
@@ -37,6 +40,9 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
     Raises:
         UnsupportedAttentionError: naming the node and the reason.
     """
+    for site in find_sites(gm):
+        if site.node.meta.get(SLOPES) is not None:
+            raise site.refuse("its logits grow with the position of the key, and nothing has folded that")
     flow = DataFlow(gm)
     live = flow.sources([gm.graph.output_node()])
     batch, tokens = _batch_and_tokens(gm, live)
@@ -47,6 +53,7 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
             or _attention_in_subgraph(gm, node)
             or _couples_tokens(node, batch, tokens)
             or _softmax_matmul(node, tokens)
+            or _token_product(flow, node, tokens)
         )
         if reason is not None:
             raise UnsupportedAttentionError(module_path_of(node), node.name, reason)
@@ -128,6 +135,20 @@ def _softmax_matmul(node: Node, tokens: set[Dim]) -> str | None:
                 seen.add(user)
                 stack.append(user)
     return None
+
+
+def _token_product(flow: DataFlow, node: Node, tokens: set[Dim]) -> str | None:
+    """A product of two tensors made from the inputs that is as square as the tokens of a fixed-length capture."""
+    shape = shape_of(node)
+    if target_name(node) not in MATMULS or not shape or len(shape) < 2 or shape[-1] != shape[-2]:
+        return None
+    if shape[-1] not in tokens or shape[-1] == 1:
+        return None
+    for operand in value_inputs(node):
+        inputs = [source for source in flow.sources([operand]) if source.op == "placeholder"]
+        if all(is_module_tensor(source) for source in inputs):
+            return None
+    return f"its result {shape} relates tokens to tokens outside of an attention site"
 
 
 def _keeps_rows(node: Node, shape: tuple[Dim, ...]) -> bool:

@@ -16,14 +16,22 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from kvpass.errors import UnsupportedAttentionError
-from kvpass.graphs.fx_utils import DataFlow, Dim, erase_dead_nodes, module_path_of, shape_of
-from kvpass.graphs.prove_causal import NotCausalError, prove_causal
-from kvpass.graphs.rewrite_attention import SITE, find_sites
+from kvpass.graphs.emit_site import emit_site
+from kvpass.graphs.fx_utils import (
+    DataFlow,
+    Dim,
+    erase_dead_nodes,
+    module_path_of,
+    recorded,
+    shape_of,
+)
+from kvpass.graphs.prove_causal import Band, MaskPart, NotCausalError, prove_causal, settle
+from kvpass.graphs.prove_logits import LogitRule
+from kvpass.graphs.rewrite_attention import find_sites
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
 _TARGETS = {F.scaled_dot_product_attention, _ATEN, _ATEN.default}
@@ -63,12 +71,12 @@ def find_attention_pass(gm: GraphModule) -> int:
     if find_sites(gm):
         raise _refuse(raw[0], "some attention calls of this graph are canonical sites and some are not")
     flow = DataFlow(gm)
-    proofs: dict[tuple[Node, tuple[Dim, ...]], int | None] = {}
-    windows = [_check(gm, flow, node, proofs) for node in raw]
+    proofs: dict[tuple[Node, tuple[Dim, ...]], tuple[Band, MaskPart]] = {}
+    bands = [_check(gm, flow, node, proofs) for node in raw]
     masks = [mask for mask in (_bind(node)["attn_mask"] for node in raw) if mask is not None]
     mask_nodes = flow.needed(masks)
-    for layer, (node, window) in enumerate(zip(raw, windows, strict=True)):
-        _replace(gm, node, layer, window)
+    for node, band in zip(raw, bands, strict=True):
+        _replace(gm, node, band)
     erase_dead_nodes(gm, mask_nodes)
     return len(raw)
 
@@ -84,15 +92,17 @@ def _refuse(node: Node, reason: str) -> UnsupportedAttentionError:
 
 
 def _check(
-    gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Node, tuple[Dim, ...]], int | None]
-) -> int | None:
-    """Sliding window of a call that is proved causal self-attention.
+    gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Node, tuple[Dim, ...]], tuple[Band, MaskPart]]
+) -> Band:
+    """What the mask of a call does that is proved causal self-attention.
 
     Args:
-        proofs: windows of masks already proved, by mask and query shape; layers share masks.
+        proofs: what masks do that were already proved, by mask and query shape; layers share masks.
     """
     call = _bind(node)
-    q = _check_shapes(node, call["query"], call["key"], call["value"], call["enable_gqa"])
+    q = check_heads(node, call["query"], call["key"], call["value"], call["enable_gqa"])
+    heads = q[1]
+    assert isinstance(heads, int)
     if call["dropout_p"] != 0.0:
         raise _refuse(node, f"dropout_p={call['dropout_p']}; only 0.0 is possible in a compressed cache")
     if not (call["scale"] is None or isinstance(call["scale"], int | float)):
@@ -102,7 +112,7 @@ def _check(
         raise _refuse(node, f"is_causal is computed by node {is_causal}, not a constant")
     if mask is None:
         if is_causal or q[2] == 1:
-            return None
+            return settle(Band(None), node, heads, q[2])
         raise _refuse(node, "it is not causal: no mask and is_causal=False")
     if is_causal:
         raise _refuse(node, "both attn_mask and is_causal=True are given")
@@ -111,11 +121,19 @@ def _check(
             proofs[mask, q] = prove_causal(gm, flow, node, mask, call["query"])
         except NotCausalError as error:
             raise _refuse(node, str(error)) from error
-    return proofs[mask, q]
+    band, part = proofs[mask, q]
+    try:
+        return settle(band, node, heads, q[2], part.tensors.values(), part.literals())
+    except NotCausalError as error:
+        raise _refuse(node, str(error)) from error
 
 
-def _check_shapes(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -> tuple[Dim, ...]:
-    """Shape of the queries, when the three tensors are causal self-attention of grouped or equal heads."""
+def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -> tuple[Dim, ...]:
+    """Shape of the queries, when the three tensors are self-attention of grouped or equal heads.
+
+    Raises:
+        UnsupportedAttentionError: they are not.
+    """
     shapes = []
     for name, operand in (("query", query), ("key", key), ("value", value)):
         shape = shape_of(operand) if isinstance(operand, Node) else None
@@ -140,14 +158,11 @@ def _check_shapes(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any)
     return q
 
 
-def _replace(gm: GraphModule, node: Node, layer: int, window: int | None) -> None:
+def _replace(gm: GraphModule, node: Node, band: Band) -> None:
     call = _bind(node)
     query = call["query"]
-    example: Tensor = query.meta["example_value"]
-    scale = example.shape[3] ** -0.5 if call["scale"] is None else float(call["scale"])
-    kwargs: dict[str, Any] = {} if window is None else {"sliding_window": window}
+    scale = int(recorded(query).shape[3]) ** -0.5 if call["scale"] is None else float(call["scale"])
     with gm.graph.inserting_before(node):
-        site = gm.graph.call_function(SITE, (query, call["key"], call["value"], scale, layer), kwargs)
-    site.meta = dict(node.meta)
+        site = emit_site(gm, node, query, call["key"], call["value"], LogitRule(scale, None, band))
     node.replace_all_uses_with(site)
     gm.graph.erase_node(node)

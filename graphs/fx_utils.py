@@ -16,6 +16,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch import predispatch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
@@ -27,9 +28,30 @@ SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
 
 _SCALAR = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
+_SIZES = set(
+    "view reshape expand unflatten flatten permute transpose unsqueeze squeeze ones zeros empty full new_ones "
+    "new_zeros new_empty new_full repeat broadcast_to size softmax pad _add_batch_dim "
+    "_remove_batch_dim _vmap_increment_nesting".split()
+)
+"""Calls whose ints are sizes and axes."""
+
+EXAMPLE_LENGTHS = (7, 13)
+"""Token counts of examples."""
+
+EXAMPLE_BATCH = 2
+"""Rows of examples, where the batch is symbolic."""
+
+MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}
+"""Names of products of two tensors."""
+
 _SHAPE_OF_FIRST = re.compile(r"(new_(ones|zeros|full|empty)|(ones|zeros|full|empty|rand|randn)_like)")
 _SHAPE_OF_SECOND = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
 _INPLACE_OPERATORS = set("iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split())
+
+
+_VMAP_OPERAND = "_add_batch_dim"
+_VMAP_LEVELS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
+"""Entering and leaving ``vmap``, as Dynamo records it: effects without operands."""
 
 
 class EvaluationError(Exception):
@@ -104,6 +126,18 @@ def _substitute(expr: sympy.Basic, sizes: SizeMap) -> sympy.Basic:
             f"size {expr} depends on {sorted(map(str, result.free_symbols))}, not a token or batch size"
         )
     return result
+
+
+def example_sizes(batch: Iterable[Dim], tokens: Iterable[Dim], length: int) -> dict[sympy.Symbol, int]:
+    """Values for the symbols of batch sizes and of token counts."""
+    return dict.fromkeys(symbols_of(batch), EXAMPLE_BATCH) | dict.fromkeys(symbols_of(tokens), length)
+
+
+def random_like(value: Tensor, sizes: SizeMap) -> Tensor:
+    """Random numbers of the shape and dtype of a recorded tensor, always the same ones."""
+    shape = concrete(tuple(value.shape), sizes)
+    random = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return random.to(dtype=value.dtype, device=value.device)
 
 
 def is_module_tensor(node: Node) -> bool:
@@ -221,6 +255,9 @@ class DataFlow:
             if node not in stop:
                 stack.extend(inputs(node))
                 stack.extend(self.writes_to(node, before))
+        if any(target_name(node) == _VMAP_OPERAND for node in seen):
+            end = max(self.order[node] for node in seen)
+            seen.update(node for node in self.nodes[:end] if target_name(node) in _VMAP_LEVELS)
         return sorted(seen, key=self.order.__getitem__)
 
 
@@ -248,19 +285,26 @@ def evaluate(gm: GraphModule, result: Node, nodes: Sequence[Node], feeds: Mappin
     last_user = {operand: node for node in nodes for operand in node.all_input_nodes}
     env: dict[Node, Any] = dict(feeds)
     interpreter.env = env
-    with torch.no_grad():
-        for node in nodes:
-            if node not in env:
-                for operand in node.all_input_nodes:
-                    if operand not in env:
-                        env[operand] = _stand_in(operand, node, sizes)
-                try:
+    levels = 0
+    try:
+        with torch.no_grad():
+            for node in nodes:
+                if node not in env:
+                    for operand in node.all_input_nodes:
+                        if operand not in env:
+                            env[operand] = _stand_in(operand, node, sizes)
                     env[node] = interpreter.run_node(node)
-                except Exception as error:
-                    raise EvaluationError(f"{node.name} fails on an example of sizes {dict(sizes)}: {error}") from error
-            for operand in node.all_input_nodes:
-                if last_user[operand] is node and operand is not result:
-                    env.pop(operand, None)
+                    levels += _VMAP_LEVELS.get(target_name(node), 0)
+                for operand in node.all_input_nodes:
+                    if last_user[operand] is node and operand is not result:
+                        env.pop(operand, None)
+    except EvaluationError:
+        raise
+    except Exception as error:
+        raise EvaluationError(f"{node.name} fails on an example of sizes {dict(sizes)}: {error}") from error
+    finally:
+        for _ in range(levels):
+            predispatch._vmap_decrement_nesting()
     return env[result]
 
 
@@ -274,7 +318,7 @@ def _stand_in(operand: Node, user: Node, sizes: SizeMap) -> Any:
 
 
 def literals_of(nodes: Iterable[Node]) -> set[int]:
-    """Ints written in the calls, in slices too."""
+    """Ints written in the calls, in slices too; not those that only give a size or an axis."""
 
     def walk(value: Any) -> Iterator[int]:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -287,7 +331,8 @@ def literals_of(nodes: Iterable[Node]) -> set[int]:
         elif isinstance(value, slice):
             yield from walk([value.start, value.stop, value.step])
 
-    return {literal for node in nodes if node.op.startswith("call_") for literal in walk([node.args, node.kwargs])}
+    calls = [node for node in nodes if node.op.startswith("call_") and target_name(node) not in _SIZES]
+    return {literal for node in calls for literal in walk([node.args, node.kwargs])}
 
 
 def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:
@@ -312,7 +357,28 @@ def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:
     dead = [node for node in flow.nodes if node not in live]
     for node in reversed(dead):
         gm.graph.erase_node(node)
+    _erase_idle_vmap(gm)
     return len(dead)
+
+
+def _erase_idle_vmap(gm: GraphModule) -> None:
+    """Erase entering and leaving of ``vmap`` levels once nothing in the graph is batched any more."""
+    operands = [node for node in gm.graph.nodes if target_name(node) == _VMAP_OPERAND]
+    if any(node.users for node in operands):
+        return
+    idle = {*_VMAP_LEVELS, "lazy_load_decompositions"}
+    indices = [node for operand in operands for node in operand.all_input_nodes]
+    for node in [*operands, *(node for node in gm.graph.nodes if target_name(node) in idle)]:
+        gm.graph.erase_node(node)
+    for node in indices:
+        if target_name(node) == "arange" and not node.users:
+            gm.graph.erase_node(node)
+
+
+def token_sizes(gm: GraphModule) -> set[Dim]:
+    """Sizes that the inputs of the decoder have along the tokens: second axis, or the only one."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder" and not is_module_tensor(node)]
+    return {dim for node in inputs if (shape := shape_of(node)) for dim in (shape[1:2] or shape)}
 
 
 def submodule_of(gm: GraphModule, node: Node) -> nn.Module | None:

@@ -4,11 +4,17 @@ A pass is a function ``verb_object_pass(gm) -> int`` that changes a Dynamo graph
 changed; its settings are bound with ``functools.partial`` where the list is built (``kvpass.backend``). In order:
 
 ==========================  =====================================================================================
+``specialize_floats``       floats that Dynamo made symbolic -> numbers
 ``find_attention``          raw ``scaled_dot_product_attention`` calls proved causal -> ``kvpass::site``
+``find_flash_attention``    calls of the flash-attn library -> ``kvpass::site``
+``find_flex_attention``     FlexAttention proved causal -> ``kvpass::site``
+``find_eager_attention``    matmul, softmax, matmul proved to be causal attention -> ``kvpass::site``
 ``strip_repeat_kv``         K and V of a site before they were repeated to the query heads
+``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
 ``check_no_raw_attention``  fail closed: attention or other token mixing that is no site
-``check_positions``         fail closed: positions the decoder counts by itself
+``check_positions``         mark positions the decoder counts by itself; fail closed on what no offset makes right
 ``check_sites``             fail closed: refused sites, sliding windows, mixed geometry, layers without a site
+``offset_positions``        extend and decode: marked positions go on from the tokens seen
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ``rewrite_attention``       ``kvpass::site`` -> prefill ops with the cascade, or attention against the cache
 ==========================  =====================================================================================

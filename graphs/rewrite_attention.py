@@ -16,6 +16,9 @@ After, decode and extend::
 or, under a policy that evicts while decoding::
 
     out = kvpass.attend_evict(q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, table, memory, ..., layer, policy)
+
+A site with a sliding window becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and extend, whatever the
+policy. ``layer`` of an operator counts the sites that share its pool or ring.
 """
 
 from __future__ import annotations
@@ -26,11 +29,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 import kvpass.ops  # noqa: F401 (registers the operators)
-from kvpass.config import Geometry
+from kvpass.config import Layout, SiteShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import example_value
 from kvpass.graphs.fx_utils import module_path_of
@@ -79,8 +81,8 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
     Args:
         expected: attention layers the model is known to have; None when unknown.
     Raises:
-        UnsupportedAttentionError: no site, a site that was refused while tracing, a sliding window, layers of
-            different geometry, or layers without a site.
+        UnsupportedAttentionError: no site, a site that was refused while tracing, sites of different dtypes, or layers
+            without a site.
     """
     sites = find_sites(gm)
     if not sites:
@@ -91,114 +93,173 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
             "output",
             f"found {len(sites)} attention sites in a model of {expected} layers; the rest keep other state",
         )
-    geometries = {}
+    dtypes = {}
     for site in sites:
         if site.refusal is not None:
             raise site.refuse(site.refusal)
-        if site.sliding_window is not None:
-            raise site.refuse(f"sliding_window={site.sliding_window}: sliding-window layers have no ring cache yet")
-        geometries[site.layer] = _shape(site)
-        if geometries[site.layer] != geometries[0]:
-            raise site.refuse(
-                f"KV geometry {geometries[site.layer]} differs from {geometries[0]} of the first layer; "
-                "one pool per geometry is not implemented yet"
-            )
+        dtypes[site.layer] = example_value(site.k).dtype
+        if dtypes[site.layer] != dtypes[0]:
+            raise site.refuse(f"keys of {dtypes[site.layer]} beside {dtypes[0]} in the first layer")
     return 0
 
 
-def _shape(site: Site) -> tuple[int, int, int]:
+def _shape(site: Site) -> SiteShape:
     k, v = example_value(site.k), example_value(site.v)
-    return int(k.shape[1]), int(k.shape[3]), int(v.shape[3])
-
-
-def geometry_of(gm: GraphModule) -> tuple[Geometry, torch.dtype, torch.device]:
-    """KV geometry, dtype and device of a graph that passed :func:`check_sites_pass`."""
-    sites = find_sites(gm)
-    kv_heads, key_dim, value_dim = _shape(sites[0])
-    k = example_value(sites[0].k)
-    geometry = Geometry(
-        layers=len(sites), kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, itemsize=k.dtype.itemsize
+    return SiteShape(
+        kv_heads=int(k.shape[1]),
+        key_dim=int(k.shape[3]),
+        value_dim=int(v.shape[3]),
+        itemsize=k.dtype.itemsize,
+        sliding_window=site.sliding_window,
     )
-    return geometry, k.dtype, k.device
 
 
-def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], policy: str) -> int:
-    """Sites -> ``observe_attention`` + ``cascade_step``, one ``pack`` before the output; returns the sites."""
+def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
+    """Layout, dtype and device of the entries of a graph that passed :func:`check_sites_pass`."""
+    sites = find_sites(gm)
+    k = example_value(sites[0].k)
+    return Layout.of([_shape(site) for site in sites]), k.dtype, k.device
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the entries of a site live.
+
+    Attributes:
+        ring: in a ring (else in a store). prefix: of the state tensors' names. layer: index there. layers: sites there.
+    """
+
+    ring: bool
+    prefix: str
+    layer: int
+    layers: int
+
+    def of(self, state: Mapping[str, Node], *names: str) -> list[Node]:
+        """State tensors of this place."""
+        return [state[f"{self.prefix}_{name}"] for name in names]
+
+
+def _places(layout: Layout) -> dict[int, Place]:
+    found = {}
+    for ring, groups in ((False, layout.pools), (True, layout.rings)):
+        for index, group in enumerate(groups):
+            for position, layer in enumerate(group.layers):
+                prefix = f"{'ring' if ring else 'store'}{index}"
+                found[layer] = Place(ring, prefix, position, len(group.layers))
+    return found
+
+
+def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: str) -> int:
+    """Sites -> ``observe_attention`` + ``cascade_step``, one ``pack`` a pool before the output; returns the sites."""
     graph = gm.graph
     sites = find_sites(gm)
-    pool = [state[name] for name in ("pool_k", "pool_v", "slots", "slot_traces")]
-    ledger = [state[name] for name in ("ledger", "window_traces", "tail_k", "tail_v")]
+    places = _places(layout)
     for site in sites:
         with graph.inserting_before(site.node):
-            observed = graph.call_function(
-                torch.ops.kvpass.observe_attention.default,
-                (
-                    site.q,
-                    site.k,
-                    site.v,
-                    state["start"],
-                    site.scale,
-                    site.layer,
-                    len(sites),
-                    policy,
-                    site.softcap,
-                    site.sinks,
-                ),
-            )
-            observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
-            output, scores, traces, weight = (graph.call_function(operator.getitem, (observed, i)) for i in range(4))
-            graph.call_function(
-                torch.ops.kvpass.cascade_step.default,
-                (
-                    *pool,
-                    *ledger,
-                    site.k,
-                    site.v,
-                    scores,
-                    traces,
-                    weight,
-                    state["entries"],
-                    state["start"],
-                    site.layer,
-                    policy,
-                ),
-            )
-        output.meta = site.node.meta
-        site.node.replace_all_uses_with(output)
-        graph.erase_node(site.node)
+            output = _prefill_site(gm, site, places[site.layer], state, policy)
+        _replace(gm, site, output)
     with graph.inserting_before(graph.output_node()):
-        graph.call_function(torch.ops.kvpass.pack.default, (*pool, state["offsets"]))
+        for place in places.values():
+            if not place.ring and place.layer == 0:
+                operands = place.of(state, "pool_k", "pool_v", "slots", "slot_traces", "offsets")
+                graph.call_function(torch.ops.kvpass.pack.default, tuple(operands))
     return len(sites)
 
 
-def rewrite_cached_pass(gm: GraphModule, *, state: Mapping[str, Node], impl: str) -> int:
-    """Sites -> ``attend_cache`` (decode and extend); returns the sites."""
+def _prefill_site(gm: GraphModule, site: Site, place: Place, state: Mapping[str, Node], policy: str) -> Node:
+    graph, start = gm.graph, state["start"]
+    if place.ring:
+        ring = place.of(state, "ring_k", "ring_v")
+        arguments = (site.q, site.k, site.v, start, *ring, site.scale, place.layer, site.softcap, site.sinks)
+        return graph.call_function(torch.ops.kvpass.fill_ring.default, arguments)
+    observed = graph.call_function(
+        torch.ops.kvpass.observe_attention.default,
+        (
+            site.q,
+            site.k,
+            site.v,
+            start,
+            site.scale,
+            place.layer,
+            place.layers,
+            policy,
+            site.softcap,
+            site.sinks,
+        ),
+    )
+    observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
+    output, scores, traces, weight = (graph.call_function(operator.getitem, (observed, i)) for i in range(4))
+    buffers = ("pool_k", "pool_v", "slots", "slot_traces", "ledger", "window_traces", "tail_k", "tail_v")
+    graph.call_function(
+        torch.ops.kvpass.cascade_step.default,
+        (
+            *place.of(state, *buffers),
+            site.k,
+            site.v,
+            scores,
+            traces,
+            weight,
+            *place.of(state, "entries"),
+            start,
+            place.layer,
+            policy,
+        ),
+    )
+    return output
+
+
+def rewrite_cached_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, impl: str, policy: str) -> int:
+    """Sites -> ``attend_cache`` or ``attend_ring`` (decode and extend); returns the sites.
+
+    Where the state has room for what a policy sees in a turn, ``observe_held`` follows ``attend_cache``.
+    """
     names = ("pool_k", "pool_v", "offsets", "tail_k", "tail_v", "tail_start", "tail_used")
-    operands = [state[name] for name in names]
-    return _replace_sites(
-        gm,
-        torch.ops.kvpass.attend_cache.default,
-        lambda site: (site.q, site.k, site.v, *operands, site.scale, site.layer, impl, site.softcap, site.sinks),
-    )
+    turn = ("turn_scores", "turn_masses", "turn_ledger", "turn_window")
+
+    def attend(site: Site, place: Place) -> Node:
+        tables = [state.get(f"{place.prefix}_{name}") for name in ("tiles", "tile_offsets")]
+        arguments = (*place.of(state, *names), site.scale, place.layer, impl, site.softcap, site.sinks, *tables)
+        output = gm.graph.call_function(torch.ops.kvpass.attend_cache.default, (site.q, site.k, site.v, *arguments))
+        if f"{place.prefix}_{turn[0]}" in state:
+            held: tuple[Any, ...] = (*place.of(state, *names, *turn), site.scale, place.layer, place.layers, policy)
+            gm.graph.call_function(torch.ops.kvpass.observe_held.default, (site.q, *held, site.softcap, site.sinks))
+        return output
+
+    return _rewrite_cached(gm, state, layout, attend)
 
 
-def rewrite_evicting_pass(gm: GraphModule, *, state: Mapping[str, Node], policy: str) -> int:
-    """Sites -> ``attend_evict`` (decode and extend of a policy that evicts while decoding); returns the sites."""
+def rewrite_evicting_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: str) -> int:
+    """The same for a policy that evicts while decoding: ``attend_evict`` or ``attend_ring``; returns the sites."""
     names = ("pool_k", "pool_v", "offsets", "tail_k", "tail_v", "table", "memory", "quota", "next_position")
-    operands = [state[name] for name in names]
-    return _replace_sites(
-        gm,
-        torch.ops.kvpass.attend_evict.default,
-        lambda site: (site.q, site.k, site.v, *operands, site.scale, site.layer, policy, site.softcap, site.sinks),
-    )
+
+    def attend(site: Site, place: Place) -> Node:
+        arguments = (*place.of(state, *names), site.scale, place.layer, policy, site.softcap, site.sinks)
+        return gm.graph.call_function(torch.ops.kvpass.attend_evict.default, (site.q, site.k, site.v, *arguments))
+
+    return _rewrite_cached(gm, state, layout, attend)
 
 
-def _replace_sites(gm: GraphModule, target: OpOverload, arguments: Callable[[Site], tuple[Any, ...]]) -> int:
+def _rewrite_cached(
+    gm: GraphModule, state: Mapping[str, Node], layout: Layout, attend: Callable[[Site, Place], Node]
+) -> int:
     sites = find_sites(gm)
+    places = _places(layout)
     for site in sites:
+        place = places[site.layer]
         with gm.graph.inserting_before(site.node):
-            output = gm.graph.call_function(target, arguments(site))
-        output.meta = site.node.meta
-        site.node.replace_all_uses_with(output)
-        gm.graph.erase_node(site.node)
+            if place.ring:
+                ring = (*place.of(state, "ring_k", "ring_v"), state["seen"], state["first"])
+                output = gm.graph.call_function(
+                    torch.ops.kvpass.attend_ring.default,
+                    (site.q, site.k, site.v, *ring, site.scale, place.layer, site.softcap, site.sinks),
+                )
+            else:
+                output = attend(site, place)
+        _replace(gm, site, output)
     return len(sites)
+
+
+def _replace(gm: GraphModule, site: Site, output: Node) -> None:
+    output.meta = site.node.meta
+    site.node.replace_all_uses_with(output)
+    gm.graph.erase_node(site.node)

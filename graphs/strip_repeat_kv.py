@@ -23,22 +23,21 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass.graphs.fx_utils import (
+    EXAMPLE_LENGTHS,
     DataFlow,
     Dim,
     EvaluationError,
-    SizeMap,
     concrete,
     erase_dead_nodes,
     evaluate,
+    example_sizes,
+    random_like,
     recorded,
     shape_of,
-    symbols_of,
     value_inputs,
 )
+from kvpass.graphs.insert_nodes import insert_method
 from kvpass.graphs.rewrite_attention import Site, find_sites
-
-_LENGTHS = (7, 13)
-_BATCH = 2
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,7 @@ def strip_repeat_kv_pass(gm: GraphModule) -> int:
 def _heads_first(gm: GraphModule, base: _Base) -> Node:
     if not base.tokens_first:
         return base.node
-    node = gm.graph.call_method("transpose", (base.node, 1, 2))
-    node.meta = {**base.node.meta, "example_value": recorded(base.node).transpose(1, 2)}
-    return node
+    return insert_method(gm, "transpose", base.node, 1, 2)
 
 
 def _find_base(gm: GraphModule, flow: DataFlow, site: Site, repeated: Node) -> _Base | None:
@@ -87,7 +84,7 @@ def _find_base(gm: GraphModule, flow: DataFlow, site: Site, repeated: Node) -> _
         if any(flow.order[write] > flow.order[chain[0]] for write in writes):
             return None
         for base in _candidates(node, shape):
-            if all(_is_repeat(gm, base, chain, shape, length) for length in _LENGTHS):
+            if all(_is_repeat(gm, base, chain, shape, length) for length in EXAMPLE_LENGTHS):
                 return base
         chain.insert(0, node)
     return None
@@ -108,20 +105,12 @@ def _candidates(node: Node, shape: tuple[Dim, ...]) -> list[_Base]:
 
 def _is_repeat(gm: GraphModule, base: _Base, chain: list[Node], shape: tuple[Dim, ...], length: int) -> bool:
     """Whether ``chain`` turns ``base`` into its heads repeated one by one, on a random example."""
-    sizes: SizeMap = {symbol: _BATCH for symbol in symbols_of(shape[:1])} | {
-        symbol: length for symbol in symbols_of(shape[2:3])
-    }
-    value = recorded(base.node)
+    sizes = example_sizes(shape[:1], shape[2:3], length)
     try:
-        example = _random(concrete(tuple(value.shape), sizes), value)
+        example = random_like(recorded(base.node), sizes)
         got = evaluate(gm, chain[-1], chain, {base.node: example}, sizes)
     except EvaluationError:
         return False
     heads_first = example.transpose(1, 2) if base.tokens_first else example
     expected = heads_first.repeat_interleave(concrete(shape[1], sizes) // base.kv_heads, dim=1)
     return isinstance(got, Tensor) and got.dtype == expected.dtype and torch.equal(got, expected)
-
-
-def _random(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator).to(dtype=like.dtype, device=like.device)

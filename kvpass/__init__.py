@@ -4,21 +4,22 @@
 entries worth keeping, and decodes against a small static cache in compiled code.
 """
 
-from kvpass.api import compile
+from kvpass.api import compile, load_cache
 from kvpass.cache import CompressedCache
 from kvpass.config import Budget
-from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
+from kvpass.errors import CacheFileError, CacheMismatchError, UnsupportedAttentionError
+from kvpass.generation import generate
 from kvpass.loss import OutputLoss, attention_output_loss
 from kvpass.plan import Plan, plan
 from kvpass.policies import POLICIES, Policy, register_policy
 from kvpass.raw import session
 from kvpass.report import Report
-
-__version__ = "0.1.0"
+from kvpass.version import __version__
 
 __all__ = [
     "POLICIES",
     "Budget",
+    "CacheFileError",
     "CacheMismatchError",
     "CompressedCache",
     "OutputLoss",
@@ -26,8 +27,11 @@ __all__ = [
     "Policy",
     "Report",
     "UnsupportedAttentionError",
+    "__version__",
     "attention_output_loss",
     "compile",
+    "generate",
+    "load_cache",
     "plan",
     "register_policy",
     "session",

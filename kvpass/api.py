@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from kvpass.attention import ATTENTION_NAME
 from kvpass.backend import Compiler, PhaseCompiler, check_compiler
+from kvpass.cache import CompressedCache
+from kvpass.cache_file import read_metadata, read_tensors
 from kvpass.config import Budget
+from kvpass.errors import CacheFileError, CacheMismatchError
+from kvpass.identity import Identity
 from kvpass.model import CompressedModel, Runtime, compressed_class
 from kvpass.policies import Policy, resolve, resolve_budget
 from kvpass.policies.cake import temperatures
+from kvpass.recompress import Recompress, check_recompress
 
 
 def compile(
@@ -24,6 +31,8 @@ def compile(
     budget: Budget | int | float | str | None = None,
     window: int | None = None,
     backend: Compiler = "inductor",
+    recompress: Recompress = "never",
+    cuda_graphs: bool = True,
     **policy_options: Any,
 ) -> Any:
     """A copy of a decoder that compresses its KV cache after every prompt and decodes in compiled code.
@@ -40,6 +49,13 @@ def compile(
             but ``"full"``.
         window: last prompt tokens that observe and are always kept; the policy's own default (mostly 32) when None.
         backend: ``"inductor"``, or ``"eager"`` to run the same rewritten graph without Inductor.
+        recompress: when a cache that was filled before is compressed to its budget again. A turn is a call that
+            appends several tokens; its queries observe, the newest ``window`` tokens stay. ``"every_turn"``: after
+            every turn that leaves a row above its budget; ``"when_full"``: only above twice the budget;
+            ``"never"``: only the first prompt is compressed. A fraction stays one of the first prompt. Policies that
+            evict while decoding keep their size anyway and never need it.
+        cuda_graphs: on CUDA, capture decode steps once per cache and replay them. A policy that evicts while decoding
+            runs launch by launch, and says so in the log.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
             the model's name and budget when both are left out, and must be given where none are published.
     Raises:
@@ -67,16 +83,21 @@ def compile(
     resolved = resolve(policy, **options)
     compiled = copy_structure(model)
     compiled.__class__ = compressed_class(type(model))
-    for module in compiled.modules():
-        config = getattr(module, "config", None)
-        if config is not None:
-            config._attn_implementation = ATTENTION_NAME
+    if type(model)._can_set_attn_implementation():  # else its own attention is found in the graph
+        for module in compiled.modules():
+            config = getattr(module, "config", None)
+            if config is not None:
+                config._attn_implementation = ATTENTION_NAME
     compiled._kvpass = Runtime(
         policy=resolved,
         budget=resolve_budget(resolved, budget),
-        weights=next(model.parameters()),
+        identity=Identity(compiled),
+        recompress=check_recompress(recompress, resolved),
         compiler=PhaseCompiler(
-            policy=resolved, compiler=compiler, layers=model.config.get_text_config().num_hidden_layers
+            policy=resolved,
+            compiler=compiler,
+            layers=model.config.get_text_config().num_hidden_layers,
+            cuda_graphs=cuda_graphs,
         ),
     )
     return compiled
@@ -86,3 +107,35 @@ def copy_structure(model: nn.Module) -> Any:
     """A deep copy whose parameters and buffers are the very tensors of ``model``."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo)
+
+
+def load_cache(path: str | Path, model: Any, *, device: torch.device | str | None = None) -> CompressedCache:
+    """The cache that :meth:`CompressedCache.save` wrote to ``path``, to continue on with ``model``.
+
+    Entries are bit for bit those that were saved; spare capacity was not.
+
+    Args:
+        model: what ``kvpass.compile`` returned, with the policy and budget of the cache.
+        device: where the cache goes; where the model's first parameter is by default.
+    Raises:
+        CacheMismatchError: the cache is of another model, dtype, policy or budget; the message says which.
+        CacheFileError: the file is damaged, truncated, no cache of kvpass, or written by a newer one.
+        ValueError: the model was not compiled by kvpass.
+        OSError: the file cannot be read.
+    """
+    if not isinstance(model, CompressedModel):
+        raise ValueError(f"model of type {type(model).__name__}: must be what kvpass.compile returned")
+    runtime = model._kvpass
+    metadata = read_metadata(path)
+    runtime.identity.check(metadata["model"])
+    if metadata["policy"] != runtime.policy.spec:
+        raise CacheMismatchError(f"the cache has policy {metadata['policy']}, the model {runtime.policy.spec}")
+    budget = None if metadata["budget"] is None else Budget(**metadata["budget"])
+    if budget != runtime.budget:
+        raise CacheMismatchError(f"the cache has budget {budget}, the model {runtime.budget}")
+    with torch.inference_mode(False):
+        tensors = read_tensors(path, runtime.identity.weights.device if device is None else device)
+        try:
+            return CompressedCache.restore(runtime.policy, runtime.budget, runtime.identity, metadata, tensors)
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise CacheFileError(path, f"holds no cache: {error!r}") from error

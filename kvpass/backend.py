@@ -7,6 +7,7 @@ which cache is decided per call through :func:`bind_cache`, so calls on differen
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,30 +23,52 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from kvpass.cache import CACHED_DYNAMIC, PREFILL_DYNAMIC, CompressedCache
-from kvpass.config import Geometry
-from kvpass.graphs.bind_state import add_state_placeholders, copy_graph
+from kvpass.cache import CompressedCache, dynamic_dims
+from kvpass.config import Layout
+from kvpass.cuda_graphs import CudaRecorder, GraphedStep
+from kvpass.graphs.bind_state import add_state_placeholders, copy_graph, example_value, size_reader
 from kvpass.graphs.check_no_raw_attention import check_no_raw_attention_pass
-from kvpass.graphs.check_positions import check_positions_pass
 from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.find_attention import find_attention_pass
+from kvpass.graphs.find_eager_attention import find_eager_attention_pass
+from kvpass.graphs.find_flash_attention import find_flash_attention_pass
+from kvpass.graphs.find_flex_attention import find_flex_attention_pass
+from kvpass.graphs.fold_alibi import fold_alibi_pass
+from kvpass.graphs.offset_positions import check_positions_pass, offset_positions_pass
 from kvpass.graphs.passes import PassRecord, run_passes
 from kvpass.graphs.rewrite_attention import (
     check_sites_pass,
-    geometry_of,
+    find_sites,
+    layout_of,
     rewrite_cached_pass,
     rewrite_evicting_pass,
     rewrite_prefill_pass,
 )
+from kvpass.graphs.specialize_floats import specialize_floats_pass
 from kvpass.graphs.strip_repeat_kv import strip_repeat_kv_pass
 from kvpass.policies.base import Policy
+
+log = logging.getLogger(__name__)
+
+MAX_CAPTURED_TOKENS = 8
+"""Longest extension captured as a CUDA graph: drafts to verify, not the text of a turn."""
 
 Phase = Literal["prefill", "extend", "decode"]
 Compiler = Literal["inductor", "eager"]
 
 COMPILERS: tuple[Compiler, ...] = ("inductor", "eager")
 
-CANONICAL_PASSES = (find_attention_pass, strip_repeat_kv_pass, check_no_raw_attention_pass, check_positions_pass)
+CANONICAL_PASSES = (
+    specialize_floats_pass,
+    find_attention_pass,
+    find_flash_attention_pass,
+    find_flex_attention_pass,
+    find_eager_attention_pass,
+    strip_repeat_kv_pass,
+    fold_alibi_pass,
+    check_no_raw_attention_pass,
+    check_positions_pass,
+)
 """Every door ends in the canonical site; see ``graphs/passes.py``."""
 
 INDUCTOR_CONFIG = {"triton.decompose_sort_ops": True} if hasattr(inductor_config.triton, "decompose_sort_ops") else {}
@@ -83,12 +106,12 @@ def bound_cache() -> CompressedCache:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileRecord:
-    """One compiled graph: its phase, batch size, sites, KV geometry, seconds and what each pass did."""
+    """One compiled graph: its phase, batch size, sites, layout of their entries, seconds and what each pass did."""
 
     phase: Phase
     batch: int
     sites: int
-    geometry: Geometry
+    layout: Layout
     seconds: float
     compiler: Compiler
     passes: Sequence[PassRecord]
@@ -109,12 +132,14 @@ class PhaseCompiler:
     Attributes:
         policy: decides what is kept. compiler: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is.
         layers: attention layers the model is known to have; None when unknown.
+        cuda_graphs: on CUDA, capture decode steps (and extensions of up to 8 tokens) once and replay them.
         records: one entry per compiled graph, appended here.
     """
 
     policy: Policy
     compiler: Compiler
     layers: int | None = None
+    cuda_graphs: bool = True
     records: list[CompileRecord] = field(default_factory=list)
 
     def canonicalize(self, captured: GraphModule) -> CanonicalGraph:
@@ -132,24 +157,25 @@ class PhaseCompiler:
         began = time.perf_counter()
         cache = bound_cache()
         gm = copy_graph(captured.gm)
-        geometry, dtype, device = geometry_of(gm)
+        layout, dtype, device = layout_of(gm)
 
         def state_of(cache: CompressedCache) -> dict[str, Tensor]:
             if phase == "prefill":
-                return cache.prefill_state(geometry, dtype, device)
-            return cache.cached_state(geometry)
+                return cache.prefill_state(layout, dtype, device)
+            return cache.cached_state(layout)
 
-        dynamic = PREFILL_DYNAMIC if phase == "prefill" else CACHED_DYNAMIC
-        nodes, fakes = add_state_placeholders(gm, state_of(cache), dynamic, _fake_mode())
+        state = state_of(cache)
+        nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state, phase), _fake_mode())
         if phase == "prefill":
-            rewrite = partial(rewrite_prefill_pass, state=nodes, policy=self.policy.spec)
+            rewrite = partial(rewrite_prefill_pass, state=nodes, layout=layout, policy=self.policy.spec)
         elif self.policy.decode_rule() is not None:
-            rewrite = partial(rewrite_evicting_pass, state=nodes, policy=self.policy.spec)
+            rewrite = partial(rewrite_evicting_pass, state=nodes, layout=layout, policy=self.policy.spec)
         else:
             impl = "native" if self.compiler == "inductor" else "reference"
-            rewrite = partial(rewrite_cached_pass, state=nodes, impl=impl)
+            rewrite = partial(rewrite_cached_pass, state=nodes, layout=layout, impl=impl, policy=self.policy.spec)
         decompose = [decompose_linear_pass] if phase == "decode" and self.compiler == "inductor" else []
-        rewritten = run_passes(gm, [*decompose, rewrite], label=f"{phase}.{len(self.records)}")
+        offset = [] if phase == "prefill" else [partial(offset_positions_pass, seen=nodes["seen"])]
+        rewritten = run_passes(gm, [*offset, *decompose, rewrite], label=f"{phase}.{len(self.records)}")
         compiled: Callable[..., Any] = gm.forward
         if self.compiler == "inductor":
             compiled = cast(
@@ -160,13 +186,45 @@ class PhaseCompiler:
                 phase=phase,
                 batch=cache.batch_size,
                 sites=rewritten[-1].sites,
-                geometry=geometry,
+                layout=layout,
                 seconds=time.perf_counter() - began,
                 compiler=self.compiler,
                 passes=(*captured.passes, *rewritten),
             )
         )
+        observes = any(name.endswith("_turn_scores") for name in state)
+        if device.type == "cuda" and phase != "prefill" and not observes and self._captures(layout, phase):
+            return self._graphed(captured, compiled, state_of)
         return lambda *inputs: compiled(*inputs, *state_of(bound_cache()).values())
+
+    def _captures(self, layout: Layout, phase: Phase) -> bool:
+        """Whether steps of this phase are captured as CUDA graphs; says so when they are asked for but cannot be."""
+        if not self.cuda_graphs or self.compiler != "inductor":
+            return False
+        if self.policy.decode_rule() is not None:
+            log.warning("no CUDA graph for %s: policy %r evicts while decoding", phase, self.policy.name)
+            return False
+        if phase == "extend" and layout.rings:
+            log.warning("no CUDA graph for extend: layers with a sliding window overwrite their rings")
+            return False
+        return True
+
+    @staticmethod
+    def _graphed(
+        captured: CanonicalGraph,
+        compiled: Callable[..., Any],
+        state_of: Callable[[CompressedCache], dict[str, Tensor]],
+    ) -> Callable[..., Any]:
+        step = GraphedStep(compiled, CudaRecorder())
+        tokens = size_reader(captured.gm, example_value(find_sites(captured.gm)[0].q).shape[2])
+
+        def run(*inputs: Any) -> Any:
+            state = list(state_of(bound_cache()).values())
+            if tokens(inputs) > MAX_CAPTURED_TOKENS:
+                return compiled(*inputs, *state)
+            return step(inputs, state)
+
+        return run
 
 
 def _fake_mode() -> FakeTensorMode:

@@ -1,78 +1,68 @@
-"""The compressed cache: a pool of kept prompt entries for all layers, and a dense tail of window and new tokens.
+"""The compressed cache: stores of kept entries, rings of sliding-window layers, and what has been seen.
 
-Legend: B batch, N prompt columns, L layers, K KV heads, D head dim, E pool slots, C tail capacity.
+Legend: B batch, N prompt columns, L layers, K KV heads, P entries of the longest head.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
-from kvpass.config import Budget, Geometry
+from kvpass.cache_file import write_cache_file
+from kvpass.config import Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
-from kvpass.evict import EMPTY, SLOT_POSITION, first_slots
+from kvpass.identity import Identity
 from kvpass.policies.base import Policy
 from kvpass.prompt_record import PromptRecord
-from kvpass.reference import MASS, MEMORY, OWNER, PLACE, POSITION
-
-TAIL_STEP = 64
-"""Slots by which the tail grows."""
-
-PREFILL_DYNAMIC = {"pool_k": {1}, "pool_v": {1}, "slots": {2}, "slot_traces": {2}, "tail_k": {3}, "tail_v": {3}}
-CACHED_DYNAMIC = {"pool_k": {1}, "pool_v": {1}, "tail_k": {3}, "tail_v": {3}, "table": {4}, "memory": {4}}
-"""Dimensions of the state that change from prompt to prompt: graphs treat them as symbols and do not recompile."""
+from kvpass.recompress import NOT_DUE
+from kvpass.ring import Ring
+from kvpass.store import CACHED_DYNAMIC, PREFILL_DYNAMIC, Store
+from kvpass.version import __version__
 
 
 class CompressedCache(Cache):
     """Keys and values that were worth keeping, as a ``transformers`` cache.
 
-    Made by a model that ``kvpass.compile`` returned; comes back in ``output.past_key_values``. Shapes are those of
-    ``_ROW_DIM_ALWAYS``; every tensor has one dimension for the batch row, so that rows can be picked and repeated.
+    Made by a model that ``kvpass.compile`` returned; comes back in ``output.past_key_values``.
 
     Args:
-        policy: decides what is kept. budget: how much; None only for a policy that needs none. weights: a parameter of
-            the model that fills the cache, by which it is known again.
+        policy: decides what is kept. budget: how much; None only for a policy that needs none.
+        identity: the model that fills the cache, by which it is known again; None for one nobody can name.
     Attributes:
-        columns: tokens seen, padding included. reusable: calls continue on a copy and leave this cache as it is.
+        columns: tokens seen, padding included. start: first real column of each row, int64 ``[B]``.
+        reusable: calls continue on a copy and leave this cache as it is.
+        interrupted: a call that had begun to overwrite entries did not end; the cache can only be reset.
+        stores: the layers that share the budget, one store per KV geometry. rings: the layers with a sliding window.
     """
 
     layers: list[Any]
 
-    _ROW_DIM_EVICTING: ClassVar = {"table": 2, "memory": 2, "quota": 1, "next_position": 0}
-    _ROW_DIM_ALWAYS: ClassVar = {
-        "pool_k": 0,
-        "pool_v": 0,
-        "pool_positions": 0,
-        "offsets": 0,
-        "tail_k": 1,
-        "tail_v": 1,
-        "tail_start": 0,
-        "start": 0,
-    }
-
-    def __init__(self, policy: Policy, budget: Budget | None, weights: Tensor | None = None) -> None:
+    def __init__(self, policy: Policy, budget: Budget | None, identity: Identity | None = None) -> None:
         super().__init__(layers=[])
-        self._weights = None if weights is None else weakref.ref(weights)
+        self._weights = None if identity is None else weakref.ref(identity.weights)
+        self._identity = None if identity is None else weakref.ref(identity)
         self.policy = policy
-        self._evicts = policy.decode_rule() is not None
         self.budget = budget
-        self.geometry: Geometry | None = None
-        self.columns = 0
-        self.used = 0
-        self.reusable = False
-        self.record: PromptRecord | None = None
-        self._prefill: dict[str, Tensor] = {}
-        self.start = torch.empty(0, dtype=torch.int64)
+        self._forget()
 
-    @property
-    def _row_dim(self) -> dict[str, int]:
-        return {**self._ROW_DIM_ALWAYS, **(self._ROW_DIM_EVICTING if self._evicts else {})}
+    def _forget(self) -> None:
+        self.layout: Layout | None = None
+        self.stores: list[Store] = []
+        self.rings: list[Ring] = []
+        self.columns = 0
+        self.start = torch.empty(0, dtype=torch.int64)
+        self.reusable = False
+        self.interrupted = False
+        self.record: PromptRecord | None = None
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
@@ -81,158 +71,151 @@ class CompressedCache(Cache):
 
         The first ``extra`` columns are padding the caller added and are not counted as seen.
         """
-        self.reset()
+        self._forget()
         self.start = start
         self._prompt_columns = columns
         self._extra = extra
 
-    def prefill_state(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    def prefill_state(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """The buffers the prefill graph writes, allocated on first use.
 
         Raises:
             ValueError: the budget cannot hold window + 1 entries of some row.
-            CacheMismatchError: a graph of another geometry asks for them.
+            CacheMismatchError: a graph of another layout asks for them.
         """
-        if self._prefill and geometry != self.geometry:
-            raise CacheMismatchError(f"a cache of {self.geometry} was handed to a model of {geometry}")
-        if not self._prefill:
-            self._prefill = self._allocate(geometry, dtype, device)
-            self.geometry = geometry
-        return self._prefill
+        if self.layout is None:
+            self._allocate(layout, dtype, device)
+        self._check_layout(layout)
+        return {**self._state([store.prefill_state for store in self.stores]), "start": self.start}
 
-    def _allocate(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        b, n, g = self.start.numel(), self._prompt_columns, geometry
-        window = self.policy.window
+    def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        n, window = self._prompt_columns, self.policy.window
         lengths = [n - column for column in self.start.tolist()]
-        budgets = lengths if self.budget is None else [self.budget.check(length, window, g) for length in lengths]
-        entries = [max(entry - window, 0) for entry in budgets]
-        self._budgets = budgets
-        bound = g.layers * g.kv_heads * max(n - window, 0) + g.layers
-        slots = max(2, min(self.policy.capacity(max(entries), g.layers, g.kv_heads), bound))
-        tail = min(window, n) + TAIL_STEP
-
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        return {
-            "pool_k": empty(b, slots, g.key_dim),
-            "pool_v": empty(b, slots, g.value_dim),
-            "slots": torch.full((4, b, slots), -1, dtype=torch.int32, device=device),
-            "slot_traces": torch.zeros(2, b, slots, dtype=torch.float32, device=device),
-            "ledger": torch.zeros(b, g.layers, dtype=torch.float64, device=device),
-            "window_traces": torch.zeros(2, b, g.layers, g.kv_heads, max(window, 1), device=device),
-            "tail_k": empty(g.layers, b, g.kv_heads, tail, g.key_dim),
-            "tail_v": empty(g.layers, b, g.kv_heads, tail, g.value_dim),
-            "offsets": empty(b, g.layers * g.kv_heads + 1, dtype=torch.int32),
-            "entries": torch.tensor(entries, dtype=torch.int64, device=device),
-            "start": self.start.to(device),
-        }
+        self._budgets = lengths
+        if self.budget is not None and layout.pools:
+            self._budgets = [self.budget.check(length, window, layout.token_bytes) for length in lengths]
+        self.stores = [Store(group, self.policy) for group in layout.pools]
+        for store in self.stores:
+            store.begin_prefill(self._budgets, self.start, n, dtype, device)
+        self.rings = [Ring(group, len(lengths), dtype, device) for group in layout.rings]
+        self._device = device
+        self.layout = layout
 
     def finish_prefill(self) -> None:
-        """Take over what the prefill graph left and drop the tables only the cascade needed."""
-        state, g, n = self._prefill, self._known_geometry(), self._prompt_columns
-        self._prefill = {}
+        """Take over what the prefill graph left."""
+        n, extra = self._prompt_columns, self._extra
         window = min(self.policy.window, n)
-        device = state["pool_k"].device
-        self.start = state["start"]
-        self.pool_k, self.pool_v, self.offsets = state["pool_k"], state["pool_v"], state["offsets"]
-        self.tail_k, self.tail_v = state["tail_k"], state["tail_v"]
-        self.pool_positions = state["slots"][POSITION].clone()
-        self.tail_start = (self.start - (n - window)).clamp(min=0)
-        self.tail_used = torch.tensor(window, dtype=torch.int64, device=device)
-        self.start = self.start - self._extra
-        self.columns, self.used = n - self._extra, window
-        owner = state["slots"][OWNER].long()
-        heads = g.layers * g.kv_heads
-        mass = torch.zeros(owner.shape[0], heads + 1, dtype=torch.float32, device=device)
-        mass.scatter_add_(1, torch.where(owner < 0, heads, owner), state["slot_traces"][MASS])
-        shape = (-1, g.layers, g.kv_heads)
-        if self._evicts:
-            self._begin_evicting(state)
+        stores = tuple(store.finish_prefill() for store in self.stores)
+        self._first_column = self.start.to(self._device)
+        self._seen_columns = torch.tensor(n, dtype=torch.int64, device=self._device)
+        self.start = self._first_column - extra
+        self.columns = n - extra
         self.record = PromptRecord(
-            geometry=g,
             start=self.start,
             columns=self.columns,
             entries=torch.tensor(self._budgets),
-            kept=self._pool_lengths,
-            window=window - self.tail_start,
-            mass=mass[:, :heads].view(shape) + state["window_traces"][MASS].sum(-1),
-            weights=state["ledger"],
-            positions=self.pool_positions,
-            offsets=self.offsets,
+            window=window - (self._first_column - (n - window)).clamp(min=0),
+            stores=stores,
+            rings=tuple(ring.group for ring in self.rings),
             nbytes=self.nbytes,
+            ring_nbytes=sum(ring.nbytes for ring in self.rings),
         )
-
-    def _begin_evicting(self, state: dict[str, Tensor]) -> None:
-        """Tables for a policy that evicts while decoding: who sits where, and how many entries each head may hold."""
-        columns = self._prompt_columns
-        first = self.start + self._extra
-        rule = self.policy.decode_rule()
-        assert rule is not None
-        self.table, self.memory = first_slots(
-            self.offsets,
-            state["slots"][[POSITION, PLACE]],
-            state["slot_traces"][MEMORY],
-            state["window_traces"][MEMORY],
-            self.pool_v,
-            self.tail_v,
-            first,
-            columns,
-            min(self.policy.window, columns),
-        )
-        kept = self._pool_lengths.transpose(0, 1)
-        available = (columns - first - self.policy.window).clamp(min=0)
-        self.quota = torch.stack([self.policy.decode_quota(layer, state["entries"], available) for layer in kept])
-        self.next_position = self.columns - self.start
-        occupied = (self.table[SLOT_POSITION] >= 0).sum(-1)
-        needed = torch.maximum(self.quota + rule.window, occupied) + 1 - kept
-        self._tail_bound = max(int(needed.max()), 1)
 
     # -- decode and extend ------------------------------------------------------------------------------------------
 
     def ensure_room(self, tokens: int) -> None:
-        """Grow the tail, a bucket at a time, so that ``tokens`` more fit."""
-        old_capacity = self.tail_k.shape[3]
-        needed = min(self.used + tokens, self._tail_bound) if self._evicts else self.used + tokens
-        if needed <= old_capacity:
-            return
-        capacity = -(-needed // TAIL_STEP) * TAIL_STEP
-        if self._evicts:
-            capacity = min(capacity, self._tail_bound)
-            extra = (0, capacity - old_capacity)
-            self.table, self.memory = pad(self.table, extra, value=EMPTY), pad(self.memory, extra)
-        for name in ("tail_k", "tail_v"):
-            old: Tensor = getattr(self, name)
-            grown = old.new_empty(*old.shape[:3], capacity, old.shape[4])
-            grown[:, :, :, :old_capacity] = old
-            setattr(self, name, grown)
+        """Grow the tails, a bucket at a time, so that ``tokens`` more fit."""
+        for store in self.stores:
+            store.ensure_room(tokens)
 
-    def cached_state(self, geometry: Geometry) -> dict[str, Tensor]:
-        """The buffers decode and extend graphs read, the tail being appended to in place.
+    def cached_state(self, layout: Layout) -> dict[str, Tensor]:
+        """The buffers decode and extend graphs read, tails and rings being written in place.
+
+        ``seen`` int64 ``[]`` counts the columns before the new tokens, ``first`` int64 ``[B]`` is the first real one.
 
         Raises:
-            CacheMismatchError: the graph's model has another geometry than the one that filled the cache.
+            CacheMismatchError: the graph's model has another layout than the one that filled the cache.
         """
-        if geometry != self.geometry:
-            raise CacheMismatchError(f"{self!r} of {self.geometry} was handed to a model of {geometry}")
-        names = ["pool_k", "pool_v", "offsets", "tail_k", "tail_v"]
-        names += ["table", "memory", "quota", "next_position"] if self._evicts else ["tail_start", "tail_used"]
-        return {name: getattr(self, name) for name in names}
+        self._check_layout(layout)
+        state = self._state([store.cached_state for store in self.stores])
+        return {**state, "seen": self._seen_columns, "first": self._first_column}
 
     def advance(self, tokens: int) -> None:
-        """Count tokens whose rows a graph has appended to the tail."""
-        self.used += tokens
+        """Count tokens whose rows a graph has written."""
         self.columns += tokens
-        self.tail_used.add_(tokens)
-        if self._evicts:
-            self.next_position.add_(tokens)
+        self._seen_columns.add_(tokens)
+        for store in self.stores:
+            store.advance(tokens)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether decoding overwrites entries, so that an interrupted call cannot be taken back."""
+        return bool(self.rings) or any(store.evicts for store in self.stores)
+
+    def begin_turn(self, tokens: int, occasion: float) -> bool:
+        """Prepare for compressing rows again that hold more than ``occasion`` budgets after ``tokens`` more.
+
+        To be called when there is room for them, and followed by :meth:`end_turn`.
+
+        Returns:
+            whether there is such a row; the extend graph must then observe the turn.
+        """
+        if self.budget is None or not self.stores or self.stores[0].evicts:
+            return False
+        heads = sum(store.geometry.layers * store.geometry.kv_heads for store in self.stores)
+        held = sum((store.lengths.sum((1, 2)) for store in self.stores), torch.tensor(tokens * heads)).cpu()
+        budgets = torch.tensor(self._budgets)
+        due = held > budgets * (heads * occasion)
+        if not bool(due.any()):
+            return False
+        window = torch.where(due, budgets.clamp(max=self.policy.window), NOT_DUE)
+        for store in self.stores:
+            store.begin_turn(window)
+        return True
+
+    def end_turn(self) -> None:
+        """Forget what :meth:`begin_turn` prepared."""
+        for store in self.stores:
+            store.end_turn()
+
+    def recompress(self) -> None:
+        """Cut the rows that were due to their budget, by what the turn's queries saw; the others stay as they are.
+
+        ``record`` is renewed when all rows were due.
+        """
+        budgets = torch.tensor(self._budgets, device=self._device)
+        window = budgets.clamp(max=self.policy.window)
+        seen = self.columns - self.start
+        done = [store.recompress(budgets - window, seen) for store in self.stores]
+        every_row = all(bool((store.cached_state["turn_window"] != NOT_DUE).all()) for store in self.stores)
+        self.stores = [store for store, _ in done]
+        if every_row:
+            self.record = PromptRecord(
+                start=self.start,
+                columns=self.columns,
+                entries=budgets,
+                window=window,
+                stores=tuple(record for _, record in done),
+                rings=tuple(ring.group for ring in self.rings),
+                nbytes=self.nbytes,
+                ring_nbytes=sum(ring.nbytes for ring in self.rings),
+            )
+
+    def _state(self, stores: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        named = [(f"store{i}", state) for i, state in enumerate(stores)]
+        named += [(f"ring{i}", ring.state) for i, ring in enumerate(self.rings)]
+        return {f"{prefix}_{name}": tensor for prefix, state in named for name, tensor in state.items()}
+
+    def _check_layout(self, layout: Layout) -> None:
+        if layout != self.layout:
+            raise CacheMismatchError(f"{self!r} of layout {self.layout} was handed to a model of layout {layout}")
 
     # -- what a user reads ------------------------------------------------------------------------------------------
 
-    def belongs_to(self, policy: Policy, budget: Budget | None, weights: Tensor) -> bool:
-        """Whether a model with these settings and this parameter filled the cache."""
+    def belongs_to(self, policy: Policy, budget: Budget | None, identity: Identity) -> bool:
+        """Whether a model with these settings and the same parameters filled the cache."""
         made = None if self._weights is None else self._weights()
-        return made is weights and self.policy == policy and self.budget == budget
+        return made is identity.weights and self.policy == policy and self.budget == budget
 
     @property
     def is_empty(self) -> bool:
@@ -243,65 +226,157 @@ class CompressedCache(Cache):
         return self.start.numel()
 
     @property
+    def geometry(self) -> Geometry:
+        """KV geometry of the layers that share the budget.
+
+        Raises:
+            ValueError: the cache is empty, or those layers have several geometries or there are none; see ``stores``.
+        """
+        if len(self.stores) != 1:
+            raise ValueError(f"{self!r} has {len(self.stores)} KV geometries; ask each of cache.stores")
+        return self.stores[0].geometry
+
+    @property
     def nbytes(self) -> int:
-        """Bytes the cache's storages occupy, spare slots, tail capacity, positions and offsets included."""
+        """Bytes the cache's storages occupy, spare slots, tail capacity, rings, positions and offsets included."""
         if self.is_empty:
             return 0
-        return sum(getattr(self, name).untyped_storage().nbytes() for name in self._row_dim)
+        starts = (self.start, self._first_column)
+        return sum(part.nbytes for part in self._parts) + sum(tensor.untyped_storage().nbytes() for tensor in starts)
+
+    @property
+    def _parts(self) -> tuple[Store | Ring, ...]:
+        return (*self.stores, *self.rings)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the entries live."""
+        self._known_layout()
+        return self._device
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Index, among all attention sites of the model, of each layer that shares the budget, ascending."""
+        return tuple(sorted(layer for store in self.stores for layer in store.group.layers))
 
     @property
     def lengths(self) -> Tensor:
-        """Entries kept per row, layer and KV head, window and appended tokens included; int64 ``[B, L, K]``."""
-        self._known_geometry()
-        if self._evicts:
-            return (self.table[SLOT_POSITION] >= 0).sum(-1).transpose(0, 1)
-        return self._pool_lengths + (self.used - self.tail_start)[:, None, None]
+        """Entries held per row, layer and KV head, window and appended tokens included; int64 ``[B, L, K]``.
 
-    @property
-    def _pool_lengths(self) -> Tensor:
-        """Entries of each segment of the pool, int64 ``[B, L, K]``."""
-        g = self._known_geometry()
-        return self.offsets.diff(dim=1).long().view(-1, g.layers, g.kv_heads)
+        L counts ``layer_ids``; heads that a layer of another geometry does not have hold 0.
+        """
+        self._known_layout()
+        return by_layer([store.group.layers for store in self.stores], [store.lengths for store in self.stores], 0)
 
     @property
     def positions(self) -> Tensor:
-        """True positions of the kept entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``."""
-        g = self._known_geometry()
-        lengths = self.lengths
-        if self._evicts:
-            held = self.table[SLOT_POSITION].long().transpose(0, 1)
-            last = torch.iinfo(torch.int64).max
-            held = torch.where(held < 0, last, held).sort(-1).values[..., : int(lengths.max())]
-            return torch.where(held == last, -1, held)
-        pool_lengths = self._pool_lengths
-        result = lengths.new_full((*lengths.shape, int(lengths.max())), -1)
-        first = self.columns - self.used
-        for row in range(self.batch_size):
-            tail = torch.arange(int(self.tail_start[row]), self.used, device=result.device)
-            tail += first - int(self.start[row])
-            for head in range(g.layers * g.kv_heads):
-                layer, kv_head = divmod(head, g.kv_heads)
-                begin = int(self.offsets[row, head])
-                count = int(pool_lengths[row, layer, kv_head])
-                result[row, layer, kv_head, :count] = self.pool_positions[row, begin : begin + count]
-                result[row, layer, kv_head, count : count + tail.numel()] = tail
-        return result
+        """True positions of the entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``."""
+        self._known_layout()
+        seen = self.columns - self.start
+        return by_layer(
+            [store.group.layers for store in self.stores], [store.positions(seen) for store in self.stores], -1
+        )
 
     @property
     def attention_mask(self) -> Tensor:
         """Which columns seen so far are real tokens, int64 ``[B, columns]``."""
         return (torch.arange(self.columns, device=self.start.device) >= self.start[:, None]).long()
 
+    @torch.inference_mode(False)
     def clone(self) -> CompressedCache:
         """An independent copy, not reusable; what no call ever writes is shared."""
         twin = copy.copy(self)
         twin.reusable = False
-        written = {"tail_k", "tail_v", "tail_used"}
-        if self._evicts:
-            written |= {"pool_k", "pool_v", "table", "memory", "next_position"}
-        for name in written:
-            setattr(twin, name, getattr(self, name).clone())
+        twin.stores = [store.clone() for store in self.stores]
+        twin.rings = [ring.clone() for ring in self.rings]
+        twin._seen_columns = self._seen_columns.clone()
         return twin
+
+    @torch.inference_mode(False)
+    def to(self, device: torch.device | str) -> CompressedCache:
+        """The cache itself where it is on ``device``, else a copy there, reusable if this one is."""
+        target = torch.device(device)
+        self._known_layout()
+        if target.type == self._device.type and target.index in (None, self._device.index):
+            return self
+        twin = copy.copy(self)
+        twin.stores = [store.to(target) for store in self.stores]
+        twin.rings = [ring.to(target) for ring in self.rings]
+        for name in ("start", "_first_column", "_seen_columns"):
+            setattr(twin, name, getattr(self, name).to(target))
+        twin._device = twin.start.device
+        return twin
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
+        """Write the cache to a file that :func:`kvpass.load_cache` reads, replacing one that is there.
+
+        Slots that hold no entry are not written. The file states its checksum and describes the model that filled
+        the cache, so that no other model can be given it.
+
+        Args:
+            notes: what the caller wants to find in the file's metadata again; anything JSON can say.
+        Raises:
+            ValueError: the cache is empty, or the model that filled it is gone or was compiled by the raw backend.
+        """
+        layout = self._known_layout()
+        identity = None if self._identity is None else self._identity()
+        if identity is None:
+            raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
+        parts = {f"store{i}": store.compact_tensors() for i, store in enumerate(self.stores)}
+        parts |= {f"ring{i}": ring.state for i, ring in enumerate(self.rings)}
+        tensors = {f"{prefix}_{name}": tensor for prefix, part in parts.items() for name, tensor in part.items()}
+        metadata = {
+            "kvpass_version": __version__,
+            "model": identity.describe(),
+            "policy": self.policy.spec,
+            "budget": None if self.budget is None else asdict(self.budget),
+            "layout": asdict(layout),
+            "columns": self.columns,
+            "seen_columns": int(self._seen_columns),
+            "entries": self._budgets,
+            "reusable": self.reusable,
+            "stores": [store.facts for store in self.stores],
+            "notes": dict(notes or {}),
+        }
+        write_cache_file(path, {**tensors, "start": self.start, "first_column": self._first_column}, metadata)
+
+    @classmethod
+    def restore(
+        cls,
+        policy: Policy,
+        budget: Budget | None,
+        identity: Identity,
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> CompressedCache:
+        """The cache whose :meth:`save` wrote these.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        cache = cls(policy, budget, identity)
+        cache.layout = layout = Layout.from_dict(metadata["layout"])
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+        cache.stores = [
+            Store.restore(group, policy, part(f"store{i}_"), metadata["stores"][i])
+            for i, group in enumerate(layout.pools)
+        ]
+        cache.rings = [Ring.restore(group, part(f"ring{i}_")) for i, group in enumerate(layout.rings)]
+        cache.start, cache._first_column = tensors["start"], tensors["first_column"]
+        rows = [part.rows for part in cache._parts]
+        if set(rows) != {cache.start.numel()} or cache._first_column.shape != cache.start.shape:
+            raise ValueError(f"parts of {rows} rows beside {cache.start.numel()} first columns")
+        cache._device = cache.start.device
+        cache._budgets = metadata["entries"]
+        cache.columns = metadata["columns"]
+        cache._seen_columns = torch.tensor(metadata["seen_columns"], dtype=torch.int64, device=cache._device)
+        cache.reusable = metadata["reusable"]
+        return cache
 
     # -- the transformers cache interface ---------------------------------------------------------------------------
 
@@ -331,7 +406,8 @@ class CompressedCache(Cache):
         return [False] * len(self)
 
     def __len__(self) -> int:
-        return 0 if self.geometry is None else self.geometry.layers
+        groups = () if self.layout is None else (*self.layout.pools, *self.layout.rings)
+        return sum(group.geometry.layers for group in groups)
 
     def __repr__(self) -> str:
         return (
@@ -341,18 +417,16 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Forget every entry; the cache can be filled again."""
-        for name in (*self._row_dim, "tail_used"):
-            self.__dict__.pop(name, None)
-        self.start = torch.empty(0, dtype=torch.int64)
-        self.columns = self.used = 0
-        self.reusable = False
-        self.record = None
-        self._prefill = {}
+        self._forget()
 
+    @torch.inference_mode(False)
     def _pick_rows(self, index: Tensor) -> None:
-        for name, dim in self._row_dim.items():
-            tensor: Tensor = getattr(self, name)
-            setattr(self, name, tensor.index_select(dim, index.to(tensor.device)))
+        index = index.clone()
+        for part in self._parts:
+            part.pick_rows(index)
+        index = index.to(self.start.device)
+        self.start, self._first_column = self.start[index], self._first_column[index]
+        self._budgets = [self._budgets[row] for row in index.tolist()]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was (beam search)."""
@@ -373,7 +447,32 @@ class CompressedCache(Cache):
     def update(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("a CompressedCache is filled by compiled graphs, only in the model that made it")
 
-    def _known_geometry(self) -> Geometry:
-        if self.geometry is None:
+    def _known_layout(self) -> Layout:
+        if self.layout is None or self.is_empty:
             raise ValueError("the cache is empty: no prompt has been prefilled into it")
-        return self.geometry
+        return self.layout
+
+
+def by_layer(layers: Sequence[Sequence[int]], parts: Sequence[Tensor], fill: float) -> Tensor:
+    """Tensors ``[B, L_i, ...]`` of several groups of layers as one, layers ascending, smaller ones filled up.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not parts:
+        raise ValueError("no layer shares the budget: all have sliding windows")
+    if len(parts) == 1:
+        return parts[0]
+    sizes = [max(extents) for extents in zip(*(part.shape[2:] for part in parts), strict=True)]
+    padded = []
+    for part in parts:
+        missing = [size - extent for size, extent in zip(sizes, part.shape[2:], strict=True)]
+        padded.append(pad(part, [edge for extra in reversed(missing) for edge in (0, extra)], value=fill))
+    order = torch.tensor([layer for group in layers for layer in group]).argsort()
+    return torch.cat(padded, 1)[:, order.to(parts[0].device)]
+
+
+def dynamic_dims(state: Mapping[str, Tensor], phase: str) -> dict[str, Set[int]]:
+    """Dimensions of the state that a graph of ``phase`` treats as symbols, by name."""
+    table = PREFILL_DYNAMIC if phase == "prefill" else CACHED_DYNAMIC
+    return {name: table.get(name.split("_", 1)[-1], set()) for name in state}

@@ -1,11 +1,12 @@
-"""Budget and geometry: the two facts every size in kvpass is computed from."""
+"""Budget, geometry and layout: the facts every size in kvpass is computed from."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 _BYTE_UNITS = {
     "b": 1,
@@ -21,7 +22,7 @@ _BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Shape of the KV entries of a model, the same in every attention site."""
+    """Shape of the KV entries of some attention sites, the same in each."""
 
     layers: int
     kv_heads: int
@@ -33,6 +34,79 @@ class Geometry:
     def entry_bytes(self) -> int:
         """Bytes of one entry: one key row and its value row of one KV head."""
         return (self.key_dim + self.value_dim) * self.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in a full cache of these sites."""
+        return self.layers * self.kv_heads * self.entry_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteShape:
+    """What decides where the entries of one site live; ``sliding_window`` None: the site attends the whole past."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Sites that share a pool, or a ring when they have a sliding window; ``layers`` counts all sites of the model."""
+
+    geometry: Geometry
+    layers: tuple[int, ...]
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which sites share a pool (one per KV geometry) and which a ring (one per geometry and sliding window)."""
+
+    pools: tuple[LayerGroup, ...]
+    rings: tuple[LayerGroup, ...]
+
+    @classmethod
+    def of(cls, sites: Sequence[SiteShape]) -> Layout:
+        """Group the sites of a model, given in order of execution."""
+        layers: dict[SiteShape, list[int]] = {}
+        for layer, site in enumerate(sites):
+            layers.setdefault(site, []).append(layer)
+        groups = [
+            LayerGroup(
+                geometry=Geometry(
+                    layers=len(members),
+                    kv_heads=site.kv_heads,
+                    key_dim=site.key_dim,
+                    value_dim=site.value_dim,
+                    itemsize=site.itemsize,
+                ),
+                layers=tuple(members),
+                sliding_window=site.sliding_window,
+            )
+            for site, members in layers.items()
+        ]
+        return cls(
+            pools=tuple(group for group in groups if group.sliding_window is None),
+            rings=tuple(group for group in groups if group.sliding_window is not None),
+        )
+
+    @classmethod
+    def from_dict(cls, layout: Mapping[str, Any]) -> Layout:
+        """The layout whose ``dataclasses.asdict`` this is, also after a trip through JSON."""
+
+        def group(given: Mapping[str, Any]) -> LayerGroup:
+            geometry, layers = Geometry(**given["geometry"]), tuple(given["layers"])
+            return LayerGroup(geometry=geometry, layers=layers, sliding_window=given["sliding_window"])
+
+        return cls(pools=tuple(map(group, layout["pools"])), rings=tuple(map(group, layout["rings"])))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in a full cache of the layers that have a budget."""
+        return sum(group.geometry.token_bytes for group in self.pools)
 
 
 @dataclass(frozen=True)
@@ -87,23 +161,27 @@ class Budget:
             "or bytes such as '512MiB'"
         )
 
-    def entries(self, prompt_length: int, geometry: Geometry) -> int:
-        """Entries per KV head per layer for a prompt of ``prompt_length`` real tokens, window included."""
+    def entries(self, prompt_length: int, token_bytes: int) -> int:
+        """Entries per KV head per layer for a prompt of ``prompt_length`` real tokens, window included.
+
+        Args:
+            token_bytes: of one token in a full cache, over all layers that share the budget.
+        """
         match self.kind:
             case "entries":
                 return int(self.value)
             case "fraction":
                 return math.floor(self.value * prompt_length)
             case "bytes":
-                return int(self.value) // (geometry.layers * geometry.kv_heads * geometry.entry_bytes)
+                return int(self.value) // token_bytes
 
-    def check(self, prompt_length: int, window: int, geometry: Geometry) -> int:
+    def check(self, prompt_length: int, window: int, token_bytes: int) -> int:
         """Like :meth:`entries`, but refuses a budget that cannot hold the window and one more entry.
 
         Raises:
             ValueError: fewer than ``window + 1`` entries, unless the whole prompt fits in them.
         """
-        entries = self.entries(prompt_length, geometry)
+        entries = self.entries(prompt_length, token_bytes)
         if entries < min(window + 1, prompt_length):
             raise ValueError(
                 f"budget {self} is {entries} entries per KV head per layer for a prompt of {prompt_length} tokens; "

@@ -16,3 +16,12 @@ class UnsupportedAttentionError(ValueError):
 
 class CacheMismatchError(ValueError):
     """A cache was handed to a model, batch or position that it does not belong to; the cache is unchanged."""
+
+
+class CacheFileError(ValueError):
+    """A file does not hold a usable cache: damaged, truncated, too new, or something else altogether."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        super().__init__(f"{path} {reason}")
+        self.path = path
+        self.reason = reason

@@ -18,9 +18,11 @@ from kvpass.backend import Phase, PhaseCompiler, bind_cache
 from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
+from kvpass.identity import Identity
 from kvpass.padding import first_real_column
 from kvpass.policies.base import Policy
 from kvpass.prompt_record import PromptRecord
+from kvpass.recompress import OCCASIONS, Recompress
 from kvpass.report import Report
 
 MAX_TOKENS = 2**24
@@ -33,14 +35,15 @@ _IGNORED = {"use_cache", "return_dict", "cache_position", "output_attentions", "
 class Runtime:
     """What a compiled model carries beside its modules: policy, budget and the callables compiled so far.
 
-    ``weights`` is one of its parameters: caches are known by it.
+    ``identity`` is by what its caches are known.
     """
 
     policy: Policy
     budget: Budget | None
     compiler: PhaseCompiler
-    weights: Tensor
-    functions: dict[tuple[Phase, int, int], Callable[..., Tensor]] = field(default_factory=dict)
+    identity: Identity
+    recompress: Recompress = "never"
+    functions: dict[tuple[Phase, int, int, bool], Callable[..., Tensor]] = field(default_factory=dict)
     last_prompt: PromptRecord | None = None
 
 
@@ -98,7 +101,11 @@ class CompressedModel:
         So a question can be asked of a compressed context: ``model.generate(question_ids, past_key_values=cache)``.
         Longer ids are the whole sequence, as in transformers, unless an attention mask over cache and ids says
         otherwise.
+
+        Raises:
+            ValueError: assisted generation was asked for: rejected drafts could not be taken back.
         """
+        _refuse_assistance(kwargs, self.generation_config)  # type: ignore[attr-defined]
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
         if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.columns:
             given = kwargs.get("attention_mask")
@@ -152,11 +159,18 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
             raise ValueError(f"forward argument {name!r} is not supported by a kvpass model")
 
 
+def _refuse_assistance(kwargs: dict[str, Any], default: Any) -> None:
+    configured = kwargs.get("generation_config") or default
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
+        if kwargs.get(name, getattr(configured, name, None)) is not None:
+            raise ValueError(f"{name}: assisted generation is not supported, a compressed cache cannot be cropped")
+
+
 def _new_cache(runtime: Runtime, given: Cache | None) -> CompressedCache:
     if given is None:
-        return CompressedCache(runtime.policy, runtime.budget, runtime.weights)
+        return CompressedCache(runtime.policy, runtime.budget, runtime.identity)
     if isinstance(given, CompressedCache):
-        if not given.belongs_to(runtime.policy, runtime.budget, runtime.weights):
+        if not given.belongs_to(runtime.policy, runtime.budget, runtime.identity):
             raise CacheMismatchError(f"past_key_values={given!r} belongs to another model")
         return given
     if given.get_seq_length() > 0:
@@ -164,7 +178,7 @@ def _new_cache(runtime: Runtime, given: Cache | None) -> CompressedCache:
             f"past_key_values is a {type(given).__name__} with {given.get_seq_length()} tokens; "
             "a kvpass model continues only on a CompressedCache of its own"
         )
-    return CompressedCache(runtime.policy, runtime.budget, runtime.weights)
+    return CompressedCache(runtime.policy, runtime.budget, runtime.identity)
 
 
 def _prefill(
@@ -201,8 +215,12 @@ def _continue(
 ) -> tuple[CompressedCache, Tensor]:
     runtime: Runtime = model._kvpass
     b, t = input_ids.shape
-    if not cache.belongs_to(runtime.policy, runtime.budget, runtime.weights):
+    if not cache.belongs_to(runtime.policy, runtime.budget, runtime.identity):
         raise CacheMismatchError(f"past_key_values={cache!r} belongs to another model")
+    if cache.interrupted:
+        raise CacheMismatchError(f"{cache!r}: a call on it was interrupted, its entries are lost; reset it")
+    if input_ids.device != cache.device:
+        raise CacheMismatchError(f"input_ids on {input_ids.device}, the cache on {cache.device}: use cache.to()")
     if b != cache.batch_size:
         raise CacheMismatchError(f"input_ids has {b} rows, the cache {cache.batch_size}")
     if attention_mask is not None:
@@ -220,8 +238,19 @@ def _continue(
     positions = columns - cache.start[:, None]
     cache.ensure_room(t)
     phase: Phase = "decode" if t == 1 else "extend"
-    logits = _call(model, phase, cache, ids, _positions(position_ids, positions), 0 if t == 1 else logits_to_keep)
-    cache.advance(t)
+    given = _positions(position_ids, positions)
+    observed = t > 1 and cache.begin_turn(t, OCCASIONS[runtime.recompress])
+    cache.interrupted = cache.overwrites
+    try:
+        logits = _call(model, phase, cache, ids, given, 0 if t == 1 else logits_to_keep, observed)
+        cache.interrupted = True
+        cache.advance(t)
+        if observed:
+            cache.recompress()
+            runtime.last_prompt = cache.record
+        cache.interrupted = False
+    finally:
+        cache.end_turn()
     return cache, logits
 
 
@@ -234,10 +263,16 @@ def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
 
 
 def _call(
-    model: Any, phase: Phase, cache: CompressedCache, ids: Tensor, positions: Tensor, logits_to_keep: int
+    model: Any,
+    phase: Phase,
+    cache: CompressedCache,
+    ids: Tensor,
+    positions: Tensor,
+    logits_to_keep: int,
+    observed: bool = False,
 ) -> Tensor:
     runtime: Runtime = model._kvpass
-    key = (phase, ids.shape[0], logits_to_keep)
+    key = (phase, ids.shape[0], logits_to_keep, observed)
     function = runtime.functions.get(key)
     if function is None:
         function = runtime.functions[key] = _compile_phase(model, phase, logits_to_keep)

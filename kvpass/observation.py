@@ -76,13 +76,16 @@ class Observation:
         logits = torch.einsum("bgrd,bnd->bgrn", q, k) * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        columns = torch.arange(self.length, device=k.device)
-        rows = torch.arange(first, last, device=k.device)
-        logits = logits.masked_fill(columns > rows[:, None], float("-inf"))
+        logits = logits.masked_fill(self.hidden(kv_head, first, last), float("-inf"))
         if self.sinks is None:
             return logits.softmax(-1)
         sinks = self.sinks[heads].float()[None, :, None, None].expand(*logits.shape[:3], 1)
         return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+
+    def hidden(self, kv_head: int, first: int, last: int) -> Tensor:
+        """Columns that prompt rows ``first <= i < last`` do not attend to, bool, broadcast to ``[B, G, rows, N]``."""
+        columns = torch.arange(self.length, device=self.keys.device)
+        return columns > columns[first:last, None]
 
     def window_attention(self) -> Iterator[Tensor]:
         """Attention of the window rows (of the last row when the window is empty), one KV head after another."""
@@ -114,13 +117,23 @@ class Observation:
         return self.mean.unflatten(1, (self.kv_heads, self.group)).mean(2)
 
     @cached_property
+    def entropy(self) -> Tensor:
+        """Terms of the entropy of the window rows, summed over them: ``sum of -a ln(a + 1e-10)``, ``[B, H, N]``."""
+        return torch.cat([-(a * (a + 1e-10).log()).sum(2) for a in self.window_attention()], 1)
+
+    @cached_property
     def column_sum(self) -> Tensor:
-        """Sum of a over all N rows, ``[B, H, N]``, streamed in blocks of rows."""
+        """Sum of a over all N rows, ``[B, H, N]``."""
+        return self.recent_sum(self.length)
+
+    def recent_sum(self, rows: int) -> Tensor:
+        """Sum of a over the last ``rows`` of the N rows, ``[B, H, N]``, streamed in blocks of rows."""
+        first = max(self.length - rows, 0)
         sums = []
         for kv_head in range(self.kv_heads):
             total = self.keys.new_zeros(self.keys.shape[0], self.group, self.length, dtype=torch.float32)
-            for first in range(0, self.length, _ROW_BLOCK):
-                total += self.attention(kv_head, first, min(first + _ROW_BLOCK, self.length)).sum(2)
+            for row in range(first, self.length, _ROW_BLOCK):
+                total += self.attention(kv_head, row, min(row + _ROW_BLOCK, self.length)).sum(2)
             sums.append(total)
         return torch.cat(sums, 1)
 

@@ -15,11 +15,14 @@ operator               what it does
 ``cascade_step``       re-cut earlier layers to their share and move the winners of this layer into the pool
 ``pack``               permute the pool into (layer, head, position) order and write the offsets
 ``attend_cache``       append new tokens to the tail, attend pool + tail
+``observe_held``       what a policy sees of pool + tail after a turn was appended: scores, attention mass, layer weight
 ``attend_evict``       the same for policies that evict while decoding: the loser's slot is reused
 =====================  ==============================================================================================
 """
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -45,13 +48,37 @@ _LIBRARY.define(
 _LIBRARY.define(
     "attend_cache(Tensor q, Tensor k, Tensor v, Tensor pool_k, Tensor pool_v, Tensor offsets, Tensor(a!) tail_k, "
     "Tensor(b!) tail_v, Tensor tail_start, Tensor tail_used, float scale, int layer, str impl, "
-    "float? softcap=None, Tensor? sinks=None) -> Tensor"
+    "float? softcap=None, Tensor? sinks=None, Tensor? tiles=None, Tensor? tile_offsets=None) -> Tensor"
+)
+_LIBRARY.define(
+    "observe_held(Tensor q, Tensor pool_k, Tensor pool_v, Tensor offsets, Tensor tail_k, Tensor tail_v, "
+    "Tensor tail_start, Tensor tail_used, Tensor(a!) scores, Tensor(b!) masses, Tensor(c!) ledger, Tensor window, "
+    "float scale, int layer, int num_layers, str policy, float? softcap=None, Tensor? sinks=None) -> ()"
 )
 _LIBRARY.define(
     "attend_evict(Tensor q, Tensor k, Tensor v, Tensor(a!) pool_k, Tensor(b!) pool_v, Tensor offsets, "
     "Tensor(c!) tail_k, Tensor(d!) tail_v, Tensor(e!) table, Tensor(f!) memory, Tensor quota, Tensor position, "
     "float scale, int layer, str policy, float? softcap=None, Tensor? sinks=None) -> Tensor"
 )
+_LIBRARY.define(
+    "fill_ring(Tensor q, Tensor k, Tensor v, Tensor start, Tensor(a!) ring_k, Tensor(b!) ring_v, float scale, "
+    "int layer, float? softcap=None, Tensor? sinks=None) -> Tensor"
+)
+_LIBRARY.define(
+    "attend_ring(Tensor q, Tensor k, Tensor v, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor seen, Tensor first, "
+    "float scale, int layer, float? softcap=None, Tensor? sinks=None) -> Tensor"
+)
+
+
+def _backend(tensor: Tensor) -> ModuleType:
+    """Where the operators are implemented for the device of ``tensor``."""
+    if tensor.is_cuda:
+        from kvpass import device
+
+        return device
+    from kvpass import reference
+
+    return reference
 
 
 def _like_attention_output(q: Tensor, v: Tensor) -> Tensor:
@@ -86,12 +113,27 @@ def _(*args, **kwargs):  # type: ignore[no-untyped-def]
     return None
 
 
+@torch.library.register_fake("kvpass::observe_held")
+def _(*args, **kwargs):  # type: ignore[no-untyped-def]
+    return None
+
+
 @torch.library.register_fake("kvpass::attend_cache")
 def _(q, k, v, *args, **kwargs):  # type: ignore[no-untyped-def]
     return _like_attention_output(q, v)
 
 
 @torch.library.register_fake("kvpass::attend_evict")
+def _(q, k, v, *args, **kwargs):  # type: ignore[no-untyped-def]
+    return _like_attention_output(q, v)
+
+
+@torch.library.register_fake("kvpass::fill_ring")
+def _(q, k, v, *args, **kwargs):  # type: ignore[no-untyped-def]
+    return _like_attention_output(q, v)
+
+
+@torch.library.register_fake("kvpass::attend_ring")
 def _(q, k, v, *args, **kwargs):  # type: ignore[no-untyped-def]
     return _like_attention_output(q, v)
 
@@ -108,12 +150,8 @@ def _site(
     sinks: Tensor | None = None,
     refusal: str | None = None,
 ) -> Tensor:
-    from kvpass import reference
-
-    if sliding_window is not None:
-        raise NotImplementedError(f"kvpass::site of layer {layer}: sliding_window={sliding_window} has no cache yet")
     start = torch.zeros(q.shape[0], dtype=torch.int64)
-    return reference.prompt_attention(q, k, v, start, scale, softcap, sinks)
+    return _backend(q).prompt_attention(q, k, v, start, scale, softcap, sinks, sliding_window)
 
 
 @torch.library.impl(_LIBRARY, "observe_attention", "CompositeExplicitAutograd")
@@ -129,10 +167,9 @@ def _observe_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from kvpass import reference
     from kvpass.policies import from_spec
 
-    return reference.observe_attention(q, k, v, start, scale, layer, num_layers, from_spec(policy), softcap, sinks)
+    return _backend(q).observe_attention(q, k, v, start, scale, layer, num_layers, from_spec(policy), softcap, sinks)
 
 
 @torch.library.impl(_LIBRARY, "cascade_step", "CompositeExplicitAutograd")
@@ -155,10 +192,9 @@ def _cascade_step(
     layer: int,
     policy: str,
 ) -> None:
-    from kvpass import reference
     from kvpass.policies import from_spec
 
-    reference.cascade_step(
+    _backend(k).cascade_step(
         pool_k,
         pool_v,
         slots,
@@ -181,9 +217,7 @@ def _cascade_step(
 
 @torch.library.impl(_LIBRARY, "pack", "CompositeExplicitAutograd")
 def _pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_traces: Tensor, offsets: Tensor) -> None:
-    from kvpass import reference
-
-    reference.pack(pool_k, pool_v, slots, slot_traces, offsets)
+    _backend(pool_k).pack(pool_k, pool_v, slots, slot_traces, offsets)
 
 
 @torch.library.impl(_LIBRARY, "attend_cache", "CompositeExplicitAutograd")
@@ -203,7 +237,18 @@ def _attend_cache(
     impl: str,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tiles: Tensor | None = None,
+    tile_offsets: Tensor | None = None,
 ) -> Tensor:
+    if q.is_cuda:
+        from kvpass import device
+
+        if tiles is None or tile_offsets is None:
+            raise ValueError("kvpass::attend_cache on CUDA needs the tile map of the pool: tiles and tile_offsets")
+        tail = (tail_k, tail_v, tail_start, tail_used)
+        return device.attend_cache(
+            q, k, v, pool_k, pool_v, offsets, *tail, scale, layer, tiles, tile_offsets, softcap, sinks
+        )
     if impl == "native" and q.device.type == "cpu" and q.shape[2] <= _NATIVE_MAX_TOKENS:
         from kvpass.kernels.decode_cpu import attend_decode
 
@@ -219,6 +264,35 @@ def _attend_cache(
 
 _NATIVE_MAX_TOKENS = 8
 """More new tokens than this are matrix-matrix work, where the per-head reference on BLAS is the fast one."""
+
+
+@torch.library.impl(_LIBRARY, "observe_held", "CompositeExplicitAutograd")
+def _observe_held(
+    q: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    offsets: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    tail_start: Tensor,
+    tail_used: Tensor,
+    scores: Tensor,
+    masses: Tensor,
+    ledger: Tensor,
+    window: Tensor,
+    scale: float,
+    layer: int,
+    num_layers: int,
+    policy: str,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    from kvpass.policies import from_spec
+    from kvpass.recompress import observe_held
+
+    held = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start, tail_used)
+    found = (scores, masses, ledger, window)
+    observe_held(q, *held, *found, scale, layer, num_layers, from_spec(policy), softcap, sinks)
 
 
 @torch.library.impl(_LIBRARY, "attend_evict", "CompositeExplicitAutograd")
@@ -263,3 +337,40 @@ def _attend_evict(
         softcap,
         sinks,
     )
+
+
+@torch.library.impl(_LIBRARY, "fill_ring", "CompositeExplicitAutograd")
+def _fill_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    scale: float,
+    layer: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    from kvpass import device, sliding
+
+    return (device if q.is_cuda else sliding).fill_ring(q, k, v, start, ring_k, ring_v, scale, layer, softcap, sinks)
+
+
+@torch.library.impl(_LIBRARY, "attend_ring", "CompositeExplicitAutograd")
+def _attend_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    seen: Tensor,
+    first: Tensor,
+    scale: float,
+    layer: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    from kvpass import sliding
+
+    return sliding.attend_ring(q, k, v, ring_k, ring_v, seen, first, scale, layer, softcap, sinks)

@@ -219,7 +219,7 @@ def _entries(
         )
     parsed = Budget.parse(budget)
     geometry = Geometry(layers=layers, kv_heads=kv_heads, key_dim=dim, value_dim=v.shape[-1], itemsize=k.element_size())
-    entries = parsed.check(length, policy.window, geometry)
+    entries = parsed.check(length, policy.window, geometry.token_bytes)
     return parsed, torch.tensor([max(entries - policy.window, 0)], device=k.device)
 
 

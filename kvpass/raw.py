@@ -1,6 +1,7 @@
 """The raw backend: ``torch.compile(module, backend="kvpass", options={...})`` for a decoder of any make.
 
-The module takes token ids and explicit positions and knows no cache. A session holds the cache between its calls::
+The module knows no cache. It takes its positions as an input, or counts them from the first column: then they are found
+in the graph and go on from the tokens seen, and rows must not be padded. A session holds the cache between its calls::
 
     options = {"policy": "lava", "budget": 256}
     compiled = torch.compile(module, backend="kvpass", options=options, fullgraph=True)
@@ -29,6 +30,7 @@ from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.graphs.bind_state import example_value, size_reader
+from kvpass.graphs.offset_positions import counts_positions
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.padding import first_real_column
 from kvpass.policies import resolve, resolve_budget
@@ -101,6 +103,7 @@ class RawModule:
         context: TracingContext,
     ) -> None:
         self.captured = compiler.canonicalize(captured)
+        self.counts_positions = counts_positions(self.captured.gm)
         self.example_inputs = example_inputs
         self.budget = budget
         self.compiler = compiler
@@ -118,7 +121,7 @@ class RawModule:
         rows, tokens = self.rows(inputs), self.tokens(inputs)
         if active.cache is None:
             cache = CompressedCache(self.compiler.policy, self.budget)
-            cache.begin_prefill(first_real_column(active.attention_mask, rows, tokens), tokens)
+            cache.begin_prefill(self._start(active.attention_mask, rows, tokens), tokens)
             result = self._run("prefill", cache, inputs)
             cache.finish_prefill()
             active.cache = cache
@@ -130,6 +133,15 @@ class RawModule:
         result = self._run("decode" if tokens == 1 else "extend", cache, inputs)
         cache.advance(tokens)
         return result
+
+    def _start(self, attention_mask: Tensor | None, rows: int, tokens: int) -> Tensor:
+        start = first_real_column(attention_mask, rows, tokens)
+        if self.counts_positions and bool(start.any()):
+            raise ValueError(
+                "attention_mask pads rows on the left, but the decoder counts its own positions from the first column: "
+                "prefill prompts of one length, or pass positions in"
+            )
+        return start
 
     def _run(self, phase: Phase, cache: CompressedCache, inputs: tuple[Any, ...]) -> Any:
         with bind_cache(cache):

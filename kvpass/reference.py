@@ -6,7 +6,7 @@ no statistic can mix rows, and a padded row computes exactly what it computes al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -35,37 +35,69 @@ def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """Causal attention of rows without padding; q ``[B, H, N, D]``, k and v un-repeated; returns ``[B, H, N, Dv]``.
 
     The group dimension is a stride-0 view of K and V, so nothing is repeated in memory.
     """
     kv_heads = k.shape[1]
-    if softcap is None and sinks is None:
-        if kv_heads == q.shape[1]:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        group = q.shape[1] // kv_heads
-        rows = [
-            F.scaled_dot_product_attention(
-                q_row.unflatten(0, (kv_heads, group)),
-                k_row.unsqueeze(1).expand(-1, group, -1, -1),
-                v_row.unsqueeze(1).expand(-1, group, -1, -1),
-                is_causal=True,
-                scale=scale,
-            ).flatten(0, 1)
-            for q_row, k_row, v_row in zip(q, k, v, strict=True)
-        ]
-        return torch.stack(rows)
-    obs = Observation(q, k, v, scale, window=0, layer=0, num_layers=1, softcap=softcap, sinks=sinks)
-    n, heads = q.shape[2], []
+    bounded = sliding_window is not None and sliding_window < q.shape[2]
+    if bounded or softcap is not None or sinks is not None:
+        return _blocked_attention(q, k, v, scale, softcap, sinks, sliding_window)
+    if kv_heads == q.shape[1]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    group = q.shape[1] // kv_heads
+    rows = [
+        F.scaled_dot_product_attention(
+            q_row.unflatten(0, (kv_heads, group)),
+            k_row.unsqueeze(1).expand(-1, group, -1, -1),
+            v_row.unsqueeze(1).expand(-1, group, -1, -1),
+            is_causal=True,
+            scale=scale,
+        ).flatten(0, 1)
+        for q_row, k_row, v_row in zip(q, k, v, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _blocked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """The same in plain steps, fp32 inside, a block of rows of one KV head at a time."""
+    n, kv_heads = q.shape[2], k.shape[1]
+    group = q.shape[1] // kv_heads
+    reach = n if sliding_window is None else sliding_window
+    columns = torch.arange(n, device=q.device)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
     for kv_head in range(kv_heads):
-        blocks = [
-            obs.attention(kv_head, first, min(first + _ROW_BLOCK, n)) @ v[:, kv_head, None].float()
-            for first in range(0, n, _ROW_BLOCK)
-        ]
-        heads.append(torch.cat(blocks, 2))
-    return torch.cat(heads, 1).to(q.dtype)
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        for first in range(0, n, _ROW_BLOCK):
+            last = min(first + _ROW_BLOCK, n)
+            near = slice(max(first - reach + 1, 0), last)
+            logits = q[:, heads, first:last].float() @ k[:, kv_head, None, near].float().mT * scale
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            distance = columns[first:last, None] - columns[near]
+            logits = logits.masked_fill((distance < 0) | (distance >= reach), float("-inf"))
+            if sinks is not None:
+                extra = sinks[heads].float()[:, None, None].expand(*logits.shape[:3], 1)
+                logits = torch.cat([logits, extra], -1)
+            attention = logits.softmax(-1)[..., : near.stop - near.start]
+            out[:, heads, first:last] = (attention @ v[:, kv_head, None, near].float()).to(q.dtype)
+    return out
 
 
 def prompt_attention(
@@ -76,13 +108,14 @@ def prompt_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """Causal attention of a left-padded prompt; rows before ``start`` come out as zeros."""
     b, h, n, _ = q.shape
     out = q.new_zeros(b, n, h, v.shape[3]).transpose(1, 2)
     for rows, column in row_groups(start):
         live = (rows, slice(None), slice(column, n))
-        out[live] = causal_attention(q[live], k[live], v[live], scale, softcap, sinks)
+        out[live] = causal_attention(q[live], k[live], v[live], scale, softcap, sinks, sliding_window)
     return out
 
 
@@ -107,8 +140,24 @@ def observe_attention(
         and window; traces fp32 ``[2, B, K, N]``: the mean attention of window rows and group, and the first memory of
         the decode rule; weight fp64 ``[B]``.
     """
-    b, kv_heads, n, _ = k.shape
     out = prompt_attention(q, k, v, start, scale, softcap, sinks)
+
+    def observe(rows: slice, column: int, window: int) -> Observation:
+        live = (rows, slice(None), slice(column, None))
+        return Observation(q[live], k[live], v[live], scale, window, layer, num_layers, softcap, sinks)
+
+    return out, *judge_prompt(k, start, policy, observe)
+
+
+def judge_prompt(
+    k: Tensor, start: Tensor, policy: Policy, observe: Callable[[slice, int, int], Observation]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, traces and layer weight of one site, rows that begin at the same column together.
+
+    Args:
+        observe: (rows, first real column, window) -> what the policy may look at.
+    """
+    b, kv_heads, n, _ = k.shape
     scores = k.new_full((b, kv_heads, n), float("-inf"), dtype=torch.float32)
     traces = k.new_zeros(2, b, kv_heads, n, dtype=torch.float32)
     rule = policy.decode_rule()
@@ -116,7 +165,7 @@ def observe_attention(
     for rows, column in row_groups(start):
         live = (rows, slice(None), slice(column, n))
         window = min(policy.window, n - column)
-        obs = Observation(q[live], k[live], v[live], scale, window, layer, num_layers, softcap, sinks)
+        obs = observe(rows, column, window)
         site_scores = policy.score(obs)
         scores[rows, :, column : n - window] = site_scores
         traces[MASS][live] = obs.mass
@@ -125,7 +174,7 @@ def observe_attention(
         layer_weight = policy.layer_weight(obs, site_scores)
         if layer_weight is not None:
             weight[rows] = layer_weight
-    return out, scores, traces, weight
+    return scores, traces, weight
 
 
 def cascade_step(
@@ -158,21 +207,9 @@ def cascade_step(
     Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1. A survivor never moves.
     """
     b, kv_heads, n, _ = k.shape
-    ledger[:, layer] = weight
-    available = (n - start - policy.window).clamp(min=0)
-    budgets = policy.layer_budgets(ledger, entries, available, kv_heads, layer + 1)
-
+    keep, rank, place = recut(slots, ledger, scores, weight, entries, start, layer, policy)
     owner, order, position = slots[OWNER], slots[RANK], slots[POSITION]
-    owner_layer = owner.clamp(min=0).long() // kv_heads
-    owner[order >= budgets.gather(1, owner_layer)] = _EMPTY
-
-    rank = policy.rank(scores, entries)
     true_position = torch.arange(n, device=k.device) - start[:, None]
-    place = true_position[:, None].expand(b, kv_heads, n)
-    rule = policy.decode_rule()
-    if rule is not None:
-        place = rule.first_place(scores, place, entries)
-    keep = (rank < budgets[:, layer, None, None]) & (scores > float("-inf"))
     for row in range(b):
         head, column = keep[row].nonzero(as_tuple=True)
         free = (owner[row] == _EMPTY).nonzero(as_tuple=True)[0]
@@ -189,10 +226,55 @@ def cascade_step(
         slots[PLACE, row, slot] = place[row, head, column].int()
         slot_traces[:, row, slot] = traces[:, row, head, column]
 
-    window = min(policy.window, n)
-    tail_k[layer, :, :, :window] = k[:, :, n - window :]
-    tail_v[layer, :, :, :window] = v[:, :, n - window :]
-    window_traces[:, :, layer, :, :window] = traces[..., n - window :]
+    keep_window(window_traces, tail_k, tail_v, k, v, traces, layer, min(policy.window, n))
+
+
+def recut(
+    slots: Tensor,
+    ledger: Tensor,
+    scores: Tensor,
+    weight: Tensor,
+    entries: Tensor,
+    start: Tensor,
+    layer: int,
+    policy: Policy,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Free the slots that earlier layers lose and say which entries of this layer win.
+
+    Args:
+        start: on the device of the scores.
+    Returns:
+        winners bool ``[B, K, N]``; rank int32 ``[B, K, N]``; place in the storage order of the decode rule.
+    """
+    b, kv_heads, n = scores.shape
+    ledger[:, layer] = weight
+    available = (n - start - policy.window).clamp(min=0)
+    budgets = policy.layer_budgets(ledger, entries, available, kv_heads, layer + 1)
+    owner_layer = slots[OWNER].clamp(min=0).long() // kv_heads
+    slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), _EMPTY)
+    rank = policy.rank(scores, entries)
+    place = (torch.arange(n, device=scores.device) - start[:, None])[:, None].expand(b, kv_heads, n)
+    rule = policy.decode_rule()
+    if rule is not None:
+        place = rule.first_place(scores, place, entries)
+    return (rank < budgets[:, layer, None, None]) & (scores > float("-inf")), rank, place
+
+
+def keep_window(
+    window_traces: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    k: Tensor,
+    v: Tensor,
+    traces: Tensor,
+    layer: int,
+    window: int,
+) -> None:
+    """Copy the rows and traces of the last ``window`` columns into the first slots of the tail."""
+    first = k.shape[2] - window
+    tail_k[layer, :, :, :window] = k[:, :, first:]
+    tail_v[layer, :, :, :window] = v[:, :, first:]
+    window_traces[:, :, layer, :, :window] = traces[..., first:]
 
 
 def pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_traces: Tensor, offsets: Tensor) -> None:

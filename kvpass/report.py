@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from rich.console import Console, Group
 from rich.table import Table
+from torch import Tensor
 
 from kvpass.backend import CompileRecord
+from kvpass.cache import by_layer
 from kvpass.config import Budget
 from kvpass.policies.base import Policy
 from kvpass.prompt_record import PromptRecord
@@ -32,25 +35,43 @@ class Report:
     compiled: Sequence[CompileRecord]
 
     @property
-    def lengths(self) -> torch.Tensor:
-        """Entries kept right after the prompt, window included, int64 ``[B, L, K]``."""
-        return self.prompt.kept + self.prompt.window[:, None, None]
+    def layer_ids(self) -> list[int]:
+        """Index, among all attention sites of the model, of each layer that shares the budget."""
+        return sorted(layer for store in self.prompt.stores for layer in store.group.layers)
 
     @property
-    def prompt_lengths(self) -> torch.Tensor:
+    def lengths(self) -> Tensor:
+        """Entries kept right after the prompt, window included, int64 ``[B, L, K]``, layers as in ``layer_ids``.
+
+        Heads that a layer of another KV geometry does not have hold 0, here and in ``bytes_kept``.
+        """
+        return self._by_layer([store.kept + self.prompt.window[:, None, None] for store in self.prompt.stores], 0)
+
+    @property
+    def attention_mass(self) -> Tensor:
+        """Share of the window queries' attention that the kept entries hold, fp32 ``[B, L, K]``; NaN for no head."""
+        return self._by_layer([store.mass for store in self.prompt.stores], float("nan"))
+
+    @property
+    def prompt_lengths(self) -> Tensor:
         """Real tokens of each row, int64 ``[B]``."""
         return self.prompt.columns - self.prompt.start
 
     @property
-    def bytes_kept(self) -> torch.Tensor:
+    def bytes_kept(self) -> Tensor:
         """Bytes of the kept entries, int64 ``[B, L, K]``; ``nbytes`` adds spare slots, tail capacity and indices."""
-        return self.lengths * self.prompt.geometry.entry_bytes
+        window = self.prompt.window[:, None, None]
+        return self._by_layer(
+            [(store.kept + window) * store.group.geometry.entry_bytes for store in self.prompt.stores], 0
+        )
 
     @property
     def bytes_full(self) -> int:
-        """Bytes of the entries a full cache would hold for the same prompts, padding not counted."""
-        g = self.prompt.geometry
-        return int(self.prompt_lengths.sum()) * g.layers * g.kv_heads * g.entry_bytes
+        """Bytes a full cache of the layers that share the budget would hold, padding not counted."""
+        return int(self.prompt_lengths.sum()) * sum(store.group.geometry.token_bytes for store in self.prompt.stores)
+
+    def _by_layer(self, parts: Sequence[Tensor], fill: float) -> Tensor:
+        return by_layer([store.group.layers for store in self.prompt.stores], parts, fill)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON; tensors as nested lists ``[B][L][K]``."""
@@ -60,37 +81,52 @@ class Report:
             "budget": None if self.budget is None else asdict(self.budget),
             "budget_entries": self.prompt.entries.tolist(),
             "prompt_tokens": self.prompt_lengths.tolist(),
-            "geometry": asdict(self.prompt.geometry),
-            "lengths": self.lengths.tolist(),
-            "bytes_kept": self.bytes_kept.tolist(),
+            "pools": [asdict(store.group) for store in self.prompt.stores],
+            "rings": [asdict(group) for group in self.prompt.rings],
+            "layers": self.layer_ids,
+            "lengths": self.lengths.tolist() if self.prompt.stores else [],
+            "bytes_kept": self.bytes_kept.tolist() if self.prompt.stores else [],
             "nbytes": self.prompt.nbytes,
+            "ring_nbytes": self.prompt.ring_nbytes,
             "bytes_full": self.bytes_full,
-            "window_attention_mass": self.prompt.mass.tolist(),
-            "layer_weights": self.prompt.weights.tolist(),
+            "window_attention_mass": self.attention_mass.tolist() if self.prompt.stores else [],
+            "layer_weights": self._by_layer([store.weights for store in self.prompt.stores], 0).tolist()
+            if self.prompt.stores
+            else [],
             "compiled": [asdict(record) for record in self.compiled],
         }
 
     def __rich__(self) -> Group:
-        lengths, mass = self.lengths.double(), self.prompt.mass.double()
         table = Table(title=f"kvpass: {self.policy.name}, budget {self.budget}")
         for name in ("layer", "entries / head", "min", "max", "KiB", "attention mass", "min mass"):
             table.add_column(name, justify="right")
-        for layer in range(lengths.shape[1]):
+        for layer, lengths, size, mass in self._layers():
             table.add_row(
                 str(layer),
-                f"{float(lengths[:, layer].mean()):.1f}",
-                str(int(lengths[:, layer].min())),
-                str(int(lengths[:, layer].max())),
-                f"{int(self.bytes_kept[:, layer].sum()) / 1024:.1f}",
-                f"{float(mass[:, layer].mean()):.4f}",
-                f"{float(mass[:, layer].min()):.4f}",
+                f"{float(lengths.double().mean()):.1f}",
+                str(int(lengths.min())),
+                str(int(lengths.max())),
+                f"{size / 1024:.1f}",
+                f"{float(mass.double().mean()):.4f}",
+                f"{float(mass.min()):.4f}",
             )
-        kept, full = int(self.lengths.sum()), self.bytes_full // self.prompt.geometry.entry_bytes
-        lines = [
-            f"rows: {lengths.shape[0]}, prompt tokens: {', '.join(map(str, self.prompt_lengths.tolist()))}",
-            f"entries kept: {kept} of {full} ({kept / full:.1%}); cache occupies {self.prompt.nbytes} bytes, "
-            f"a full one would hold {self.bytes_full}",
-        ]
+        for ring in self.prompt.rings:
+            for layer in ring.layers:
+                table.add_row(str(layer), f"ring of {ring.sliding_window}", "", "", "", "", "")
+        rows, tokens = self.prompt.start.numel(), ", ".join(map(str, self.prompt_lengths.tolist()))
+        lines = [f"rows: {rows}, prompt tokens: {tokens}"]
+        if self.prompt.stores:
+            heads = sum(store.group.geometry.layers * store.group.geometry.kv_heads for store in self.prompt.stores)
+            kept, full = int(self.lengths.sum()), int(self.prompt_lengths.sum()) * heads
+            lines.append(
+                f"entries kept: {kept} of {full} ({kept / full:.1%}); cache occupies {self.prompt.nbytes} bytes, "
+                f"a full one would hold {self.bytes_full}"
+            )
+        if self.prompt.rings:
+            count = sum(len(ring.layers) for ring in self.prompt.rings)
+            lines.append(
+                f"{count} layers with a sliding window are outside the budget: {self.prompt.ring_nbytes} bytes of rings"
+            )
         if self.policy.parity == "code":
             lines.append("parity='code': released rules, which may keep more or fewer entries than the budget")
         lines += [
@@ -99,6 +135,16 @@ class Report:
             for record in self.compiled
         ]
         return Group(table, *lines)
+
+    def _layers(self) -> Iterator[tuple[int, Tensor, int, Tensor]]:
+        """Site, entries ``[B, K]``, bytes and attention mass ``[B, K]`` of each layer that shares the budget."""
+        found = []
+        for store in self.prompt.stores:
+            lengths = store.kept + self.prompt.window[:, None, None]
+            for index, layer in enumerate(store.group.layers):
+                size = int(lengths[:, index].sum()) * store.group.geometry.entry_bytes
+                found.append((layer, lengths[:, index], size, store.mass[:, index]))
+        return iter(sorted(found, key=operator.itemgetter(0)))
 
     def __str__(self) -> str:
         console = Console(width=100, file=io.StringIO())
@@ -115,23 +161,28 @@ class Report:
         """
         from matplotlib.figure import Figure
 
+        if not self.prompt.stores:
+            raise ValueError("nothing to plot: all layers have sliding windows")
         lengths = self.lengths[row]
-        layers, heads = lengths.shape
+        layers = lengths.shape[0]
         figure = Figure(figsize=(12, 1.5 + 0.35 * max(layers, 6)), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=[1, 2])
         image = left.imshow(lengths.numpy(force=True), aspect="auto", cmap="viridis")
         figure.colorbar(image, ax=left, label="entries kept")
         left.set(xlabel="KV head", ylabel="layer", title=f"{self.policy.name}, budget {self.budget}")
-        left.set_xticks(range(heads))
-        left.set_yticks(range(layers))
+        left.set_xticks(range(lengths.shape[1]))
+        left.set_yticks(range(layers), map(str, self.layer_ids))
         tokens = int(self.prompt_lengths[row])
         bins = min(tokens, 256)
         share = torch.zeros(layers, bins)
-        for layer in range(layers):
-            begin, end = (int(self.prompt.offsets[row, edge]) for edge in (layer * heads, (layer + 1) * heads))
-            window = torch.arange(tokens - int(self.prompt.window[row]), tokens).repeat(heads)
-            kept = torch.cat([self.prompt.positions[row, begin:end].cpu().long(), window])
-            share[layer] = torch.bincount(kept * bins // tokens, minlength=bins) / (heads * tokens / bins)
+        line = {layer: index for index, layer in enumerate(self.layer_ids)}
+        for store in self.prompt.stores:
+            heads = store.group.geometry.kv_heads
+            for index, layer in enumerate(store.group.layers):
+                begin, end = (int(store.offsets[row, edge]) for edge in (index * heads, (index + 1) * heads))
+                window = torch.arange(tokens - int(self.prompt.window[row]), tokens).repeat(heads)
+                kept = torch.cat([store.positions[row, begin:end].cpu().long(), window])
+                share[line[layer]] = torch.bincount(kept * bins // tokens, minlength=bins) / (heads * tokens / bins)
         image = right.imshow(
             share.numpy(),
             aspect="auto",
@@ -141,7 +192,7 @@ class Report:
             interpolation="nearest",
             extent=(0, tokens, layers - 0.5, -0.5),
         )
-        right.set_yticks(range(layers))
+        right.set_yticks(range(layers), map(str, self.layer_ids))
         figure.colorbar(image, ax=right, label="share of positions kept")
         right.set(xlabel="position in the prompt", ylabel="layer", title="what was kept")
         figure.savefig(path, dpi=120)

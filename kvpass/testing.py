@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -30,6 +31,13 @@ _LLAMA_LIKE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+_FALCON = {
+    **_COMMON,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "new_decoder_architecture": False,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _LLAMA_LIKE),
     "llama_mha": ("llama", {**_LLAMA_LIKE, "num_key_value_heads": 4}),
@@ -38,6 +46,69 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {**_LLAMA_LIKE, "sliding_window": None}),
     "mixtral": ("mixtral", {**_LLAMA_LIKE, "sliding_window": None, "num_local_experts": 4}),
     "olmo2": ("olmo2", _LLAMA_LIKE),
+    "qwen2": ("qwen2", _LLAMA_LIKE),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**_LLAMA_LIKE, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "mistral_sliding": ("mistral", {**_LLAMA_LIKE, "sliding_window": 24}),
+    "gemma2": ("gemma2", {**_LLAMA_LIKE, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **_LLAMA_LIKE,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **_LLAMA_LIKE,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "phi": ("phi", _LLAMA_LIKE),
+    "starcoder2": ("starcoder2", {**_LLAMA_LIKE, "sliding_window": None}),
+    "granite": ("granite", _LLAMA_LIKE),
+    "cohere2": (
+        "cohere2",
+        {
+            **_LLAMA_LIKE,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
+    "smollm3": ("smollm3", {**_LLAMA_LIKE, "no_rope_layers": [1, 1, 0]}),
+    "gptj": ("gptj", {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "rotary_dim": 8}),
+    "bloom": ("bloom", {**_COMMON, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
+    "falcon": ("falcon", {**_FALCON, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False}),
+    "falcon_alibi": ("falcon", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **_LLAMA_LIKE,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 24,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "gpt_neox": (
         "gpt_neox",
         {
@@ -110,6 +181,7 @@ class MaskedOracle:
 
     Keeps everything and masks, so it shares no code with the compressed path: new tokens attend, per layer and KV
     head, to the kept positions of the prompt and causally to each other; prompt tokens attend to the whole prompt.
+    Sliding windows, soft-capping and sinks are the model's own.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -128,10 +200,19 @@ class MaskedOracle:
         """
         s = ids.shape[1]
         n = keep.shape[3]
-        causal = torch.ones(s, s, dtype=torch.bool).tril() & mask[:, None, None, :].bool()
         seen = torch.cat([keep, torch.ones(*keep.shape[:3], s - n, dtype=torch.bool)], 3)
         new_rows = torch.arange(s)[:, None] >= n
-        allowed = causal[:, None] & (seen[:, :, :, None, :] | ~new_rows)
+        return self.logits_seen(ids, mask, seen[:, :, :, None, :] | ~new_rows)
+
+    @torch.no_grad()
+    def logits_seen(self, ids: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
+        """The same where every token may have another view: ``seen`` bool ``[B, L, K, S, S]``, rows look at columns.
+
+        What lies in the future or in padding stays hidden whatever ``seen`` says; a token always sees itself.
+        """
+        s = ids.shape[1]
+        causal = torch.ones(s, s, dtype=torch.bool).tril() & mask[:, None, None, :].bool()
+        allowed = causal[:, None] & seen
         allowed |= torch.eye(s, dtype=torch.bool)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         _ORACLE_MASKS[:] = list(allowed.unbind(1))
@@ -149,22 +230,75 @@ def _masked_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     group = query.shape[1] // key.shape[1]
     allowed = _ORACLE_MASKS[module.layer_idx].repeat_interleave(group, 1)  # type: ignore[index]
+    if sliding_window is not None:
+        rows = torch.arange(query.shape[2])
+        allowed = allowed & (rows[:, None] - rows < sliding_window)
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scaling)
-    return out.transpose(1, 2), None
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~allowed, float("-inf"))
+    if s_aux is not None:
+        logits = torch.cat([logits, s_aux[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    return (logits.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
 
 
 AttentionInterface.register(_ORACLE_NAME, _masked_attention)
 
 
+class Transcript:
+    """All tokens that went through a cache, and what each of them could see: the oracle's side of a test.
+
+    Args:
+        oracle: of the model. ids, mask: the prompt, int64 ``[B, N]``. Of the cache only :func:`kept_columns` is read.
+    """
+
+    def __init__(self, oracle: MaskedOracle, ids: Tensor, mask: Tensor, layers: int, kv_heads: int) -> None:
+        self.oracle = oracle
+        self.ids, self.mask = ids, mask
+        self.seen = torch.ones(ids.shape[0], layers, kv_heads, ids.shape[1], ids.shape[1], dtype=torch.bool)
+
+    def append(self, new: Tensor, kept: Tensor) -> None:
+        """Tokens ``[B, T]`` that see ``kept`` ``[B, L, K, columns so far]``, each other causally, and themselves."""
+        t = new.shape[1]
+        rows = torch.cat([kept, torch.ones(*kept.shape[:3], t, dtype=torch.bool)], 3)[:, :, :, None]
+        self.seen = torch.cat([torch.nn.functional.pad(self.seen, (0, t)), rows.expand(-1, -1, -1, t, -1)], 3)
+        self.ids = torch.cat([self.ids, new], 1)
+        self.mask = torch.cat([self.mask, torch.ones_like(new)], 1)
+
+    def logits(self) -> Tensor:
+        """What the uncompressed model says to every token, ``[B, S, vocabulary]``."""
+        return self.oracle.logits_seen(self.ids, self.mask, self.seen)
+
+    def pick_rows(self, index: Tensor) -> None:
+        """Row i becomes what row ``index[i]`` was."""
+        self.ids, self.mask, self.seen = self.ids[index], self.mask[index], self.seen[index]
+
+    def clone(self) -> Transcript:
+        """An independent copy."""
+        return copy.copy(self)
+
+
 def kept_columns(cache: CompressedCache, columns: int) -> Tensor:
-    """Which prompt columns a cache keeps, bool ``[B, L, K, columns]``."""
-    positions = cache.positions
-    keep = torch.zeros(*positions.shape[:3], columns, dtype=torch.bool, device=positions.device)
-    live = positions + cache.start[:, None, None, None]
-    live = torch.where((positions >= 0) & (live < columns), live, columns)
-    return torch.cat([keep, torch.zeros_like(keep[..., :1])], -1).scatter(3, live, True)[..., :columns]
+    """Which prompt columns a cache keeps, bool ``[B, L, K, columns]``; every real one in layers with a sliding window.
+
+    L counts all layers of the model, which have the same number of KV heads.
+    """
+    real = torch.arange(columns, device=cache.start.device) >= cache.start[:, None]
+    assert cache.layout is not None
+    heads = (*cache.layout.pools, *cache.layout.rings)[0].geometry.kv_heads
+    keep = real[:, None, None].repeat(1, len(cache), heads, 1)
+    if cache.stores:
+        positions = cache.positions
+        live = positions + cache.start[:, None, None, None]
+        live = torch.where((positions >= 0) & (live < columns), live, columns)
+        chosen = torch.zeros(*positions.shape[:3], columns + 1, dtype=torch.bool, device=live.device)
+        keep[:, list(cache.layer_ids)] = chosen.scatter(3, live, True)[..., :columns]
+    return keep

@@ -86,10 +86,7 @@ class CakeLayers:
     parity: Parity = "paper"
 
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
-        h = torch.zeros(scores.shape[0], dtype=torch.float64, device=scores.device)
-        for attention in obs.window_attention():
-            a = attention[..., : obs.evictable]
-            h -= (a * (a + 1e-10).log()).double().sum((1, 2, 3))
+        h = obs.entropy[..., : obs.evictable].double().sum((1, 2))
         v = obs.variance[..., : obs.evictable].double().sum((1, 2))
         return h.clamp(min=0.0) ** (1 / self.tau1) * v ** (1 / self.tau2)
 

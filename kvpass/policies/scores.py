@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
@@ -47,7 +46,4 @@ def check_score_options(pool: object, kernel_size: object, group: object) -> Non
 
 def column_sum(obs: Observation, rows: int | None = None) -> Tensor:
     """Sum of a over the last ``rows`` prompt rows (all by default), fp32 ``[B, H, N]``."""
-    if rows is None or rows >= obs.length:
-        return obs.column_sum
-    first = obs.length - rows
-    return torch.cat([obs.attention(k, first, obs.length).sum(2) for k in range(obs.kv_heads)], 1)
+    return obs.column_sum if rows is None else obs.recent_sum(rows)

@@ -41,7 +41,7 @@ def test_contract_8_a_growing_tail_does_not_recompile():
     token, capacities = out.logits[:, -1:].argmax(-1), set()
     for _ in range(200):
         out = fast(token, past_key_values=out.past_key_values)
-        capacities.add(out.past_key_values.tail_k.shape[3])
+        capacities.add(out.past_key_values.stores[0].tail_k.shape[3])
     assert len(capacities) == 4 and max(capacities) >= 208
     assert len(fast.report().compiled) == 2
 
@@ -98,11 +98,11 @@ def test_passes_are_dumped_before_and_after_with_op_counts(tmp_path, monkeypatch
     out = fast(random_ids(1, 50))
     fast(random_ids(1, 1), past_key_values=out.past_key_values)
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"prefill.0.0.rewrite_prefill.before.txt", "decode.1.0.rewrite_cached.after.txt"} <= names
+    assert {"prefill.0.0.rewrite_prefill.before.txt", "decode.1.1.rewrite_cached.after.txt"} <= names
     assert "kvpass.site" in (tmp_path / "prefill.0.0.rewrite_prefill.before.txt").read_text()
     after = (tmp_path / "prefill.0.0.rewrite_prefill.after.txt").read_text()
-    assert "torch.ops.kvpass.cascade_step.default(kvpass_pool_k" in after
-    ops = (tmp_path / "decode.1.0.rewrite_cached.ops.txt").read_text()
+    assert "torch.ops.kvpass.cascade_step.default(kvpass_store0_pool_k" in after
+    ops = (tmp_path / "decode.1.1.rewrite_cached.ops.txt").read_text()
     assert "kvpass.attend_cache.default: 0 -> 3 (+3)" in ops and "kvpass.site.default: 3 -> 0 (-3)" in ops
 
 

@@ -1,34 +1,399 @@
-"""The same contracts on a CUDA device; skipped without one."""
+"""The same contracts on a CUDA device, and those that only a device has; skipped without one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpass
+from kvpass import device, reference, sliding
+from kvpass.cuda_graphs import CudaRecorder
+from kvpass.policies import POLICIES, resolve
 from kvpass.testing import assert_close, kept_columns, left_pad, random_ids, tiny_model
 
 pytestmark = pytest.mark.gpu
 
+PLACE = "cuda"
+LAYERS, KV_HEADS, GROUP, WINDOW, TOKENS = 3, 2, 4, 8, 133
+STARTS = torch.tensor([0, 9, 120])
+OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "scissorhands"}}
+ERROR = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""Norm of the difference over the norm of the fp32 reference; operands and output are rounded to the dtype."""
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+SITES = pytest.mark.parametrize(
+    ("dim", "value_dim", "softcap", "with_sinks"),
+    [
+        (64, 64, None, False),
+        (80, 80, 20.0, True),
+        (128, 128, None, False),
+        (128, 128, 5.0, True),
+        (192, 128, None, True),
+        (256, 256, None, False),
+    ],
+)
 
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """The device must not be waited for inside."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def site(dtype: torch.dtype, dim: int = 64, value_dim: int = 64, tokens: int = TOKENS, seed: int = 0) -> list[Tensor]:
+    """q, k and v of one site on the device, as a model hands them over."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((KV_HEADS * GROUP, dim), (KV_HEADS, dim), (KV_HEADS, value_dim))
+    return [
+        torch.randn(STARTS.numel(), tokens, heads, size, generator=generator).to(PLACE, dtype).transpose(1, 2)
+        for heads, size in shapes
+    ]
+
+
+def sinks_of(with_sinks: bool) -> Tensor | None:
+    return torch.linspace(-3, 3, KV_HEADS * GROUP, device=PLACE) if with_sinks else None
+
+
+def exact(value: object) -> object:
+    """The same for the eager reference: a tensor on the CPU, in fp32 if it has fractions."""
+    on_cpu = value.cpu() if isinstance(value, Tensor) else value
+    return on_cpu.float() if isinstance(on_cpu, Tensor) and on_cpu.is_floating_point() else on_cpu
+
+
+def check(name: str, found: Tensor, expected: Tensor, error: float) -> None:
+    """Close by the norm of the difference, infinite in the same places, nowhere NaN."""
+    found, expected = found.cpu().double(), expected.double()
+    assert not found.isnan().any(), f"{name} has NaN"
+    assert torch.equal(found.isinf(), expected.isinf()), f"{name} is infinite elsewhere"
+    found, expected = (x.masked_fill(x.isinf(), 0) for x in (found, expected))
+    relative = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+    assert relative <= error, f"{name}: relative error {relative:.2e} above {error:.0e}"
+
+
+# -- every operator is the eager reference -----------------------------------------------------------------------------
+
+
+@HALVES
+@SITES
+@pytest.mark.parametrize("sliding_window", [None, 17])
+def test_attention_of_a_prompt(dtype, dim, value_dim, softcap, with_sinks, sliding_window):
+    arguments = [*site(dtype, dim, value_dim), STARTS, dim**-0.5, softcap, sinks_of(with_sinks), sliding_window]
+    expected = reference.prompt_attention(*map(exact, arguments))
+    check("output", device.prompt_attention(*arguments), expected, ERROR[dtype])
+
+
+@HALVES
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_what_a_policy_observes(dtype, name):
+    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    arguments = [*site(dtype), STARTS, 0.2, 1, LAYERS, policy]
+    expected = reference.observe_attention(*map(exact, arguments))
+    found = device.observe_attention(*arguments)
+    for what, one, other in zip(("output", "scores", "traces", "weight"), found, expected, strict=True):
+        check(what, one, other, ERROR[dtype])
+
+
+def buffers(policy, entries: int, dtype: torch.dtype, dim: int, place: str) -> dict[str, Tensor]:
+    rows, slots = STARTS.numel(), policy.capacity(entries, LAYERS, KV_HEADS)
+    tail = (LAYERS, rows, KV_HEADS, WINDOW + 24, dim)
+    made = {
+        "pool_k": torch.full((rows, slots, dim), float("nan"), dtype=dtype),
+        "pool_v": torch.full((rows, slots, dim), float("nan"), dtype=dtype),
+        "slots": torch.full((4, rows, slots), -1, dtype=torch.int32),
+        "slot_traces": torch.zeros(2, rows, slots),
+        "ledger": torch.zeros(rows, LAYERS, dtype=torch.float64),
+        "window_traces": torch.zeros(2, rows, LAYERS, KV_HEADS, WINDOW),
+        "tail_k": torch.full(tail, float("nan"), dtype=dtype),
+        "tail_v": torch.full(tail, float("nan"), dtype=dtype),
+    }
+    return {name: tensor.to(place) for name, tensor in made.items()}
+
+
+def compress(backend, policy, entries: int, dtype: torch.dtype, dim: int, place: str) -> tuple[dict, Tensor]:
+    """Pool and tails after all layers, and offsets; what the layers score comes from the eager reference."""
+    state = buffers(policy, entries, dtype, dim, place)
+    limits = torch.full((STARTS.numel(),), entries).to(place)
+    for layer in range(LAYERS):
+        q, k, v = site(dtype, dim, dim, seed=layer)
+        observed = reference.observe_attention(*map(exact, (q, k, v)), STARTS, 0.2, layer, LAYERS, policy)[1:]
+        scores, traces, weight = (x.to(place) for x in observed)
+        scored = (k.to(place), v.to(place), scores, traces, weight, limits, STARTS)
+        backend.cascade_step(*state.values(), *scored, layer=layer, policy=policy)
+    offsets = torch.zeros(STARTS.numel(), LAYERS * KV_HEADS + 1, dtype=torch.int32, device=place)
+    backend.pack(*(state[name] for name in ("pool_k", "pool_v", "slots", "slot_traces")), offsets)
+    return state, offsets
+
+
+@HALVES
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("name", ["lava", "cake", "snapkv", "full"])
+def test_the_cascade_moves_the_same_rows_into_the_same_places(dtype, dim, name):
+    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    entries = 20 if policy.needs_budget else TOKENS
+    expected, bounds = compress(reference, policy, entries, dtype, dim, "cpu")
+    found, offsets = compress(device, policy, entries, dtype, dim, PLACE)
+    assert torch.equal(offsets.cpu(), bounds), "other numbers of entries per head"
+    live = expected["slots"][reference.OWNER] >= 0
+    for plane in (reference.OWNER, reference.POSITION, reference.PLACE):
+        assert torch.equal(found["slots"].cpu()[plane][live], expected["slots"][plane][live]), f"plane {plane}"
+    for table in ("pool_k", "pool_v"):
+        assert torch.equal(found[table].cpu()[live], expected[table][live]), f"{table} holds other rows"
+    for table in ("tail_k", "tail_v"):
+        assert torch.equal(found[table].cpu()[..., :WINDOW, :], expected[table][..., :WINDOW, :]), table
+
+
+@HALVES
+@SITES
+@pytest.mark.parametrize("tokens", [1, 8, 17])
+def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens):
+    generator = torch.Generator().manual_seed(1)
+    rows = STARTS.numel()
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator).to(PLACE, dtype)
+
+    lengths = torch.tensor([[0, 130, 1, 64, 65, 40], [3, 0, 0, 0, 300, 1], [9, 9, 9, 9, 9, 9]])
+    offsets = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).int().to(PLACE)
+    pool = [random(rows, 400, dim), random(rows, 400, value_dim)]
+    tail = [random(LAYERS, rows, KV_HEADS, 100, size) for size in (dim, value_dim)]
+    start, used = torch.tensor([0, 5, 62], device=PLACE), torch.tensor(63, device=PLACE)
+    options = (softcap, sinks_of(with_sinks))
+    q, k, v = site(dtype, dim, value_dim, tokens)
+    given = [q, k, v, *pool, offsets, *(x.clone() for x in tail), start, used, dim**-0.5, 1]
+    expected = reference.attend_cache(*map(exact, (*given, *options)))
+    found = device.attend_cache(*given, *device.index_pool(offsets, KV_HEADS), *options)
+    check("output", found, expected, ERROR[dtype])
+    for name, after, before, new in zip("kv", given[6:8], tail, (k, v), strict=True):
+        written = before.clone()
+        written[1, :, :, 63 : 63 + tokens] = new
+        assert torch.equal(after, written), f"tail of {name}"
+
+
+@HALVES
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (5.0, True)])
+@pytest.mark.parametrize("slots", [16, 200])
+def test_a_ring_is_filled_and_attended(dtype, softcap, with_sinks, slots):
+    options = (softcap, sinks_of(with_sinks))
+    rings = [torch.zeros(1, STARTS.numel(), KV_HEADS, slots, 64, device=PLACE, dtype=dtype) for _ in range(2)]
+    twins = [exact(ring) for ring in rings]
+    prompt = [*site(dtype), STARTS]
+    expected = sliding.fill_ring(*map(exact, prompt), *twins, 0.2, 0, *map(exact, options))
+    check("prompt", device.fill_ring(*prompt, *rings, 0.2, 0, *options), expected, ERROR[dtype])
+    seen, first = torch.tensor(TOKENS, device=PLACE), STARTS.to(PLACE)
+    new = site(dtype, tokens=3, seed=5)
+    expected = sliding.attend_ring(*map(exact, new), *twins, seen.cpu(), first.cpu(), 0.2, 0, *map(exact, options))
+    check("new", sliding.attend_ring(*new, *rings, seen, first, 0.2, 0, *options), expected, ERROR[dtype])
+    for ring, twin in zip(rings, twins, strict=True):
+        assert torch.equal(exact(ring), twin)
+
+
+# -- contracts ---------------------------------------------------------------------------------------------------------
+
+
+def no_graphs(model):
+    """The same compiled model, launching its kernels one by one."""
+    model._kvpass.compiler = replace(model._kvpass.compiler, cuda_graphs=False)
+    return model
+
+
+def steps(model, cache, token: Tensor, count: int) -> tuple[list[int], Tensor]:
+    """Greedy tokens, and all logits."""
+    tokens, logits = [], []
+    for _ in range(count):
+        out = model(token, past_key_values=cache)
+        logits.append(out.logits)
+        token = out.logits[:, -1:].argmax(-1)
+        tokens.append(token)
+    return torch.cat(tokens, 1).tolist(), torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("policy", ["lava", "snapkv", "full", "h2o"])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_contract_1_identity_on_cuda(backend):
+def test_contract_1_identity_on_cuda(backend, policy):
     model = tiny_model("llama").cuda()
-    fast = kvpass.compile(model, budget=10**6, window=8, backend=backend)
+    budget = {} if policy == "full" else {"budget": 10**6}
+    fast = kvpass.compile(model, policy=policy, window=8, backend=backend, **budget)
     ids = random_ids(2, 61).cuda()
     with torch.no_grad():
-        assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-3)
+        assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     assert torch.equal(fast.generate(ids, max_new_tokens=12, do_sample=False), expected)
 
 
-@pytest.mark.parametrize("policy", ["lava", "h2o"])
-def test_cuda_keeps_what_the_cpu_keeps(policy):
+@pytest.mark.parametrize("policy", ["lava", "cake", "h2o"])
+def test_cuda_keeps_and_says_what_the_cpu_does(policy):
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (61, 37)])
-    kept = []
-    for device in ("cpu", "cuda"):
-        model = tiny_model("llama").to(device)
-        fast = kvpass.compile(model, policy=policy, budget=16, window=8, backend="eager")
-        cache = fast(ids.to(device), attention_mask=mask.to(device)).past_key_values
-        kept.append(kept_columns(cache, ids.shape[1]).cpu())
+    kept, said = [], []
+    for place in ("cpu", "cuda"):
+        model = tiny_model("llama").to(place)
+        fast = kvpass.compile(model, policy=policy, budget=16, window=8, backend="eager", **OPTIONS.get(policy, {}))
+        given = {"attention_mask": mask.to(place)}
+        kept.append(kept_columns(fast(ids.to(place), **given).past_key_values, ids.shape[1]).cpu())
+        said.append(fast.generate(ids.to(place), max_new_tokens=12, do_sample=False, **given).cpu())
     assert torch.equal(*kept)
+    assert torch.equal(*said)
+
+
+@pytest.mark.parametrize("policy", ["lava", "snapkv"])
+def test_a_padded_row_answers_as_it_does_alone(policy):
+    model = tiny_model("llama").cuda()
+    fast = kvpass.compile(model, policy=policy, budget=16, window=8)
+    prompts = [random_ids(1, n, seed=n)[0] for n in (70, 23, 9)]
+    ids, mask = left_pad(prompts)
+    ids, mask = ids.cuda(), mask.cuda()
+    kept = kept_columns(fast(ids, attention_mask=mask).past_key_values, ids.shape[1]).cpu()
+    said = fast.generate(ids, attention_mask=mask, max_new_tokens=80, do_sample=False)[:, ids.shape[1] :]
+    for row, prompt in enumerate(prompts):
+        alone = prompt[None].cuda()
+        own = kept_columns(fast(alone).past_key_values, alone.shape[1]).cpu()
+        assert torch.equal(kept[row, ..., ids.shape[1] - prompt.numel() :], own[0]), f"row {row} keeps other entries"
+        expected = fast.generate(alone, max_new_tokens=80, do_sample=False)[0, prompt.numel() :]
+        assert torch.equal(said[row], expected), f"row {row} says something else"
+
+
+# -- what only a device has --------------------------------------------------------------------------------------------
+
+
+def test_the_guard_against_synchronisation_sees_one():
+    value = torch.ones((), device="cuda")
+    with pytest.raises(RuntimeError, match="synchronizing"), no_synchronisation():
+        value.item()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_decode_step_does_not_synchronise(graphs, family):
+    fast = kvpass.compile(tiny_model(family, dtype=torch.bfloat16).cuda(), policy="lava", budget=16, window=8)
+    if not graphs:
+        no_graphs(fast)
+    cache = fast(random_ids(2, 61).cuda()).past_key_values
+    token = random_ids(2, 1).cuda()
+    for _ in range(3):
+        fast(token, past_key_values=cache)
+    torch.cuda.synchronize()
+    with no_synchronisation():
+        out = fast(token, past_key_values=cache)
+    assert out.logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["lava", "cake", "snapkv", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_no_layer_of_a_prefill_synchronises(name, dtype):
+    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    entries = 20 if policy.needs_budget else TOKENS
+    q, k, v = site(dtype)
+    limits = torch.full((STARTS.numel(),), entries, device="cuda")
+    offsets = torch.zeros(STARTS.numel(), LAYERS * KV_HEADS + 1, dtype=torch.int32, device="cuda")
+
+    def prefill(state: dict[str, Tensor]) -> None:
+        for layer in range(LAYERS):
+            _, *observed = torch.ops.kvpass.observe_attention(q, k, v, STARTS, 0.2, layer, LAYERS, policy.spec)
+            torch.ops.kvpass.cascade_step(*state.values(), k, v, *observed, limits, STARTS, layer, policy.spec)
+        torch.ops.kvpass.pack(*(state[key] for key in ("pool_k", "pool_v", "slots", "slot_traces")), offsets)
+
+    states = [buffers(policy, entries, dtype, 64, "cuda") for _ in range(2)]
+    prefill(states[0])
+    torch.cuda.synchronize()
+    with no_synchronisation():
+        prefill(states[1])
+    assert torch.equal(states[0]["slots"], states[1]["slots"])
+
+
+def test_a_prefill_holds_the_pool_and_one_layer():
+    """Beyond the peak of a forward without a cache, by the allocator's count, at most pool + 1.1 layers of KV."""
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=1024, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=65536,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    ids = torch.randint(128, (1, 32768), device="cuda")
+    fast = kvpass.compile(model, policy="lava", budget=1024)
+    bare = torch.compile(model.forward, fullgraph=True)
+
+    def peak(run) -> int:
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    with torch.no_grad():
+        without = peak(lambda: bare(ids, use_cache=False, logits_to_keep=1).logits)
+        compressed = peak(lambda: fast(ids, logits_to_keep=1).logits)
+        pool = fast(ids, logits_to_keep=1).past_key_values.nbytes
+    layer = 2 * ids.shape[1] * config.hidden_size * 2
+    assert pool < 2 * layer
+    assert compressed - without <= pool + 1.1 * layer
+
+
+class CountingRecorder(CudaRecorder):
+    recorded = 0
+
+    def __call__(self, function):
+        CountingRecorder.recorded += 1
+        return super().__call__(function)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """How many CUDA graphs have been captured."""
+    CountingRecorder.recorded = 0
+    monkeypatch.setattr("kvpass.backend.CudaRecorder", CountingRecorder)
+    return lambda: CountingRecorder.recorded
+
+
+@pytest.mark.parametrize("policy", ["lava", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_replayed_steps_are_those_launched_one_by_one_while_the_tail_grows(policy, dtype, recorded):
+    model = tiny_model("llama", dtype=dtype).cuda()
+    budget = {} if policy == "full" else {"budget": 16}
+    graphed = kvpass.compile(model, policy=policy, window=8, **budget)
+    plain = no_graphs(kvpass.compile(model, policy=policy, window=8, **budget))
+    ids, token = random_ids(2, 61).cuda(), random_ids(2, 1).cuda()
+    expected, logits = steps(plain, plain(ids).past_key_values, token, 150)
+    assert recorded() == 0
+    found, replayed = steps(graphed, graphed(ids).past_key_values, token, 150)
+    assert recorded() == 3, "one graph for each length of the tail"
+    assert found == expected
+    assert_close("logits", replayed, logits, atol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_caches_that_take_turns_do_not_mix(recorded):
+    model = tiny_model("llama").cuda()
+    fast = kvpass.compile(model, policy="lava", budget=16, window=8)
+    plain = no_graphs(kvpass.compile(model, policy="lava", budget=16, window=8))
+    prompts = [random_ids(1, n, seed=n).cuda() for n in (61, 40)]
+    token = random_ids(1, 1).cuda()
+    expected = [steps(plain, plain(ids).past_key_values, token, 20)[0][0] for ids in prompts]
+    caches = [fast(ids).past_key_values for ids in prompts]
+    tokens, found = [token, token], [[], []]
+    for _ in range(20):
+        for turn, cache in enumerate(caches):
+            (said,), _ = steps(fast, cache, tokens[turn], 1)
+            found[turn] += said
+            tokens[turn] = torch.tensor([said], device="cuda")
+    assert found == expected
+    assert recorded() == 2
+
+
+def test_generate_replays(recorded):
+    model = tiny_model("llama").cuda()
+    fast = kvpass.compile(model, policy="lava", budget=16, window=8)
+    plain = no_graphs(kvpass.compile(model, policy="lava", budget=16, window=8))
+    ids = random_ids(2, 61).cuda()
+    expected = plain.generate(ids, max_new_tokens=40, do_sample=False)
+    assert torch.equal(fast.generate(ids, max_new_tokens=40, do_sample=False), expected)
+    assert recorded() == 1

@@ -14,14 +14,29 @@ from torch.nn import functional as F
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import copy_graph
 from kvpass.graphs.check_no_raw_attention import check_no_raw_attention_pass
-from kvpass.graphs.check_positions import check_positions_pass
 from kvpass.graphs.find_attention import find_attention_pass
+from kvpass.graphs.find_eager_attention import find_eager_attention_pass
+from kvpass.graphs.find_flash_attention import find_flash_attention_pass
+from kvpass.graphs.find_flex_attention import find_flex_attention_pass
+from kvpass.graphs.fold_alibi import fold_alibi_pass
+from kvpass.graphs.offset_positions import check_positions_pass
 from kvpass.graphs.passes import GraphPass
+from kvpass.graphs.specialize_floats import specialize_floats_pass
 from kvpass.graphs.strip_repeat_kv import strip_repeat_kv_pass
 
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 2, 8, 50
 TOKENS = 11
-ALL_PASSES = (find_attention_pass, strip_repeat_kv_pass, check_no_raw_attention_pass, check_positions_pass)
+ALL_PASSES = (
+    specialize_floats_pass,
+    find_attention_pass,
+    find_flash_attention_pass,
+    find_flex_attention_pass,
+    find_eager_attention_pass,
+    strip_repeat_kv_pass,
+    fold_alibi_pass,
+    check_no_raw_attention_pass,
+    check_positions_pass,
+)
 
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -83,18 +98,19 @@ def run_capture(
     *,
     dynamic: bool = True,
     execute: bool = True,
+    tolerance: float = 1e-5,
 ) -> tuple[GraphModule, list[int]]:
     """Capture ``function(*inputs)`` as one graph, run ``passes``, compare the graph's output with eager.
 
     Args:
         dynamic: whether every dimension of TOKENS in the inputs is symbolic.
+        tolerance: absolute and relative, of the comparison.
         execute: False to keep the rewritten graph from running, where the site operator cannot.
     Returns:
         the rewritten graph and what each pass returned.
     """
     graphs: list[GraphModule] = []
     counts: list[int] = []
-    refusals: list[UnsupportedAttentionError] = []
 
     def backend(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
         copy = copy_graph(gm)
@@ -103,11 +119,14 @@ def run_capture(
                 counts.append(graph_pass(copy))
                 copy.graph.lint()
         except UnsupportedAttentionError as error:
-            refusals.append(error)
-            return gm.forward
+            refusal = error
+            return lambda *_: refuse(refusal)
         copy.recompile()
         graphs.append(copy)
         return copy.forward if execute else gm.forward
+
+    def refuse(error: UnsupportedAttentionError) -> None:
+        raise error
 
     torch._dynamo.reset()
     if dynamic:
@@ -116,9 +135,7 @@ def run_capture(
                 torch._dynamo.mark_dynamic(value, dim)
     with torch.no_grad():
         got = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
-        if refusals:
-            raise refusals[0]
-        torch.testing.assert_close(got, function(*inputs), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got, function(*inputs), atol=tolerance, rtol=tolerance)
     (graph,) = graphs
     return graph, counts
 

@@ -104,10 +104,18 @@ def test_written_out_attention_is_refused(name, decoder, capture, inputs) -> Non
     assert refusal.value.node
 
 
+@pytest.mark.parametrize("name", WITHOUT_SOFTMAX)
+def test_attention_without_softmax_of_fixed_length_is_refused(name, decoder, capture, inputs) -> None:
+    model = decoder()
+    model.layers[1].attend = plain(WITHOUT_SOFTMAX[name])
+    with pytest.raises(UnsupportedAttentionError, match=r"layers\.1.*relates tokens to tokens"):
+        capture(model, inputs(), PASSES, dynamic=False)
+
+
 @pytest.mark.parametrize("tokens", [1, 11])
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_written_out_attention_of_fixed_length_is_refused(name, tokens, decoder, capture, inputs) -> None:
-    with pytest.raises(UnsupportedAttentionError, match="attention that is written out"):
+    with pytest.raises(UnsupportedAttentionError, match=r"attention that is written out|relates tokens to tokens"):
         capture(decoder(plain(WRITTEN_OUT[name]), layers=1), inputs(tokens=tokens), PASSES, dynamic=False)
 
 

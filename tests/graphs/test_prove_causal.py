@@ -175,7 +175,7 @@ def decide_masks(
         for node in gm.graph.nodes:
             if is_raw_attention(node):
                 try:
-                    decided.append(prove_causal(gm, flow, node, node.args[3], node.args[0]))
+                    decided.append(prove_causal(gm, flow, node, node.args[3], node.args[0])[0].window)
                 except NotCausalError as error:
                     decided.append(str(error))
         return gm.forward
@@ -224,9 +224,12 @@ def test_a_capture_of_fixed_length_decides_what_the_length_shows() -> None:
         None,
         5,
     ]
-    longer, stored = decide_masks([BANDED["13"][1], CAUSAL["stored"]], 2, dynamic=False)
+    longer, band_of_64, stored = decide_masks(
+        [BANDED["13"][1], BANDED["stored"][1], CAUSAL["stored"]], 2, dynamic=False
+    )
     assert "mentions 13" in str(longer)
-    assert "mentions 64" in str(stored)
+    assert "mentions 64" in str(band_of_64)
+    assert stored is None, "a stored mask that is causal as a whole has no window"
 
 
 def test_every_row_of_a_batch_of_any_size_counts() -> None:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpass import builtin
+from kvpass.eval import needle_text
 
 FACTS = {"riges": "48291", "tezos": "70356", "lage": "19204", "mekoni": "66138"}
 FILLER = [
@@ -54,7 +55,7 @@ def test_it_answers_from_the_prompt_and_not_from_memory(
 def test_the_dtype_is_the_one_asked_for(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     assert {p.dtype for p in loaded[0].parameters()} == {torch.float32}
     assert not loaded[0].training
-    bf16, _ = builtin.load(torch.bfloat16)
+    bf16, _ = builtin.load(dtype=torch.bfloat16)
     assert {p.dtype for p in bf16.parameters()} == {torch.bfloat16}
     for (name, stored), (_, widened) in zip(bf16.named_parameters(), loaded[0].named_parameters(), strict=True):
         assert torch.equal(stored.float(), widened), name
@@ -63,3 +64,20 @@ def test_the_dtype_is_the_one_asked_for(loaded: tuple[PreTrainedModel, PreTraine
 def test_the_folder_holds_model_tokenizer_and_card() -> None:
     names = {file.name for file in builtin.path().iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "MODEL_CARD.md"} <= names
+
+
+def test_the_needle_model_answers_about_names_it_has_never_seen() -> None:
+    model, tokenizer = builtin.load("needle")
+    assert model.config.num_hidden_layers >= 6 and model.config.num_key_value_heads >= 4
+    for seed in range(3):
+        made = needle_text.sample("multikey", 400, seed)
+        question = made.questions[0]
+        prompt = tokenizer(made.ask(question), return_tensors="pt", return_token_type_ids=False)
+        assert tokenizer.unk_token_id not in prompt["input_ids"]
+        tokens = model.generate(**prompt, max_new_tokens=question.max_new_tokens, do_sample=False)
+        assert question.answered_by(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :])), f"seed {seed}"
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="name='needles': must be one of digits, needle"):
+        builtin.load("needles")  # type: ignore[arg-type]

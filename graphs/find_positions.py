@@ -1,14 +1,15 @@
-"""Fail closed on a decoder that numbers its own tokens.
+"""Find where a decoder numbers its own tokens, and fail closed on what cannot be told from such numbering.
 
 Such a decoder counts from the length of its input, which is the position only while there is no cache: against a cache
-every new token would be number 0. Positions must come in from outside. They are found by what they do: a tensor made
-of sizes and weights alone, that differs from token to token or with the token count, and reaches a site.
+every new token would be number 0. Positions are found by what they do: a tensor made of sizes and weights alone, that
+differs from token to token or with the token count, and reaches a site.
 """
 
 from __future__ import annotations
 
 import math
-import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,15 +17,18 @@ from torch.fx import GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.fx_utils import (
+    EXAMPLE_LENGTHS,
     DataFlow,
     Dim,
     EvaluationError,
     SizeMap,
     concrete,
     evaluate,
+    example_sizes,
     is_module_tensor,
     is_scalar,
     module_path_of,
+    module_tensor,
     mutated_inputs,
     recorded,
     shape_of,
@@ -35,8 +39,6 @@ from kvpass.graphs.fx_utils import (
 )
 from kvpass.graphs.rewrite_attention import find_sites
 
-_LENGTHS = (7, 13)
-_BATCH = 2
 _MAX_EXAMPLE = 2**26
 """Elements of the largest weight that an example replaces by random numbers; a larger one is not evaluated."""
 
@@ -49,37 +51,63 @@ _LOOKUPS = set(
 _ARITHMETIC = {"add", "sub", "rsub", "mul", "truediv", "div", "floordiv", "pow", "iadd", "isub", "imul", "itruediv"}
 
 
-def check_positions_pass(gm: GraphModule) -> int:
-    """Refuse a graph that makes token positions from its input length; changes nothing.
+@dataclass(frozen=True)
+class Entry:
+    """``operand``, made of sizes and weights alone, numbers tokens and enters the hidden state at ``user``.
+
+    Attributes:
+        origin: the first node of the operand that depends on the token count.
+    """
+
+    user: Node
+    operand: Node
+    origin: Node
+
+
+def find_positions(gm: GraphModule) -> list[Entry]:
+    """Every place where positions that the decoder counts by itself enter the hidden state.
 
     Raises:
-        UnsupportedAttentionError: naming the node at which positions enter the hidden state, and their origin.
+        UnsupportedAttentionError: the token count or such positions enter in a way that no offset makes right.
     """
     sites = find_sites(gm)
-    if sites:
-        shape = shape_of(sites[0].q)
-        assert shape is not None
-        _Search(gm, shape[0], shape[2]).run([node for site in sites for node in (site.q, site.k, site.v)])
-    return 0
+    if not sites:
+        return []
+    search = Search(gm)
+    search.run([node for site in sites for node in (site.q, site.k, site.v)])
+    return search.entries
 
 
-class _Search:
+def refuse_positions(node: Node, origin: Node, why: str) -> UnsupportedAttentionError:
+    """The error for positions made by ``origin`` that enter at ``node``."""
+    reason = (
+        f"positions are made in the graph, by {origin.name} from the length of the input; against a cache they "
+        f"would start at 0 again, and {why}. Pass positions in as an input of the decoder"
+    )
+    return UnsupportedAttentionError(module_path_of(node), node.name, reason)
+
+
+class Search:
     """One walk over the graph in execution order.
 
     Attributes:
+        batch, tokens: sizes of these axes of the first site.
+        entries: what was found.
         fed: nodes whose elements come from the inputs of the decoder, not from sizes and weights alone.
         sized: other nodes, that depend on the token count.
         counted: origin of the positions that an int or bool node holds.
     """
 
-    def __init__(self, gm: GraphModule, batch: Dim, tokens: Dim) -> None:
+    def __init__(self, gm: GraphModule) -> None:
+        shape = shape_of(find_sites(gm)[0].q)
+        assert shape is not None
         self.gm = gm
         self.flow = DataFlow(gm)
-        self.batch_symbols = symbols_of([batch])
-        self.tokens = tokens
-        self.symbols = symbols_of([tokens])
+        self.batch, self.tokens = shape[0], shape[2]
+        self.symbols = symbols_of([self.tokens])
+        self.entries: list[Entry] = []
         self.fed: set[object] = set()
-        self.sized: set[Node] = set()
+        self.sized: set[object] = set()
         self.counted: dict[object, Node] = {}
 
     def run(self, targets: list[Node]) -> None:
@@ -94,7 +122,7 @@ class _Search:
         inputs = value_inputs(node)
         if not any(self._is_fed(operand) for operand in inputs):
             if self._is_sized(node, inputs):
-                self.sized.add(node)
+                self.sized.update([node, *(storage_of(operand) for operand in mutated_inputs(node))])
             if node.op == "output":
                 return
         else:
@@ -102,7 +130,7 @@ class _Search:
             self.fed.update(storage_of(operand) for operand in mutated_inputs(node))
             self._check_sizes(node)
             for operand in inputs:
-                if operand in self.sized and not self._is_fed(operand) and self._numbers_tokens(operand, node):
+                if self._is_counted(operand) and self._numbers_tokens(operand, node):
                     origin = next(
                         source for source in self.flow.sources([operand], before=node) if source in self.sized
                     )
@@ -117,9 +145,12 @@ class _Search:
     def _is_fed(self, node: Node) -> bool:
         return node in self.fed or storage_of(node) in self.fed
 
+    def _is_counted(self, operand: Node) -> bool:
+        return (operand in self.sized or storage_of(operand) in self.sized) and not self._is_fed(operand)
+
     def _is_sized(self, node: Node, inputs: list[Node]) -> bool:
         """Whether a node made of sizes and weights alone depends on the token count."""
-        if any(operand in self.sized for operand in inputs):
+        if any(operand in self.sized or storage_of(operand) in self.sized for operand in inputs):
             return True
         shape = shape_of(node)
         if shape is None:
@@ -157,7 +188,7 @@ class _Search:
             if isinstance(value, torch.SymFloat) or (
                 isinstance(value, torch.SymInt) and target_name(node) in _ARITHMETIC
             ):
-                raise self._refuse(node, operand)
+                raise refuse_positions(node, operand, "the length enters arithmetic as a number")
 
     def _runs_over_tokens(self, node: Node) -> bool:
         operand = value_inputs(node)[0]
@@ -184,7 +215,10 @@ class _Search:
         if isinstance(value, (tuple, list)) and _is_integral(operand):
             self._carry(node, origin)
             return
-        raise self._refuse(node, origin)
+        if self._is_counted(operand):
+            self.entries.append(Entry(node, operand, origin))
+            return
+        raise refuse_positions(node, origin, "they are mixed with inputs before they enter")
 
     def _carry(self, node: Node, origin: Node) -> None:
         self.counted.setdefault(node, origin)
@@ -202,34 +236,19 @@ class _Search:
         if target_name(node).startswith(("empty", "new_empty")):
             return False
         if not self.symbols:
-            return self.tokens == 1 or not self._is_uniform(node, self._example(node, user, {}))
-        first, second = (self._example(node, user, self._sizes(length)) for length in _LENGTHS)
+            return self.tokens == 1 or not self._is_uniform(node, self.example(node, user, {}))
+        first, second = (self.example(node, user, self.sizes(length)) for length in EXAMPLE_LENGTHS)
         if not (self._is_uniform(node, first) and self._is_uniform(node, second)):
             return True
         return not torch.equal(self._first_rows(node, first), self._first_rows(node, second))
 
-    def _sizes(self, length: int) -> SizeMap:
-        return dict.fromkeys(self.batch_symbols, _BATCH) | dict.fromkeys(self.symbols, length)
+    def sizes(self, length: int) -> SizeMap:
+        """Values of the symbols for an example of so many tokens."""
+        return example_sizes([self.batch], [self.tokens], length)
 
-    def _example(self, node: Node, user: Node, sizes: SizeMap) -> Tensor:
-        sources = self.flow.sources([node], before=user)
-        generator = torch.Generator().manual_seed(0)
-        feeds = {}
-        try:
-            for source in sources:
-                if source.op in ("placeholder", "get_attr"):
-                    like = recorded(source)
-                    if like is None:
-                        like = operator.attrgetter(str(source.target))(self.gm)
-                    shape = concrete(tuple(like.shape), sizes)
-                    if like.numel() > _MAX_EXAMPLE:
-                        raise EvaluationError(f"{source.name} has {like.numel()} elements, too many for an example")
-                    feeds[source] = torch.rand(shape, generator=generator).to(dtype=like.dtype, device=like.device)
-            value = evaluate(self.gm, node, [source for source in sources if source not in feeds], feeds, sizes)
-        except EvaluationError as error:
-            reason = f"{node.name} depends on the token count and cannot be evaluated: {error}"
-            raise UnsupportedAttentionError(module_path_of(user), user.name, reason) from error
-        return value
+    def example(self, node: Node, user: Node, sizes: SizeMap) -> Tensor:
+        """See :func:`example_of`."""
+        return example_of(self.gm, self.flow, node, user, sizes, {})
 
     def _token_axes(self, node: Node) -> list[int]:
         shape = shape_of(node)
@@ -244,12 +263,44 @@ class _Search:
     def _is_uniform(self, node: Node, value: Tensor) -> bool:
         return bool((value == self._first_rows(node, value)).all())
 
-    def _refuse(self, node: Node, origin: Node) -> UnsupportedAttentionError:
-        reason = (
-            f"positions are made in the graph, by {origin.name} from the length of the input; against a cache they "
-            "would start at 0 again. Pass positions in as an input of the decoder"
-        )
-        return UnsupportedAttentionError(module_path_of(node), node.name, reason)
+
+def example_of(
+    gm: GraphModule, flow: DataFlow, node: Node, user: Node, sizes: SizeMap, feeds: Mapping[Node, Tensor]
+) -> Tensor:
+    """What a node made of sizes and weights holds when ``user`` reads it, floating-point weights being random.
+
+    Args:
+        feeds: values of other inputs.
+    Raises:
+        UnsupportedAttentionError: it cannot be evaluated.
+    """
+    sources = flow.sources([node], before=user)
+    generator = torch.Generator().manual_seed(0)
+    known = dict(feeds)
+    try:
+        for source in sources:
+            if source.op in ("placeholder", "get_attr") and source not in known:
+                known[source] = _weight(gm, source, sizes, generator)
+        value = evaluate(gm, node, [source for source in sources if source not in known], known, sizes)
+    except EvaluationError as error:
+        reason = f"{node.name} depends on the token count and cannot be evaluated: {error}"
+        raise UnsupportedAttentionError(module_path_of(user), user.name, reason) from error
+    return value
+
+
+def _weight(gm: GraphModule, node: Node, sizes: SizeMap, generator: torch.Generator) -> Tensor:
+    """Random numbers in place of a weight; the content of an integral one, which may hold positions."""
+    content = module_tensor(gm, node)
+    like = recorded(node) if recorded(node) is not None else content
+    if like is None or like.numel() > _MAX_EXAMPLE:
+        size = "an unknown number of" if like is None else like.numel()
+        raise EvaluationError(f"{node.name} has {size} elements, too many for an example")
+    if like.dtype.is_floating_point or like.dtype.is_complex:
+        shape = concrete(tuple(like.shape), sizes)
+        return torch.rand(shape, generator=generator).to(dtype=like.dtype, device=like.device)
+    if content is None:
+        raise EvaluationError(f"the content of {node.name} is out of reach")
+    return content
 
 
 def _is_integral(node: Node) -> bool:

@@ -1,0 +1,28 @@
+"""Insert calls into a Dynamo graph, recorded as Dynamo would have recorded them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from kvpass.graphs.fx_utils import recorded
+
+
+def insert_method(gm: GraphModule, name: str, operand: Node, *args: Any) -> Node:
+    """A method call on a tensor at the graph's insertion point, with its result recorded as Dynamo would."""
+    node = gm.graph.call_method(name, (operand, *args))
+    node.meta = {**operand.meta, "example_value": getattr(recorded(operand), name)(*args)}
+    return node
+
+
+def insert_function(gm: GraphModule, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A function call at the graph's insertion point, recorded as Dynamo would, at the place in the code of ``like``.
+
+    Sizes among the operands need the fake mode of the graph to be active.
+    """
+    node = gm.graph.call_function(target, args, kwargs)
+    node.meta = {name: like.meta.get(name) for name in ("nn_module_stack", "stack_trace")}
+    node.meta["example_value"] = target(*map_arg(args, recorded), **map_arg(kwargs, recorded))
+    return node

@@ -1,0 +1,350 @@
+"""Let a decoder that counts its own positions go on counting from the tokens a cache has seen.
+
+Before::
+
+    order = arange(T)
+    x = embed(ids) + table[:T] + learned(order)
+
+After, in extend and decode, ``seen`` being the tokens before this call::
+
+    order = arange(T) + seen
+    x = embed(ids) + table.index_select(0, arange(T) + seen) + learned(order)
+
+The counters are found by their form and the result is proved by evaluation: what enters the hidden state must be, for
+token i of a call after ``seen`` tokens, what the decoder itself gives to token ``seen + i`` of a longer input. A
+capture of one token shows too little for that; it must repeat what a longer capture of the same line of code was seen
+to do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.find_positions import Entry, Search, example_of, find_positions, refuse_positions
+from kvpass.graphs.fold_alibi import RELATIVE
+from kvpass.graphs.fx_utils import (
+    EXAMPLE_LENGTHS,
+    DataFlow,
+    Dim,
+    dim_of,
+    module_path_of,
+    mutated_inputs,
+    recorded,
+    shape_of,
+    storage_of,
+    symbols_of,
+    target_name,
+)
+
+_MARK = "kvpass_positions"
+_PLACES = "kvpass_positions_counted"
+_ROWS = 13
+_TOLERANCE = 1e-5
+
+
+_WITNESSES: defaultdict[str, list[_Witness]] = defaultdict(list)
+"""What earlier captures of several tokens have shown, by line of code."""
+
+
+def check_positions_pass(gm: GraphModule) -> int:
+    """Mark the positions that the decoder counts by itself for :func:`offset_positions_pass`; returns how many.
+
+    With any, rows of a batch must be at the same position: left padding is not possible. Positions of which only
+    differences count (``fold_alibi``) are marked but not counted.
+
+    Raises:
+        UnsupportedAttentionError: naming the node at which positions enter that cannot be offset, and their origin.
+    """
+    entries = find_positions(gm)
+    search = Search(gm) if entries else None
+    places: dict[str, int] = defaultdict(int)
+    for entry in entries:
+        assert search is not None
+        place = _place(search, entry)
+        places[place] += 1
+        refusal = _prove(search, entry, f"{place}\n{places[place]}")
+        marks = entry.user.meta.get(_MARK, ())
+        entry.user.meta[_MARK] = (*marks, (entry.user.all_input_nodes.index(entry.operand), refusal))
+        entry.user.meta[_PLACES] = entry.user.meta.get(_PLACES, 0) + (RELATIVE not in entry.origin.meta)
+    return sum(node.meta.get(_PLACES, 0) for node in gm.graph.nodes)
+
+
+def counts_positions(gm: GraphModule) -> bool:
+    """Whether :func:`check_positions_pass` counted positions in this graph, or in the one it is a copy of."""
+    return any(node.meta.get(_PLACES, 0) for node in gm.graph.nodes)
+
+
+def offset_positions_pass(gm: GraphModule, *, seen: Node) -> int:
+    """Offset the marked positions by the tokens seen; returns how many.
+
+    Args:
+        seen: int64 tensor without axes.
+    Raises:
+        UnsupportedAttentionError: a capture of one token whose positions no longer capture has shown.
+    """
+    flow = DataFlow(gm)
+    marked = [node for node in flow.nodes if node.meta.get(_MARK)]
+    tokens = Search(gm).tokens if marked else 0
+    done: dict[tuple[Node, ...], Node | None] = {}
+    changed = 0
+    for node in marked:
+        operands = node.all_input_nodes
+        for index, refusal in node.meta.pop(_MARK):
+            if refusal is not None:
+                raise UnsupportedAttentionError(module_path_of(node), node.name, refusal)
+            sources = flow.sources([operands[index]], before=node)
+            key = (operands[index], *sources)
+            if key not in done:
+                done[key] = _shift(gm.graph, sources, node, seen, tokens).get(operands[index])
+            shifted = done[key]
+            assert shifted is not None, "check_positions_pass proved that there is an offset"
+            node.replace_input_with(operands[index], shifted)
+            changed += 1
+    return changed
+
+
+def _shift(graph: Graph, sources: Sequence[Node], user: Node, seen: Node, tokens: Dim) -> dict[Node, Node]:
+    """Copies of ``sources``, ahead of ``user``, that count from ``seen``; none if they write into a kept tensor."""
+    inputs = {storage_of(node) for node in sources if node.op in ("placeholder", "get_attr")}
+    if any(storage_of(target) in inputs for node in sources for target in mutated_inputs(node)):
+        return {}
+    copies: dict[Node, Node] = {}
+    with graph.inserting_before(user):
+        for node in sources:
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            copies[node] = _shifted_slice(graph, node, seen, tokens, copies) or _copy(graph, node, copies)
+            if _is_counter(node, tokens):
+                copies[node] = _with(graph, node, torch.add, (copies[node], seen))
+            elif target_name(node) == "cumsum":
+                copies[node] = _shifted_sum(graph, node, seen, copies)
+    return copies
+
+
+def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
+    copied = graph.node_copy(node, lambda operand: copies.get(operand, operand))
+    copied.meta.pop(_MARK, None)
+    return copied
+
+
+def _with(graph: Graph, like: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta = dict(like.meta)
+    return node
+
+
+def _is_counter(node: Node, tokens: Dim) -> bool:
+    """Whether the node is ``arange`` over the tokens, from 0 in steps of 1."""
+    if target_name(node) != "arange" or shape_of(node) != (tokens,):
+        return False
+    given = dict(zip(("start", "end", "step") if len(node.args) > 1 else ("end",), node.args, strict=False))
+    given.update({name: value for name, value in node.kwargs.items() if name in ("start", "end", "step")})
+    return bool(given.get("start", 0) == 0 and given.get("step", 1) == 1)
+
+
+def _shifted_sum(graph: Graph, node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
+    """A running sum of equal numbers, which goes on from ``seen`` of them."""
+    summed = node.args[0]
+    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else -1)
+    assert isinstance(summed, Node)
+    one = graph.call_method("narrow", (copies.get(summed, summed), dim, 0, 1))
+    one.meta = dict(node.meta)
+    return _with(graph, node, torch.add, (copies[node], _with(graph, node, torch.mul, (one, seen))))
+
+
+def _shifted_slice(graph: Graph, node: Node, seen: Node, tokens: Dim, copies: dict[Node, Node]) -> Node | None:
+    """``table[:T]`` or ``table.narrow(dim, 0, T)`` as the rows from ``seen`` on; None for any other node."""
+    found = _leading_rows(node, tokens)
+    if found is None:
+        return None
+    axis, length, rest = found
+    table = node.args[0]
+    assert isinstance(table, Node)
+    rows = graph.call_function(torch.arange, (length,), {"device": recorded(table).device})
+    rows.meta = {"nn_module_stack": node.meta.get("nn_module_stack")}
+    rows = _with(graph, rows, torch.add, (rows, seen))
+    picked = _with(graph, node, torch.index_select, (copies.get(table, table), axis, rows))
+    return picked if rest is None else graph.create_node(node.op, node.target, (picked, rest), {})
+
+
+def _leading_rows(node: Node, tokens: Dim) -> tuple[int, Any, Any] | None:
+    """Axis, length and remaining index of a call that takes as many rows of a table as there are tokens."""
+    table = node.args[0] if node.args else None
+    shape = shape_of(table) if isinstance(table, Node) else None
+    if shape is None:
+        return None
+    if target_name(node) == "narrow":
+        dim, start, length = node.args[1:4] if len(node.args) == 4 else (None, None, None)
+        is_rows = isinstance(dim, int) and start == 0 and _is_tokens(length, tokens) and shape[dim] != tokens
+        return (dim, length, None) if is_rows and isinstance(dim, int) else None
+    if target_name(node) != "getitem":
+        return None
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if any(isinstance(part, (Node, Tensor)) for part in index):
+        return None
+    picks = [place for place, part in enumerate(index) if isinstance(part, slice) and _is_tokens(part.stop, tokens)]
+    if len(picks) != 1:
+        return None
+    (place,) = picks
+    cut = index[place]
+    assert isinstance(cut, slice)
+    if cut.start not in (None, 0) or cut.step not in (None, 1):
+        return None
+    axis = _axis(index, place, len(shape))
+    if shape[axis] == tokens:
+        return None
+    return axis, cut.stop, (*index[:place], slice(None), *index[place + 1 :])
+
+
+def _axis(index: tuple[Any, ...], place: int, ndim: int) -> int:
+    """Axis of the tensor that entry ``place`` of an index speaks of."""
+    taken = [part for part in index if part is not None and part is not Ellipsis]
+    axis = sum(part is not None and part is not Ellipsis for part in index[:place])
+    return axis + ndim - len(taken) if Ellipsis in index[:place] else axis
+
+
+def _is_tokens(size: Any, tokens: Dim) -> bool:
+    value = recorded(size) if isinstance(size, Node) else size
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and dim_of(value) == tokens
+
+
+# -- proof -------------------------------------------------------------------------------------------------------------
+
+
+def _prove(search: Search, entry: Entry, place: str) -> str | None:
+    """Prove that the offset gives every token its position; the reason why that could not be seen, for later.
+
+    Raises:
+        UnsupportedAttentionError: the offset does not.
+    """
+    trial = _Trial(search, entry)
+    if not search.symbols and search.tokens == 1:
+        return _check_one_token(trial, place)
+    if search.symbols:
+        short, long = EXAMPLE_LENGTHS
+        full, first, same, later = trial.original(long), trial.original(short), trial.run(short, 0), long - short
+        rest = trial.run(short, later)
+    else:
+        assert isinstance(search.tokens, int)
+        full, short, later = trial.original(0), search.tokens - 1, 1
+        same, first, rest = trial.run(0, 0), full, trial.run(0, 1)
+    for axis in _token_axes(search, entry):
+        if search.symbols:
+            fits = _same(first, full.narrow(axis, 0, short))
+        else:
+            rest = rest.narrow(axis, 0, short)
+            fits = True
+        if fits and _same(same, first) and _same(rest, full.narrow(axis, later, short)):
+            _witness(entry, place, _Witness.of(full, axis))
+            return None
+    raise refuse_positions(entry.user, entry.origin, "kvpass cannot offset them")
+
+
+@dataclass(frozen=True)
+class _Witness:
+    """What a capture gave to tokens 0, 1, 2...: a row each, of size 1 along axes where all is equal, as the batch."""
+
+    axis: int
+    rows: Tensor
+
+    @classmethod
+    def of(cls, value: Tensor, axis: int) -> _Witness:
+        rows = value.movedim(axis, 0)[:_ROWS].cpu()
+        for other in range(1, rows.ndim):
+            one = rows.narrow(other, 0, 1)
+            rows = one if torch.equal(one.expand_as(rows), rows) else rows
+        return cls(axis, rows)
+
+    def gives(self, value: Tensor, token: int) -> bool:
+        """Whether the first row of ``value`` is that of ``token``."""
+        if value.ndim != self.rows.ndim:
+            return False
+        got, expected = value.movedim(self.axis, 0)[0].cpu(), self.rows[token]
+        fits = all(size in (1, extent) for size, extent in zip(expected.shape, got.shape, strict=True))
+        return fits and _same(got, expected.expand_as(got))
+
+
+def _witness(entry: Entry, place: str, witness: _Witness) -> None:
+    """Record what the first tokens get at a place."""
+    known = _WITNESSES[place]
+    first = witness.rows.movedim(0, witness.axis)
+    if known and not any(other.gives(first, 0) for other in known):
+        raise refuse_positions(entry.user, entry.origin, "they start elsewhere than in an earlier capture")
+    if not any(_same(witness.rows, other.rows) for other in known):
+        known.append(witness)
+
+
+def _check_one_token(trial: _Trial, place: str) -> str | None:
+    """Whether a capture of one token does what a longer one did at that place; the reason when none was seen."""
+    known = _WITNESSES[place]
+    if not known:
+        return (
+            "positions are made in the graph from the length of the input, captured for one token only, and no longer "
+            "capture has shown what they count. Run a prompt of several tokens first"
+        )
+    for witness in known:
+        if all(witness.gives(trial.run(0, token), token) for token in range(len(witness.rows))):
+            return None
+    raise refuse_positions(trial.entry.user, trial.entry.origin, "they start elsewhere than in an earlier capture")
+
+
+class _Trial:
+    """What makes the operand of an entry and the offset of it, in a small graph of their own."""
+
+    def __init__(self, search: Search, entry: Entry) -> None:
+        self.search, self.entry = search, entry
+        sources = search.flow.sources([entry.operand], before=entry.user)
+        graph = Graph()
+        self.seen = graph.placeholder("kvpass_seen")
+        copies: dict[Node, Node] = {}
+        for node in search.flow.needed(sources):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node]._dynamo_source = getattr(node, "_dynamo_source", None)
+        self.operand = copies[entry.operand]
+        self.user = graph.output(self.operand)
+        self.gm = GraphModule(search.gm, graph)
+        shifted = _shift(graph, [copies[node] for node in sources], self.user, self.seen, search.tokens)
+        self.flow = DataFlow(self.gm)
+        if self.operand not in shifted:
+            raise refuse_positions(entry.user, entry.origin, "they are written into a tensor that is kept")
+        self.shifted = shifted[self.operand]
+
+    def original(self, length: int) -> Tensor:
+        """What the decoder gives to the tokens of an input of that length."""
+        return self._run(self.operand, length, 0)
+
+    def run(self, length: int, seen: int) -> Tensor:
+        """What the offset gives to so many tokens after ``seen`` others."""
+        return self._run(self.shifted, length, seen)
+
+    def _run(self, node: Node, length: int, seen: int) -> Tensor:
+        feeds = {self.seen: torch.tensor(seen)}
+        return example_of(self.gm, self.flow, node, self.user, self.search.sizes(length), feeds)
+
+
+def _token_axes(search: Search, entry: Entry) -> list[int]:
+    shape = shape_of(entry.operand) or ()
+    if search.symbols and sum(bool(symbols_of([dim]) & search.symbols) for dim in shape) > 1:
+        return []
+    return [axis for axis, dim in enumerate(shape) if dim == search.tokens]
+
+
+def _same(got: Tensor, expected: Tensor) -> bool:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    return torch.allclose(got.cpu(), expected.cpu(), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+
+
+def _place(search: Search, entry: Entry) -> str:
+    """Line of code at which positions are made and enter, with the sizes of the weights they are made of."""
+    sources = search.flow.sources([entry.operand], before=entry.user)
+    weights = [shape_of(node) for node in sources if node.op in ("placeholder", "get_attr")]
+    return f"{entry.operand.stack_trace}\n{entry.user.stack_trace}\n{entry.user.target}\n{weights}"

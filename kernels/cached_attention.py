@@ -1,0 +1,184 @@
+"""What the decode and the extend kernel share: attending a run of entries, appending new ones, checking arguments.
+
+Race freedom of both: no program reads a slot that another one writes. Entries of the call are read from k and v, tail
+slots only below ``tail_used``, which nobody writes, and each new slot has one writer.
+
+Legend: B batch, T new tokens, H query heads, K KV heads, G = H / K, D head dim of keys, Dv of values, L layers,
+E pool slots, C tail capacity. A query row is one token of one query head; the G*T query rows of a KV head are ordered
+by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.kernels.prefill_attention import block_dim, logits_base2, stride_types
+
+APPEND_BLOCK = 16
+"""New entries that are attended (in the decode kernel) and appended at a time."""
+
+
+@triton.jit
+def absorb_entries(  # type: ignore[no-untyped-def]
+    b_q, b_m, b_l, b_acc, p_k, p_v, k_stride, v_stride, first, last, o_t, scale, softcap, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Attend rows first..last-1 of p_k and p_v, each query row only up to row o_t if causal; online softmax, base 2.
+
+    The first block has an entry that every query row sees (entry 0 if causal), so b_m is finite from then on.
+    """
+    o_d = tl.arange(0, BD)
+    o_e = tl.arange(0, BDV)
+    for i_s in range(first, last, BLOCK_S):
+        o_s = i_s + tl.arange(0, BLOCK_S)
+        o_row = o_s.to(tl.int64)
+        m_s = o_s < last
+        # [BD, BLOCK_S]
+        b_k = tl.load(p_k + o_row[None, :] * k_stride + o_d[:, None], mask=m_s[None, :] & (o_d < D)[:, None], other=0.0)
+        # [BLOCK_S, BDV]
+        b_v = tl.load(
+            p_v + o_row[:, None] * v_stride + o_e[None, :], mask=m_s[:, None] & (o_e < DV)[None, :], other=0.0
+        )
+        b_s = logits_base2(tl.dot(b_q, b_k, input_precision="ieee"), scale, softcap)
+        m_visible = m_s[None, :]
+        if IS_CAUSAL:
+            m_visible = m_visible & (o_s[None, :] <= o_t[:, None])
+        b_s = tl.where(m_visible, b_s, float("-inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_alpha = tl.exp2(b_m - b_m_new)
+        b_p = tl.exp2(b_s - b_m_new[:, None])
+        b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision="ieee")
+        b_m = b_m_new
+    return b_m, b_l, b_acc
+
+
+@triton.jit
+def append_entries(  # type: ignore[no-untyped-def]
+    p_k, p_v, k_stride, v_stride, p_tail_k, p_tail_v, first, last, room, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Copy new entries first..last-1 to the same rows of the tail pointers, of which ``room`` exist."""
+    o_d = tl.arange(0, BD)
+    o_e = tl.arange(0, BDV)
+    for i_t in range(first, tl.minimum(last, room), BLOCK_T):
+        o_t = (i_t + tl.arange(0, BLOCK_T)).to(tl.int64)
+        m_t = (o_t < last) & (o_t < room)
+        m_k = m_t[:, None] & (o_d < D)[None, :]
+        m_v = m_t[:, None] & (o_e < DV)[None, :]
+        # [BLOCK_T, BD]
+        b_k = tl.load(p_k + o_t[:, None] * k_stride + o_d[None, :], mask=m_k, other=0.0)
+        # [BLOCK_T, BDV]
+        b_v = tl.load(p_v + o_t[:, None] * v_stride + o_e[None, :], mask=m_v, other=0.0)
+        tl.store(p_tail_k + o_t[:, None] * D + o_d[None, :], b_k, mask=m_k)
+        tl.store(p_tail_v + o_t[:, None] * DV + o_e[None, :], b_v, mask=m_v)
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    tail_start: Tensor,
+    tail_used: Tensor,
+    layer: int,
+    sinks: Tensor | None,
+    tables: Sequence[tuple[str, Tensor, tuple[int, ...]]],
+) -> None:
+    """Refuse what a kernel would read out of bounds; looks at shapes, strides and dtypes only.
+
+    Args:
+        tables: further int32 arguments, each (name, tensor, shape it must have).
+
+    Raises:
+        ValueError: names the first bad argument.
+    """
+    rows, heads, tokens, key_dim = q.shape
+    _, kv_heads, _, value_dim = v.shape
+    layers, _, _, slots, _ = tail_k.shape
+    entries = pool_k.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads: must be a multiple of the {kv_heads} KV heads")
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
+    if tokens > slots:
+        raise ValueError(f"q has {tokens} tokens: the tail has {slots} slots")
+    expected = [
+        ("k", k, (rows, kv_heads, tokens, key_dim), q.dtype),
+        ("v", v, (rows, kv_heads, tokens, value_dim), q.dtype),
+        ("pool_k", pool_k, (rows, entries, key_dim), q.dtype),
+        ("pool_v", pool_v, (rows, entries, value_dim), q.dtype),
+        ("tail_k", tail_k, (layers, rows, kv_heads, slots, key_dim), q.dtype),
+        ("tail_v", tail_v, (layers, rows, kv_heads, slots, value_dim), q.dtype),
+        ("tail_start", tail_start, (rows,), torch.int64),
+        ("tail_used", tail_used, (), torch.int64),
+        *((name, table, shape, torch.int32) for name, table, shape in tables),
+    ]
+    if sinks is not None:
+        expected.append(("sinks", sinks, (heads,), sinks.dtype))
+    for name, tensor, shape, dtype in expected:
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: expected {dtype} {list(shape)}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}: q is on {q.device}")
+        if name not in ("k", "v") and not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}: must be contiguous")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.stride(3) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}: the last must be 1")
+
+
+def shared_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    tail_start: Tensor,
+    tail_used: Tensor,
+    layer: int,
+    scale: float,
+    softcap: float | None,
+) -> dict[str, Any]:
+    """The arguments that the decode and the extend kernel have in common."""
+    rows, heads, tokens, key_dim = q.shape
+    kv_heads, value_dim = v.shape[1], v.shape[3]
+    strides = {
+        f"stride_{n}{dim}": x.stride(i) for n, x in zip("qkv", (q, k, v), strict=True) for i, dim in enumerate("bht")
+    }
+    return {
+        "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
+        "tail_start": tail_start, "tail_used": tail_used, **strides, "scale": scale, "softcap": softcap,
+        "layer": layer, "rows": rows, "entries": pool_k.shape[1], "slots": tail_k.shape[3], "tokens": tokens,
+        **head_constants(kv_heads, heads // kv_heads, key_dim, value_dim), "BLOCK_T": APPEND_BLOCK,
+    }  # fmt: skip
+
+
+def head_constants(kv_heads: int, group: int, key_dim: int, value_dim: int) -> dict[str, int]:
+    """K, G and the head dims, with the blocks that hold them."""
+    return {
+        "K": kv_heads, "G": group, "D": key_dim, "DV": value_dim, "BD": block_dim(key_dim), "BDV": block_dim(value_dim)
+    }  # fmt: skip
+
+
+def aot_arguments(kind: str, key_dim: int, value_dim: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """Ahead-of-time types and constants of :func:`shared_arguments`, for 8 KV heads of 4 query heads."""
+    types = {
+        **dict.fromkeys("q k v pool_k pool_v tail_k tail_v".split(), f"*{kind}:16"),
+        **dict.fromkeys(["tail_start", "tail_used"], "*i64:16"),
+        **stride_types("bht", {"q": key_dim, "k": key_dim, "v": value_dim}),
+        "scale": "fp32",
+        **dict.fromkeys("layer rows entries slots tokens".split(), "i32"),
+    }
+    return types, {**head_constants(8, 4, key_dim, value_dim), "BLOCK_T": APPEND_BLOCK}

@@ -1,0 +1,297 @@
+"""Moving entries on CUDA: winners of a prompt into slots of the pool, and the pool into (layer, head, position) order.
+
+Everything stays on the device: which winner takes which slot is found by cumulative counts, not by reading a number.
+
+Legend: B batch, N prompt columns, K KV heads, D head dim of keys, Dv of values, L layers, E pool slots. Tables of the
+pool: slots int32 ``[4, B, E]`` with planes owner (layer * K + head, -1 = empty), rank (order of entry), position (true
+position) and place (storage order of the decode rule); slot_traces fp32 ``[2, B, E]``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.kernels.launch import AotCase, KernelConfig, launch
+from kvpass.kernels.prefill_attention import AOT_HEAD_DIMS, DTYPES, block_dim, stride_types
+
+OWNER, RANK, POSITION, PLACE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+EMPTY = -1
+"""Owner of a free slot; source of a slot that nothing moves into."""
+SCRATCH_SHARE = 8
+"""``pack`` copies the pool in this many parts, so its scratch is this share of it."""
+SECTOR_BYTES = 32
+"""What one read of device memory fetches: a part of a row is not narrower."""
+
+_CONFIGS = (KernelConfig.of(4, 1, BLOCK_E=32),)
+_PACK_CONFIGS = (KernelConfig.of(4, 1, BLOCK_E=128),)
+
+
+@triton.jit(do_not_specialize=["layer", "rows", "entries", "columns"])
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    source, k, v, rank, place, traces, start, pool_k, pool_v, slots, slot_traces, stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn, layer, rows, entries, columns, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """A block of slots of one row: rows of k and v and the tables of those that something moves into."""
+    i_b = tl.program_id(1)
+    o_e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    o_slot = i_b.to(tl.int64) * entries + o_e
+    # [BLOCK_E]
+    b_source = tl.load(source + o_slot, mask=o_e < entries, other=-1).to(tl.int64)
+    m_e = b_source >= 0
+    if tl.max(b_source, 0) >= 0:
+        b_head = b_source // columns
+        b_column = b_source % columns
+        o_d = tl.arange(0, BD)
+        o_dv = tl.arange(0, BDV)
+        m_k = m_e[:, None] & (o_d < D)[None, :]
+        m_v = m_e[:, None] & (o_dv < DV)[None, :]
+        p_k = k + i_b.to(tl.int64) * stride_kb + b_head * stride_kh + b_column * stride_kn
+        p_v = v + i_b.to(tl.int64) * stride_vb + b_head * stride_vh + b_column * stride_vn
+        # [BLOCK_E, BD]
+        b_k = tl.load(p_k[:, None] + o_d[None, :], mask=m_k, other=0.0)
+        # [BLOCK_E, BDV]
+        b_v = tl.load(p_v[:, None] + o_dv[None, :], mask=m_v, other=0.0)
+        tl.store(pool_k + o_slot[:, None] * D + o_d[None, :], b_k, mask=m_k)
+        tl.store(pool_v + o_slot[:, None] * DV + o_dv[None, :], b_v, mask=m_v)
+
+        plane = rows.to(tl.int64) * entries
+        o_entry = i_b.to(tl.int64) * K * columns + b_source
+        b_position = b_column - tl.load(start + i_b)
+        tl.store(slots + OWNER * plane + o_slot, (layer * K + b_head).to(tl.int32), mask=m_e)
+        tl.store(slots + RANK * plane + o_slot, tl.load(rank + o_entry, mask=m_e, other=0), mask=m_e)
+        tl.store(slots + POSITION * plane + o_slot, b_position.to(tl.int32), mask=m_e)
+        tl.store(slots + PLACE * plane + o_slot, tl.load(place + o_entry, mask=m_e, other=0), mask=m_e)
+        trace_plane = rows.to(tl.int64) * K * columns
+        for i_trace in tl.static_range(2):
+            b_trace = tl.load(traces + i_trace * trace_plane + o_entry, mask=m_e, other=0.0)
+            tl.store(slot_traces + i_trace * plane + o_slot, b_trace, mask=m_e)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _permute_kernel(  # type: ignore[no-untyped-def]
+    pool, permutation, scratch, entries, first, width, D: tl.constexpr, BW: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """``scratch[b, e] = pool[b, permutation[b, e], first : first + width]`` for a block of slots of one row."""
+    i_b = tl.program_id(1)
+    o_e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    o_w = tl.arange(0, BW)
+    i_row = i_b.to(tl.int64) * entries
+    # [BLOCK_E]
+    b_from = tl.load(permutation + i_row + o_e, mask=o_e < entries, other=0)
+    m_block = (o_e < entries)[:, None] & (o_w < width)[None, :]
+    # [BLOCK_E, BW]
+    b_part = tl.load(pool + (i_row + b_from)[:, None] * D + first + o_w[None, :], mask=m_block, other=0.0)
+    tl.store(scratch + (i_row + o_e)[:, None] * width + o_w[None, :], b_part, mask=m_block)
+
+
+def _expect(named: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+    """Refuse the first tensor of another shape, dtype, layout or device.
+
+    Raises:
+        ValueError: names it.
+    """
+    for name, (tensor, shape, dtype) in named.items():
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: expected {dtype} {list(shape)}")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}: must be contiguous")
+
+
+def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
+    """Which winner moves into which slot: the j-th winner in (head, column) order into the j-th free slot.
+
+    Args:
+        keep: bool ``[B, K, N]``, the entries of this layer that the pool takes in.
+        owner: int32 ``[B, E]``, -1 where a slot is free.
+
+    Returns:
+        int32 ``[B, E]``: for each slot the flat index ``head * N + column`` of the entry that moves in, or -1.
+
+    Raises:
+        ValueError: on the CPU, more winners than free slots. On CUDA that is a device-side assertion, noticed at the
+            next synchronisation.
+    """
+    winners = keep.flatten(1).cumsum(1, dtype=torch.int32)
+    is_free = owner == EMPTY
+    turn = is_free.cumsum(1, dtype=torch.int32)
+    total = winners[:, -1:]
+    fits = (total <= turn[:, -1:]).all()
+    if fits.is_cuda:
+        torch._assert_async(fits, "more winners than free slots of the pool")
+    elif not fits:
+        row = int((total > turn[:, -1:]).int().argmax())
+        raise ValueError(f"row {row} has {int(total[row])} winners: its pool has {int(turn[row, -1])} free slots")
+    # the j-th winner is where the count of winners first reaches j
+    source = torch.searchsorted(winners, turn, out_int32=True)
+    return torch.where(is_free & (turn <= total), source, EMPTY)
+
+
+def gather_winners(
+    source: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rank: Tensor,
+    place: Tensor,
+    traces: Tensor,
+    start: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    slots: Tensor,
+    slot_traces: Tensor,
+    layer: int,
+    config: KernelConfig | None = None,
+) -> None:
+    """Copy the entries that ``source`` names into the pool and say in its tables who they are; one launch.
+
+    Args:
+        source: int32 ``[B, E]``, from :func:`assign_slots`: flat index ``head * N + column``, or -1. Slots with -1 keep
+            what they hold.
+        k: ``[B, K, N, D]``; any strides but a contiguous last dim (so v). v: ``[B, K, N, Dv]``.
+        rank: int32 ``[B, K, N]``, order of entry. place: int32 ``[B, K, N]``.
+        traces: fp32 ``[2, B, K, N]``. start: int64 ``[B]``, first real column; a true position counts from there.
+        pool_k: ``[B, E, D]``. pool_v: ``[B, E, Dv]``. slots: int32 ``[4, B, E]``. slot_traces: fp32 ``[2, B, E]``.
+            All four are written.
+        layer: the layer of k and v.
+
+    Raises:
+        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
+    """
+    rows, kv_heads, columns, dim = k.shape
+    value_dim, entries = v.shape[3], pool_k.shape[1]
+    _expect(
+        {
+            "source": (source, (rows, entries), torch.int32),
+            "rank": (rank, (rows, kv_heads, columns), torch.int32),
+            "place": (place, (rows, kv_heads, columns), torch.int32),
+            "traces": (traces, (2, rows, kv_heads, columns), torch.float32),
+            "start": (start, (rows,), torch.int64),
+            "pool_k": (pool_k, (rows, entries, dim), k.dtype),
+            "pool_v": (pool_v, (rows, entries, value_dim), k.dtype),
+            "slots": (slots, (4, rows, entries), torch.int32),
+            "slot_traces": (slot_traces, (2, rows, entries), torch.float32),
+        },
+        k.device,
+    )
+    if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype:
+        raise ValueError(f"v is {v.dtype} {list(v.shape)}: expected {k.dtype} {[*k.shape[:3], value_dim]}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.stride(3) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}: the last must be 1")
+    arguments = {
+        "source": source, "k": k, "v": v, "rank": rank, "place": place, "traces": traces, "start": start,
+        "pool_k": pool_k, "pool_v": pool_v, "slots": slots, "slot_traces": slot_traces,
+        **{f"stride_{name}{dim}": x.stride(i) for name, x in (("k", k), ("v", v)) for i, dim in enumerate("bhn")},
+        "layer": layer, "rows": rows, "entries": entries, "columns": columns, "K": kv_heads, "D": dim, "DV": value_dim,
+        "BD": block_dim(dim), "BDV": block_dim(value_dim),
+    }  # fmt: skip
+
+    def grid(meta: dict[str, int]) -> tuple[int, int]:
+        return triton.cdiv(entries, meta["BLOCK_E"]), rows
+
+    launch(_gather_kernel, grid, arguments, _CONFIGS, config=config)
+
+
+def _part_width(pool_k: Tensor, pool_v: Tensor) -> int:
+    """Columns that ``pack`` moves at a time: its share of an entry in whole sectors, but no less than one."""
+    sector = SECTOR_BYTES // pool_k.element_size()
+    entry = pool_k.shape[2] + pool_v.shape[2]
+    return max(entry // SCRATCH_SHARE // sector, 1) * sector
+
+
+def pack(
+    pool_k: Tensor,
+    pool_v: Tensor,
+    slots: Tensor,
+    slot_traces: Tensor,
+    offsets: Tensor,
+    config: KernelConfig | None = None,
+) -> None:
+    """Permute the pool once into (layer, head, position) order; empty slots go last.
+
+    A few columns of all rows move at a time, through a scratch of about an eighth of the pool.
+
+    Args:
+        pool_k: ``[B, E, D]``. pool_v: ``[B, E, Dv]``. slots: int32 ``[4, B, E]``. slot_traces: fp32 ``[2, B, E]``. All
+            are permuted in place.
+        offsets: int32 ``[B, L*K + 1]``, receives where the entries of each (layer, head) begin.
+
+    Raises:
+        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
+    """
+    rows, entries, dim = pool_k.shape
+    groups = offsets.shape[1] - 1
+    _expect(
+        {
+            "pool_k": (pool_k, (rows, entries, dim), pool_k.dtype),
+            "pool_v": (pool_v, (rows, entries, pool_v.shape[2]), pool_k.dtype),
+            "slots": (slots, (4, rows, entries), torch.int32),
+            "slot_traces": (slot_traces, (2, rows, entries), torch.float32),
+            "offsets": (offsets, (rows, groups + 1), torch.int32),
+        },
+        pool_k.device,
+    )
+    owner = torch.where(slots[OWNER.value] == EMPTY, groups, slots[OWNER.value]).long()
+    permutation = ((owner << 32) + slots[POSITION.value]).argsort(dim=1)
+    ordered = owner.gather(1, permutation)
+    bounds = torch.arange(groups + 1, device=owner.device).expand(rows, -1).contiguous()
+    offsets.copy_(torch.searchsorted(ordered, bounds, out_int32=True))
+    slots.copy_(slots.gather(2, permutation.expand(4, -1, -1)))
+    slot_traces.copy_(slot_traces.gather(2, permutation.expand(2, -1, -1)))
+
+    width = _part_width(pool_k, pool_v)
+    scratch = torch.empty(rows * entries * width, dtype=pool_k.dtype, device=pool_k.device)
+    for pool in (pool_k, pool_v):
+        for first in range(0, pool.shape[2], width):
+            _permute_part(pool, permutation, scratch, first, min(width, pool.shape[2] - first), config)
+
+
+def _permute_part(
+    pool: Tensor, permutation: Tensor, scratch: Tensor, first: int, width: int, config: KernelConfig | None
+) -> None:
+    """Permute columns first .. first + width - 1 of every row."""
+    rows, entries, dim = pool.shape
+    arguments = {
+        "pool": pool, "permutation": permutation, "scratch": scratch, "entries": entries, "first": first,
+        "width": width, "D": dim, "BW": triton.next_power_of_2(width),
+    }  # fmt: skip
+
+    def grid(meta: dict[str, int]) -> tuple[int, int]:
+        return triton.cdiv(entries, meta["BLOCK_E"]), rows
+
+    launch(_permute_kernel, grid, arguments, _PACK_CONFIGS, config=config)
+    part = scratch[: rows * entries * width].view(rows, entries, width)
+    pool[:, :, first : first + width].copy_(part)
+
+
+def aot_cases() -> list[AotCase]:
+    """Every dtype and head dim."""
+    cases = []
+    for dtype, kind in DTYPES.items():
+        for dim, value_dim in AOT_HEAD_DIMS[dtype]:
+            types = {
+                **dict.fromkeys("k v pool_k pool_v".split(), f"*{kind}:16"),
+                **dict.fromkeys("source rank place slots".split(), "*i32:16"),
+                **dict.fromkeys("traces slot_traces".split(), "*fp32:16"),
+                **stride_types("bhn", {"k": dim, "v": value_dim}),
+                "start": "*i64:16",
+                **dict.fromkeys("layer rows entries columns".split(), "i32"),
+            }
+            constants = {"K": 8, "D": dim, "DV": value_dim, "BD": block_dim(dim), "BDV": block_dim(value_dim)}
+            name = f"gather {kind} D={dim} Dv={value_dim}"
+            cases += [AotCase(name, _gather_kernel, types, constants, config) for config in _CONFIGS]
+            types = {
+                **dict.fromkeys(["pool", "scratch"], f"*{kind}:16"),
+                "permutation": "*i64:16",
+                **dict.fromkeys(["first", "width"], "i32:16"),
+                "entries": "i32",
+            }
+            name = f"permute {kind} D={dim}"
+            constants = {"D": dim, "BW": 32}
+            cases += [AotCase(name, _permute_kernel, types, constants, config) for config in _PACK_CONFIGS]
+    return cases

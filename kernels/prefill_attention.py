@@ -1,0 +1,328 @@
+"""Causal attention over a left-padded prompt, with the log-sum-exp that the window statistics need.
+
+Blocks are laid out from each row's first real column, so a padded row computes bit for bit what it computes alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.kernels.launch import AotCase, KernelConfig, launch
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+FLOOR = tl.constexpr(-1e30)
+"""Where running maxima begin: finite, so that a block without a visible key adds exp2(-inf - FLOOR) = 0."""
+
+MAX_HEAD_DIM = 256
+TUNING_KEY = ("D", "DV", "GROUP", "softcap", "sliding_window")
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+# By the wider block of a head dim. fp32 dots run on the FMA units, whose operands live in registers: small blocks.
+HALF_CONFIGS = {
+    64: (KernelConfig.of(8, 3, BLOCK_Q=128, BLOCK_K=64), KernelConfig.of(4, 3, BLOCK_Q=64, BLOCK_K=64)),
+    128: (
+        KernelConfig.of(8, 2, BLOCK_Q=128, BLOCK_K=64),
+        KernelConfig.of(8, 2, BLOCK_Q=128, BLOCK_K=32),
+        KernelConfig.of(4, 3, BLOCK_Q=64, BLOCK_K=32),
+    ),
+    256: (KernelConfig.of(8, 2, BLOCK_Q=64, BLOCK_K=64), KernelConfig.of(8, 2, BLOCK_Q=64, BLOCK_K=32)),
+}
+FLOAT_CONFIGS = {
+    64: (KernelConfig.of(8, 1, BLOCK_Q=64, BLOCK_K=32),),
+    128: (KernelConfig.of(8, 1, BLOCK_Q=32, BLOCK_K=16),),
+    256: (KernelConfig.of(8, 1, BLOCK_Q=16, BLOCK_K=16),),
+}
+
+
+@triton.jit
+def logits_base2(b_dot, scale, softcap):  # type: ignore[no-untyped-def]
+    """Attention logits in units of log 2 from dot products; softcap None or a number."""
+    if softcap is None:
+        b_logits = b_dot * (scale * LOG2E)
+    else:
+        # tanh(x) = 1 - 2 / (1 + exp(2x)), right at both infinities
+        b_tanh = 1.0 - 2.0 / (1.0 + tl.exp2(b_dot * (2.0 * LOG2E * scale / softcap)))
+        b_logits = b_tanh * (softcap * LOG2E)
+    return b_logits
+
+
+@triton.jit
+def _attend_keys(  # type: ignore[no-untyped-def]
+    b_q, b_out, b_max, b_sum, p_k, p_v, o_q, first, last, length, scale, softcap, sliding_window,
+    stride_kn, stride_vn, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_K: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over keys ``first <= column < last``."""
+    o_d = tl.arange(0, BLOCK_D)
+    o_dv = tl.arange(0, BLOCK_DV)
+    for column in range(first, last, BLOCK_K):
+        o_k = column + tl.arange(0, BLOCK_K)
+        m_kd = (o_d < D)[:, None]
+        m_kv = (o_dv < DV)[None, :]
+        if MASKED:
+            m_kd &= (o_k < length)[None, :]
+            m_kv &= (o_k < length)[:, None]
+        # [BLOCK_D, BLOCK_K]
+        b_k = tl.load(p_k + o_k[None, :].to(tl.int64) * stride_kn + o_d[:, None], mask=m_kd, other=0.0)
+        # [BLOCK_Q, BLOCK_K]
+        b_logits = logits_base2(tl.dot(b_q, b_k, input_precision=PRECISION), scale, softcap)
+        if MASKED:
+            m_seen = o_k[None, :] <= o_q[:, None]
+            if sliding_window is not None:
+                m_seen &= o_q[:, None] - o_k[None, :] < sliding_window
+            b_logits = tl.where(m_seen, b_logits, float("-inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_logits, 1))
+        b_probs = tl.exp2(b_logits - b_new_max[:, None])
+        b_shrink = tl.exp2(b_max - b_new_max)
+        b_sum = b_sum * b_shrink + tl.sum(b_probs, 1)
+        b_out = b_out * b_shrink[:, None]
+        # [BLOCK_K, BLOCK_DV]
+        b_v = tl.load(p_v + o_k[:, None].to(tl.int64) * stride_vn + o_dv[None, :], mask=m_kv, other=0.0)
+        b_out = tl.dot(b_probs.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
+        b_max = b_new_max
+    return b_out, b_max, b_sum
+
+
+@triton.jit(do_not_specialize=["tokens", "sliding_window"])
+def _prefill_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, start, sinks, scale, softcap, sliding_window, tokens,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head. Longest rows first: they decide when the launch ends."""
+    i_q = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_b = (tl.program_id(1) // HEADS).to(tl.int64)
+    i_h = (tl.program_id(1) % HEADS).to(tl.int64)
+    pad = tl.load(start + i_b).to(tl.int32)
+    length = tokens - pad
+    o_d = tl.arange(0, BLOCK_D)
+    o_dv = tl.arange(0, BLOCK_DV)
+    p_out = out + (i_b * tokens * HEADS + i_h) * DV
+    p_lse = lse + (i_b * HEADS + i_h) * tokens
+
+    o_pad = i_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    m_pad = o_pad < tl.minimum(pad, tokens)
+    p_pad = p_out + o_pad[:, None].to(tl.int64) * (HEADS * DV) + o_dv[None, :]
+    b_zero = tl.zeros([BLOCK_Q, BLOCK_DV], dtype=tl.float32).to(out.dtype.element_ty)
+    tl.store(p_pad, b_zero, mask=m_pad[:, None] & (o_dv < DV)[None, :])
+    tl.store(p_lse + o_pad, tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32), mask=m_pad)
+
+    # From here on rows and columns count from the first real one.
+    if i_q * BLOCK_Q < length:
+        o_q = i_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        m_q = o_q < length
+        p_q = q + i_b * stride_qb + i_h * stride_qh + (pad + o_q[:, None]).to(tl.int64) * stride_qn + o_d[None, :]
+        # [BLOCK_Q, BLOCK_D]
+        b_q = tl.load(p_q, mask=m_q[:, None] & (o_d < D)[None, :], other=0.0)
+        p_k = k + i_b * stride_kb + (i_h // GROUP) * stride_kh + pad.to(tl.int64) * stride_kn
+        p_v = v + i_b * stride_vb + (i_h // GROUP) * stride_vh + pad.to(tl.int64) * stride_vn
+        b_out = tl.zeros([BLOCK_Q, BLOCK_DV], dtype=tl.float32)
+        b_max = tl.full([BLOCK_Q], FLOOR, dtype=tl.float32)
+        b_sum = tl.zeros([BLOCK_Q], dtype=tl.float32)
+        if sinks is not None:
+            b_sink = tl.load(sinks + i_h).to(tl.float32) * LOG2E
+            b_max = tl.maximum(b_max, b_sink)
+            b_sum = tl.exp2(b_sink - b_max)
+        last = tl.minimum((i_q + 1) * BLOCK_Q, length)
+        if sliding_window is not None:
+            # [first, last) holds every visible key and few others; all of it is masked
+            first = tl.maximum(i_q * BLOCK_Q - sliding_window + 1, 0)
+        else:
+            # keys that every query of the block sees
+            first = i_q * BLOCK_Q // BLOCK_K * BLOCK_K
+            b_out, b_max, b_sum = _attend_keys(
+                b_q, b_out, b_max, b_sum, p_k, p_v, o_q, 0, first, length, scale, softcap, sliding_window,
+                stride_kn, stride_vn, D, DV, BLOCK_D, BLOCK_DV, BLOCK_K, False, PRECISION,
+            )  # fmt: skip
+        b_out, b_max, b_sum = _attend_keys(
+            b_q, b_out, b_max, b_sum, p_k, p_v, o_q, first, last, length, scale, softcap, sliding_window,
+            stride_kn, stride_vn, D, DV, BLOCK_D, BLOCK_DV, BLOCK_K, True, PRECISION,
+        )  # fmt: skip
+        p_row = p_out + (pad + o_q[:, None]).to(tl.int64) * (HEADS * DV) + o_dv[None, :]
+        tl.store(p_row, (b_out / b_sum[:, None]).to(out.dtype.element_ty), mask=m_q[:, None] & (o_dv < DV)[None, :])
+        tl.store(p_lse + pad + o_q, (b_max + tl.log2(b_sum)) * LN2, mask=m_q)
+
+
+def check_site(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, sinks: Tensor | None, queries: int | None = None
+) -> None:
+    """Refuse what the kernels of one attention site would read wrongly.
+
+    Args:
+        queries: the fewest rows that q must hold; None: exactly those of k.
+
+    Raises:
+        ValueError: a shape, dtype or stride that is not supported.
+    """
+    b, heads, rows, d = q.shape
+    kv_heads, n = k.shape[1], k.shape[2]
+    if not (rows == n if queries is None else queries <= rows <= n):
+        raise ValueError(f"q has {rows} rows: must be {f'in {queries}..{n}' if queries is not None else n}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads: must be a multiple of the {kv_heads} KV heads")
+    expected = {"k": (k, (b, kv_heads, n, d)), "v": (v, (b, kv_heads, n, v.shape[-1])), "start": (start, (b,))}
+    if sinks is not None:
+        expected["sinks"] = (sinks, (heads,))
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {shape}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}: q, k and v must share float32, float16 or bfloat16")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dim: must be 1")
+        if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head dim {tensor.shape[-1]}: must be in 1..{MAX_HEAD_DIM}")
+    if start.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"start has dtype {start.dtype}: must be int32 or int64")
+
+
+def block_dim(dim: int) -> int:
+    """Columns of the block that holds a head dim: a power of two, at least what a dot takes."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Dots of fp32 are exact; the word means nothing for the others."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def configs_for(dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[KernelConfig, ...]:
+    """The configs that fit in registers and shared memory; rows that are not aligned need more registers to load."""
+    wide = max(64, block_dim(key_dim), block_dim(value_dim))
+    if dtype == torch.float32:
+        return FLOAT_CONFIGS[wide]
+    return HALF_CONFIGS[wide][1 if key_dim % 16 or value_dim % 16 else 0 :]
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    config: KernelConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of a left-padded prompt; FlashAttention-2 (Dao, arXiv 2307.08691).
+
+    Args:
+        q: ``[B, H, N, D]`` fp32, fp16 or bf16, RoPE applied; any strides but a contiguous last dim (so k, v).
+        k: ``[B, K, N, D]``; query head h reads KV head ``h // (H // K)``.
+        v: ``[B, K, N, Dv]``. D and Dv up to 256.
+        start: first real column of each row, int32 or int64 ``[B]``.
+        scale: factor of the attention logits.
+        sliding_window: query i sees key j only where ``i - j < sliding_window``; >= 1.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        sinks: ``[H]``, one more logit per query head, in the denominator only.
+        config: blocks to use; None: chosen by :func:`kvpass.kernels.launch.launch`.
+
+    Returns:
+        Output ``[B, H, N, Dv]`` in the dtype of q, stored as ``[B, N, H, Dv]``, zeros in padding; natural
+        log-sum-exp of each query's logits (sinks included) fp32 ``[B, H, N]``, ``-inf`` in padding.
+
+    Raises:
+        ValueError: an argument that is not supported.
+    """
+    check_site(q, k, v, start, sinks)
+    b, heads, n, d = q.shape
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window={sliding_window}: must be at least 1")
+    dv = v.shape[3]
+    out = torch.empty(b, n, heads, dv, dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, heads, n, dtype=torch.float32, device=q.device)
+    arguments = {
+        "q": q, "k": k, "v": v, "out": out, "lse": lse, "start": start, "sinks": sinks,
+        "scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tokens": n,
+        **{f"stride_{name}{dim}": x.stride(i) for name, x in zip("qkv", (q, k, v), strict=True)
+           for i, dim in enumerate("bhn")},
+        "HEADS": heads, "GROUP": heads // k.shape[1], "D": d, "DV": dv,
+        "BLOCK_D": block_dim(d), "BLOCK_DV": block_dim(dv), "PRECISION": precision(q.dtype),
+    }  # fmt: skip
+
+    def grid(meta: dict[str, int]) -> tuple[int, int]:
+        return triton.cdiv(n, meta["BLOCK_Q"]), b * heads
+
+    launch(_prefill_kernel, grid, arguments, configs_for(q.dtype, d, dv), TUNING_KEY, config)
+    return out.transpose(1, 2), lse
+
+
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, sliding_window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`prefill_attention` without softcap and sinks, by the FlashAttention that torch ships (CUDA only).
+
+    The padding of a row is a sequence of its own, so that neither a mask nor a length on the host is needed.
+
+    Raises:
+        ValueError: an argument that is not supported; FlashAttention takes fp16 and bf16, and D = Dv divisible by 8.
+    """
+    check_site(q, k, v, start, None)
+    b, _, n, d = q.shape
+    if q.dtype == torch.float32:
+        raise ValueError("q has dtype torch.float32: FlashAttention takes float16 or bfloat16")
+    if v.shape[3] != d or d % 8:
+        raise ValueError(f"head dims D={d}, Dv={v.shape[3]}: FlashAttention needs D = Dv divisible by 8")
+    firsts = torch.arange(b, device=q.device) * n
+    inner = torch.stack([firsts, firsts + start.clamp(max=n)], 1).flatten()
+    bounds = torch.nn.functional.pad(inner, (0, 1), value=b * n).int()
+    left, right = (None, None) if sliding_window is None else (sliding_window - 1, 0)
+    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *tokens, bounds, bounds, n, n, 0.0, True, False, scale=scale, window_size_left=left, window_size_right=right
+    )
+    padding = torch.arange(n, device=q.device) < start[:, None]
+    out = out.unflatten(0, (b, n)).masked_fill_(padding[:, :, None, None], 0.0)
+    lse = lse.unflatten(1, (b, n)).transpose(0, 1).masked_fill(padding[:, None], float("-inf"))
+    return out.transpose(1, 2), lse.contiguous()
+
+
+def stride_types(dims: str, names: dict[str, int]) -> dict[str, str]:
+    """Ahead-of-time types of the strides of tensors, given as name -> head dim."""
+    return {
+        f"stride_{name}{dim}": "i32:16" if head_dim % 16 == 0 else "i32"
+        for name, head_dim in names.items()
+        for dim in dims
+    }
+
+
+AOT_HEAD_DIMS = {
+    torch.float32: ((64, 64), (100, 100), (128, 128), (256, 256)),
+    torch.float16: ((64, 64), (80, 80), (100, 100), (128, 128), (192, 128), (256, 256)),
+    torch.bfloat16: ((64, 64), (128, 128), (256, 256)),
+}
+
+
+def aot_cases() -> list[AotCase]:
+    """Plain, and with all options at once. Types differ in few instructions, so that fp16 stands for bf16 in places."""
+    cases = []
+    for dtype, kind in DTYPES.items():
+        for d, dv in AOT_HEAD_DIMS[dtype]:
+            for options in (False, True):
+                signature = {
+                    **dict.fromkeys(("q", "k", "v", "out"), f"*{kind}:16"),
+                    "lse": "*fp32:16", "start": "*i64:16", "scale": "fp32", "tokens": "i32",
+                    **stride_types("bhn", {"q": d, "k": d, "v": dv}),
+                }  # fmt: skip
+                constexprs = {
+                    "HEADS": 32, "GROUP": 4, "D": d, "DV": dv,
+                    "BLOCK_D": block_dim(d), "BLOCK_DV": block_dim(dv), "PRECISION": precision(dtype),
+                }  # fmt: skip
+                if options:
+                    signature |= {"sinks": f"*{kind}:16", "softcap": "fp32", "sliding_window": "i32"}
+                else:
+                    constexprs |= {"sinks": None, "softcap": None, "sliding_window": None}
+                name = f"prefill_attention {kind} D={d} Dv={dv}" + " softcap sinks window" * options
+                cases += [
+                    AotCase(name, _prefill_kernel, signature, constexprs, config)
+                    for config in configs_for(dtype, d, dv)
+                ]
+    return cases

@@ -1,0 +1,293 @@
+"""Attention of a few new tokens to a compressed cache on CUDA: the ragged pool, the dense tail, the tokens themselves.
+
+Split-KV decoding (FlashDecoding, Dao et al. 2023): the cache of each KV head is cut into tiles, one program each, and a
+second launch merges their partial results. Nothing reaches the host, and no workspace outlives the call.
+
+The legend is that of ``cached_attention.py``; P partial results.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.kernels.cached_attention import absorb_entries, aot_arguments, append_entries, check_call, shared_arguments
+from kvpass.kernels.launch import AotCase, KernelConfig, launch
+from kvpass.kernels.prefill_attention import AOT_HEAD_DIMS, DTYPES, LOG2E
+
+TAIL_TILE = 64
+"""Tail slots of one program."""
+
+_CONFIGS = (
+    KernelConfig.of(4, 2, BLOCK_S=64),
+    KernelConfig.of(4, 3, BLOCK_S=32),
+)
+_CONFIGS_FP32 = (KernelConfig.of(8, 2, BLOCK_S=32),)
+_MERGE_CONFIGS = (KernelConfig.of(4, 1, BLOCK_P=32),)
+
+
+def _choose(
+    dtype: torch.dtype, key_block: int, value_block: int, query_rows: int
+) -> tuple[tuple[KernelConfig, ...], int]:
+    """Configs, and the query rows of a block: as many as there are, while they fit in registers."""
+    if dtype == torch.float32:
+        return _CONFIGS_FP32, 16
+    most = 64 if key_block + value_block <= 128 else 32
+    return _CONFIGS, min(most, max(16, triton.next_power_of_2(query_rows)))
+
+
+@triton.jit(do_not_specialize=["layer", "rows", "entries", "slots", "tokens", "num_tiles", "tail_tiles"])
+def _attend_tile(  # type: ignore[no-untyped-def]
+    q, k, v, pool_k, pool_v, tiles, tail_k, tail_v, tail_start, tail_used, partial, partial_ml, stride_qb, stride_qh,
+    stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, entries,
+    slots, tokens, num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One tile of pool or tail: acc ``[P, G*T, Dv]`` not divided by l, and ``(m, l)`` ``[2, P, G*T]`` in base 2.
+
+    Programs 0..num_tiles-1 have the layer's pool tiles; after them tail_tiles programs for each (row, head). The tail
+    program in whose tile the slots in use end also attends the new tokens, and appends them.
+    """
+    i_p = tl.program_id(0)
+    i_r = tl.program_id(1)
+    num_partials = tl.num_programs(0).to(tl.int64)
+    used = tl.load(tail_used).to(tl.int32)
+    if i_p < num_tiles:
+        p_tile = tiles + (layer.to(tl.int64) * num_tiles + i_p) * 4
+        i_b = tl.load(p_tile)
+        i_h = tl.load(p_tile + 1)
+        first = tl.load(p_tile + 2)
+        last = tl.load(p_tile + 3)
+        is_live = i_b >= 0
+        new = 0
+        i_row = i_b.to(tl.int64) * entries
+        p_k = pool_k + i_row * D
+        p_v = pool_v + i_row * DV
+    else:
+        i_segment = (i_p - num_tiles) // tail_tiles
+        i_tile = (i_p - num_tiles) % tail_tiles
+        i_b = i_segment // K
+        i_h = i_segment % K
+        first = tl.maximum(i_tile * TAIL_TILE, tl.load(tail_start + i_b).to(tl.int32))
+        last = tl.minimum(i_tile * TAIL_TILE + TAIL_TILE, used)
+        is_live = i_tile <= used // TAIL_TILE
+        new = tl.where(i_tile == used // TAIL_TILE, tokens, 0)
+        i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
+        p_k = tail_k + i_row * D
+        p_v = tail_v + i_row * DV
+    if is_live:
+        o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
+        o_t = o_r // G
+        o_d = tl.arange(0, BD)
+        o_e = tl.arange(0, BDV)
+        m_r = o_r < G * tokens
+        p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r % G).to(tl.int64) * stride_qh
+        # [BLOCK_R, BD]
+        b_q = tl.load(
+            (p_q + o_t.to(tl.int64) * stride_qt)[:, None] + o_d[None, :],
+            mask=m_r[:, None] & (o_d < D)[None, :],
+            other=0.0,
+        )
+        b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
+        b_l = tl.zeros([BLOCK_R], tl.float32)
+        b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
+        b_m, b_l, b_acc = absorb_entries(
+            b_q,
+            b_m,
+            b_l,
+            b_acc,
+            p_k,
+            p_v,
+            D,
+            DV,
+            first,
+            last,
+            o_t,
+            scale,
+            softcap,
+            D,
+            DV,
+            BD,
+            BDV,
+            BLOCK_S,
+            False,
+        )
+        p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
+        p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
+        b_m, b_l, b_acc = absorb_entries(
+            b_q, b_m, b_l, b_acc, p_k_new, p_v_new, stride_kt, stride_vt, 0, new, o_t, scale, softcap, D, DV, BD, BDV,
+            BLOCK_T, True,
+        )  # fmt: skip
+        if i_r == 0:
+            p_tail_k = p_k + used.to(tl.int64) * D
+            p_tail_v = p_v + used.to(tl.int64) * DV
+            append_entries(
+                p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, BD, BDV,
+                BLOCK_T,
+            )  # fmt: skip
+        o_partial = i_p * G * tokens.to(tl.int64) + o_r
+        tl.store(partial_ml + o_partial, b_m, mask=m_r)
+        tl.store(partial_ml + num_partials * G * tokens + o_partial, b_l, mask=m_r)
+        m_acc = m_r[:, None] & (o_e < DV)[None, :]
+        tl.store(partial + o_partial[:, None] * DV + o_e[None, :], b_acc, mask=m_acc)
+
+
+@triton.jit(do_not_specialize=["layer", "rows", "tokens", "num_tiles", "tail_tiles"])
+def _merge_tiles(  # type: ignore[no-untyped-def]
+    partial, partial_ml, tile_offsets, tail_used, sinks, out, layer, rows, tokens, num_tiles, tail_tiles,
+    K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One query row: the partial results of its pool tiles and live tail tiles, merged by log-sum-exp."""
+    i_o = tl.program_id(0)
+    i_h = i_o % (K * G)
+    i_t = i_o // (K * G) % tokens
+    i_segment = i_o // (K * G) // tokens * K + i_h // G
+    i_r = i_t * G + i_h % G
+    num_partials = num_tiles + rows.to(tl.int64) * K * tail_tiles
+
+    p_offsets = tile_offsets + layer.to(tl.int64) * (rows * K + 1) + i_segment
+    first_tile = tl.load(p_offsets)
+    pool_tiles = tl.load(p_offsets + 1) - first_tile
+    live_tail_tiles = tl.load(tail_used).to(tl.int32) // TAIL_TILE + 1
+    count = pool_tiles + tl.minimum(live_tail_tiles, tail_tiles)
+
+    o_e = tl.arange(0, BDV)
+    if sinks is None:
+        b_m = tl.full([1], float("-inf"), tl.float32)
+        b_l = tl.zeros([1], tl.float32)
+    else:
+        b_m = tl.zeros([1], tl.float32) + tl.load(sinks + i_h).to(tl.float32) * LOG2E
+        b_l = tl.full([1], 1.0, tl.float32)
+    b_acc = tl.zeros([BDV], tl.float32)
+    for i_p in range(0, count, BLOCK_P):
+        o_p = i_p + tl.arange(0, BLOCK_P)
+        m_p = o_p < count
+        o_tail = num_tiles + i_segment * tail_tiles + o_p - pool_tiles
+        o_partial = tl.where(o_p < pool_tiles, first_tile + o_p, o_tail).to(tl.int64) * G * tokens + i_r
+        # [BLOCK_P]
+        b_m_tile = tl.load(partial_ml + o_partial, mask=m_p, other=float("-inf"))
+        # [BLOCK_P]
+        b_l_tile = tl.load(partial_ml + num_partials * G * tokens + o_partial, mask=m_p, other=0.0)
+        # [BLOCK_P, BDV]
+        b_tile = tl.load(
+            partial + o_partial[:, None] * DV + o_e[None, :], mask=m_p[:, None] & (o_e < DV)[None, :], other=0.0
+        )
+        b_m_new = tl.maximum(b_m, tl.max(b_m_tile, 0))
+        b_alpha = tl.exp2(b_m - b_m_new)
+        b_w = tl.exp2(b_m_tile - b_m_new)
+        b_l = b_l * b_alpha + tl.sum(b_w * b_l_tile, 0)
+        b_acc = b_acc * b_alpha + tl.sum(b_w[:, None] * b_tile, 0)
+        b_m = b_m_new
+    b_out = b_acc / b_l
+    tl.store(out + i_o.to(tl.int64) * DV + o_e, b_out.to(out.dtype.element_ty), mask=o_e < DV)
+
+
+def attend_ragged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    tiles: Tensor,
+    tile_offsets: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    tail_start: Tensor,
+    tail_used: Tensor,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    config: KernelConfig | None = None,
+) -> Tensor:
+    """Append the new entries of one layer to its tail and attend pool, tail and new tokens; for a few tokens.
+
+    New token t of row b attends to the pool entries of its KV head, to the tail slots ``tail_start[b] ..
+    tail_used - 1`` and to the new tokens 0..t. One softmax, in fp32.
+
+    All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16). The caller sees to it
+    that ``tail_used + T <= C``, without asking the device: entries beyond the last slot are attended but not stored.
+
+    Args:
+        q: ``[B, H, T, D]`` queries, RoPE applied; any strides but a contiguous last dim (so k, v).
+        k: ``[B, K, T, D]`` keys of the new tokens; K divides H. v: ``[B, K, T, Dv]`` their values.
+        pool_k: ``[B, E, D]`` contiguous, in (layer, head, position) order. pool_v: ``[B, E, Dv]``.
+        tiles: int32 ``[L, tiles, 4]``, tile_offsets: int32 ``[L, B*K + 1]``, from ``tile_map``; tiles of any length.
+        tail_k: ``[L, B, K, C, D]`` contiguous; slots ``tail_used .. tail_used + T - 1`` of this layer are written.
+        tail_v: ``[L, B, K, C, Dv]``; likewise.
+        tail_start: int64 ``[B]``, first valid tail slot of each row.
+        tail_used: int64 ``[]``, tail slots in use before this call.
+        layer: index of the layer in tiles and tail.
+        scale: factor on the scores. softcap: scores become ``softcap * tanh(score / softcap)``; None for none.
+        sinks: ``[H]`` one more logit per query head, in the denominator only; None for none.
+        config: block sizes; None for the usual ones.
+
+    Returns:
+        ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
+
+    Raises:
+        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
+    """
+    rows, heads, tokens, _ = q.shape
+    kv_heads, value_dim = v.shape[1], v.shape[3]
+    layers, _, _, slots, _ = tail_k.shape
+    num_tiles = tiles.shape[1]
+    tables = [("tiles", tiles, (layers, num_tiles, 4)), ("tile_offsets", tile_offsets, (layers, rows * kv_heads + 1))]
+    check_call(q, k, v, pool_k, pool_v, tail_k, tail_v, tail_start, tail_used, layer, sinks, tables)
+    query_rows = heads // kv_heads * tokens
+    tail_tiles = triton.cdiv(slots, TAIL_TILE)
+    num_partials = num_tiles + rows * kv_heads * tail_tiles
+    partial = torch.empty(num_partials, query_rows, value_dim, dtype=torch.float32, device=q.device)
+    partial_ml = torch.empty(2, num_partials, query_rows, dtype=torch.float32, device=q.device)
+    out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
+    shared = shared_arguments(q, k, v, pool_k, pool_v, tail_k, tail_v, tail_start, tail_used, layer, scale, softcap)
+    configs, block_rows = _choose(q.dtype, shared["BD"], shared["BDV"], query_rows)
+    tiling = {
+        "partial": partial, "partial_ml": partial_ml, "num_tiles": num_tiles, "tail_tiles": tail_tiles,
+        "TAIL_TILE": TAIL_TILE,
+    }  # fmt: skip
+    grid = (num_partials, triton.cdiv(query_rows, block_rows))
+    arguments = {**shared, **tiling, "tiles": tiles, "BLOCK_R": block_rows}
+    launch(_attend_tile, grid, arguments, configs, ("K", "D", "DV", "BLOCK_R"), config)
+    again = "tail_used layer rows tokens K G DV BDV".split()
+    merge = {
+        **tiling,
+        **{name: shared[name] for name in again},
+        "tile_offsets": tile_offsets,
+        "sinks": sinks,
+        "out": out,
+    }
+    launch(_merge_tiles, (rows * tokens * heads,), merge, _MERGE_CONFIGS)
+    return out.transpose(1, 2)
+
+
+def aot_cases() -> list[AotCase]:
+    """Every config: for one query row a head and for many, plain and with soft-capping and sinks."""
+    cases = []
+    for dtype, kind in DTYPES.items():
+        for dim, value_dim in AOT_HEAD_DIMS[dtype]:
+            types, constants = aot_arguments(kind, dim, value_dim)
+            tiling = {"partial": "*fp32:16", "partial_ml": "*fp32:16", "num_tiles": "i32", "tail_tiles": "i32"}
+            for group_tokens, softcap in ((4, False), (64, False), (4, True)):
+                configs, block_rows = _choose(dtype, constants["BD"], constants["BDV"], group_tokens)
+                absent = {} if softcap else {"softcap": None}
+                signature = {**types, **tiling, "tiles": "*i32:16"} | ({"softcap": "fp32"} if softcap else {})
+                constexprs = {**constants, **absent, "TAIL_TILE": TAIL_TILE, "BLOCK_R": block_rows}
+                name = f"attend_tile {kind} D={dim} Dv={value_dim} rows={block_rows}" + " softcap" * softcap
+                cases += [AotCase(name, _attend_tile, signature, constexprs, config) for config in configs]
+            for sinks in (False, True):
+                signature = {
+                    **tiling, "tile_offsets": "*i32:16", "tail_used": "*i64:16", "out": f"*{kind}:16",
+                    **dict.fromkeys("layer rows tokens".split(), "i32"),
+                } | ({"sinks": f"*{kind}:16"} if sinks else {})  # fmt: skip
+                constexprs = {
+                    **{name: constants[name] for name in "K G DV BDV".split()}, "TAIL_TILE": TAIL_TILE,
+                    **({} if sinks else {"sinks": None}),
+                }  # fmt: skip
+                name = f"merge_tiles {kind} Dv={value_dim}" + " sinks" * sinks
+                cases += [AotCase(name, _merge_tiles, signature, constexprs, config) for config in _MERGE_CONFIGS]
+    return list({(case.name, case.config): case for case in cases}.values())

@@ -1,0 +1,162 @@
+"""Attention of many new tokens (the next turn, a question after its context) to a compressed cache on CUDA.
+
+Each block of query rows has one program, which reads the whole cache of its KV head: pool segment, tail, and the new
+tokens up to the last of the block. One launch, no workspace, nothing reaches the host.
+
+The legend is that of ``cached_attention.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.kernels.cached_attention import absorb_entries, aot_arguments, append_entries, check_call, shared_arguments
+from kvpass.kernels.launch import AotCase, KernelConfig, launch
+from kvpass.kernels.prefill_attention import AOT_HEAD_DIMS, DTYPES, LOG2E, block_dim
+
+_CONFIGS = (
+    KernelConfig.of(8, 2, BLOCK_R=128, BLOCK_S=32),
+    KernelConfig.of(8, 2, BLOCK_R=64, BLOCK_S=64),
+)
+_CONFIGS_WIDE = (KernelConfig.of(8, 2, BLOCK_R=64, BLOCK_S=32),)
+_CONFIGS_FP32 = (KernelConfig.of(8, 2, BLOCK_R=16, BLOCK_S=32),)
+
+
+def _choose(dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[KernelConfig, ...]:
+    """Configs whose blocks, and the addresses of rows that are not aligned, fit in registers."""
+    if dtype == torch.float32:
+        return _CONFIGS_FP32
+    if block_dim(key_dim) + block_dim(value_dim) > 256:
+        return _CONFIGS_WIDE
+    return _CONFIGS[:1] if key_dim % 16 or value_dim % 16 else _CONFIGS
+
+
+@triton.jit(do_not_specialize=["layer", "rows", "layers", "entries", "slots", "tokens"])
+def _attend_queries(  # type: ignore[no-untyped-def]
+    q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, tail_used, sinks, out, stride_qb, stride_qh,
+    stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, layers,
+    entries, slots, tokens, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """A block of query rows of one KV head against pool segment, tail and the new tokens up to its last one."""
+    i_r = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_segment = tl.program_id(1)
+    i_b = i_segment // K
+    i_h = i_segment % K
+    o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_t = o_r // G
+    o_d = tl.arange(0, BD)
+    o_e = tl.arange(0, BDV)
+    m_r = o_r < G * tokens
+    o_h = (i_h * G + o_r % G).to(tl.int64)
+    p_q = q + i_b.to(tl.int64) * stride_qb + o_h * stride_qh + o_t.to(tl.int64) * stride_qt
+    # [BLOCK_R, BD]
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)
+    b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    b_l = tl.zeros([BLOCK_R], tl.float32)
+    b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
+
+    p_offsets = offsets + i_b.to(tl.int64) * (layers * K + 1) + layer * K + i_h
+    i_row = i_b.to(tl.int64) * entries
+    b_m, b_l, b_acc = absorb_entries(
+        b_q, b_m, b_l, b_acc, pool_k + i_row * D, pool_v + i_row * DV, D, DV, tl.load(p_offsets),
+        tl.load(p_offsets + 1), o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
+    )  # fmt: skip
+    used = tl.load(tail_used).to(tl.int32)
+    i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
+    p_tail_k = tail_k + i_row * D
+    p_tail_v = tail_v + i_row * DV
+    b_m, b_l, b_acc = absorb_entries(
+        b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, DV, tl.load(tail_start + i_b).to(tl.int32), used, o_t, scale,
+        softcap, D, DV, BD, BDV, BLOCK_S, False,
+    )  # fmt: skip
+    p_k = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
+    p_v = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
+    last = tl.minimum((i_r * BLOCK_R + BLOCK_R - 1) // G + 1, tokens)
+    b_m, b_l, b_acc = absorb_entries(
+        b_q, b_m, b_l, b_acc, p_k, p_v, stride_kt, stride_vt, 0, last, o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S,
+        True,
+    )  # fmt: skip
+    if sinks is not None:
+        b_sink = tl.load(sinks + o_h).to(tl.float32) * LOG2E
+        b_m_new = tl.maximum(b_m, b_sink)
+        b_alpha = tl.exp2(b_m - b_m_new)
+        b_l = b_l * b_alpha + tl.exp2(b_sink - b_m_new)
+        b_acc = b_acc * b_alpha[:, None]
+    p_out = out + ((i_b.to(tl.int64) * tokens + o_t) * (K * G) + o_h) * DV
+    b_out = b_acc / b_l[:, None]
+    tl.store(p_out[:, None] + o_e[None, :], b_out.to(out.dtype.element_ty), mask=m_r[:, None] & (o_e < DV)[None, :])
+
+    share = tl.cdiv(tokens, tl.num_programs(0))
+    append_entries(
+        p_k, p_v, stride_kt, stride_vt, p_tail_k + used.to(tl.int64) * D, p_tail_v + used.to(tl.int64) * DV,
+        i_r * share, tl.minimum(i_r * share + share, tokens), slots - used, D, DV, BD, BDV, BLOCK_T,
+    )  # fmt: skip
+
+
+def attend_extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    offsets: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    tail_start: Tensor,
+    tail_used: Tensor,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    config: KernelConfig | None = None,
+) -> Tensor:
+    """Append the new entries of one layer to its tail and attend pool, tail and new tokens; for many tokens.
+
+    Args:
+        offsets: int32 ``[B, L*K + 1]`` contiguous, rows of the pool where each (layer, head) begins.
+        (others): as in ``ragged_decode.attend_ragged``, and the same contract.
+
+    Returns:
+        ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
+
+    Raises:
+        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
+    """
+    rows, heads, tokens, _ = q.shape
+    kv_heads, value_dim = v.shape[1], v.shape[3]
+    layers = tail_k.shape[0]
+    tables = [("offsets", offsets, (rows, layers * kv_heads + 1))]
+    check_call(q, k, v, pool_k, pool_v, tail_k, tail_v, tail_start, tail_used, layer, sinks, tables)
+    out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
+    shared = shared_arguments(q, k, v, pool_k, pool_v, tail_k, tail_v, tail_start, tail_used, layer, scale, softcap)
+    arguments = {**shared, "layers": layers, "offsets": offsets, "sinks": sinks, "out": out}
+    query_rows = heads // kv_heads * tokens
+
+    def grid(meta: dict[str, int]) -> tuple[int, int]:
+        return triton.cdiv(query_rows, meta["BLOCK_R"]), rows * kv_heads
+
+    configs = _choose(q.dtype, shared["D"], shared["DV"])
+    launch(_attend_queries, grid, arguments, configs, ("K", "D", "DV"), config)
+    return out.transpose(1, 2)
+
+
+def aot_cases() -> list[AotCase]:
+    """Every config, plain and with soft-capping and sinks."""
+    cases = []
+    for dtype, kind in DTYPES.items():
+        for dim, value_dim in AOT_HEAD_DIMS[dtype]:
+            types, constants = aot_arguments(kind, dim, value_dim)
+            types |= {"layers": "i32", "offsets": "*i32:16", "out": f"*{kind}:16"}
+            for options in (False, True):
+                given = {"softcap": "fp32", "sinks": f"*{kind}:16"} if options else {}
+                absent = {} if options else {"softcap": None, "sinks": None}
+                name = f"attend_queries {kind} D={dim} Dv={value_dim}" + " softcap sinks" * options
+                cases += [
+                    AotCase(name, _attend_queries, {**types, **given}, {**constants, **absent}, config)
+                    for config in _choose(dtype, dim, value_dim)
+                ]
+    return cases

@@ -1,0 +1,58 @@
+"""How the pool segments of a layer are divided among the programs of a decode kernel, once the pool is packed.
+
+Legend: B batch, L layers, K KV heads, E pool slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE = 64
+"""Entries of a tile unless told otherwise: one row and layer of an 8B model at budget 1024 is one wave of an H200."""
+NO_TILE = -1
+"""Row and KV head of a place in the list that holds no tile."""
+
+
+def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE) -> tuple[Tensor, Tensor]:
+    """Cut every segment of the pool into tiles of at most ``tile`` entries, layer by layer.
+
+    A segment of n entries has ceil(n / tile) tiles, an empty one none; only the last tile of a segment may be shorter.
+    One value is read on the host, the number of tiles of the largest layer.
+
+    Args:
+        offsets: int32 ``[B, L*K + 1]``, rows of the pool where each (layer, head) begins.
+        kv_heads: K.
+        tile: entries of a tile, a power of two.
+
+    Returns:
+        tiles: int32 ``[L, tiles, 4]``, each (row, KV head, first, last) with last exclusive. Tiles are ordered by row,
+            head and position; layers with fewer tiles are filled up with (-1, -1, 0, 0).
+        tile_offsets: int32 ``[L, B*K + 1]``: the tiles of (row, head) are those from ``tile_offsets[:, row*K + head]``
+            up to the next.
+
+    Raises:
+        ValueError: tile is not a power of two, or offsets do not fit kv_heads.
+    """
+    rows, segments = offsets.shape[0], offsets.shape[1] - 1
+    if tile < 1 or tile & (tile - 1):
+        raise ValueError(f"tile={tile}: must be a power of two")
+    if kv_heads < 1 or segments % kv_heads:
+        raise ValueError(f"offsets has {segments} segments: must be a multiple of the {kv_heads} KV heads")
+    layers = segments // kv_heads
+
+    def by_layer(of_segments: Tensor) -> Tensor:
+        return of_segments.view(rows, layers, kv_heads).transpose(0, 1).flatten(1)
+
+    first, last = by_layer(offsets[:, :-1].contiguous()), by_layer(offsets[:, 1:].contiguous())
+    counts = (last - first + (tile - 1)) // tile
+    tile_offsets = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
+    total = tile_offsets[:, -1:]
+
+    index = torch.arange(int(total.max()), dtype=torch.int32, device=offsets.device).expand(layers, -1).contiguous()
+    segment = torch.searchsorted(tile_offsets[:, 1:].contiguous(), index, right=True).clamp(max=rows * kv_heads - 1)
+    tile_first = first.gather(1, segment) + (index - tile_offsets.gather(1, segment)) * tile
+    tile_last = torch.minimum(tile_first + tile, last.gather(1, segment))
+    tiles = torch.stack([segment // kv_heads, segment % kv_heads, tile_first, tile_last], -1).int()
+    nothing = tiles.new_tensor([NO_TILE, NO_TILE, 0, 0])
+    return torch.where((index < total)[..., None], tiles, nothing), tile_offsets

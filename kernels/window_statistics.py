@@ -1,0 +1,390 @@
+"""What the last prompt tokens, the window, attend to: statistics over their rows of the attention matrix.
+
+``a[h, i, j] = exp(logits - lse)`` is rebuilt block by block from queries, keys and the log-sum-exp of each query, so no
+``[H, window, N]`` tensor ever exists. Blocks are laid out from each row's first real column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.kernels.launch import AotCase, KernelConfig, launch
+from kvpass.kernels.prefill_attention import (
+    AOT_HEAD_DIMS,
+    DTYPES,
+    LOG2E,
+    block_dim,
+    check_site,
+    logits_base2,
+    precision,
+    stride_types,
+)
+
+# By the block of the head dim. The window is the whole loop, so that its row block wants to be no larger.
+HALF_WINDOW_CONFIGS = {
+    64: (KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=16)),
+    128: (KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=16)),
+    256: (KernelConfig.of(4, 2, BLOCK_K=64, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=64, BLOCK_R=16)),
+}
+HALF_SUM_CONFIGS = {
+    64: (KernelConfig.of(8, 3, BLOCK_K=128, BLOCK_R=64),),
+    128: (KernelConfig.of(8, 3, BLOCK_K=128, BLOCK_R=64),),
+    256: (KernelConfig.of(8, 2, BLOCK_K=128, BLOCK_R=64),),
+}
+FLOAT_CONFIGS = {
+    64: (KernelConfig.of(4, 1, BLOCK_K=32, BLOCK_R=16),),
+    128: (KernelConfig.of(4, 1, BLOCK_K=32, BLOCK_R=16),),
+    256: (KernelConfig.of(4, 1, BLOCK_K=16, BLOCK_R=16),),
+}
+WINDOW_KEY = ("D", "GROUP", "softcap", "rows")
+SUM_KEY = ("D", "GROUP", "softcap")
+NORM_CONFIGS = (KernelConfig.of(4, 1, BLOCK_K=64),)
+
+
+@triton.jit
+def _attention_rows(  # type: ignore[no-untyped-def]
+    b_k, p_q, p_lse, o_k, o_r, m_r, scale, softcap, stride_qn,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Probabilities ``[BLOCK_K, BLOCK_R]`` of keys o_k for queries o_r; zero outside m_r."""
+    o_d = tl.arange(0, BLOCK_D)
+    m_qd = (o_d < D)[:, None] & m_r[None, :]
+    # [BLOCK_D, BLOCK_R]
+    b_q = tl.load(p_q + o_r[None, :].to(tl.int64) * stride_qn + o_d[:, None], mask=m_qd, other=0.0)
+    # [BLOCK_R]; where there is no query, exp(0 - inf) = 0
+    b_lse = tl.load(p_lse + o_r, mask=m_r, other=float("inf"))
+    # [BLOCK_K, BLOCK_R]
+    b_logits = logits_base2(tl.dot(b_k, b_q, input_precision=PRECISION), scale, softcap)
+    b_probs = tl.exp2(b_logits - (b_lse * LOG2E)[None, :])
+    if CAUSAL:
+        b_probs = tl.where(o_k[:, None] <= o_r[None, :], b_probs, 0.0)
+    return b_probs
+
+
+@triton.jit
+def _store_columns(p_out, b_column, o_k, pad, tokens):  # type: ignore[no-untyped-def]
+    """Write a statistic of the real columns o_k, and zeros to the padding that has the same numbers."""
+    tl.store(p_out + pad + o_k, b_column, mask=o_k < tokens - pad)
+    tl.store(p_out + o_k, tl.zeros_like(b_column), mask=o_k < tl.minimum(pad, tokens))
+
+
+@triton.jit(do_not_specialize=["tokens", "queries", "rows"])
+def _window_kernel(  # type: ignore[no-untyped-def]
+    q, k, lse, start, mean, variance, entropy, last_row, scale, softcap, tokens, queries, rows,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_lb, stride_lh,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """One block of keys of one KV head, read once, against the window rows of every query head of its group."""
+    i_k = tl.program_id(0)
+    i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
+    i_kh = (tl.program_id(1) % KV_HEADS).to(tl.int64)
+    pad = tl.load(start + i_b).to(tl.int32)
+    length = tokens - pad
+    rows = tl.minimum(rows, length)
+    o_k = i_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    o_d = tl.arange(0, BLOCK_D)
+    p_k = k + i_b * stride_kb + i_kh * stride_kh + (pad + o_k[:, None]).to(tl.int64) * stride_kn + o_d[None, :]
+    # [BLOCK_K, BLOCK_D]
+    b_k = tl.load(p_k, mask=(o_k < length)[:, None] & (o_d < D)[None, :], other=0.0)
+    for i_g in range(GROUP):
+        i_h = i_kh * GROUP + i_g
+        # q holds the last rows of the prompt: let row numbers, like columns, count from the first real one
+        p_q = q + i_b * stride_qb + i_h * stride_qh + (queries - length).to(tl.int64) * stride_qn
+        p_lse = lse + i_b * stride_lb + i_h * stride_lh + (queries - length)
+        b_mean = tl.zeros([BLOCK_K], dtype=tl.float32)
+        b_squares = tl.zeros([BLOCK_K], dtype=tl.float32)
+        b_entropy = tl.zeros([BLOCK_K], dtype=tl.float32)
+        b_last = tl.zeros([BLOCK_K], dtype=tl.float32)
+        for first in range(length - rows, length, BLOCK_R):
+            o_r = first + tl.arange(0, BLOCK_R)
+            m_r = o_r < length
+            b_probs = _attention_rows(
+                b_k, p_q, p_lse, o_k, o_r, m_r, scale, softcap, stride_qn, D, BLOCK_D, True, PRECISION
+            )
+            # Mean and squared deviations of this block joined to those of the rows before it (Chan et al. 1979).
+            before = (first - (length - rows)).to(tl.float32)
+            here = tl.minimum(length - first, BLOCK_R).to(tl.float32)
+            b_here = tl.sum(b_probs, 1) / here
+            b_shift = b_here - b_mean
+            b_mean += b_shift * (here / (before + here))
+            if variance is not None:
+                b_deviation = tl.where(m_r[None, :], b_probs - b_here[:, None], 0.0)
+                b_squares += tl.sum(b_deviation * b_deviation, 1)
+                b_squares += b_shift * b_shift * (before * here / (before + here))
+            if entropy is not None:
+                b_entropy -= tl.sum(b_probs * tl.log(b_probs + 1e-10), 1)
+            if last_row is not None:
+                b_last += tl.sum(tl.where((o_r == length - 1)[None, :], b_probs, 0.0), 1)
+        at = (i_b * KV_HEADS * GROUP + i_h) * tokens
+        _store_columns(mean + at, b_mean, o_k, pad, tokens)
+        if variance is not None:
+            b_variance = b_squares / tl.maximum(rows - 1, 1).to(tl.float32)
+            _store_columns(variance + at, b_variance, o_k, pad, tokens)
+        if entropy is not None:
+            _store_columns(entropy + at, b_entropy, o_k, pad, tokens)
+        if last_row is not None:
+            _store_columns(last_row + at, b_last, o_k, pad, tokens)
+
+
+@triton.jit(do_not_specialize=["tokens", "queries", "rows"])
+def _column_sum_kernel(  # type: ignore[no-untyped-def]
+    q, k, lse, start, out, scale, softcap, tokens, queries, rows,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_lb, stride_lh,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """One block of keys of one query head against all later rows; the first blocks, with most rows, start first."""
+    i_k = tl.program_id(0)
+    i_b = (tl.program_id(1) // (KV_HEADS * GROUP)).to(tl.int64)
+    i_h = (tl.program_id(1) % (KV_HEADS * GROUP)).to(tl.int64)
+    pad = tl.load(start + i_b).to(tl.int32)
+    length = tokens - pad
+    o_k = i_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    o_d = tl.arange(0, BLOCK_D)
+    p_k = k + i_b * stride_kb + (i_h // GROUP) * stride_kh + (pad + o_k[:, None]).to(tl.int64) * stride_kn
+    # [BLOCK_K, BLOCK_D]
+    b_k = tl.load(p_k + o_d[None, :], mask=(o_k < length)[:, None] & (o_d < D)[None, :], other=0.0)
+    p_q = q + i_b * stride_qb + i_h * stride_qh + (queries - length).to(tl.int64) * stride_qn
+    p_lse = lse + i_b * stride_lb + i_h * stride_lh + (queries - length)
+    b_sum = tl.zeros([BLOCK_K], dtype=tl.float32)
+    first = tl.maximum(length - tl.minimum(rows, length), i_k * BLOCK_K)
+    # rows that do not see every key of the block
+    partial = tl.maximum((i_k + 1) * BLOCK_K - 1 - first, 0)
+    inner = tl.minimum(first + tl.cdiv(partial, BLOCK_R) * BLOCK_R, length)
+    for row in range(first, inner, BLOCK_R):
+        o_r = row + tl.arange(0, BLOCK_R)
+        b_sum += tl.sum(
+            _attention_rows(
+                b_k, p_q, p_lse, o_k, o_r, o_r < length, scale, softcap, stride_qn, D, BLOCK_D, True, PRECISION
+            ),
+            1,
+        )
+    for row in range(inner, length, BLOCK_R):
+        o_r = row + tl.arange(0, BLOCK_R)
+        b_sum += tl.sum(
+            _attention_rows(
+                b_k, p_q, p_lse, o_k, o_r, o_r < length, scale, softcap, stride_qn, D, BLOCK_D, False, PRECISION
+            ),
+            1,
+        )
+    at = (i_b * KV_HEADS * GROUP + i_h) * tokens
+    _store_columns(out + at, b_sum, o_k, pad, tokens)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _value_norm_kernel(  # type: ignore[no-untyped-def]
+    v, start, out, tokens, stride_vb, stride_vh, stride_vn,
+    KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """L1 norms of one block of value rows; zero in padding."""
+    i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
+    i_kh = (tl.program_id(1) % KV_HEADS).to(tl.int64)
+    o_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    o_dv = tl.arange(0, BLOCK_DV)
+    m_k = (o_k < tokens) & (o_k >= tl.load(start + i_b))
+    p_v = v + i_b * stride_vb + i_kh * stride_vh + o_k[:, None].to(tl.int64) * stride_vn + o_dv[None, :]
+    # [BLOCK_K, BLOCK_DV]
+    b_v = tl.load(p_v, mask=m_k[:, None] & (o_dv < DV)[None, :], other=0.0)
+    b_norm = tl.sum(tl.abs(b_v.to(tl.float32)), 1)
+    tl.store(out + (i_b * KV_HEADS + i_kh) * tokens + o_k, b_norm, mask=o_k < tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class WindowStatistics:
+    """Statistics of one site, fp32, zero in padding columns; None where not asked for.
+
+    Attributes:
+        mean: of a over the window rows, ``[B, H, N]``.
+        variance: unbiased, over the window rows, ``[B, H, N]``; zero for a single row.
+        entropy: sum over the window rows of ``-a ln(a + 1e-10)`` (CAKE, arXiv 2503.12491), ``[B, H, N]``.
+        last_row: a of the last prompt row, ``[B, H, N]``.
+    """
+
+    mean: Tensor
+    variance: Tensor | None = None
+    entropy: Tensor | None = None
+    last_row: Tensor | None = None
+
+
+def window_configs(dtype: torch.dtype, key_dim: int) -> tuple[KernelConfig, ...]:
+    """The configs of the window's statistics that fit in registers and shared memory."""
+    return (FLOAT_CONFIGS if dtype == torch.float32 else HALF_WINDOW_CONFIGS)[max(64, block_dim(key_dim))]
+
+
+def sum_configs(dtype: torch.dtype, key_dim: int) -> tuple[KernelConfig, ...]:
+    """The configs of column sums that fit in registers and shared memory."""
+    return (FLOAT_CONFIGS if dtype == torch.float32 else HALF_SUM_CONFIGS)[max(64, block_dim(key_dim))]
+
+
+def window_statistics(
+    queries: Tensor,
+    keys: Tensor,
+    start: Tensor,
+    lse: Tensor,
+    scale: float,
+    window: int,
+    *,
+    softcap: float | None = None,
+    variance: bool = False,
+    entropy: bool = False,
+    last_row: bool = False,
+    config: KernelConfig | None = None,
+) -> WindowStatistics:
+    """Statistics of the window rows of a left-padded prompt.
+
+    A row of the batch that is shorter than the window has all of its tokens as window. Sinks take part through ``lse``.
+
+    Args:
+        queries: the last R prompt queries, RoPE applied, ``[B, H, R, D]`` fp32, fp16 or bf16; any strides but a
+            contiguous last dim (so keys). ``R >= min(max(window, 1), N)``.
+        keys: ``[B, K, N, D]``, D up to 256.
+        start: first real column of each row, int32 or int64 ``[B]``.
+        lse: natural log-sum-exp of the same R queries, fp32 ``[B, H, R]``, as attention gave it.
+        scale, softcap: as in :func:`kvpass.kernels.prefill_attention.prefill_attention`.
+        window: rows that observe; 0 means the last row alone.
+        variance, entropy, last_row: which statistics to compute beside the mean.
+        config: blocks to use; None: chosen by :func:`kvpass.kernels.launch.launch`.
+
+    Raises:
+        ValueError: an argument that is not supported.
+    """
+    if window < 0:
+        raise ValueError(f"window={window}: must be at least 0")
+    site = _site(queries, keys, start, lse, scale, softcap, max(window, 1))
+    b, heads, n, d = *queries.shape[:2], keys.shape[2], keys.shape[3]
+
+    def empty(asked: bool) -> Tensor | None:
+        return torch.empty(b, heads, n, dtype=torch.float32, device=keys.device) if asked else None
+
+    mean = torch.empty(b, heads, n, dtype=torch.float32, device=keys.device)
+    extras = {"variance": empty(variance), "entropy": empty(entropy), "last_row": empty(last_row)}
+    arguments = {**site, "mean": mean, **extras, "rows": max(window, 1)}
+    grid = _blocks(n, b * keys.shape[1])
+    launch(_window_kernel, grid, arguments, window_configs(keys.dtype, d), WINDOW_KEY, config)
+    return WindowStatistics(mean, **extras)
+
+
+def column_sums(
+    queries: Tensor,
+    keys: Tensor,
+    start: Tensor,
+    lse: Tensor,
+    scale: float,
+    rows: int,
+    *,
+    softcap: float | None = None,
+    config: KernelConfig | None = None,
+) -> Tensor:
+    """Sum of a over the last ``rows`` prompt rows, fp32 ``[B, H, N]``, zero in padding; H2O's score (2306.14048).
+
+    Args:
+        rows: N or more: all rows. ``R >= min(rows, N)``. The rest as in :func:`window_statistics`.
+
+    Raises:
+        ValueError: an argument that is not supported.
+    """
+    if rows < 1:
+        raise ValueError(f"rows={rows}: must be at least 1")
+    site = _site(queries, keys, start, lse, scale, softcap, rows)
+    b, heads, n, d = *queries.shape[:2], keys.shape[2], keys.shape[3]
+    sums = torch.empty(b, heads, n, dtype=torch.float32, device=keys.device)
+    arguments = {**site, "out": sums, "rows": rows}
+    launch(_column_sum_kernel, _blocks(n, b * heads), arguments, sum_configs(keys.dtype, d), SUM_KEY, config)
+    return sums
+
+
+def value_norms(values: Tensor, start: Tensor, config: KernelConfig | None = None) -> Tensor:
+    """L1 norm of each value row, fp32 ``[B, K, N]``, zero in padding.
+
+    Args:
+        values: ``[B, K, N, Dv]`` fp32, fp16 or bf16; any strides but a contiguous last dim. Dv up to 256.
+        start: first real column of each row, int32 or int64 ``[B]``.
+
+    Raises:
+        ValueError: an argument that is not supported.
+    """
+    check_site(values, values, values, start, None)
+    b, kv_heads, n, dv = values.shape
+    norms = torch.empty(b, kv_heads, n, dtype=torch.float32, device=values.device)
+    arguments = {
+        "v": values, "start": start, "out": norms, "tokens": n,
+        **{f"stride_v{dim}": values.stride(i) for i, dim in enumerate("bhn")},
+        "KV_HEADS": kv_heads, "DV": dv, "BLOCK_DV": block_dim(dv),
+    }  # fmt: skip
+    launch(_value_norm_kernel, _blocks(n, b * kv_heads), arguments, NORM_CONFIGS, config=config)
+    return norms
+
+
+def _site(
+    queries: Tensor, keys: Tensor, start: Tensor, lse: Tensor, scale: float, softcap: float | None, rows: int
+) -> dict[str, Any]:
+    """Arguments that the kernels over queries and keys share, after checking them."""
+    b, heads, given, d = queries.shape
+    n = keys.shape[2]
+    check_site(queries, keys, keys, start, None, queries=min(rows, n))
+    if lse.shape != (b, heads, given) or lse.dtype != torch.float32 or (given > 1 and lse.stride(2) != 1):
+        raise ValueError(
+            f"lse is {lse.dtype} {tuple(lse.shape)} with strides {lse.stride()}: "
+            f"expected torch.float32 {(b, heads, given)}, contiguous in the last dim"
+        )
+    kv_heads = keys.shape[1]
+    return {
+        "q": queries, "k": keys, "lse": lse, "start": start, "scale": scale, "softcap": softcap,
+        "tokens": n, "queries": given,
+        **{f"stride_{name}{dim}": x.stride(i) for name, x in (("q", queries), ("k", keys))
+           for i, dim in enumerate("bhn")},
+        "stride_lb": lse.stride(0), "stride_lh": lse.stride(1),
+        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads,
+        "D": d, "BLOCK_D": block_dim(d), "PRECISION": precision(keys.dtype),
+    }  # fmt: skip
+
+
+def _blocks(columns: int, programs: int) -> Callable[[dict[str, int]], tuple[int, int]]:
+    return lambda meta: (triton.cdiv(columns, meta["BLOCK_K"]), programs)
+
+
+def aot_cases() -> list[AotCase]:
+    """Every kernel with all its outputs (the window's also with the mean alone), with and without softcap."""
+    cases = []
+    for dtype, kind in DTYPES.items():
+        pointers = {**dict.fromkeys("qkv", f"*{kind}:16"), "lse": "*fp32:16", "start": "*i64:16"}
+        counts = dict.fromkeys(("tokens", "queries", "rows"), "i32")
+        for d, dv in AOT_HEAD_DIMS[dtype]:
+            site = {
+                **{name: pointers[name] for name in ("q", "k", "lse", "start")},
+                **counts, "scale": "fp32", "stride_lb": "i32", "stride_lh": "i32",
+                **stride_types("bhn", {"q": d, "k": d}),
+            }  # fmt: skip
+            constexprs = {
+                "KV_HEADS": 8, "GROUP": 4, "D": d, "BLOCK_D": block_dim(d), "PRECISION": precision(dtype)
+            }  # fmt: skip
+            extras = ("variance", "entropy", "last_row")
+            for config in window_configs(dtype, d):
+                everything = {**site, **dict.fromkeys(("mean", *extras), "*fp32:16"), "softcap": "fp32"}
+                name = f"window_statistics {kind} D={d}"
+                cases.append(AotCase(name + " all", _window_kernel, everything, constexprs, config))
+                alone = {**site, "mean": "*fp32:16"}
+                absent = {**constexprs, **dict.fromkeys((*extras, "softcap"))}
+                cases.append(AotCase(name + " mean", _window_kernel, alone, absent, config))
+            for config in sum_configs(dtype, d):
+                signature = {**site, "out": "*fp32:16"}
+                name = f"column_sum {kind} D={d}"
+                cases.append(AotCase(name, _column_sum_kernel, signature, {**constexprs, "softcap": None}, config))
+                signature = {**signature, "softcap": "fp32"}
+                cases.append(AotCase(name + " softcap", _column_sum_kernel, signature, constexprs, config))
+            for config in NORM_CONFIGS:
+                signature = {
+                    "v": pointers["v"], "start": "*i64:16", "out": "*fp32:16", "tokens": "i32",
+                    **stride_types("bhn", {"v": dv}),
+                }  # fmt: skip
+                values = {"KV_HEADS": 8, "DV": dv, "BLOCK_DV": block_dim(dv)}
+                cases.append(AotCase(f"value_norm {kind} Dv={dv}", _value_norm_kernel, signature, values, config))
+    return cases

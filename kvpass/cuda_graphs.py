@@ -1,0 +1,121 @@
+"""CUDA graphs of a decode step: captured once per cache buffers and input shapes, replayed for every further token.
+
+A graph reads and writes fixed addresses. Those of the cache and of the parameters are part of its key, so it is
+replayed only for the very memory it was captured with; a longer tail or another cache means another key. Other inputs
+(ids, positions) are copied into buffers of the graph's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+MAX_GRAPHS = 8
+"""Captured graphs kept per compiled phase; the one not replayed for longest goes first."""
+
+Step = Callable[..., Sequence[Any]]
+
+
+class CaptureError(RuntimeError):
+    """A decode step could not be captured as a CUDA graph; ``cuda_graphs=False`` runs it launch by launch."""
+
+
+class Recording(Protocol):
+    """Something captured that can be run again on the same addresses."""
+
+    def replay(self) -> None: ...
+
+
+Recorder = Callable[[Callable[[], None]], Recording]
+"""Captures what a function launches, without running it."""
+
+
+class CudaRecorder:
+    """Records with ``torch.cuda.graph``; all recordings share one memory pool."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], None]) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                function()
+        except RuntimeError as error:
+            raise CaptureError(
+                f"a decode step cannot be captured as a CUDA graph ({error}); compile with cuda_graphs=False"
+            ) from error
+        return graph
+
+
+class GraphedStep:
+    """Runs ``step(*inputs, *state)`` as it is once per key, to warm up, then captures it and replays the capture.
+
+    The step must be safe to run on the same state: it may only write what a second run would write again.
+
+    Args:
+        step: a compiled graph; returns tensors. record: captures launches.
+    """
+
+    def __init__(self, step: Step, record: Recorder) -> None:
+        self._step = step
+        self._record = record
+        self._captured: OrderedDict[tuple[Any, ...], _Capture | None] = OrderedDict()
+
+    def __call__(self, inputs: Sequence[Any], state: Sequence[Tensor]) -> Sequence[Any]:
+        key = _key(inputs, state)
+        if key not in self._captured:
+            self._captured[key] = None
+            while len(self._captured) > MAX_GRAPHS:
+                self._captured.popitem(last=False)
+            return self._step(*inputs, *state)
+        self._captured.move_to_end(key)
+        capture = self._captured[key]
+        if capture is None:
+            capture = self._captured[key] = _Capture(self._step, self._record, inputs, state)
+            log.info("captured a CUDA graph: %d in use", sum(found is not None for found in self._captured.values()))
+        return capture(inputs)
+
+
+class _Capture:
+    """One captured step with its own input and output buffers."""
+
+    def __init__(self, step: Step, record: Recorder, inputs: Sequence[Any], state: Sequence[Tensor]) -> None:
+        self._inputs = [value.clone() if _is_copied(value) else value for value in inputs]
+        self._outputs: Sequence[Any] = ()
+
+        def run() -> None:
+            self._outputs = step(*self._inputs, *state)
+
+        self._recording = record(run)
+
+    def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        for own, given in zip(self._inputs, inputs, strict=True):
+            if _is_copied(own):
+                own.copy_(given)
+        self._recording.replay()
+        return [value.clone() if isinstance(value, Tensor) else value for value in self._outputs]
+
+
+def _is_copied(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
+def _key(inputs: Sequence[Any], state: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What a capture holds for: shapes of copied inputs, addresses of parameters and state, every other value."""
+    given = [
+        (value.shape, value.stride(), value.dtype)
+        if _is_copied(value)
+        else value.data_ptr()
+        if isinstance(value, Tensor)
+        else value
+        for value in inputs
+    ]
+    return (*given, *((tensor.data_ptr(), tensor.shape) for tensor in state))

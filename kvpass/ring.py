@@ -1,0 +1,83 @@
+"""Rings of the layers with a sliding window: bounded by nature, outside the budget.
+
+Legend: B batch, L layers of this geometry and window, K KV heads, D head dim, R ring slots (the sliding window).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpass.config import LayerGroup
+
+
+class Ring:
+    """The last ``sliding_window`` columns of some layers; column c sits in slot ``c % R``.
+
+    Args:
+        group: the layers, their geometry and window. rows: B.
+    """
+
+    ROW_DIM: ClassVar = {"ring_k": 1, "ring_v": 1}
+    """Tensors of a ring and the dimension of each that counts rows of the batch."""
+
+    def __init__(self, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        if group.sliding_window is None:
+            raise ValueError(f"layers {list(group.layers)} have no sliding window")
+        self.group = group
+        self.window = group.sliding_window
+        self.ring_k, self.ring_v = (torch.zeros(shape, dtype=dtype, device=device) for shape in self._shapes(rows))
+
+    def _shapes(self, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        g = self.group.geometry
+        slots = (g.layers, rows, g.kv_heads, self.window)
+        return (*slots, g.key_dim), (*slots, g.value_dim)
+
+    @classmethod
+    def restore(cls, group: LayerGroup, tensors: Mapping[str, Tensor]) -> Ring:
+        """The ring whose :attr:`state` this is.
+
+        Raises:
+            ValueError: it does not fit the group.
+        """
+        ring_k, ring_v = tensors["ring_k"], tensors["ring_v"]
+        ring = cls(group, 0, ring_k.dtype, ring_k.device)
+        shapes = tuple(ring_k.shape), tuple(ring_v.shape)
+        if shapes != ring._shapes(shapes[0][1]):
+            raise ValueError(f"rings of shapes {shapes}: must be {ring._shapes(shapes[0][1])}")
+        ring.ring_k, ring.ring_v = ring_k, ring_v
+        return ring
+
+    def to(self, device: torch.device) -> Ring:
+        """A copy on another device."""
+        return Ring.restore(self.group, {name: tensor.to(device, copy=True) for name, tensor in self.state.items()})
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The buffers every graph reads and writes."""
+        return {"ring_k": self.ring_k, "ring_v": self.ring_v}
+
+    def clone(self) -> Ring:
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin.ring_k, twin.ring_v = self.ring_k.clone(), self.ring_v.clone()
+        return twin
+
+    def pick_rows(self, index: Tensor) -> None:
+        """Row i becomes what row ``index[i]`` was."""
+        index = index.to(self.ring_k.device)
+        self.ring_k, self.ring_v = self.ring_k.index_select(1, index), self.ring_v.index_select(1, index)
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.ring_k.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the storages occupy."""
+        return self.ring_k.untyped_storage().nbytes() + self.ring_v.untyped_storage().nbytes()

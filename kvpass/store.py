@@ -1,0 +1,461 @@
+"""Pool and tails of the layers of one KV geometry: where the entries that a policy keeps live.
+
+Legend: B batch, N prompt columns, L layers of this geometry, K KV heads, D head dim, E pool slots, C tail capacity.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvpass.config import LayerGroup
+from kvpass.device import index_pool
+from kvpass.evict import EMPTY, SLOT_POSITION, first_slots
+from kvpass.policies.base import Policy
+from kvpass.prompt_record import StoreRecord
+from kvpass.recompress import NOT_DUE, select_held
+from kvpass.reference import MASS, MEMORY, OWNER, PLACE, POSITION
+
+TAIL_STEP = 64
+"""Slots by which the tail grows."""
+
+PREFILL_DYNAMIC = {"pool_k": {1}, "pool_v": {1}, "slots": {2}, "slot_traces": {2}, "tail_k": {3}, "tail_v": {3}}
+CACHED_DYNAMIC = {
+    **{"pool_k": {1}, "pool_v": {1}, "tail_k": {3}, "tail_v": {3}},
+    **{"table": {4}, "memory": {4}, "tiles": {1}, "turn_scores": {3}, "turn_masses": {3}},
+}
+"""Dimensions of the state that change from prompt to prompt: graphs treat them as symbols and do not recompile."""
+
+
+class Store:
+    """Entries of the layers ``group.layers`` for one batch of sequences.
+
+    Made when a prompt begins, written by the prefill graph, then read and appended to by decode and extend graphs.
+
+    Args:
+        group: the layers and their geometry. policy: decides what is kept.
+    Attributes:
+        used: tail slots in use.
+    """
+
+    ROW_DIM: ClassVar = {
+        "pool_k": 0,
+        "pool_v": 0,
+        "pool_positions": 0,
+        "offsets": 0,
+        "tail_k": 1,
+        "tail_v": 1,
+        "tail_start": 0,
+    }
+    """Tensors of a filled store and the dimension of each that counts rows of the batch."""
+    ROW_DIM_EVICTING: ClassVar = {"table": 2, "memory": 2, "quota": 1, "next_position": 0}
+    """The same for policies that evict while decoding, in addition."""
+
+    pool_k: Tensor
+    pool_v: Tensor
+    pool_positions: Tensor
+    offsets: Tensor
+    tail_k: Tensor
+    tail_v: Tensor
+    tail_start: Tensor
+    tail_used: Tensor
+    table: Tensor
+    memory: Tensor
+    quota: Tensor
+    next_position: Tensor
+    tiles: Tensor
+    tile_offsets: Tensor
+
+    def __init__(self, group: LayerGroup, policy: Policy) -> None:
+        self.group = group
+        self.geometry = group.geometry
+        self.policy = policy
+        self.evicts = policy.decode_rule() is not None
+        self.used = 0
+        self._tail_bound = 0
+        self._prefill: dict[str, Tensor] = {}
+        self._turn: dict[str, Tensor] = {}
+
+    @property
+    def row_dim(self) -> dict[str, int]:
+        """Dimension that counts rows of the batch, by name of the tensor."""
+        return {**self.ROW_DIM, **(self.ROW_DIM_EVICTING if self.evicts else {})}
+
+    # -- prefill ----------------------------------------------------------------------------------------------------
+
+    @property
+    def prefill_state(self) -> dict[str, Tensor]:
+        """The buffers the prefill graph writes."""
+        return self._prefill
+
+    def begin_prefill(
+        self, budgets: Sequence[int], start: Tensor, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate the buffers of a prompt.
+
+        Args:
+            budgets: entries per KV head per layer of each row, window included.
+            start: first real column of each row, int64 ``[B]`` on the CPU. columns: N.
+        """
+        self._columns = columns
+        self._start = start
+        b, n, g, window = start.numel(), columns, self.geometry, self.policy.window
+        entries = [max(budget - window, 0) for budget in budgets]
+        bound = g.layers * g.kv_heads * max(n - window, 0) + g.layers
+        slots = max(2, min(self.policy.capacity(max(entries), g.layers, g.kv_heads), bound))
+        tail = min(window, n) + TAIL_STEP
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self._prefill = {
+            "pool_k": empty(b, slots, g.key_dim),
+            "pool_v": empty(b, slots, g.value_dim),
+            "slots": torch.full((4, b, slots), -1, dtype=torch.int32, device=device),
+            "slot_traces": torch.zeros(2, b, slots, dtype=torch.float32, device=device),
+            "ledger": torch.zeros(b, g.layers, dtype=torch.float64, device=device),
+            "window_traces": torch.zeros(2, b, g.layers, g.kv_heads, max(window, 1), device=device),
+            "tail_k": empty(g.layers, b, g.kv_heads, tail, g.key_dim),
+            "tail_v": empty(g.layers, b, g.kv_heads, tail, g.value_dim),
+            "offsets": empty(b, g.layers * g.kv_heads + 1, dtype=torch.int32),
+            "entries": torch.tensor(entries, dtype=torch.int64, device=device),
+        }
+
+    def finish_prefill(self) -> StoreRecord:
+        """Take over what the prefill graph left and drop the tables only the cascade needed."""
+        state, g, n = self._prefill, self.geometry, self._columns
+        self._prefill = {}
+        window = min(self.policy.window, n)
+        device = state["pool_k"].device
+        self.pool_k, self.pool_v, self.offsets = state["pool_k"], state["pool_v"], state["offsets"]
+        self.tail_k, self.tail_v = state["tail_k"], state["tail_v"]
+        self.pool_positions = state["slots"][POSITION].clone()
+        self.tail_start = (self._start - (n - window)).clamp(min=0).to(device)
+        self.tail_used = torch.tensor(window, dtype=torch.int64, device=device)
+        self.used = window
+        owner = state["slots"][OWNER].long()
+        heads = g.layers * g.kv_heads
+        mass = torch.zeros(owner.shape[0], heads + 1, dtype=torch.float32, device=device)
+        mass.scatter_add_(1, torch.where(owner < 0, heads, owner), state["slot_traces"][MASS])
+        if self.evicts:
+            self._begin_evicting(state)
+        self._index_pool()
+        del self._start
+        return StoreRecord(
+            group=self.group,
+            kept=self._pool_lengths,
+            mass=mass[:, :heads].view(-1, g.layers, g.kv_heads) + state["window_traces"][MASS].sum(-1),
+            weights=state["ledger"],
+            positions=self.pool_positions,
+            offsets=self.offsets,
+        )
+
+    def _index_pool(self) -> None:
+        """Tables by which the kernels divide the pool among programs; the CPU and ``attend_evict`` need none."""
+        if self.offsets.is_cuda and not self.evicts:
+            self.tiles, self.tile_offsets = index_pool(self.offsets, self.geometry.kv_heads)
+
+    def _begin_evicting(self, state: dict[str, Tensor]) -> None:
+        """Tables for a policy that evicts while decoding: who sits where, and how many entries each head may hold."""
+        columns = self._columns
+        first = self._start.to(self.offsets.device)
+        rule = self.policy.decode_rule()
+        assert rule is not None
+        self.table, self.memory = first_slots(
+            self.offsets,
+            state["slots"][[POSITION, PLACE]],
+            state["slot_traces"][MEMORY],
+            state["window_traces"][MEMORY],
+            self.pool_v,
+            self.tail_v,
+            first,
+            columns,
+            min(self.policy.window, columns),
+        )
+        kept = self._pool_lengths.transpose(0, 1)
+        available = (columns - first - self.policy.window).clamp(min=0)
+        self.quota = torch.stack([self.policy.decode_quota(layer, state["entries"], available) for layer in kept])
+        self.next_position = columns - first
+        occupied = (self.table[SLOT_POSITION] >= 0).sum(-1)
+        needed = torch.maximum(self.quota + rule.window, occupied) + 1 - kept
+        self._tail_bound = max(int(needed.max()), 1)
+
+    # -- decode and extend ------------------------------------------------------------------------------------------
+
+    @property
+    def cached_state(self) -> dict[str, Tensor]:
+        """The buffers decode and extend graphs read, the tail being appended to in place."""
+        names = ["pool_k", "pool_v", "offsets", "tail_k", "tail_v"]
+        names += ["table", "memory", "quota", "next_position"] if self.evicts else ["tail_start", "tail_used"]
+        names += [name for name in ("tiles", "tile_offsets") if hasattr(self, name)]
+        return {name: getattr(self, name) for name in names} | self._turn
+
+    def ensure_room(self, tokens: int) -> None:
+        """Grow the tail, a bucket at a time, so that ``tokens`` more fit."""
+        old_capacity = self.tail_k.shape[3]
+        needed = min(self.used + tokens, self._tail_bound) if self.evicts else self.used + tokens
+        if needed <= old_capacity:
+            return
+        capacity = -(-needed // TAIL_STEP) * TAIL_STEP
+        if self.evicts:
+            capacity = min(capacity, self._tail_bound)
+            extra = (0, capacity - old_capacity)
+            self.table, self.memory = pad(self.table, extra, value=EMPTY), pad(self.memory, extra)
+        for name in ("tail_k", "tail_v"):
+            old: Tensor = getattr(self, name)
+            grown = old.new_empty(*old.shape[:3], capacity, old.shape[4])
+            grown[:, :, :, :old_capacity] = old
+            setattr(self, name, grown)
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens whose rows a graph has appended to the tail."""
+        self.used += tokens
+        self.tail_used.add_(tokens)
+        if self.evicts:
+            self.next_position.add_(tokens)
+
+    def clone(self) -> Store:
+        """An independent copy; what no call ever writes is shared."""
+        twin = copy.copy(self)
+        written = {"tail_k", "tail_v", "tail_used"}
+        if self.evicts:
+            written |= {"pool_k", "pool_v", "table", "memory", "next_position"}
+        for name in written:
+            setattr(twin, name, getattr(self, name).clone())
+        return twin
+
+    def pick_rows(self, index: Tensor) -> None:
+        """Row i becomes what row ``index[i]`` was."""
+        for name, dim in self.row_dim.items():
+            tensor: Tensor = getattr(self, name)
+            setattr(self, name, tensor.index_select(dim, index.to(tensor.device)))
+        self._index_pool()
+
+    # -- a turn that is compressed again ----------------------------------------------------------------------------
+
+    def begin_turn(self, window: Tensor) -> None:
+        """Have the next extend graph say what its queries see of the entries held, the new tokens included.
+
+        Args:
+            window: newest tokens of each row that will be kept, int64 ``[B]``, ``NOT_DUE`` for rows left as they are.
+        """
+        g, device = self.geometry, self.offsets.device
+        slots = int(self._pool_lengths.max()) + self.tail_k.shape[3]
+        shape = (self.rows, g.layers, g.kv_heads, slots)
+        self._turn = {
+            "turn_scores": torch.full(shape, float("-inf"), dtype=torch.float32, device=device),
+            "turn_masses": torch.zeros(shape, dtype=torch.float32, device=device),
+            "turn_ledger": torch.zeros(self.rows, g.layers, dtype=torch.float64, device=device),
+            "turn_window": window.to(device),
+        }
+
+    def end_turn(self) -> None:
+        """Forget what :meth:`begin_turn` asked for."""
+        self._turn = {}
+
+    def recompress(self, entries: Tensor, seen: Tensor) -> tuple[Store, StoreRecord]:
+        """A store of what stays after the turn, in buffers of its own, and the record of it; this one is not changed.
+
+        Args:
+            entries: evictable entries per KV head per layer on average, int64 ``[B]``.
+            seen: real tokens seen of each row, the turn's included, int64 ``[B]``.
+        """
+        turn, device = self._turn, self.offsets.device
+        window = turn["turn_window"]
+        available = (seen - window).clamp(min=0)
+        stay = select_held(turn["turn_scores"], turn["turn_ledger"], entries, available, self.policy)
+        twin = copy.copy(self)
+        twin.end_turn()
+        due = window != NOT_DUE
+        tails = torch.where(due, window, self.used - self.tail_start)
+        twin.used = int(tails.max())
+        twin.tail_used = torch.tensor(twin.used, dtype=torch.int64, device=device)
+        twin.tail_start = twin.used - tails
+        kept = torch.where(due[:, None], stay.sum(3).flatten(1), self.offsets.diff(dim=1))
+        twin.offsets = pad(kept.cumsum(1), (1, 0)).int()
+        slots = max(2, int(twin.offsets[:, -1].max()))
+        twin.pool_positions = torch.full((self.rows, slots), EMPTY, dtype=torch.int32, device=device)
+        for name in ("k", "v"):
+            pool, tail = getattr(self, f"pool_{name}"), getattr(self, f"tail_{name}")
+            setattr(twin, f"pool_{name}", pool.new_empty(self.rows, slots, pool.shape[2]))
+            setattr(twin, f"tail_{name}", tail.new_empty(*tail.shape[:3], twin.used + TAIL_STEP, tail.shape[4]))
+        for row, (is_due, length) in enumerate(zip(due.tolist(), tails.tolist(), strict=True)):
+            self._move_row(twin, row, length, stay[row].flatten(0, 1) if is_due else None, int(seen[row]))
+        twin._index_pool()
+        masses = turn["turn_masses"]
+        line = torch.arange(masses.shape[3], device=device)
+        last = (self.lengths - window[:, None, None])[..., None]
+        held = stay | ((line >= last) & (line < self.lengths[..., None]))
+        return twin, StoreRecord(
+            group=self.group,
+            kept=twin._pool_lengths,
+            mass=(masses * held).sum(3),
+            weights=turn["turn_ledger"],
+            positions=twin.pool_positions,
+            offsets=twin.offsets,
+        )
+
+    def _move_row(self, twin: Store, row: int, tail: int, stay: Tensor | None, seen: int) -> None:
+        """Copy one row's newest ``tail`` tokens, and the pool or (``stay`` bool ``[L*K, S]``) what stays of all."""
+        newest = slice(self.used - tail, self.used)
+        for old, new in ((self.tail_k, twin.tail_k), (self.tail_v, twin.tail_v)):
+            new[:, row, :, twin.used - tail : twin.used] = old[:, row, :, newest]
+        first = int(self.tail_start[row])
+        appended = torch.arange(first, self.used, device=self.offsets.device) + (seen - self.used)
+        sources, targets = self.offsets[row].tolist(), twin.offsets[row].tolist()
+        for segment in range(len(sources) - 1):
+            source, target = slice(*sources[segment : segment + 2]), slice(*targets[segment : segment + 2])
+            layer, head = divmod(segment, self.geometry.kv_heads)
+            live = (layer, row, head, slice(first, self.used))
+            for name, rest in (
+                ("pool_k", self.tail_k[live]),
+                ("pool_v", self.tail_v[live]),
+                ("pool_positions", appended.int()),
+            ):
+                held = getattr(self, name)[row, source]
+                if stay is not None:
+                    every = torch.cat([held, rest])
+                    held = every[stay[segment, : every.shape[0]]]
+                getattr(twin, name)[row, target] = held
+
+    # -- files and devices ------------------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What :meth:`restore` needs beside the tensors."""
+        return {"used": self.used, "tail_bound": self._tail_bound}
+
+    def compact_tensors(self) -> dict[str, Tensor]:
+        """Everything the store holds, without the capacity nobody uses, zeros in every slot without an entry."""
+        tensors = {name: getattr(self, name) for name in self.row_dim}
+        count = self.offsets[:, -1].long()
+        held = max(2, int(count.max()))
+        spare = torch.arange(held, device=count.device) >= count[:, None]
+        for name in ("pool_k", "pool_v"):
+            tensors[name] = tensors[name][:, :held].masked_fill(spare[..., None], 0)
+        tensors["pool_positions"] = tensors["pool_positions"][:, :held].masked_fill(spare, EMPTY)
+        if self.evicts:
+            dead = self.table[SLOT_POSITION, ..., -self.tail_k.shape[3] :] < 0
+        else:
+            tensors |= {name: tensors[name][:, :, :, : self.used] for name in ("tail_k", "tail_v")}
+            dead = (torch.arange(self.used, device=count.device) < self.tail_start[:, None])[None, :, None]
+        for name in ("tail_k", "tail_v"):
+            tensors[name] = tensors[name].masked_fill(dead[..., None], 0)
+        return tensors
+
+    @classmethod
+    def restore(
+        cls, group: LayerGroup, policy: Policy, tensors: Mapping[str, Tensor], facts: Mapping[str, int]
+    ) -> Store:
+        """The store whose :meth:`compact_tensors` and :attr:`facts` these are.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        store = cls(group, policy)
+        store.used, store._tail_bound = facts["used"], facts["tail_bound"]
+        store._check(tensors)
+        for name in store.row_dim:
+            setattr(store, name, tensors[name])
+        store.tail_used = torch.tensor(store.used, dtype=torch.int64, device=store.tail_k.device)
+        store._index_pool()
+        return store
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        if tensors.keys() != self.row_dim.keys():
+            raise ValueError(f"tensors {sorted(tensors)}: must be {sorted(self.row_dim)}")
+        g, rows, entry = self.geometry, tensors["offsets"].shape[0], tensors["pool_k"].dtype
+        slots, capacity = tensors["pool_k"].shape[1], tensors["tail_k"].shape[3]
+        heads = (g.layers, rows, g.kv_heads)
+        width = tensors["table"].shape[-1] if self.evicts else 0
+        table = (2, *heads, width)
+        expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "pool_k": (entry, (rows, slots, g.key_dim)),
+            "pool_v": (entry, (rows, slots, g.value_dim)),
+            "pool_positions": (torch.int32, (rows, slots)),
+            "offsets": (torch.int32, (rows, g.layers * g.kv_heads + 1)),
+            "tail_k": (entry, (*heads, capacity, g.key_dim)),
+            "tail_v": (entry, (*heads, capacity, g.value_dim)),
+            "tail_start": (torch.int64, (rows,)),
+            "table": (torch.int32, table),
+            "memory": (torch.float32, table),
+            "quota": (torch.int64, heads),
+            "next_position": (torch.int64, (rows,)),
+        }
+        for name, tensor in tensors.items():
+            if (tensor.dtype, tuple(tensor.shape)) != expected[name]:
+                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: must be {expected[name]}")
+        if entry.itemsize != g.itemsize or not entry.is_floating_point:
+            raise ValueError(f"entries of {entry}: must have {g.itemsize} bytes")
+        offsets = tensors["offsets"]
+        if bool((offsets.diff(dim=1) < 0).any()) or int(offsets.min()) < 0 or int(offsets.max()) > slots:
+            raise ValueError(f"offsets into a pool of {slots} slots do not ascend from 0 to at most {slots}")
+        evicting = self._tail_bound >= 1 and width >= capacity
+        fits = evicting if self.evicts else 0 <= self.used <= capacity
+        if not fits:
+            raise ValueError(f"a tail of capacity {capacity} does not fit {self.facts} and a table of width {width}")
+
+    def to(self, device: torch.device) -> Store:
+        """A copy on another device."""
+        twin = copy.copy(self)
+        for name in (*self.row_dim, "tail_used"):
+            setattr(twin, name, getattr(self, name).to(device, copy=True))
+        for name in ("tiles", "tile_offsets"):
+            vars(twin).pop(name, None)
+        twin._index_pool()
+        return twin
+
+    # -- what a user reads ------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.offsets.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the storages occupy, spare slots, tail capacity, positions and offsets included."""
+        return sum(getattr(self, name).untyped_storage().nbytes() for name in self.row_dim)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Entries held per row, layer and KV head, window and appended tokens included; int64 ``[B, L, K]``."""
+        if self.evicts:
+            return (self.table[SLOT_POSITION] >= 0).sum(-1).transpose(0, 1)
+        return self._pool_lengths + (self.used - self.tail_start)[:, None, None]
+
+    @property
+    def _pool_lengths(self) -> Tensor:
+        """Entries of each segment of the pool, int64 ``[B, L, K]``."""
+        g = self.geometry
+        return self.offsets.diff(dim=1).long().view(-1, g.layers, g.kv_heads)
+
+    def positions(self, seen: Tensor) -> Tensor:
+        """True positions of the entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``.
+
+        Args:
+            seen: real tokens seen of each row, int64 ``[B]``.
+        """
+        lengths = self.lengths
+        if self.evicts:
+            held = self.table[SLOT_POSITION].long().transpose(0, 1)
+            last = torch.iinfo(torch.int64).max
+            held = torch.where(held < 0, last, held).sort(-1).values[..., : int(lengths.max())]
+            return torch.where(held == last, -1, held)
+        pool_lengths = self._pool_lengths
+        result = lengths.new_full((*lengths.shape, int(lengths.max())), -1)
+        heads = self.geometry.kv_heads
+        for row in range(lengths.shape[0]):
+            tail = torch.arange(int(self.tail_start[row]), self.used, device=result.device) + (seen[row] - self.used)
+            for head in range(self.geometry.layers * heads):
+                layer, kv_head = divmod(head, heads)
+                begin = int(self.offsets[row, head])
+                count = int(pool_lengths[row, layer, kv_head])
+                result[row, layer, kv_head, :count] = self.pool_positions[row, begin : begin + count]
+                result[row, layer, kv_head, count : count + tail.numel()] = tail
+        return result

@@ -1,0 +1,207 @@
+"""Random lives of caches, step by step against the uncompressed model that keeps everything and masks.
+
+Of a cache only the positions it says it holds are believed; that a policy chooses them well is tested elsewhere. Every
+step compares logits, so that an entry, a position or a row that was mixed up shows at the next token.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import kvpass
+from kvpass.testing import MaskedOracle, Transcript, assert_close, kept_columns, left_pad, random_ids, tiny_model
+
+EXAMPLES, STEPS = 10, 14
+BUDGET, WINDOW = 14, 5
+MOST_CACHES, MOST_ROWS, MOST_COLUMNS = 4, 3, 110
+PROMPTS = [1, 2, 3, 6, 14, 17, 30]
+"""Prompt lengths: within the window, within the budget, above it."""
+
+
+def machine(family, policy, recompress="never", **changes):
+    """The state machine for one model, compiled when the first test runs."""
+    options = {"evict_during_decode": False} if policy == "streaming_llm" else {}
+
+    class Lives(RuleBasedStateMachine):
+        steps = 0
+        model = fast = oracle = None
+
+        @initialize()
+        def compile_once(self):
+            cls = type(self)
+            if cls.fast is None:
+                cls.model = tiny_model(family, **changes)
+                cls.oracle = MaskedOracle(cls.model)
+                cls.fast = kvpass.compile(
+                    cls.model,
+                    policy=policy,
+                    budget=BUDGET,
+                    window=WINDOW,
+                    backend="eager",
+                    recompress=recompress,
+                    **options,
+                )
+            self.caches: list[tuple[kvpass.CompressedCache, Transcript]] = []
+            self.folder = tempfile.TemporaryDirectory()
+
+        def teardown(self):
+            self.folder.cleanup()
+
+        def pick(self, data):
+            type(self).steps += 1
+            return self.caches[data.draw(st.integers(0, len(self.caches) - 1), label="cache")]
+
+        def keep(self, cache, transcript):
+            self.caches = [*self.caches, (cache, transcript)][-MOST_CACHES:]
+
+        def feed(self, cache, transcript, ids):
+            """Tokens through a cache; its continuation, with the logits checked."""
+            transcript.append(ids, kept_columns(cache, cache.columns))
+            out = self.fast(ids, past_key_values=cache)
+            tokens = ids.shape[1]
+            if any(store.evicts for store in cache.stores) and tokens > 1:
+                raise AssertionError("what several tokens see of an evicting cache is not known from outside")
+            assert_close("logits", out.logits, transcript.logits()[:, -tokens:], atol=2e-4)
+            return out.past_key_values
+
+        @rule(data=st.data(), lengths=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=MOST_ROWS))
+        def prefill(self, data, lengths):
+            type(self).steps += 1
+            seed = data.draw(st.integers(0, 99), label="seed")
+            ids, mask = left_pad([random_ids(1, n, seed=seed + n)[0] for n in lengths])
+            reusable = data.draw(st.booleans(), label="reusable")
+            config = self.model.config
+            transcript = Transcript(self.oracle, ids, mask, config.num_hidden_layers, config.num_key_value_heads)
+            if reusable:
+                cache = self.fast.compress(ids, mask)
+            else:
+                out = self.fast(ids, attention_mask=mask)
+                cache = out.past_key_values
+                real = mask.bool()
+                assert_close("prompt", out.logits[real], transcript.logits()[real], atol=2e-4)
+            self.keep(cache, transcript)
+
+        @precondition(lambda self: self.caches)
+        @rule(data=st.data(), tokens=st.sampled_from([1, 1, 1, 2, 5, 9]))
+        def append(self, data, tokens):
+            """Decode, or extend; a reusable cache must stay what it was."""
+            cache, transcript = self.pick(data)
+            if cache.columns + tokens > MOST_COLUMNS:
+                return
+            ids = random_ids(cache.batch_size, tokens, seed=data.draw(st.integers(0, 99), label="seed"))
+            evicts = any(store.evicts for store in cache.stores)
+            pieces = ids.split(1, 1) if evicts else [ids]
+            at_once = cache.clone()
+            logits = self.fast(ids, past_key_values=at_once).logits if evicts else None
+            grown, before = cache, cache.columns
+            transcript = transcript.clone() if cache.reusable else transcript
+            for piece in pieces:
+                grown = self.feed(grown, transcript, piece.contiguous())
+            if evicts:
+                assert_close("several at once", logits, transcript.logits()[:, -tokens:], atol=2e-4)
+                assert torch.equal(at_once.positions, grown.positions)
+            assert (grown is cache) == (not cache.reusable)
+            if cache.reusable:
+                assert cache.columns == before
+                self.keep(grown, transcript)
+
+        @precondition(lambda self: self.caches)
+        @rule(data=st.data())
+        def clone(self, data):
+            """A clone and its original live on with tokens of their own."""
+            cache, transcript = self.pick(data)
+            twin = cache.clone(), transcript.clone()
+            if cache.columns + 2 <= MOST_COLUMNS and not cache.reusable:
+                for seed, pair in enumerate((twin, (cache, transcript), twin, (cache, transcript))):
+                    self.feed(*pair, random_ids(cache.batch_size, 1, seed=seed))
+            self.keep(*twin)
+
+        @precondition(lambda self: self.caches)
+        @rule(data=st.data(), how=st.sampled_from(["reorder", "select", "repeat"]))
+        def change_rows(self, data, how):
+            cache, transcript = self.pick(data)
+            rows = cache.batch_size
+            if how == "repeat":
+                if rows > 1:
+                    return
+                index = torch.zeros(2, dtype=torch.int64)
+                cache.batch_repeat_interleave(2)
+            else:
+                most = rows if how == "reorder" else MOST_ROWS
+                least = rows if how == "reorder" else 1
+                chosen = st.lists(st.integers(0, rows - 1), min_size=least, max_size=most)
+                index = torch.tensor(data.draw(chosen, label="rows"))
+                (cache.reorder_cache if how == "reorder" else cache.batch_select_indices)(index)
+            transcript.pick_rows(index)
+            if cache.columns < MOST_COLUMNS and not cache.reusable:
+                self.feed(cache, transcript, random_ids(cache.batch_size, 1))
+
+        @precondition(lambda self: self.caches)
+        @rule(data=st.data())
+        def save_and_load(self, data):
+            cache, transcript = self.pick(data)
+            path = Path(self.folder.name, "cache.kv")
+            cache.save(path)
+            loaded = kvpass.load_cache(path, self.fast)
+            assert loaded.reusable == cache.reusable and torch.equal(loaded.start, cache.start)
+            copied = transcript.clone()
+            if loaded.columns < MOST_COLUMNS and not loaded.reusable:
+                self.feed(loaded, copied, random_ids(loaded.batch_size, 1))
+            self.keep(loaded, copied)
+
+        @precondition(lambda self: self.caches)
+        @rule(data=st.data())
+        def reset(self, data):
+            cache, _ = self.pick(data)
+            cache.reset()
+            self.caches = [pair for pair in self.caches if pair[0] is not cache]
+
+        @invariant()
+        def sizes_are_what_they_say(self):
+            for cache, transcript in getattr(self, "caches", []):
+                assert (cache.batch_size, cache.columns) == transcript.ids.shape
+                for store in cache.stores:
+                    if store.evicts or recompress == "every_turn":
+                        continue
+                    appended = transcript.ids.shape[1] - cache.start
+                    assert bool((store.lengths <= appended[:, None, None]).all())
+
+    return Lives
+
+
+MACHINES = {
+    "lava": machine("llama", "lava", num_hidden_layers=2),
+    "lava, every turn": machine("llama", "lava", "every_turn", num_hidden_layers=2),
+    "one layer, when full": machine("llama", "streaming_llm", "when_full", num_hidden_layers=1),
+    "ring": machine(
+        "gemma3",
+        "ada_snapkv",
+        "when_full",
+        num_hidden_layers=2,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "evicts": machine("llama", "h2o", num_hidden_layers=2),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_any_life_of_a_cache_equals_the_masked_model(name):
+    case = MACHINES[name].TestCase
+    case.settings = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=STEPS,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    case().runTest()
+    assert MACHINES[name].steps >= 100, f"only {MACHINES[name].steps} steps"

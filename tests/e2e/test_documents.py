@@ -1,0 +1,115 @@
+"""``kvpass compress`` and ``kvpass ask``: today's answers tomorrow, in another process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpass.cache_file import read_metadata
+from kvpass.cli import app
+from kvpass.documents import Document
+from kvpass.testing import tiny_model
+
+FACTS = "the code of riges is 48291 . the pin of mabon is 11772 ."
+TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of riges"])
+QUESTIONS = ["is", "is 4 8", ". the pin of mabon is"]
+FRESH = "import sys; from kvpass.cli import app; app(sys.argv[1:])"
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def document():
+    return Document.compress(
+        TEXT, model="builtin", policy="snapkv", budget=0.6, window=6, options={"pool": "avg"}, backend="eager"
+    )
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "doc.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_a_fresh_process_answers_as_the_live_cache_does(document, text, tmp_path):
+    output = tmp_path / "doc.kv"
+    words = ("--policy", "snapkv:pool=avg", "--budget", "0.6", "--window", "6", "--backend", "eager")
+    result = invoke("compress", text, "-o", output, *words)
+    assert result.exit_code == 0 and "entries kept" in result.output and "written" in result.output
+    live = [document.ask(question, new_tokens=6) for question in QUESTIONS]
+    assert live[0] == "4 8 2 9 1 ." and len(set(live)) == 3
+    loaded = Document.load(output, backend="eager")
+    assert [loaded.ask(question, new_tokens=6) for question in QUESTIONS] == live
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+    asked = [sys.executable, "-c", FRESH, "ask", str(output), QUESTIONS[0], "--backend", "eager", "--new-tokens", "6"]
+    fresh = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=300)
+    assert fresh.returncode == 0, fresh.stderr
+    assert fresh.stdout.strip() == live[0]
+
+
+def test_the_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path):
+    long = " ".join(["the old farmer carried the lamp near the river ."] * 60)
+    Document.compress(long, model="builtin", policy="lava", budget=0.5, backend="eager").save(tmp_path / "doc.kv")
+    loaded = Document.load(tmp_path / "doc.kv", backend="eager")
+    assert loaded.cache.nbytes < (tmp_path / "doc.kv").stat().st_size < 1.01 * loaded.cache.nbytes
+
+
+def test_the_question_may_be_longer_than_the_document(document):
+    short = Document.compress(
+        "the code of riges is 48291 .", model="builtin", policy="full", budget=None, backend="eager"
+    )
+    question = ". ".join(["the farmer carried the lamp "] * 4) + ". question the code of riges is"
+    assert short.ask(question, new_tokens=6) == "4 8 2 9 1 ."
+    assert short.cache.columns < 15
+
+
+def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tmp_path):
+    path = tmp_path / "doc.kv"
+    document.save(path)
+    metadata = read_metadata(path)
+    assert metadata["notes"] == {"model": "builtin", "dtype": "auto"}
+    from kvpass import builtin
+
+    result = invoke("ask", path, "is", "--backend", "eager", "--new-tokens", "6", "--model", builtin.path())
+    assert result.exit_code == 2 and "dtype torch.float32, this one is" in result.output
+
+
+def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
+    path = tmp_path / "doc.kv"
+    document.save(path)
+    damaged = tmp_path / "damaged.kv"
+    damaged.write_bytes(path.read_bytes()[:-1])
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    stranger = tmp_path / "stranger"
+    tiny_model("llama").save_pretrained(stranger)
+    for words, message in [
+        (("ask", tmp_path / "none.kv", "is"), "no such file"),
+        (("ask", damaged, "is"), "truncated"),
+        (("ask", text, "is"), "no cache file"),
+        (("ask", path, ""), "question has no tokens"),
+        (("ask", path, "is", "--new-tokens", "0"), "new_tokens=0"),
+        (("ask", path, "is", "--backend", "cuda"), "backend='cuda'"),
+        (("ask", path, "is", "--model", tmp_path / "nowhere"), "nowhere"),
+        (("compress", empty, "-o", path), "document is empty"),
+        (("compress", binary, "-o", path), "document="),
+        (("compress", tmp_path / "none.txt", "-o", path), "document="),
+        (("compress", text, "-o", tmp_path / "no" / "doc.kv"), "there is no folder"),
+        (("compress", text, "-o", path, "--policy", "lavaa"), "did you mean 'lava'"),
+        (("compress", text, "-o", path, "--policy", "lava,snapkv"), "name one"),
+        (("compress", text, "-o", path, "--budget", "0.01"), "window + 1"),
+    ]:
+        before = path.read_bytes()
+        result = invoke(*words)
+        assert result.exit_code == 2, (words, result.output, result.exception)
+        assert "error: " in result.output and message in result.output, (words, result.output)
+        assert path.read_bytes() == before

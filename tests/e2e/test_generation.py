@@ -1,0 +1,83 @@
+"""``kvpass.generate`` on modules without a ``generate``: against recomputing the whole sequence for every token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvpass
+from kvpass.testing import left_pad, random_ids
+
+NEW, LONGEST = 7, 96
+
+
+class Decoder(nn.Module):
+    """One attention layer on token and position embeddings; positions are given or counted."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(128, width), nn.Embedding(LONGEST, width)
+        self.qkv, self.head = nn.Linear(width, 3 * width), nn.Linear(width, 128)
+
+    def forward(self, ids, positions=None):
+        places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+        x = self.tokens(ids) + self.places(places)
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.head(x + scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@pytest.fixture
+def decoder():
+    torch._dynamo.reset()
+    module = Decoder().eval()
+    for parameter in module.parameters():
+        parameter.data.mul_(2)
+    return module
+
+
+def compiled(decoder, budget=1000):
+    options = {"policy": "lava", "budget": budget, "window": 8, "compiler": "eager"}
+    return torch.compile(decoder, backend="kvpass", fullgraph=True, options=options)
+
+
+@torch.no_grad()
+def recomputed(decoder, ids):
+    for _ in range(NEW):
+        ids = torch.cat([ids, decoder(ids)[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_the_tokens_are_those_of_recomputing_everything(decoder, positions):
+    ids = random_ids(2, 37)
+    out = kvpass.generate(compiled(decoder), ids, max_new_tokens=NEW, positions=positions)
+    assert torch.equal(out, recomputed(decoder, ids))
+
+
+def test_contract_4_padded_rows_say_what_they_say_alone(decoder):
+    prompts = [random_ids(1, n, seed=n)[0] for n in (40, 23)]
+    ids, mask = left_pad(prompts)
+    out = kvpass.generate(compiled(decoder, 12), ids, max_new_tokens=NEW, positions=True, attention_mask=mask)
+    for row, prompt in enumerate(prompts):
+        alone = kvpass.generate(compiled(decoder, 12), prompt[None], max_new_tokens=NEW, positions=True)
+        assert torch.equal(out[row, ids.shape[1] :], alone[0, prompt.numel() :]), f"row {row}"
+
+
+def test_a_row_that_has_ended_says_nothing_else(decoder):
+    ids = random_ids(2, 37)
+    free = recomputed(decoder, ids)[:, 37:]
+    end = int(free[0, 2])
+    out = kvpass.generate(compiled(decoder), ids, max_new_tokens=NEW, eos_token_id=end)[:, 37:]
+    for row in range(2):
+        said = free[row].tolist()
+        stop = said.index(end) if end in said else NEW
+        assert out[row].tolist() == (said[: stop + 1] + [end] * NEW)[: out.shape[1]]
+
+
+def test_bad_arguments_are_refused(decoder):
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        kvpass.generate(compiled(decoder), random_ids(1, 20), max_new_tokens=0)
+    with pytest.raises(RuntimeError, match="nothing was compressed"):
+        kvpass.generate(decoder, random_ids(1, 20), max_new_tokens=2)

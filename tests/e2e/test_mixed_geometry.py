@@ -1,0 +1,108 @@
+"""A decoder whose layers differ in KV heads and head dims: one pool per geometry, all under one budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvpass
+from kvpass.testing import assert_close, random_ids
+
+TOKENS, NEW, WINDOW, BUDGET = 40, 6, 8, 16
+SHAPES = [(4, 2, 12), (4, 4, 8), (4, 2, 12), (6, 1, 10)]
+"""Query heads, KV heads and head dim of each layer."""
+
+
+class Attention(nn.Module):
+    """Causal attention; ``allowed`` ``[B, K, T, T]`` narrows what a token may see (for the oracle)."""
+
+    allowed = None
+
+    def __init__(self, width, heads, kv_heads, dim):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, n * dim) for n in (heads, kv_heads, kv_heads))
+        self.out, self.dim, self.group = nn.Linear(heads * dim, width), dim, heads // kv_heads
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = (part(x).view(b, t, -1, self.dim).transpose(1, 2) for part in (self.q, self.k, self.v))
+        if self.allowed is None:
+            y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            mask = self.allowed.repeat_interleave(self.group, 1)
+            k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
+            y = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class Decoder(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(128, width), nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Attention(width, *shape) for shape in SHAPES)
+        self.head = nn.Linear(width, 128)
+
+    def forward(self, ids, positions):
+        x = self.tokens(ids) + self.positions(positions)
+        for block in self.blocks:
+            x = x + block(nn.functional.layer_norm(x, x.shape[-1:]))
+        return self.head(x)
+
+
+@pytest.fixture
+def decoder():
+    torch._dynamo.reset()
+    module = Decoder().eval()
+    for parameter in module.parameters():
+        parameter.data.mul_(2)
+    return module
+
+
+def run(decoder, budget, compiler="eager"):
+    """Logits of a prompt and of new tokens after it, one by one and then two at once, and the cache."""
+    options = {"policy": "lava", "budget": budget, "window": WINDOW, "compiler": compiler}
+    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options)
+    ids, positions = random_ids(2, TOKENS + NEW), torch.arange(TOKENS + NEW).expand(2, -1)
+    cuts = [TOKENS, 1, 1, 1, 1, 2]
+    with torch.no_grad(), kvpass.session() as session:
+        pieces = zip(ids.split(cuts, 1), positions.split(cuts, 1), strict=True)
+        logits = [fast(piece.contiguous(), where.contiguous()) for piece, where in pieces]
+    return ids, positions, torch.cat(logits, 1), session.cache
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_contract_1_identity_with_an_unlimited_budget(decoder, compiler):
+    ids, positions, logits, cache = run(decoder, 10**6, compiler)
+    with torch.no_grad():
+        assert_close("logits", logits, decoder(ids, positions), atol=1e-4)
+    assert [store.group.layers for store in cache.stores] == [(0, 2), (1,), (3,)]
+
+
+@pytest.mark.parametrize("budget", [BUDGET, "10KiB"])
+def test_contract_2_every_geometry_keeps_exactly_the_budget(decoder, budget):
+    _, _, _, cache = run(decoder, budget)
+    token_bytes = 2 * 4 * (2 * 2 * 12 + 4 * 8 + 1 * 10)
+    entries = BUDGET if budget == BUDGET else 10 * 1024 // token_bytes
+    for store in cache.stores:
+        heads = store.geometry.layers * store.geometry.kv_heads
+        assert store.lengths.sum((1, 2)).tolist() == [(entries + NEW) * heads] * 2
+    assert cache.lengths.shape == (2, 4, 4) and int(cache.lengths[:, 3, 1:].sum()) == 0
+    with pytest.raises(ValueError, match="3 KV geometries"):
+        cache.geometry  # noqa: B018
+
+
+def test_contract_6_compressed_decoding_equals_masking_the_whole_sequence(decoder):
+    ids, positions, logits, cache = run(decoder, BUDGET)
+    total = TOKENS + NEW
+    held = cache.positions
+    for layer, (_, kv_heads, _) in enumerate(SHAPES):
+        seen = torch.zeros(2, kv_heads, total + 1, dtype=torch.bool)
+        seen.scatter_(2, torch.where(held[:, layer, :kv_heads] < 0, total, held[:, layer, :kv_heads]), True)
+        causal = torch.ones(total, total, dtype=torch.bool).tril()
+        is_prompt = torch.arange(total)[:, None] < TOKENS
+        decoder.blocks[layer].allowed = causal & (is_prompt | seen[..., :total][:, :, None])
+    with torch.no_grad():
+        expected = decoder(ids, positions)
+    assert_close("logits", logits, expected, atol=1e-4)

@@ -1,0 +1,323 @@
+"""What users do to a model: threads, interrupts, odd sizes, dtypes, modes, and every kind of generation."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import kvpass
+from kvpass.backend import PhaseCompiler
+from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
+
+NEW = 6
+LAYERS = {"num_hidden_layers": 2}
+
+
+def compiled(family="llama", model=None, **options):
+    model = model or tiny_model(family, **LAYERS)
+    return model, kvpass.compile(model, **{"budget": 20, "window": 8, "backend": "eager", **options})
+
+
+def greedy(model, ids, **options):
+    return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
+
+
+# -- concurrency ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "policy"), [("llama", "lava"), ("gemma3", "h2o")])
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+def test_threads_on_one_compiled_model_do_not_mix_caches(family, policy, warm):
+    model = tiny_model(family)
+    prompts = [random_ids(1, 40 + 7 * i, seed=i) for i in range(3)]
+    _, alone = compiled(model=model, policy=policy)
+    expected = [greedy(alone, ids) for ids in prompts]
+    _, fast = compiled(model=model, policy=policy)
+    if warm:
+        greedy(fast, prompts[0])
+    results: dict[int, list[torch.Tensor]] = {i: [] for i in range(3)}
+    failures = []
+    gate = threading.Barrier(3)
+
+    def work(i):
+        try:
+            gate.wait()
+            for _ in range(3):
+                results[i].append(greedy(fast, prompts[i]))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    for i, found in results.items():
+        assert len(found) == 3 and all(torch.equal(one, expected[i]) for one in found), f"thread {i}"
+
+
+def test_interleaved_turns_of_two_conversations_do_not_mix():
+    _, fast = compiled(recompress="every_turn")
+    turns = [[random_ids(1, n, seed=10 * who + n) for n in (40, 12, 1, 25, 1)] for who in range(2)]
+
+    def talk(order):
+        caches, logits = [None, None], [[], []]
+        for who, turn in order:
+            out = fast(turns[who][turn], past_key_values=caches[who])
+            caches[who] = out.past_key_values
+            logits[who].append(out.logits[:, -1])
+        return [torch.cat(found) for found in logits]
+
+    interleaved = talk([(who, turn) for turn in range(5) for who in range(2)])
+    one_by_one = talk([(who, turn) for who in range(2) for turn in range(5)])
+    for who in range(2):
+        assert torch.equal(interleaved[who], one_by_one[who])
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------------
+
+
+class Interrupt:
+    """Raises ``KeyboardInterrupt`` at the n-th run of a module."""
+
+    def __init__(self, monkeypatch, target, n):
+        self.left = n
+        original = getattr(*target)
+
+        def counting(*args, **kwargs):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(*target, counting)
+
+
+@pytest.mark.parametrize(
+    ("policy", "where", "count"),
+    [
+        ("lava", ("kvpass.reference", "observe_attention"), 2),
+        ("lava", ("kvpass.reference", "cascade_step"), 2),
+        ("lava", ("kvpass.reference", "pack"), 1),
+        ("h2o", ("kvpass.evict", "first_slots"), 1),
+        ("lava", ("kvpass.store", "StoreRecord"), 1),
+    ],
+)
+def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch, policy, where, count):
+    import importlib
+
+    _, fast = compiled(policy=policy)
+    ids, other, token = random_ids(1, 50), random_ids(1, 44, seed=2), random_ids(1, 1, seed=3)
+    expected = fast(token, past_key_values=fast(ids).past_key_values).logits
+    live = fast(other).past_key_values
+    reused = fast(other).past_key_values
+    reused.reset()
+    expected_live = fast(token, past_key_values=live.clone()).logits
+    name = where[1]
+    holder = "kvpass.store" if name in ("first_slots", "StoreRecord") else where[0]
+    with monkeypatch.context() as patch:
+        Interrupt(patch, (importlib.import_module(holder), name), count)
+        with pytest.raises(KeyboardInterrupt):
+            fast(ids, past_key_values=reused)
+    assert reused.is_empty
+    assert torch.equal(fast(token, past_key_values=live).logits, expected_live)
+    fast(ids, past_key_values=reused)
+    assert torch.equal(fast(token, past_key_values=reused).logits, expected)
+
+
+def test_an_interrupt_while_compiling_leaves_the_model_usable(monkeypatch):
+    _, fast = compiled()
+    ids = random_ids(1, 50)
+    with monkeypatch.context() as patch:
+        Interrupt(patch, (PhaseCompiler, "compile"), 1)
+        with pytest.raises(KeyboardInterrupt):
+            fast(ids)
+    _, fresh = compiled(model=None)
+    assert torch.equal(greedy(fast, ids), greedy(fresh, ids))
+
+
+@pytest.mark.parametrize("recompress", ["never", "every_turn"])
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_an_interrupted_step_on_an_appending_cache_did_not_happen(monkeypatch, tokens, recompress):
+    from kvpass import reference
+
+    _, fast = compiled(recompress=recompress)
+    cache = fast(random_ids(1, 50)).past_key_values
+    new = random_ids(1, tokens, seed=1)
+    expected = fast(new, past_key_values=cache.clone()).logits
+    with monkeypatch.context() as patch:
+        Interrupt(patch, (reference, "attend_cache"), 2)
+        with pytest.raises(KeyboardInterrupt):
+            fast(new, past_key_values=cache)
+    assert cache.columns == 50
+    assert torch.equal(fast(new, past_key_values=cache).logits, expected)
+
+
+@pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
+def test_a_cache_whose_entries_were_half_overwritten_is_refused_until_it_is_reset(monkeypatch, family, policy):
+    from kvpass import evict, sliding
+
+    _, fast = compiled(family, tiny_model(family), policy=policy)
+    ids, token = random_ids(1, 50), random_ids(1, 1, seed=1)
+    cache, other = fast(ids).past_key_values, fast(ids).past_key_values
+    expected = fast(token, past_key_values=fast(ids).past_key_values).logits
+    target = (sliding, "attend_ring") if family == "gemma3" else (evict, "attend_evict")
+    with monkeypatch.context() as patch:
+        Interrupt(patch, target, 1)
+        with pytest.raises(KeyboardInterrupt):
+            fast(token, past_key_values=cache)
+    for broken in (cache, cache.clone()):
+        with pytest.raises(kvpass.CacheMismatchError, match="interrupted"):
+            fast(token, past_key_values=broken)
+    assert torch.equal(fast(token, past_key_values=other).logits, expected)
+    cache.reset()
+    fast(ids, past_key_values=cache)
+    assert torch.equal(fast(token, past_key_values=cache).logits, expected)
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["lava", "tova", "h2o"])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 30])
+def test_prompts_of_any_length_with_a_budget_above_them(policy, tokens):
+    model, fast = compiled(policy=policy, budget=64)
+    ids = random_ids(2, tokens, seed=tokens)
+    assert torch.equal(greedy(fast, ids), greedy(model, ids))
+
+
+@pytest.mark.parametrize("policy", ["lava", "pyramidkv", "cake"])
+def test_a_model_of_one_layer(policy):
+    model = tiny_model("llama", num_hidden_layers=1)
+    options = {"tau1": 1.0, "tau2": 1.0} if policy == "cake" else {}
+    _, full = compiled(model=model, policy=policy, budget=100, **options)
+    ids = random_ids(2, 40)
+    assert torch.equal(greedy(full, ids), greedy(model, ids))
+    _, tight = compiled(model=model, policy=policy, **options)
+    assert int(tight(ids).past_key_values.lengths.sum()) == 2 * 2 * 20
+
+
+def test_the_tail_grows_as_far_as_it_must():
+    model, fast = compiled(budget=10**6)
+    ids, new = random_ids(1, 20), random_ids(1, 300, seed=1)
+    cache = fast(ids).past_key_values
+    capacity = cache.stores[0].tail_k.shape[3]
+    pieces = new.split([1] * 100 + [150, 1, 49], 1)
+    logits = torch.cat([fast(piece.contiguous(), past_key_values=cache).logits for piece in pieces], 1)
+    with torch.no_grad():
+        assert_close("logits", logits, model(torch.cat([ids, new], 1)).logits[:, 20:], atol=1e-4)
+    assert cache.stores[0].tail_k.shape[3] > capacity and cache.columns == 320
+
+
+# -- dtypes, modes, devices -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("policy", ["lava", "h2o"])
+def test_16_bit_models_keep_16_bit_caches_and_say_the_same(dtype, policy):
+    model = tiny_model("llama", dtype=dtype, **LAYERS)
+    _, fast = compiled(model=model, policy=policy, budget=64)
+    ids, new = random_ids(2, 40), random_ids(2, 5, seed=1)
+    with torch.no_grad():
+        expected = model(torch.cat([ids, new], 1)).logits
+    cache = fast(ids).past_key_values
+    logits = torch.cat([fast(piece.contiguous(), past_key_values=cache).logits for piece in new.split([1, 4], 1)], 1)
+    assert logits.dtype == dtype == cache.stores[0].pool_k.dtype == cache.stores[0].tail_v.dtype
+    tolerance = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
+    assert_close("logits", logits.float(), expected[:, 40:].float(), atol=tolerance)
+    _, tight = compiled(model=model, policy=policy)
+    kept = tight(ids).past_key_values
+    assert int(kept.lengths.sum()) == 2 * 2 * 2 * 20 and bool(
+        torch.isfinite(tight(new, past_key_values=kept).logits).all()
+    )
+
+
+@pytest.mark.parametrize("policy", ["lava", "h2o"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_any_grad_mode_and_changes_between_them(mode, policy):
+    _, fast = compiled("gemma3", tiny_model("gemma3"), policy=policy)
+    ids = random_ids(2, 40)
+    expected = greedy(fast, ids)
+    beams = greedy(fast, ids, num_beams=2)
+    with mode():
+        assert torch.equal(greedy(fast, ids), expected)
+        assert torch.equal(greedy(fast, ids, num_beams=2), beams)
+        cache = fast(ids).past_key_values
+        cache.reorder_cache(torch.tensor([1, 0]))
+        twin = cache.clone()
+        cache.to("cpu")
+    token = random_ids(2, 1, seed=1)
+    assert torch.equal(fast(token, past_key_values=twin).logits, fast(token, past_key_values=cache).logits)
+    assert not fast(ids).logits.requires_grad
+
+
+def test_a_state_dict_goes_round():
+    model, fast = compiled()
+    other = tiny_model("llama", seed=1, **LAYERS)
+    ids = random_ids(1, 40)
+    before = greedy(fast, ids)
+    assert fast.state_dict().keys() == model.state_dict().keys()
+    saved = {name: tensor.clone() for name, tensor in fast.state_dict().items()}
+    fast.load_state_dict(other.state_dict())
+    _, fresh = compiled(model=other)
+    changed = greedy(fast, ids)
+    assert torch.equal(changed, greedy(fresh, ids)) and not torch.equal(changed, before)
+    fast.load_state_dict(saved)
+    assert torch.equal(greedy(fast, ids), before)
+
+
+def test_a_model_loaded_with_a_device_map(tmp_path):
+    pytest.importorskip("accelerate")
+    model, fast = compiled()
+    model.save_pretrained(tmp_path)
+    mapped = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu").eval()
+    mapped.generation_config.eos_token_id = None
+    _, again = compiled(model=mapped)
+    ids = random_ids(2, 40)
+    assert torch.equal(greedy(again, ids), greedy(fast, ids))
+
+
+# -- every kind of generation -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["lava", "h2o"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.5},
+        {"num_beams": 2, "do_sample": True},
+        {"num_return_sequences": 3, "do_sample": True},
+    ],
+    ids=str,
+)
+def test_beams_and_several_sequences_equal_the_uncompressed_model(policy, options):
+    model, fast = compiled("gemma3", tiny_model("gemma3"), policy=policy, budget=100)
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (33, 20)])
+    results = []
+    for subject in (model, fast):
+        torch.manual_seed(0)
+        results.append(
+            subject.generate(ids, attention_mask=mask, max_new_tokens=NEW, **{"do_sample": False, **options})
+        )
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("how", ["assistant", "prompt lookup"])
+def test_assisted_generation_is_refused_and_says_so(how):
+    model, fast = compiled()
+    ids = random_ids(1, 20).repeat(1, 2)
+    options = {"assistant_model": model} if how == "assistant" else {"prompt_lookup_num_tokens": 3}
+    with pytest.raises(ValueError, match="assisted generation"):
+        greedy(fast, ids, **options)
+    assert greedy(fast, ids).shape == (1, 40 + NEW)
+
+
+def test_a_compiled_model_is_no_assistant_either():
+    model, fast = compiled()
+    with pytest.raises(NotImplementedError, match="assisted generation is not supported"):
+        greedy(model, random_ids(1, 40), assistant_model=fast)

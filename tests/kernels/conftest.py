@@ -1,0 +1,29 @@
+"""Without a CUDA device, Triton's kernels run in its interpreter, on CPU tensors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+
+# Triton looks at the variable whenever something is decorated: its own library functions (tl.sum...) too, which a test
+# module collected earlier has already loaded through Dynamo.
+if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
+    os.environ["TRITON_INTERPRET"] = "1"
+    for library in ("triton.language.standard", "triton.language"):
+        if library in sys.modules:
+            importlib.reload(sys.modules[library])
+
+
+ON_CPU_TENSORS = {"test_device.py", "test_gather.py", "test_ragged_decode.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        return
+    for item in items:
+        if item.path.name in ON_CPU_TENSORS and item.path.parent.name == "kernels":
+            item.add_marker(pytest.mark.skip(reason="for Triton's interpreter; test_gpu.py compares on the device"))

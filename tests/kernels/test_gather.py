@@ -1,0 +1,214 @@
+"""Gather and pack, in Triton's interpreter, against loops over rows and the eager reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpass import reference
+from kvpass.kernels import gather
+from kvpass.kernels.gather import assign_slots, gather_winners
+from kvpass.reference import OWNER, PLACE, POSITION, RANK
+
+EMPTY = -1
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_the_jth_winner_takes_the_jth_free_slot(data: st.DataObject) -> None:
+    rows, kv_heads, columns = (data.draw(st.integers(1, 4)) for _ in range(3))
+    entries = data.draw(st.integers(1, 20))
+    keep = torch.zeros(rows, kv_heads, columns, dtype=torch.bool)
+    owner = torch.full((rows, entries), 7, dtype=torch.int32)
+    expected = torch.full((rows, entries), -1)
+    for row in range(rows):
+        free = data.draw(st.lists(st.integers(0, entries - 1), unique=True))
+        owner[row, free] = EMPTY
+        most = min(len(free), kv_heads * columns)
+        winners = data.draw(st.lists(st.integers(0, kv_heads * columns - 1), unique=True, max_size=most))
+        keep[row].view(-1)[winners] = True
+        for slot, winner in zip(sorted(free), sorted(winners), strict=False):
+            expected[row, slot] = winner
+    source = assign_slots(keep, owner)
+    assert source.dtype == torch.int32
+    assert torch.equal(source.long(), expected)
+
+
+def test_winners_that_do_not_fit() -> None:
+    keep = torch.ones(2, 2, 3, dtype=torch.bool)
+    owner = torch.full((2, 8), EMPTY, dtype=torch.int32)
+    owner[1, 3:6] = 0
+    with pytest.raises(ValueError, match="row 1 has 6 winners: its pool has 5 free slots"):
+        assign_slots(keep, owner)
+    keep[1, 0, 0] = False
+    assert assign_slots(keep, owner)[1].tolist() == [1, 2, 3, -1, -1, -1, 4, 5]
+
+
+def make_pool(rows: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """pool_k, pool_v, slots, slot_traces with contents that differ everywhere."""
+    return [
+        torch.randn(rows, entries, dim).to(dtype),
+        torch.randn(rows, entries, value_dim).to(dtype),
+        torch.randint(100, 200, (4, rows, entries), dtype=torch.int32),
+        torch.randn(2, rows, entries),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "columns", "entries", "dim", "value_dim", "dtype"),
+    [
+        (1, 1, 5, 3, 64, 64, torch.float32),
+        (2, 3, 40, 70, 80, 80, torch.float16),
+        (2, 2, 33, 64, 192, 128, torch.float32),
+        (1, 2, 100, 129, 100, 16, torch.bfloat16),
+    ],
+)
+def test_gather_winners(
+    rows: int, kv_heads: int, columns: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    k = torch.randn(rows, columns, kv_heads, dim).to(dtype).transpose(1, 2)
+    v = torch.randn(rows, columns, kv_heads, value_dim).to(dtype).transpose(1, 2)
+    rank, place = torch.randint(1000, (2, rows, kv_heads, columns), dtype=torch.int32)
+    traces = torch.randn(2, rows, kv_heads, columns)
+    start = torch.arange(rows) * 2
+    given = make_pool(rows, entries, dim, value_dim, dtype)
+    expected = [tensor.clone() for tensor in given]
+    source = torch.where(torch.rand(rows, entries) < 0.4, torch.randint(kv_heads * columns, (rows, entries)), -1).int()
+    source[0, -1] = kv_heads * columns - 1
+    for row, slot in (source >= 0).nonzero().tolist():
+        head, column = divmod(int(source[row, slot]), columns)
+        expected[0][row, slot] = k[row, head, column]
+        expected[1][row, slot] = v[row, head, column]
+        entry = (5 * kv_heads + head, rank[row, head, column], column - start[row], place[row, head, column])
+        for plane, value in zip((OWNER, RANK, POSITION, PLACE), entry, strict=True):
+            expected[2][plane, row, slot] = int(value)
+        expected[3][:, row, slot] = traces[:, row, head, column]
+    gather_winners(source, k, v, rank, place, traces, start, *given, layer=5)
+    for found, wanted in zip(given, expected, strict=True):
+        assert same_bits(found, wanted)
+
+
+def test_nothing_moves_where_nothing_is_kept() -> None:
+    given = make_pool(1, 40, 16, 16, torch.float32)
+    before = [tensor.clone() for tensor in given]
+    table = torch.zeros(1, 2, 9, dtype=torch.int32)
+    prompt = torch.full((1, 2, 9, 16), torch.nan)
+    source = torch.full((1, 40), -1, dtype=torch.int32)
+    gather_winners(
+        source,
+        prompt,
+        prompt,
+        table,
+        table,
+        torch.zeros(2, 1, 2, 9),
+        torch.zeros(1, dtype=torch.int64),
+        *given,
+        layer=0,
+    )
+    assert all(same_bits(found, wanted) for found, wanted in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"source": torch.zeros(1, 39, dtype=torch.int32)}, "source is"),
+        ({"rank": torch.zeros(1, 2, 9)}, "rank is"),
+        ({"v": torch.zeros(1, 2, 8, 16)}, "v is"),
+        ({"k": torch.zeros(1, 2, 9, 32)[..., ::2]}, "k has strides"),
+        ({"start": torch.zeros(1, dtype=torch.int32)}, "start is"),
+        ({"slots": torch.zeros(40, 1, 4, dtype=torch.int32).permute(2, 1, 0)}, "slots has strides"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, Tensor], named: str) -> None:
+    names = ("pool_k", "pool_v", "slots", "slot_traces")
+    pool = dict(zip(names, make_pool(1, 40, 16, 16, torch.float32), strict=True))
+    before = [tensor.clone() for tensor in pool.values()]
+    prompt = torch.randn(1, 2, 9, 16)
+    arguments = {
+        "source": torch.zeros(1, 40, dtype=torch.int32),
+        **dict.fromkeys(["k", "v"], prompt),
+        **dict.fromkeys(["rank", "place"], torch.zeros(1, 2, 9, dtype=torch.int32)),
+        "traces": torch.zeros(2, 1, 2, 9),
+        "start": torch.zeros(1, dtype=torch.int64),
+        **pool,
+    }
+    with pytest.raises(ValueError, match=named):
+        gather_winners(**{**arguments, **change}, layer=0)
+    assert all(same_bits(found, wanted) for found, wanted in zip(pool.values(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "layers", "kv_heads", "entries", "dim", "value_dim", "dtype"),
+    [
+        (1, 2, 2, 2, 16, 16, torch.float32),
+        (2, 3, 2, 150, 80, 80, torch.float16),
+        (1, 4, 1, 129, 100, 64, torch.bfloat16),
+        (3, 2, 2, 40, 192, 128, torch.float32),
+    ],
+)
+def test_pack(
+    rows: int, layers: int, kv_heads: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    given = make_pool(rows, entries, dim, value_dim, dtype)
+    slots = given[2]
+    groups = layers * kv_heads
+    for row in range(rows):
+        slots[OWNER, row] = torch.randint(-1, groups, (entries,))
+        slots[OWNER, row][slots[OWNER, row] == groups - 1] = 0  # one segment is empty
+        slots[POSITION, row] = torch.randperm(entries * 10)[:entries]
+    slots[:, -1, entries // 2 :] = EMPTY  # as the cache allocates them
+    given[0][-1, entries // 2 :] = torch.nan
+    expected = [tensor.clone() for tensor in given]
+    offsets, expected_offsets = torch.full((2, rows, groups + 1), -7, dtype=torch.int32)
+    reference.pack(*expected, expected_offsets)
+    gather.pack(*given, offsets)
+    assert torch.equal(offsets, expected_offsets)
+    for row in range(rows):
+        used = int(offsets[row, -1])
+        assert (slots[OWNER, row, used:] == EMPTY).all() and (slots[OWNER, row, :used] != EMPTY).all()
+        for found, wanted in zip(given[:2], expected[:2], strict=True):
+            assert same_bits(found[row, :used], wanted[row, :used])
+        for found, wanted in zip(given[2:], expected[2:], strict=True):
+            assert same_bits(found[:, row, :used], wanted[:, row, :used])
+
+
+def test_packing_twice_changes_nothing() -> None:
+    given = make_pool(1, 60, 16, 16, torch.float32)
+    given[2][OWNER] = torch.randint(0, 4, (1, 60))
+    given[2][POSITION] = torch.randperm(60)
+    offsets = torch.zeros(1, 5, dtype=torch.int32)
+    gather.pack(*given, offsets)
+    before = [tensor.clone() for tensor in (*given, offsets)]
+    gather.pack(*given, offsets)
+    assert all(same_bits(found, wanted) for found, wanted in zip((*given, offsets), before, strict=True))
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16), (80, torch.float32)])
+def test_scratch_of_pack(dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only memory that grows with the pool's rows beside its tables: an eighth of it, or a sector a row."""
+    given = make_pool(1, 64, dim, dim, dtype)
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def recording(*size: int, **options: torch.dtype) -> Tensor:
+        found = empty(*size, **options)
+        sizes.append(found.untyped_storage().nbytes())
+        return found
+
+    monkeypatch.setattr(torch, "empty", recording)
+    gather.pack(*given, torch.zeros(1, 5, dtype=torch.int32))
+    pool_bytes = given[0].nbytes + given[1].nbytes
+    assert sizes and sum(sizes) <= pool_bytes // 8

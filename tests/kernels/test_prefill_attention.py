@@ -1,0 +1,288 @@
+"""Prefill attention on Triton's interpreter against a masked softmax in double precision and the eager reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kvpass.kernels import prefill_attention as module
+from kvpass.kernels.launch import KernelConfig
+from kvpass.kernels.prefill_attention import flash_attention_varlen, prefill_attention
+from kvpass.reference import causal_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = KernelConfig.of(4, 1, BLOCK_Q=32, BLOCK_K=16)
+UNEVEN = KernelConfig.of(4, 1, BLOCK_Q=16, BLOCK_K=64)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    n: int
+    d: int
+    heads: int = 2
+    kv_heads: int = 1
+    dv: int | None = None
+    starts: tuple[int, ...] = (0,)
+    dtype: torch.dtype = torch.float32
+    softcap: float | None = None
+    sinks: bool = False
+    sliding_window: int | None = None
+    config: KernelConfig | None = None
+
+    def __str__(self) -> str:
+        given = [f"N{self.n}", f"D{self.d}", f"H{self.heads}", f"K{self.kv_heads}", f"start{self.starts}"]
+        given += [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.float32 else []
+        given += [f"{name}{value}" for name in ("dv", "softcap", "sliding_window") if (value := getattr(self, name))]
+        return "-".join([*given, *["sinks"] * self.sinks])
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v stored as ``[B, N, heads, dim]``, as projections give them; start; sinks."""
+        b, dv = len(self.starts), self.dv or self.d
+        q = torch.randn(b, self.n, self.heads, self.d, device=DEVICE, dtype=self.dtype).transpose(1, 2)
+        k = torch.randn(b, self.n, self.kv_heads, self.d, device=DEVICE, dtype=self.dtype).transpose(1, 2)
+        v = torch.randn(b, self.n, self.kv_heads, dv, device=DEVICE, dtype=self.dtype).transpose(1, 2)
+        sinks = torch.randn(self.heads, device=DEVICE) * 3 if self.sinks else None
+        return q, k, v, torch.tensor(self.starts, device=DEVICE), sinks
+
+
+CASES = [
+    Case(1, 64),
+    Case(33, 64, heads=8, starts=(0, 5)),
+    Case(111, 80, heads=4, kv_heads=4, starts=(110, 31)),
+    Case(111, 100, heads=4, kv_heads=1, config=SMALL),
+    Case(513, 128, heads=1),
+    Case(130, 192, dv=128, starts=(1,)),
+    Case(65, 256, starts=(0,)),
+    Case(65, 24, dv=40, starts=(64, 3), config=SMALL),
+    Case(111, 64, starts=(0, 17), config=UNEVEN),
+    Case(111, 128, heads=4, starts=(0, 40), dtype=torch.float16),
+    Case(33, 96, dtype=torch.float16, softcap=20.0, sinks=True),
+    Case(111, 64, heads=4, kv_heads=2, starts=(0, 63), softcap=2.0),
+    Case(111, 64, heads=4, kv_heads=2, starts=(0, 63), sinks=True, config=SMALL),
+    Case(111, 64, starts=(0, 9), sliding_window=1, config=SMALL),
+    Case(111, 64, starts=(0, 9), sliding_window=16, config=SMALL),
+    Case(111, 64, starts=(0, 9), sliding_window=17, config=UNEVEN),
+    Case(111, 64, starts=(90, 9), sliding_window=500),
+    Case(111, 80, heads=4, starts=(0, 9), sliding_window=40, softcap=5.0, sinks=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs begin as NaN, so that a place no program writes shows."""
+    empty = torch.empty
+
+    def filled(*args, **kwargs):  # type: ignore[no-untyped-def]
+        return empty(*args, **kwargs).fill_(float("nan"))
+
+    monkeypatch.setattr(module.torch, "empty", filled)
+
+
+def brute_force(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, case: Case, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp from the full logits, in double precision; zeros and -inf in padding."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.double().cpu() for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    start, n = start.cpu(), q.shape[2]
+    logits = q @ k.mT * scale
+    if case.softcap is not None:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
+    row, column = torch.arange(n)[:, None], torch.arange(n)[None]
+    seen = (column <= row) & (column >= start[:, None, None])
+    if case.sliding_window is not None:
+        seen &= row - column < case.sliding_window
+    logits = logits.masked_fill(~seen[:, None], float("-inf"))
+    if sinks is not None:
+        extra = sinks.double().cpu()[None, :, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, extra], 3)
+    padding = (torch.arange(n) < start[:, None])[:, None]
+    out = (logits.softmax(3)[..., :n].nan_to_num() @ v).masked_fill(padding[..., None], 0.0)
+    return out, logits.logsumexp(3).masked_fill(padding, float("-inf"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output_and_lse_are_those_of_a_masked_softmax(case: Case) -> None:
+    q, k, v, start, sinks = case.tensors()
+    scale = case.d**-0.5
+    out, lse = prefill_attention(
+        q, k, v, start, scale, case.sliding_window, case.softcap, sinks, case.config if DEVICE == "cpu" else None
+    )
+    expected_out, expected_lse = brute_force(q, k, v, start, scale, case, sinks)
+    tolerance = TOLERANCE[case.dtype]
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(out.double().cpu(), expected_out, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (3.0, True)])
+def test_each_row_is_what_the_eager_reference_computes_of_it_alone(softcap: float | None, with_sinks: bool) -> None:
+    case = Case(70, 64, heads=4, kv_heads=2, starts=(0, 13, 69), softcap=softcap, sinks=with_sinks)
+    q, k, v, start, sinks = case.tensors()
+    out, _ = prefill_attention(q, k, v, start, 0.3, softcap=softcap, sinks=sinks)
+    for row, first in enumerate(case.starts):
+        live = (slice(row, row + 1), slice(None), slice(first, None))
+        expected = causal_attention(q[live], k[live], v[live], 0.3, softcap, sinks)
+        torch.testing.assert_close(out[live], expected, atol=1e-5, rtol=1e-5)
+        assert not out[row, :, :first].any()
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+def test_contract_4_padding_changes_no_bit(sliding_window: int | None) -> None:
+    q, k, v, start, _ = Case(99, 64, starts=(0, 0)).tensors()
+    pads = torch.tensor([37, 8], device=DEVICE)
+    alone = [
+        prefill_attention(*(x[row : row + 1, :, pad:] for x in (q, k, v)), start[:1], 0.2, sliding_window, config=SMALL)
+        for row, pad in enumerate(pads.tolist())
+    ]
+    out, lse = prefill_attention(q, k, v, pads, 0.2, sliding_window, config=SMALL)
+    for row, pad in enumerate(pads.tolist()):
+        assert torch.equal(out[row, :, pad:], alone[row][0][0])
+        assert torch.equal(lse[row, :, pad:], alone[row][1][0])
+
+
+def test_equal_scores_average_the_values() -> None:
+    q, k, v, start, _ = Case(50, 64).tensors()
+    out, lse = prefill_attention(q, torch.zeros_like(k), v, start, 1.0)
+    count = torch.arange(1, 51, device=DEVICE)
+    expected = (v.double().cumsum(2) / count[:, None]).float().expand_as(out)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, count.float().log().expand_as(lse), atol=1e-6, rtol=1e-6)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    case = Case(40, 64, dtype=torch.float16)
+    q, k, v, start, _ = case.tensors()
+    out, lse = prefill_attention(q * 30, k * 30, v, start, 1.0)
+    expected_out, expected_lse = brute_force(q * 30, k * 30, v, start, 1.0, case, None)
+    torch.testing.assert_close(out.double().cpu(), expected_out, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=1e-2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("start_dtype", [torch.int32, torch.int64])
+def test_any_strides_and_the_layout_of_the_output(start_dtype: torch.dtype) -> None:
+    q, k, v, start, _ = Case(37, 64, heads=4, kv_heads=2, starts=(3, 0)).tensors()
+    views = []
+    for x in (q, k, v):
+        wide = torch.randn(2, 9, 80, 200, device=DEVICE)
+        views.append(wide[:, 1 : 1 + x.shape[1], ::2][:, :, 2:39, 5:69].copy_(x))
+        assert not views[-1].is_contiguous()
+    out, lse = prefill_attention(*views, start.to(start_dtype), 0.125)
+    expected_out, expected_lse = prefill_attention(q, k, v, start, 0.125)
+    assert torch.equal(out, expected_out)
+    assert torch.equal(lse, expected_lse)
+    assert out.transpose(1, 2).is_contiguous()
+    assert lse.is_contiguous()
+
+
+def broken(**changed: object) -> dict[str, object]:
+    q, k, v, start, _ = Case(8, 16).tensors()
+    return {"q": q, "k": k, "v": v, "start": start, "scale": 1.0, **changed}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"k": torch.zeros(1, 1, 9, 16)}, "q has 8 rows: must be 9"),
+        ({"k": torch.zeros(1, 1, 8, 32)}, r"k has shape \(1, 1, 8, 32\): expected \(1, 1, 8, 16\)"),
+        ({"v": torch.zeros(1, 2, 8, 16)}, "v has shape"),
+        (
+            {"q": torch.zeros(1, 3, 8, 16), "k": torch.zeros(1, 2, 8, 16)},
+            "q has 3 heads: must be a multiple of",
+        ),
+        ({"k": torch.zeros(1, 1, 8, 16, dtype=torch.float16)}, "k has dtype torch.float16"),
+        ({"k": torch.zeros(1, 1, 16, 8).mT}, "k has stride 8 in its last dim: must be 1"),
+        ({"v": torch.zeros(1, 1, 8, 257)}, r"v has head dim 257: must be in 1\.\.256"),
+        ({"start": torch.zeros(2, dtype=torch.int64)}, r"start has shape \(2,\): expected \(1,\)"),
+        ({"start": torch.zeros(1)}, "start has dtype torch.float32"),
+        ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\): expected \(2,\)"),
+        ({"sliding_window": 0}, "sliding_window=0: must be at least 1"),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_value(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prefill_attention(**broken(**changed))  # type: ignore[arg-type]
+
+
+def varlen_attention(q, k, v, bounds_q, bounds_k, max_q, max_k, dropout, causal, debug, **options):  # type: ignore[no-untyped-def]
+    """What ``aten::_flash_attention_forward`` computes, one packed sequence after another."""
+    assert torch.equal(bounds_q, bounds_k)
+    assert bounds_q.dtype == torch.int32
+    assert (dropout, causal, debug) == (0.0, True, False)
+    out, lse = torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), float("nan"))
+    for first, last in zip(bounds_q[:-1].tolist(), bounds_q[1:].tolist(), strict=True):
+        assert last - first <= max_q == max_k
+        rows = torch.arange(last - first)
+        seen = rows[None] <= rows[:, None]
+        if options["window_size_left"] is not None:
+            assert options["window_size_right"] == 0
+            seen &= rows[:, None] - rows[None] <= options["window_size_left"]
+        each = [x[first:last].float().transpose(0, 1) for x in (q, k, v)]
+        group = q.shape[1] // k.shape[1]
+        each[1:] = [x.repeat_interleave(group, 0) for x in each[1:]]
+        out[first:last] = F.scaled_dot_product_attention(*each, attn_mask=seen, scale=options["scale"]).transpose(0, 1)
+        logits = (each[0] @ each[1].mT * options["scale"]).masked_fill(~seen, float("-inf"))
+        lse[:, first:last] = logits.logsumexp(2)
+    return out, lse, None, None, None
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the operator of torch runs on CUDA: see the next test but one")
+@pytest.mark.parametrize("sliding_window", [None, 7])
+def test_flash_attention_gets_the_padding_as_sequences_of_their_own(
+    sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(40, 64, heads=4, kv_heads=2, starts=(0, 11, 39), dtype=torch.float16, sliding_window=sliding_window)
+    q, k, v, start, _ = case.tensors()
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen_attention)
+    out, lse = flash_attention_varlen(q, k, v, start, 0.125, sliding_window)
+    expected_out, expected_lse = brute_force(q, k, v, start, 0.125, case, None)
+    torch.testing.assert_close(out.double(), expected_out, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+    assert out.transpose(1, 2).is_contiguous()
+    assert lse.is_contiguous()
+
+
+@pytest.mark.parametrize("sliding_window", [None, 7])
+def test_flash_attention_fits_the_schema_of_torch(sliding_window: int | None) -> None:
+    q, k, v = (torch.empty(2, 40, heads, 64, dtype=torch.float16, device="meta") for heads in (4, 2, 2))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = flash_attention_varlen(q, k, v, torch.empty(2, dtype=torch.int64, device="meta"), 0.125, sliding_window)
+    assert (out.shape, out.dtype) == ((2, 4, 40, 64), torch.float16)
+    assert (lse.shape, lse.dtype) == ((2, 4, 40), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sliding_window", [None, 7, 64])
+def test_flash_attention_is_the_kernel_on_a_gpu(sliding_window: int | None) -> None:
+    q, k, v, start, _ = Case(300, 128, heads=8, kv_heads=2, starts=(0, 77), dtype=torch.float16).tensors()
+    for flash, ours in zip(
+        flash_attention_varlen(q, k, v, start, 0.1, sliding_window),
+        prefill_attention(q, k, v, start, 0.1, sliding_window),
+        strict=True,
+    ):
+        torch.testing.assert_close(flash, ours, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case(8, 64), "q has dtype torch.float32: FlashAttention takes"),
+        (Case(8, 64, dv=32, dtype=torch.float16), "D=64, Dv=32"),
+        (Case(8, 100, dtype=torch.float16), "D=100, Dv=100"),
+    ],
+    ids=str,
+)
+def test_flash_attention_refuses_what_it_cannot_take(case: Case, message: str) -> None:
+    q, k, v, start, _ = case.tensors()
+    with pytest.raises(ValueError, match=message):
+        flash_attention_varlen(q, k, v, start, 1.0)

@@ -1,0 +1,66 @@
+"""The tile map against the definition: tiles of a segment are its entries, once each and in order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpass.kernels.tile_map import TILE, tile_map
+
+
+def make_offsets(lengths: list[list[int]]) -> Tensor:
+    """``lengths[row][layer * K + head]`` -> int32 ``[B, L*K + 1]``."""
+    return torch.nn.functional.pad(torch.tensor(lengths, dtype=torch.int64).cumsum(1), (1, 0)).int()
+
+
+@st.composite
+def segment_lengths(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+    rows, layers, kv_heads = (draw(st.integers(1, 3)) for _ in range(3))
+    length = st.one_of(st.just(0), st.integers(0, 40), st.sampled_from([4, 8, 16, 64]))
+    return [[draw(length) for _ in range(layers * kv_heads)] for _ in range(rows)], kv_heads
+
+
+@settings(max_examples=150)
+@given(segment_lengths(), st.sampled_from([1, 4, 16, 128]))
+def test_tiles_partition_every_segment(given_lengths: tuple[list[list[int]], int], tile: int) -> None:
+    lengths, kv_heads = given_lengths
+    offsets = make_offsets(lengths)
+    tiles, tile_offsets = tile_map(offsets, kv_heads, tile)
+
+    rows, layers = len(lengths), len(lengths[0]) // kv_heads
+    assert tiles.dtype == tile_offsets.dtype == torch.int32
+    assert tile_offsets.shape == (layers, rows * kv_heads + 1)
+    assert tiles.shape == (layers, max(tile_offsets[:, -1].tolist()), 4)
+    for layer in range(layers):
+        expected, bounds = [], [0]
+        for row in range(rows):
+            for head in range(kv_heads):
+                first = int(offsets[row, layer * kv_heads + head])
+                last = int(offsets[row, layer * kv_heads + head + 1])
+                expected += [[row, head, at, min(at + tile, last)] for at in range(first, last, tile)]
+                bounds.append(len(expected))
+        assert tile_offsets[layer].tolist() == bounds
+        assert tiles[layer, : len(expected)].tolist() == expected
+        assert (tiles[layer, len(expected) :] == torch.tensor([-1, -1, 0, 0])).all()
+
+
+def test_an_empty_pool_has_no_tiles() -> None:
+    tiles, tile_offsets = tile_map(make_offsets([[0] * 6]), kv_heads=2)
+    assert tiles.shape == (3, 0, 4)
+    assert tile_offsets.tolist() == [[0, 0, 0]] * 3
+
+
+def test_the_usual_tile() -> None:
+    tiles, _ = tile_map(make_offsets([[TILE + 1, 3]]), kv_heads=2)
+    assert tiles.tolist() == [[[0, 0, 0, TILE], [0, 0, TILE, TILE + 1], [0, 1, TILE + 1, TILE + 4]]]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tile", "named"), [(2, 48, "tile=48"), (2, 0, "tile=0"), (4, 64, "4 KV heads"), (0, 64, "0 KV heads")]
+)
+def test_bad_arguments(kv_heads: int, tile: int, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        tile_map(make_offsets([[1] * 6]), kv_heads, tile)

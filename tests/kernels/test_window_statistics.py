@@ -1,0 +1,260 @@
+"""Window statistics on Triton's interpreter against `Observation`, one batch row at a time without its padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kvpass.kernels import window_statistics as module
+from kvpass.kernels.launch import KernelConfig
+from kvpass.kernels.prefill_attention import prefill_attention
+from kvpass.kernels.window_statistics import column_sums, value_norms, window_statistics
+from kvpass.observation import Observation
+from kvpass.policies.scores import column_sum
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = KernelConfig.of(4, 1, BLOCK_K=16, BLOCK_R=16)
+WIDE = KernelConfig.of(4, 1, BLOCK_K=64, BLOCK_R=32)
+ALL = {"variance": True, "entropy": True, "last_row": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    n: int
+    d: int
+    window: int
+    heads: int = 2
+    kv_heads: int = 1
+    dv: int | None = None
+    starts: tuple[int, ...] = (0,)
+    dtype: torch.dtype = torch.float32
+    softcap: float | None = None
+    sinks: bool = False
+    rows: int = 0
+    config: KernelConfig | None = None
+
+    def __str__(self) -> str:
+        given = [f"N{self.n}", f"D{self.d}", f"w{self.window}", f"H{self.heads}", f"K{self.kv_heads}"]
+        given += [f"start{self.starts}", str(self.dtype).removeprefix("torch.")]
+        given += [f"{name}{value}" for name in ("dv", "softcap", "rows") if (value := getattr(self, name))]
+        return "-".join([*given, *["sinks"] * self.sinks])
+
+
+CASES = [
+    Case(1, 64, window=8, rows=1),
+    Case(33, 64, window=1, heads=8, starts=(0, 5), rows=100),
+    Case(33, 64, window=0, heads=4, kv_heads=2, starts=(0, 5)),
+    Case(111, 80, window=32, heads=4, kv_heads=4, starts=(110, 31), rows=40),
+    Case(111, 100, window=8, heads=4, dv=64, starts=(70,), config=SMALL),
+    Case(97, 64, window=32, heads=8, starts=(3, 80), rows=97, config=WIDE),
+    Case(65, 128, window=200, heads=1, starts=(0, 20), rows=200),
+    Case(70, 64, window=50, starts=(0, 25), rows=33, config=WIDE),
+    Case(513, 64, window=32, heads=1, rows=30),
+    Case(40, 192, window=8, dv=128, rows=20),
+    Case(40, 256, window=8, heads=1, rows=20),
+    Case(40, 24, window=17, dv=40, starts=(39, 7), rows=5, config=WIDE),
+    Case(111, 128, window=32, heads=4, starts=(0, 100), dtype=torch.float16, rows=111),
+    Case(111, 96, window=8, starts=(0, 40), dtype=torch.float16, softcap=20.0, sinks=True, rows=64),
+    Case(81, 64, window=32, heads=4, kv_heads=2, starts=(0, 43), softcap=2.0, rows=64, config=SMALL),
+    Case(111, 64, window=40, heads=4, kv_heads=2, starts=(0, 63), sinks=True, rows=64, config=WIDE),
+]
+
+
+def everything(q, k, v, start, lse, scale, window, *, rows=0, softcap=None, config=None):  # type: ignore[no-untyped-def]
+    """All statistics by name; ``column_sum`` over the last ``rows`` rows, where there are any."""
+    found = window_statistics(q, k, start, lse, scale, window, softcap=softcap, config=config, **ALL)
+    sums = column_sums(q, k, start, lse, scale, rows, softcap=softcap, config=config) if rows else None
+    return SimpleNamespace(**vars(found), column_sum=sums, value_norm=value_norms(v, start))
+
+
+@pytest.fixture(autouse=True)
+def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs begin as NaN, so that a place no program writes shows."""
+    empty = torch.empty
+
+    def filled(*args, **kwargs):  # type: ignore[no-untyped-def]
+        return empty(*args, **kwargs).fill_(float("nan"))
+
+    monkeypatch.setattr(module.torch, "empty", filled)
+
+
+def site(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    b, dv = len(case.starts), case.dv or case.d
+    q = torch.randn(b, case.n, case.heads, case.d, device=DEVICE, dtype=case.dtype).transpose(1, 2)
+    k = torch.randn(b, case.n, case.kv_heads, case.d, device=DEVICE, dtype=case.dtype).transpose(1, 2)
+    v = torch.randn(b, case.n, case.kv_heads, dv, device=DEVICE, dtype=case.dtype).transpose(1, 2)
+    sinks = torch.randn(case.heads, device=DEVICE) * 2 if case.sinks else None
+    return q, k, v, torch.tensor(case.starts, device=DEVICE), sinks
+
+
+def true_lse(q: Tensor, k: Tensor, start: Tensor, scale: float, case: Case, sinks: Tensor | None) -> Tensor:
+    """Log-sum-exp of every prompt query, not from the kernel under test; NaN in padding, where none may look."""
+    lse = torch.full(q.shape[:3], float("nan"), device=q.device)
+    for row, first in enumerate(start.tolist()):
+        keys = k[row, :, first:].double().repeat_interleave(q.shape[1] // k.shape[1], 0)
+        logits = q[row, :, first:].double() @ keys.mT * scale
+        if case.softcap is not None:
+            logits = case.softcap * torch.tanh(logits / case.softcap)
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), float("-inf"))
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.double()[:, None, None].expand(*logits.shape[:2], 1)], 2)
+        lse[row, :, first:] = logits.logsumexp(2).float()
+    return lse
+
+
+def compare(name: str, found: Tensor | None, expected: Tensor, first: int) -> None:
+    """Relative to the largest value of each head, to 0.1 at least where a = 1 gives an entropy of zero; no padding."""
+    assert found is not None, name
+    least = 0.1 if name == "entropy" else 1e-9
+    assert found.dtype == torch.float32
+    assert torch.equal(found[..., :first], torch.zeros_like(found[..., :first])), name
+    error = (found[..., first:] - expected).abs().amax(-1) / expected.abs().amax(-1).clamp(min=least)
+    assert not error.isnan().any(), name
+    assert error.max() < 1e-5, f"{name}: {error.max():.1e}"
+
+
+def compare_all(statistics: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, case: Case, sinks: Tensor | None) -> None:
+    for row, first in enumerate(case.starts):
+        live = (slice(row, row + 1), slice(None), slice(first, None))
+        window = min(case.window, case.n - first)
+        obs = Observation(q[live], k[live], v[live], case.d**-0.5, window, 0, 1, case.softcap, sinks)
+        entropy = torch.cat([-(a * (a + 1e-10).log()).sum(2) for a in obs.window_attention()], 1)
+        compare("mean", statistics.mean[row], obs.mean[0], first)
+        for name, expected in (
+            ("variance", obs.variance),
+            ("entropy", entropy),
+            ("last_row", obs.last_row),
+            ("value_norm", obs.value_norm),
+        ):
+            compare(name, getattr(statistics, name)[row], expected[0], first)
+        if case.rows:
+            assert statistics.column_sum is not None
+            compare("column_sum", statistics.column_sum[row], column_sum(obs, case.rows)[0], first)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_statistic_is_that_of_the_observation(case: Case) -> None:
+    q, k, v, start, sinks = site(case)
+    scale = case.d**-0.5
+    lse = true_lse(q, k, start, scale, case, sinks)
+    given = min(max(case.window, case.rows, 1), case.n)
+    statistics = everything(
+        q[:, :, case.n - given :], k, v, start, lse[:, :, case.n - given :], scale, case.window, softcap=case.softcap,
+        rows=case.rows, config=case.config if DEVICE == "cpu" else None,
+    )  # fmt: skip
+    compare_all(statistics, q, k, v, case, sinks)
+
+
+def test_with_the_lse_of_prefill_attention() -> None:
+    case = Case(70, 64, window=16, heads=4, kv_heads=2, starts=(0, 61, 13), softcap=4.0, sinks=True, rows=70)
+    q, k, v, start, sinks = site(case)
+    _, lse = prefill_attention(q, k, v, start, case.d**-0.5, softcap=case.softcap, sinks=sinks)
+    statistics = everything(q, k, v, start, lse, case.d**-0.5, case.window, softcap=case.softcap, rows=case.rows)
+    compare_all(statistics, q, k, v, case, sinks)
+
+
+@pytest.mark.parametrize("config", [SMALL, WIDE])
+def test_equal_scores_have_no_variance_but_the_causal_one(config: KernelConfig) -> None:
+    case = Case(60, 64, window=24, rows=60)
+    q, k, v, start, _ = site(case)
+    k = torch.zeros_like(k)
+    lse = torch.arange(1, 61, device=DEVICE).log().expand(1, 2, 60).contiguous()
+    found = everything(q, k, v, start, lse, 1.0, 24, rows=60, config=config)
+    rows = torch.arange(36, 60, device=DEVICE, dtype=torch.float64)
+    a = torch.where(torch.arange(60, device=DEVICE) <= rows[:, None], 1 / (rows[:, None] + 1), 0.0)
+    harmonic = (1 / torch.arange(1, 61, device=DEVICE, dtype=torch.float64)).flip(0).cumsum(0).flip(0)
+    assert found.variance is not None
+    assert found.column_sum is not None
+    for head in range(2):
+        torch.testing.assert_close(found.mean[0, head].double(), a.mean(0), atol=1e-8, rtol=1e-5)
+        torch.testing.assert_close(found.variance[0, head].double(), a.var(0, unbiased=True), atol=1e-11, rtol=1e-4)
+        torch.testing.assert_close(found.column_sum[0, head].double(), harmonic, atol=1e-7, rtol=1e-5)
+
+
+def test_variance_of_nearly_equal_rows_does_not_cancel() -> None:
+    """Every row puts all its attention on column 0: the mean of squares less the square of the mean would be noise."""
+    case = Case(100, 64, window=64)
+    _, k, _, start, _ = site(case)
+    k = torch.zeros_like(k)
+    k[:, :, 0, 0] = 1.0
+    q = torch.zeros(1, 2, 100, 64, device=DEVICE)
+    q[:, :, :, 0] = 14.0 + torch.rand(1, 2, 100, device=DEVICE) * 1e-2
+    lse = true_lse(q, k, start, 1.0, case, None)
+    a = (q[:, :, 36:, 0].double() - lse[:, :, 36:].double()).exp()
+    found = window_statistics(q, k, start, lse, 1.0, 64, variance=True, config=SMALL)
+    assert found.variance is not None
+    torch.testing.assert_close(found.variance[:, :, 0].double(), a.var(2, unbiased=True), atol=0.0, rtol=0.1)
+
+
+def test_contract_4_padding_changes_no_bit() -> None:
+    case = Case(99, 64, window=24, heads=2, starts=(37, 8), rows=99)
+    q, k, v, start, _ = site(case)
+    lse = true_lse(q, k, start, 0.2, case, None)
+    both = everything(q, k, v, start, lse, 0.2, 24, rows=99, config=SMALL)
+    zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    for row, first in enumerate(case.starts):
+        live = (slice(row, row + 1), slice(None), slice(first, None))
+        alone = everything(q[live], k[live], v[live], zero, lse[live], 0.2, 24, rows=99, config=SMALL)
+        for name in ("mean", "variance", "entropy", "last_row", "column_sum", "value_norm"):
+            assert torch.equal(getattr(both, name)[row, :, first:], getattr(alone, name)[0]), name
+
+
+def test_only_what_is_asked_for_is_computed() -> None:
+    q, k, _, start, _ = site(case := Case(40, 64, window=8, starts=(0, 3)))
+    lse = true_lse(q, k, start, 0.1, case, None)
+    complete = window_statistics(q, k, start, lse, 0.1, 8, **ALL)
+    for name in ALL:
+        one = window_statistics(q, k, start, lse, 0.1, 8, **{name: True})
+        assert torch.equal(one.mean, complete.mean)
+        assert torch.equal(getattr(one, name), getattr(complete, name))
+        assert all(getattr(one, other) is None for other in ALL.keys() - {name})
+
+
+def test_any_strides() -> None:
+    q, k, v, start, _ = site(case := Case(37, 64, window=8, heads=4, kv_heads=2, starts=(3, 0), rows=37))
+    lse = true_lse(q, k, start, 0.1, case, None)
+    views = []
+    for x in (q, k, v):
+        wide = torch.randn(2, 9, 80, 200, device=DEVICE)
+        views.append(wide[:, 1 : 1 + x.shape[1], ::2][:, :, 2:39, 5:69].copy_(x))
+        assert not views[-1].is_contiguous()
+    wide_lse = torch.randn(2, 6, 50, device=DEVICE)[:, 1:5, 7:44].copy_(lse)
+    found = everything(*views, start.int(), wide_lse, 0.1, 8, rows=37)
+    expected = everything(q, k, v, start, lse, 0.1, 8, rows=37)
+    for name in ("mean", "variance", "entropy", "last_row", "column_sum", "value_norm"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"window": -1}, "window=-1: must be at least 0"),
+        ({"window": 5}, r"q has 4 rows: must be in 5\.\.8"),
+        ({"lse": torch.zeros(1, 2, 8)}, r"lse is torch.float32 \(1, 2, 8\)"),
+        ({"lse": torch.zeros(1, 2, 4, dtype=torch.float64)}, "lse is torch.float64"),
+        ({"lse": torch.zeros(1, 4, 2).mT}, "contiguous in the last dim"),
+        ({"keys": torch.zeros(1, 1, 16, 8).mT}, "k has stride 8 in its last dim"),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_value(changed: dict[str, object], message: str) -> None:
+    q, k, _, start, _ = site(Case(8, 16, window=4))
+    given = {"queries": q[:, :, 4:], "keys": k, "start": start, "lse": torch.zeros(1, 2, 4), "window": 4}
+    with pytest.raises(ValueError, match=message):
+        window_statistics(**{"scale": 1.0, **given, **changed})  # type: ignore[arg-type]
+
+
+def test_column_sums_refuse_rows_they_do_not_have() -> None:
+    q, k, _, start, _ = site(Case(8, 16, window=4))
+    lse = torch.zeros(1, 2, 4)
+    with pytest.raises(ValueError, match="rows=0: must be at least 1"):
+        column_sums(q[:, :, 4:], k, start, lse, 1.0, 0)
+    with pytest.raises(ValueError, match=r"q has 4 rows: must be in 8\.\.8"):
+        column_sums(q[:, :, 4:], k, start, lse, 1.0, 100)

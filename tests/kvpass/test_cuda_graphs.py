@@ -1,0 +1,97 @@
+"""Keys, buffers and lifetime of captured steps, with a recorder that runs on the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from kvpass import cuda_graphs
+from kvpass.cuda_graphs import GraphedStep
+
+
+class Recorder:
+    """Like a CUDA graph: a recording runs what was recorded on the tensors of that time."""
+
+    def __init__(self):
+        self.recorded = 0
+
+    def __call__(self, function):
+        self.recorded += 1
+        function()  # fixes the output buffers, as a capture does
+        return SimpleNamespace(replay=function)
+
+
+class Step:
+    """``out = ids * weight + state``, then the state is overwritten with ``ids`` (idempotent, as a decode step is)."""
+
+    def __init__(self):
+        self.out = None
+
+    def __call__(self, ids, weight, state):
+        result = ids * weight + 1
+        if self.out is None or self.out.shape != result.shape:
+            self.out = torch.empty_like(result)
+        self.out.copy_(result)
+        state.copy_(ids.sum())
+        return [self.out]
+
+
+def make():
+    recorder = Recorder()
+    return GraphedStep(Step(), recorder), recorder
+
+
+def test_the_first_call_runs_the_second_captures_and_all_later_ones_replay():
+    step, recorder = make()
+    weight, state = nn.Parameter(torch.tensor(3.0), requires_grad=False), torch.zeros(())
+    for call in range(5):
+        ids = torch.tensor([1.0 + call, 2.0])
+        out = step((ids, weight), [state])
+        assert torch.equal(out[0], ids * 3 + 1), f"call {call} answered for other ids"
+        assert state == ids.sum(), f"call {call} wrote another state"
+        assert recorder.recorded == (0 if call == 0 else 1)
+
+
+def test_an_answer_is_not_overwritten_by_the_next_call():
+    step, _ = make()
+    weight, state = nn.Parameter(torch.tensor(1.0), requires_grad=False), torch.zeros(())
+    answers = [step((torch.tensor([float(i)]), weight), [state])[0] for i in range(1, 5)]
+    assert [float(answer) for answer in answers[1:]] == [3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("change", ["state", "state shape", "weight", "ids shape"])
+def test_other_memory_or_shapes_are_captured_apart(change):
+    step, recorder = make()
+    weight, state, ids = nn.Parameter(torch.tensor(2.0), requires_grad=False), torch.zeros(()), torch.ones(2)
+    for _ in range(3):
+        step((ids, weight), [state])
+    if change == "state":
+        state = torch.zeros(())
+    elif change == "state shape":
+        state = torch.zeros(3)
+    elif change == "weight":
+        weight = nn.Parameter(torch.tensor(5.0), requires_grad=False)
+    else:
+        ids = torch.ones(3)
+    for call in range(3):
+        out = step((ids * (call + 1), weight), [state])
+        assert torch.equal(out[0], ids * (call + 1) * weight + 1)
+    assert recorder.recorded == 2
+
+
+def test_few_captures_are_kept_and_the_least_used_goes_first(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
+    step, recorder = make()
+    weight = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+    states = [torch.zeros(()) for _ in range(3)]
+    for state in (*states[:1] * 2, *states[1:2] * 2, states[0], *states[2:] * 2):
+        step((torch.ones(1), weight), [state])
+    assert recorder.recorded == 3
+    step((torch.ones(1), weight), [states[0]])
+    assert recorder.recorded == 3, "the one used last was dropped"
+    step((torch.ones(1), weight), [states[1]])
+    step((torch.ones(1), weight), [states[1]])
+    assert recorder.recorded == 4, "the least used one should have been dropped"
