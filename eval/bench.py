@@ -1,109 +1,78 @@
-"""What a compressed cache saves: prefill, decode, cache bytes and compile time beside transformers' own caches.
+"""What a compressed cache saves: prefill, decode, memory and compile time beside other caches, at equal bytes.
 
-Every system prefills the same random prompt and decodes greedily, one token a forward, batch 1, fp32 on the CPU. Each
-repeat goes round all systems, so that a drifting machine slows all of them alike. Weights are random: this measures
-speed, not quality.
+Every system prefills the same random prompt and decodes greedily, one token a forward. Each repeat goes round all
+systems, so that a drifting machine slows all of them alike, and a system's cache is gone before the next one's turn.
+Weights are random: this measures speed, not quality.
 """
 
 from __future__ import annotations
 
-import platform
+import gc
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
 
-import kvpass
-from kvpass.api import resolve_budget
-from kvpass.backend import Compiler
 from kvpass.config import Budget, Geometry
-from kvpass.eval.models import BenchModel, build, find_model
-from kvpass.eval.systems import HfEager, HfStatic, Kvpass, System
-from kvpass.policies import resolve
+from kvpass.eval.bench_measure import (
+    Clock,
+    Memory,
+    Scoring,
+    copy_bandwidth,
+    fits_on_device,
+    largest_batch,
+    machine,
+    run_in_memory,
+    scoring_time,
+    spread,
+    versions,
+)
+from kvpass.eval.bench_settings import WARM_UP_STEPS, BenchSettings
+from kvpass.eval.bound import least_step_seconds, weight_bytes
+from kvpass.eval.models import build
+from kvpass.eval.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System
 
-_WARM_UP_STEPS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchSettings:
-    """One run of the bench.
-
-    Attributes:
-        model: ``tiny``, ``small``, ``small-mha`` or the path of a config.json.
-        context: prompt tokens; None takes the model's own.
-        budget, window: as in ``kvpass.compile``.
-        policies: names of kvpass policies; ``full`` is always measured too.
-        new_tokens: decode steps of one repeat. repeats: timed rounds over all systems.
-        backend: of every compiled system, ``"inductor"`` or ``"eager"``.
-        seed: of weights and prompt.
-
-    Raises:
-        ValueError: a number out of range, an unknown model or policy.
-    """
-
-    model: str = "small-mha"
-    context: int | None = None
-    budget: int | float | str = 256
-    window: int = 32
-    policies: tuple[str, ...] = ("lava", "snapkv")
-    new_tokens: int = 32
-    repeats: int = 3
-    backend: Compiler = "inductor"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("window", "new_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
-        for name in self.policies:
-            policy = resolve(name, window=self.window)
-            if policy.needs_budget:
-                resolve_budget(policy, self.budget)
-        longest = self.bench_model.config.max_position_embeddings - self.new_tokens
-        if not self.window < self.prompt_tokens <= longest:
-            raise ValueError(
-                f"context={self.prompt_tokens}: must be above window={self.window} and at most {longest}, "
-                f"the positions of the model less {self.new_tokens} new tokens"
-            )
-
-    @property
-    def bench_model(self) -> BenchModel:
-        return find_model(self.model)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.bench_model.context if self.context is None else self.context
+__all__ = ["Bench", "BenchSettings"]
 
 
 @dataclass
 class Measurement:
-    """Timings of one system.
+    """What one system did with one context and batch.
 
     Attributes:
-        prefill: seconds, one a repeat. steps: seconds of each decode step, one list a repeat.
+        prefill: seconds, one a repeat. steps: seconds of each timed decode step, one list a repeat.
         warm_up: seconds of the first prefill and the first decode steps, compilation included.
-        tokens: greedy continuation in the last repeat. cache_bytes: at its end.
+        first_steps: seconds of the steps before the timed ones, one list a repeat.
+        tokens: greedy continuation of the first row, in the last repeat.
+        cache_bytes: storages of the cache at its end. attended_bytes: of the entries the last step read.
+        peak_bytes: most that was allocated at once, weights included. step_bytes: most that a decode step needed
+            beside weights and cache; both None on the CPU.
+        scoring: what compression adds to a prefill; None for systems other than kvpass.
+        failure: why there are no figures.
     """
 
     system: System
     prefill: list[float] = field(default_factory=list)
     steps: list[list[float]] = field(default_factory=list)
     warm_up: float = 0.0
+    first_steps: list[list[float]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cache_bytes: int = 0
+    attended_bytes: int = 0
+    peak_bytes: int | None = None
+    step_bytes: int | None = None
+    scoring: Scoring | None = None
+    failure: str | None = None
 
     @property
     def decode_ms(self) -> list[float]:
@@ -111,212 +80,267 @@ class Measurement:
 
     @property
     def compile_seconds(self) -> float | None:
-        """First run minus a median run, with Inductor's disk cache empty; None for what is not compiled."""
+        """First run minus a median run, Inductor's disk cache empty or not; None for what is not compiled."""
         if not self.system.compiled:
             return None
-        usual = _spread(self.prefill)["median"] + _WARM_UP_STEPS * _spread(self.decode_ms)["median"] / 1e3
+        usual = spread(self.prefill)["median"] + WARM_UP_STEPS * spread(self.decode_ms)["median"] / 1e3
         return max(0.0, self.warm_up - usual)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One context and batch. ``entries``: the budget, per KV head per layer, of each row."""
+
+    context: int
+    batch: int
+    entries: int
 
 
 class Bench:
     """A checked run of the bench; ``run`` measures.
 
     Raises:
-        ValueError: the budget cannot hold the window and one more entry of the prompt.
+        ValueError: the budget cannot hold the window and one more entry of a prompt.
     """
 
     def __init__(self, settings: BenchSettings) -> None:
         self.settings = settings
-        self.model = build(settings.bench_model, settings.seed)
+        self.device = torch.device(settings.device)
+        self.clock, self.memory = Clock(self.device), Memory(self.device)
+        self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
         self.geometry = _geometry(self.model)
         budget = Budget.parse(settings.budget)
-        self.budget_entries = budget.check(settings.prompt_tokens, settings.window, self.geometry)
+        self.comparisons = [
+            Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes))
+            for batch in settings.batches
+            for context in settings.prompts
+        ]
+        self._kvpass_systems: dict[str, Kvpass] = {}
 
-    def run(self, console: Console) -> dict[str, Any]:
+    def run(self, console: Console, save: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
         """Measure all systems, showing progress on the console.
 
+        Args:
+            save: is handed what has been measured so far, after every round; ``complete`` says whether it is all.
+
         Returns:
-            what ``--json`` writes: machine, versions, model, settings and one record a system.
+            what ``--json`` writes: machine, versions, model, settings and, in ``runs``, one record a system for each
+            context and batch.
         """
-        settings = self.settings
-        generator = torch.Generator().manual_seed(settings.seed)
-        ids = torch.randint(self.model.config.vocab_size, (1, settings.prompt_tokens), generator=generator)
-        makers = self._makers()
-        measured: list[Measurement] = []
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with torch.no_grad(), Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(makers) * (1 + settings.repeats))
-            for make in makers:
-                measurement = Measurement(make())
-                measured.append(measurement)
-                progress.update(task, description=f"{measurement.system.name}: first run")
-                with fresh_cache():
-                    seconds, steps = self._once(measurement, ids, _WARM_UP_STEPS)
-                measurement.warm_up = seconds + sum(steps)
-                progress.advance(task)
-            for repeat in range(settings.repeats):
-                for measurement in measured:
-                    progress.update(task, description=f"{measurement.system.name}: repeat {repeat + 1}")
-                    seconds, steps = self._once(measurement, ids, settings.new_tokens)
-                    measurement.prefill.append(seconds)
-                    measurement.steps.append(steps)
-                    progress.advance(task)
-        return self._result(measured)
+            bandwidth = copy_bandwidth(self.device)
+            self.memory.release()
+            task = progress.add_task("", total=None)
+            runs: list[dict[str, Any]] = []
+            for comparison in self.comparisons:
+                for run in self._compare(comparison, bandwidth, progress, task):
+                    save(self._result([*runs, run], bandwidth))
+                runs.append(run)
+        result = {**self._result(runs, bandwidth), "complete": True}
+        save(result)
+        return result
 
-    def _makers(self) -> list[Callable[[], System]]:
+    def _compare(
+        self, wanted: Comparison, bandwidth: float, progress: Progress, task: TaskID
+    ) -> Iterator[dict[str, Any]]:
+        """The run so far, after every round and at its end."""
         settings = self.settings
-        slots = settings.prompt_tokens + max(settings.new_tokens, _WARM_UP_STEPS)
-        kvpass_system = partial(
-            Kvpass, self.model, budget=settings.budget, window=settings.window, backend=settings.backend
-        )
-        return [
-            partial(HfEager, self.model),
-            partial(HfStatic, self.model, slots, settings.backend),
-            *(partial(kvpass_system, policy=policy) for policy in dict.fromkeys((*settings.policies, "full"))),
-        ]
+        generator = torch.Generator().manual_seed(settings.seed)
+        rows = 1 if settings.shared_prompt else wanted.batch
+        ids = torch.randint(self.model.config.vocab_size, (rows, wanted.context), generator=generator).to(self.device)
+        measured: list[Measurement] = []
 
-    @staticmethod
-    def _once(measurement: Measurement, ids: Tensor, new_tokens: int) -> tuple[float, list[float]]:
-        """Prefill and decode; returns seconds of the prefill and of each step."""
+        def turn(measurement: Measurement, what: str, function: Callable[[], Any]) -> None:
+            progress.update(task, description=f"{wanted.context} x {wanted.batch}, {measurement.system.name}: {what}")
+            if measurement.failure is None:
+                measurement.failure = run_in_memory(function)
+                gc.collect()  # its cache; the allocator keeps the memory, so that no timed run waits for more
+                if measurement.failure is not None:
+                    self.memory.release()
+            progress.advance(task)
+
+        makers = list(self._makers(wanted))
+        progress.reset(task, total=len(makers) * (2 + settings.repeats))
+        for make in makers:
+            measurement = Measurement(make())
+            measured.append(measurement)
+            turn(measurement, "first run", partial(self._first_run, measurement, ids, wanted.batch))
+        for repeat in range(settings.repeats):
+            for measurement in measured:
+                turn(measurement, f"repeat {repeat + 1}", partial(self._repeat, measurement, ids, wanted.batch))
+            yield self._run_record(measured, wanted, bandwidth)
+        for measurement in measured:
+            turn(measurement, "scoring", partial(self._profile, measurement, ids))
+        yield self._run_record(measured, wanted, bandwidth)
+
+    def _run_record(self, measured: list[Measurement], wanted: Comparison, bandwidth: float) -> dict[str, Any]:
+        return {
+            "context": wanted.context,
+            "batch": wanted.batch,
+            "budget": {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes},
+            "systems": [self._record(measurement, measured, wanted, bandwidth) for measurement in measured],
+        }
+
+    def _makers(self, wanted: Comparison) -> Iterator[Callable[[], System]]:
+        settings = self.settings
+        slots = wanted.context + settings.new_tokens + WARM_UP_STEPS
+        baselines = settings.baselines
+        if "hf-eager" in baselines:
+            yield partial(HfEager, self.model)
+        if "hf-static" in baselines:
+            yield partial(HfStatic, self.model, slots, settings.backend)
+        for policy in settings.policies if "kvpress" in baselines else ():
+            if policy in KVPRESS_TWINS:
+                yield partial(Kvpress, self.model, policy=policy, entries=wanted.entries, window=settings.window)
+        full = ("full",) if "full" in baselines else ()
+        for policy in dict.fromkeys((*settings.policies, *full)):
+            yield partial(self._kvpass_system, policy)
+
+    def _kvpass_system(self, policy: str) -> Kvpass:
+        """One compiled model serves all contexts and batches."""
+        made = self._kvpass_systems.get(policy)
+        if made is None:
+            settings = self.settings
+            made = self._kvpass_systems[policy] = Kvpass(
+                self.model, policy=policy, budget=settings.budget, window=settings.window, backend=settings.backend
+            )
+        return made
+
+    def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
+        with nullcontext() if self.settings.warm_cache else fresh_cache():
+            prefill, steps = self._once(measurement, ids, batch, WARM_UP_STEPS)
+        measurement.warm_up = prefill + sum(steps)
+
+    def _repeat(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
+        settling = WARM_UP_STEPS if self.device.type == "cuda" else 0
+        prefill, steps = self._once(measurement, ids, batch, settling + self.settings.new_tokens)
+        measurement.prefill.append(prefill)
+        measurement.first_steps.append(steps[:settling])
+        measurement.steps.append(steps[settling:])
+
+    def _profile(self, measurement: Measurement, ids: Tensor) -> None:
+        if isinstance(measurement.system, Kvpass):
+            measurement.scoring = scoring_time(partial(measurement.system.prefill, ids), self.device)
+
+    def _once(self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int) -> tuple[float, list[float]]:
+        """Prefill and decode; returns seconds of the prefill and of each step, choice of the token included."""
         system = measurement.system
-        begin = time.perf_counter()
+        self.memory.reset_peak()
+        marks = [self.clock.mark()]
         logits, cache = system.prefill(ids)
-        prefill = time.perf_counter() - begin
-        cache = system.decoding_cache(cache)
-        steps = []
-        token = logits[:, -1].argmax(-1, keepdim=True)
-        measurement.tokens = [int(token)]
+        marks.append(self.clock.mark())
+        repeats = batch // ids.shape[0]
+        cache = system.decoding_cache(cache, repeats)
+        tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
+        del logits
+        prefill_peak, begun = self.memory.peak(), self.memory.allocated()
+        self.memory.reset_peak()
+        steps = [self.clock.mark()]
         for position in range(ids.shape[1], ids.shape[1] + new_tokens):
-            begin = time.perf_counter()
-            logits = system.step(token, position, cache)
-            steps.append(time.perf_counter() - begin)
-            token = logits[:, -1].argmax(-1, keepdim=True)
-            measurement.tokens.append(int(token))
+            logits = system.step(tokens[-1], position, cache)
+            tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+            steps.append(self.clock.mark())
+        prefill, taken = self.clock.seconds(marks)[0], self.clock.seconds(steps)
+        peak = self.memory.peak()
+        if peak is not None and prefill_peak is not None:
+            measurement.peak_bytes, measurement.step_bytes = max(prefill_peak, peak), max(0, peak - begun)
+        measurement.tokens = torch.cat(tokens, 1)[0].tolist()
         measurement.cache_bytes = system.nbytes(cache)
-        return prefill, steps
+        measurement.attended_bytes = system.attended_bytes(cache, ids.shape[1] + new_tokens)
+        return prefill, taken
 
-    def _result(self, measured: list[Measurement]) -> dict[str, Any]:
-        settings, g = self.settings, self.geometry
-        config = self.model.config
-        entries = self.budget_entries
-        records = [self._record(measurement, measured) for measurement in measured]
+    def _record(
+        self, measurement: Measurement, measured: list[Measurement], wanted: Comparison, bandwidth: float
+    ) -> dict[str, Any]:
+        name, batch = measurement.system.name, wanted.batch
+        if measurement.failure is not None:
+            return {"name": name, "failure": measurement.failure}
+        others = {other.system.name: other for other in measured if other.failure is None}
+        prefill, decode = spread(measurement.prefill), spread(measurement.decode_ms)
+        weights = weight_bytes(self.model)
+        bound = None if weights is None else 1e3 * least_step_seconds(weights, measurement.attended_bytes, bandwidth)
+        eager = others.get("hf-eager")
+        return {
+            "name": name,
+            "failure": None,
+            "prefill_s": prefill | {"all": measurement.prefill},
+            "decode_ms": decode | {"all": [[1e3 * s for s in steps] for steps in measurement.steps]},
+            "first_steps_ms": [[1e3 * s for s in steps] for steps in measurement.first_steps],
+            "tokens_per_s": 1e3 * batch / decode["median"],
+            "cache_bytes": measurement.cache_bytes,
+            "attended_bytes": measurement.attended_bytes,
+            "peak_bytes": measurement.peak_bytes,
+            "step_bytes": measurement.step_bytes,
+            "compile_s": measurement.compile_seconds,
+            "scoring": _scoring(measurement),
+            "bound_ms": bound,
+            "share_of_bound": None if bound is None else bound / decode["median"],
+            "largest_batch": self._largest_batch(measurement, batch),
+            "decode_speedup": {
+                other: spread(others[other].decode_ms)["median"] / decode["median"]
+                for other in ("hf-eager", "hf-static", "full")
+                if other in others
+            },
+            "prefill_ratio": {
+                other: prefill["median"] / spread(others[other].prefill)["median"]
+                for other in ("hf-static", "full")
+                if other in others
+            },
+            "same_tokens_as_hf_eager": None if eager is None else measurement.tokens == eager.tokens,
+        }
+
+    def _largest_batch(self, measurement: Measurement, batch: int) -> int | None:
+        """Rows of this context whose caches, and what a step needs beside them, fit beside the weights.
+
+        Bytes a row are those measured; that so many rows fit is tried by allocating them. None on the CPU.
+        """
+        if measurement.step_bytes is None:
+            return None
+        row_bytes = -(-(measurement.cache_bytes + measurement.step_bytes) // batch)
+        return largest_batch(partial(fits_on_device, row_bytes=row_bytes, device=self.device))
+
+    def _result(self, runs: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
+        settings, config = self.settings, self.model.config
         return {
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-            "machine": {
-                "device": "cpu",
-                "cpu": _cpu_name(),
-                "capability": torch.backends.cpu.get_cpu_capability(),
-                "threads": torch.get_num_threads(),
-            },
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "kvpass": kvpass.__version__,
-            },
+            "machine": {**machine(self.device), "copy_bandwidth": bandwidth},
+            "versions": versions(),
             "model": {
                 "name": settings.model,
                 "type": config.model_type,
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "parameters": self.model.num_parameters(),
+                "step_weight_bytes": weight_bytes(self.model),
                 "hidden_size": config.hidden_size,
                 "query_heads": config.num_attention_heads,
                 "vocabulary": config.vocab_size,
-                **asdict(g),
+                **asdict(self.geometry),
             },
-            "batch": 1,
-            "context": settings.prompt_tokens,
             "new_tokens": settings.new_tokens,
             "repeats": settings.repeats,
             "seed": settings.seed,
             "backend": settings.backend,
             "window": settings.window,
-            "budget": {
-                "given": settings.budget,
-                "entries": entries,
-                "bytes": entries * g.layers * g.kv_heads * g.entry_bytes,
-            },
-            "systems": records,
-        }
-
-    @staticmethod
-    def _record(measurement: Measurement, measured: list[Measurement]) -> dict[str, Any]:
-        named = {other.system.name: other for other in measured}
-
-        def prefill(name: str) -> float:
-            return _spread(named[name].prefill)["median"]
-
-        def decode(name: str) -> float:
-            return _spread(named[name].decode_ms)["median"]
-
-        name = measurement.system.name
-        return {
-            "name": name,
-            "prefill_s": _spread(measurement.prefill) | {"all": measurement.prefill},
-            "decode_ms": _spread(measurement.decode_ms) | {"all": [[1e3 * s for s in r] for r in measurement.steps]},
-            "cache_bytes": measurement.cache_bytes,
-            "compile_s": measurement.compile_seconds,
-            "decode_speedup": {other: decode(other) / decode(name) for other in ("hf-eager", "hf-static")},
-            "prefill_ratio": {other: prefill(name) / prefill(other) for other in ("hf-static", "full")},
-            "same_tokens_as_hf_eager": measurement.tokens == named["hf-eager"].tokens,
+            "budget": settings.budget,
+            "shared_prompt": settings.shared_prompt,
+            "warm_cache": settings.warm_cache,
+            "left_out": settings.left_out,
+            "complete": False,
+            "runs": runs,
         }
 
 
-def table(result: dict[str, Any]) -> Table:
-    """The result as users read it: medians, quartiles in parentheses."""
-    model, machine, budget, versions = (result[key] for key in ("model", "machine", "budget", "versions"))
-    made = Table(
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        title=f"{model['name']}: prompt {result['context']} tokens, batch 1, {model['dtype']}; "
-        f"budget {budget['entries']} entries per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB",
-        caption=(
-            f"{machine['cpu']}, {machine['threads']} threads, {machine['capability']}; torch {versions['torch']}, "
-            f"transformers {versions['transformers']}. Medians and quartiles: {result['repeats']} interleaved repeats "
-            f"x {result['new_tokens']} decode steps. x full: prefill time over that of the compiled full prefill; "
-            "over: decode speed over that system; compile: first run minus median run, Inductor's cache empty."
-        ),
-    )
-    made.add_column("system", no_wrap=True)
-    for column in (
-        "prefill\ns",
-        "\nx full",
-        "decode\nms/token",
-        "over\nhf-eager",
-        "over\nhf-static",
-        "cache\nMiB",
-        "compile\ns",
-    ):
-        made.add_column(column, justify="right", no_wrap=True)
-    for record in result["systems"]:
-        prefill, decode, speedup = record["prefill_s"], record["decode_ms"], record["decode_speedup"]
-        made.add_row(
-            record["name"],
-            f"{prefill['median']:.3g}\n{prefill['q1']:.3g}-{prefill['q3']:.3g}",
-            f"{record['prefill_ratio']['full']:.2f}",
-            f"{decode['median']:.2f}\n{decode['q1']:.1f}-{decode['q3']:.1f}",
-            f"{speedup['hf-eager']:.1f}x",
-            f"{speedup['hf-static']:.1f}x",
-            f"{record['cache_bytes'] / 2**20:.2f}",
-            "-" if record["compile_s"] is None else f"{record['compile_s']:.1f}",
-        )
-    return made
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    low, q1, median, q3, high = (
-        torch.tensor(values, dtype=torch.float64)
-        .quantile(torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=torch.float64))
-        .tolist()
-    )
-    return {"median": median, "q1": q1, "q3": q3, "min": low, "max": high}
+def _scoring(measurement: Measurement) -> dict[str, float] | None:
+    found = measurement.scoring
+    return None if found is None else {"seconds": found.seconds, "prefill_s": found.prefill, "share": found.share}
 
 
 def _geometry(model: PreTrainedModel) -> Geometry:
     """Read off a cache that holds one token."""
     cache: Any = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache)
+        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache)
     keys, values = cache.layers[0].keys, cache.layers[0].values
     return Geometry(
         layers=len(cache.layers),
@@ -325,12 +349,3 @@ def _geometry(model: PreTrainedModel) -> Geometry:
         value_dim=values.shape[3],
         itemsize=keys.element_size(),
     )
-
-
-def _cpu_name() -> str:
-    listing = Path("/proc/cpuinfo")
-    if listing.is_file():
-        for line in listing.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

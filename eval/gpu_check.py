@@ -1,25 +1,275 @@
-"""``make gpu-check``: run the GPU tests on this machine. The benchmarks join it with the CUDA kernels."""
+"""``make gpu-check``: tests, kernels and the bench on the GPU of this machine, the most important figures first.
+
+Every stage is a process of its own with a time limit, its result a file under ``benchmarks/results/<date>-<device>/``
+(and, where ``$OUT`` names a folder, in an archive there). A stage whose result is there and complete is not run again,
+so a check that ran out of time goes on where it stopped. Needs torch, triton and transformers; without pytest the tests
+are left out, and the kernels are still compared with the eager reference before they are timed.
+"""
 
 from __future__ import annotations
 
-import platform
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
-import transformers
+
+from kvpass.eval import kernel_bench
+from kvpass.eval.bench_report import markdown, plot
+
+SECONDS = 530
+"""Time for everything: a machine lent for ten minutes, less what it takes to set up and to write."""
+LEAST_SECONDS = 30
+"""A stage with less than this left is not begun."""
+_LINES_OF_A_FAILURE = 30
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ("tests/e2e/test_gpu.py", "tests/kernels/test_prefill_attention.py")
+TOGETHER = ("-n", "6") if importlib.util.find_spec("xdist") else ()
+"""Most of the tests' time is compilation of kernels, on the host."""
 
 
-def main() -> int:
-    """Exit status: pytest's own; 1 without a CUDA device."""
+@dataclass(frozen=True)
+class Stage:
+    """Something to run.
+
+    Attributes:
+        name: of its result, ``<name>.json``. command: writes that file itself, its path taking the place of ``{}``;
+            if it names none, the exit status is the result. seconds: its limit.
+        needs: a module without which it cannot run.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    needs: str | None = None
+
+
+@dataclass
+class Outcome:
+    """What became of a stage: ``passed``, ``failed``, ``out of time``, ``not run`` or ``kept`` from an earlier run."""
+
+    status: str
+    seconds: float = 0.0
+    reason: str = ""
+
+
+def _bench(name: str, seconds: int, words: str) -> Stage:
+    program = "from kvpass.cli import app; app()"
+    usual = "bench --device cuda --model llama-3.1-8b --budget 1024 --policies lava --json {} --warm-cache"
+    return Stage(name, (sys.executable, "-c", program, *usual.split(), *words.split()), seconds)
+
+
+STAGES = (
+    Stage(
+        "tests",
+        (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *TOGETHER, *TESTS),
+        150,
+        needs="pytest",
+    ),
+    Stage("kernels", (sys.executable, "-m", "kvpass.eval.kernel_bench", "--json", "{}"), 100),
+    _bench("decode-128k", 330, "--contexts 131072 --repeats 2 --systems hf-eager,hf-static,full"),
+    _bench("decode-8k-32k", 240, "--contexts 8192,32768 --repeats 3 --systems hf-eager,hf-static,full"),
+    _bench("batch-6-128k", 200, "--contexts 131072 --batches 6 --shared-prompt --repeats 1 --systems full"),
+    _bench("batches-32k", 240, "--contexts 32768 --batches 8,32 --shared-prompt --repeats 2 --systems hf-static,full"),
+    _bench("qwen3-8b", 200, "--model qwen3-8b --contexts 32768 --repeats 2 --systems hf-static,full"),
+    _bench("mistral-7b", 200, "--model mistral-7b --contexts 32768 --repeats 2 --systems hf-static,full"),
+)
+
+
+def run_stages(
+    stages: Iterable[Stage],
+    folder: Path,
+    seconds: float,
+    *,
+    fresh: bool = False,
+    after: Callable[[dict[str, Outcome]], None] = lambda outcomes: None,
+) -> dict[str, Outcome]:
+    """Run stages one after the other until the time is over.
+
+    Args:
+        folder: of results and logs. seconds: for all stages together. fresh: run also what has a result.
+        after: called when a stage is done with, with the outcomes so far.
+    """
+    begun = time.monotonic()
+    outcomes: dict[str, Outcome] = {}
+    for stage in stages:
+        left = seconds - (time.monotonic() - begun)
+        result = folder / f"{stage.name}.json"
+        if not fresh and is_complete(result):
+            outcomes[stage.name] = Outcome("kept")
+        elif stage.needs is not None and importlib.util.find_spec(stage.needs) is None:
+            outcomes[stage.name] = Outcome("not run", reason=f"{stage.needs} is not installed")
+        elif left < LEAST_SECONDS:
+            outcomes[stage.name] = Outcome("not run", reason=f"{max(left, 0):.0f} s left of {seconds:.0f}")
+        else:
+            print(f"gpu-check: {stage.name}, at most {min(stage.seconds, left):.0f} s", flush=True)
+            outcomes[stage.name] = run_stage(stage, result, folder / f"{stage.name}.log", min(stage.seconds, left))
+        outcome = outcomes[stage.name]
+        print(f"gpu-check: {stage.name}: {outcome.status} {outcome.reason}".rstrip(), flush=True)
+        after(outcomes)
+    return outcomes
+
+
+def run_stage(stage: Stage, result: Path, log: Path, seconds: float) -> Outcome:
+    """Run one stage; whatever it prints goes to the log. Its processes are gone when this returns."""
+    command = [word.format(result) if word == "{}" else word for word in stage.command]
+    writes = "{}" in stage.command
+    result.unlink(missing_ok=True)
+    begun = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            stop(process)
+    took = time.monotonic() - begun
+    lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = lines[-1].strip() if lines else ""
+    if code != 0:
+        print("\n".join(lines[-_LINES_OF_A_FAILURE:]), flush=True)
+    if code is None:
+        return Outcome("out of time", took, f"after {took:.0f} s")
+    if not writes:
+        result.write_text(json.dumps({"complete": code == 0, "exit_status": code, "said": said}) + "\n")
+    if code != 0:
+        return Outcome("failed", took, f"exit status {code}: {said}")
+    return Outcome("passed", took, said if not writes else "")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was started in a session of its own, and every process that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def read(result: Path) -> dict[str, Any] | None:
+    """What a stage wrote, None where it wrote nothing or was cut off while writing."""
+    try:
+        found = json.loads(result.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def is_complete(result: Path) -> bool:
+    found = read(result)
+    return found is not None and found.get("complete") is True
+
+
+def write_report(stages: Iterable[Stage], outcomes: dict[str, Outcome], folder: Path) -> str:
+    """Write ``RESULTS.md``, pictures and ``outcomes.json`` from what there is.
+
+    Returns:
+        the Markdown.
+    """
+    lines = ["# gpu-check", "", "| stage | outcome | seconds | |", "|---|---|---|---|"]
+    results: dict[str, list[dict[str, Any]]] = {}
+    tables = []
+    for stage in stages:
+        outcome = outcomes.get(stage.name, Outcome("not run"))
+        reason = outcome.reason.replace("|", "/")
+        lines.append(f"| {stage.name} | {outcome.status} | {outcome.seconds:.0f} | {reason} |")
+        found = read(folder / f"{stage.name}.json") or {}
+        partly = "" if found.get("complete") else " (incomplete)"
+        if "runs" in found:
+            results.setdefault(found["model"]["name"], []).append(found)
+            tables += ["", f"## {stage.name}{partly}", "", markdown(found)]
+        elif "decode" in found:
+            tables += ["", f"## {stage.name}{partly}", "", *kernel_markdown(found)]
+    pictures: list[Path] = []
+    for model, of_model in results.items():
+        drawn = folder / model if len(results) > 1 else folder
+        drawn.mkdir(exist_ok=True)
+        pictures += plot(of_model, drawn)
+    lines += tables
+    lines += ["", *(f"![{path.stem}]({path.relative_to(folder).as_posix()})" for path in pictures)]
+    text = "\n".join(lines) + "\n"
+    (folder / "RESULTS.md").write_text(text)
+    statuses = {name: asdict(outcome) for name, outcome in outcomes.items()}
+    (folder / "outcomes.json").write_text(json.dumps(statuses, indent=1) + "\n")
+    return text
+
+
+def kernel_markdown(found: dict[str, Any]) -> list[str]:
+    """The tables of the kernel bench."""
+    lines = []
+    for table in kernel_bench.tables(found):
+        lines += ["| " + " | ".join(str(column.header) for column in table.columns) + " |"]
+        lines += ["|" + "---|" * len(table.columns)]
+        lines += ["| " + " | ".join(cells) + " |" for cells in zip(*(c.cells for c in table.columns), strict=True)]
+        lines += [""]
+    for record in found.get("prefill", []):
+        parts = ", ".join(f"{name[:60]} {ms:.3f}" for name, ms in record["parts_ms"].items())
+        lines += [f"{record['policy']}, {record['prompt']} tokens, ms a layer: {parts}", ""]
+    return lines
+
+
+def send(folder: Path, out: Path) -> None:
+    """Copy what there is to ``$OUT``: the report, and an archive of everything."""
+    shutil.copy(folder / "RESULTS.md", out / "RESULTS.md")
+    shutil.make_archive(str(out / "gpu-check"), "gztar", folder.parent, folder.name)
+
+
+def device_name() -> str:
+    """The GPU's name as part of a folder's: ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 when nothing failed, 1 otherwise or without a CUDA device."""
+    parser = argparse.ArgumentParser(prog="gpu-check", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time for everything")
+    parser.add_argument("--only", default="", help="names of stages, separated by commas")
+    parser.add_argument("--fresh", action="store_true", help="run also what has a result")
+    parser.add_argument("--folder", type=Path, help="of the results; by default benchmarks/results/<date>-<device>")
+    given = parser.parse_args(arguments)
+    names = [stage.name for stage in STAGES]
+    chosen = [name.strip() for name in given.only.split(",") if name.strip()] or names
+    unknown = sorted(set(chosen) - set(names))
+    if unknown:
+        parser.error(f"--only {unknown[0]}: must be one of {', '.join(names)}")
     if not torch.cuda.is_available():
         print("gpu-check: this machine has no CUDA device, so there is nothing to check", file=sys.stderr)
         return 1
-    print(
-        f"{torch.cuda.get_device_name()}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}"
-    )
-    return int(pytest.main(["-m", "gpu"]))
+    folder = given.folder or ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-{device_name()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    out = os.environ.get("OUT")
+
+    def report(outcomes: dict[str, Outcome]) -> None:
+        write_report(STAGES, outcomes, folder)
+        if out:
+            send(folder, Path(out))
+
+    stages = [stage for stage in STAGES if stage.name in chosen]
+    outcomes = run_stages(stages, folder, given.seconds, fresh=given.fresh, after=report)
+    print(write_report(STAGES, outcomes, folder))
+    print(f"gpu-check: results in {folder}")
+    return int(any(outcome.status in ("failed", "out of time") for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

@@ -124,11 +124,24 @@ def make_prompt(names: Sequence[str], *, tokens: int, facts: int, seed: int) -> 
     return NeedlePrompt(" ".join(sentences), hidden)
 
 
+def english_words() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Adjectives, nouns and places of the filler."""
+    return tuple(_ADJECTIVES), tuple(_NOUNS), tuple(_PLACES)
+
+
+def filler_sentence(rng: random.Random) -> str:
+    """A random sentence, one space between its words and marks."""
+    clause = _clause(rng)
+    if rng.random() < 0.2:
+        clause += f" , {rng.choice(_CONJUNCTIONS)} {_clause(rng)}"
+    return f"{clause} ."
+
+
 def _filler(rng: random.Random, tokens: int) -> list[str]:
     """Sentences of exactly ``tokens`` words and marks together."""
     sentences = []
     while tokens:
-        sentence = _sentence(rng)
+        sentence = filler_sentence(rng)
         rest = tokens - len(sentence.split())
         if _fillable(rest):
             sentences.append(sentence)
@@ -140,13 +153,6 @@ def _fillable(tokens: int) -> bool:
     """Whether sentences can add up to ``tokens``: none, one simple sentence, or two and more of them."""
     one = _SHORTEST_SENTENCE <= tokens <= _LONGEST_SIMPLE_SENTENCE
     return tokens == 0 or one or tokens >= 2 * _SHORTEST_SENTENCE
-
-
-def _sentence(rng: random.Random) -> str:
-    clause = _clause(rng)
-    if rng.random() < 0.2:
-        clause += f" , {rng.choice(_CONJUNCTIONS)} {_clause(rng)}"
-    return f"{clause} ."
 
 
 def _clause(rng: random.Random) -> str:

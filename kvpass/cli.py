@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -72,50 +72,248 @@ def demo(
 @app.command()
 def bench(
     model: Annotated[
-        str, typer.Option(help="'tiny', 'small', 'small-mha' or the path of a transformers config.json.")
+        str,
+        typer.Option(help="llama-3.1-8b, qwen3-8b, mistral-7b, small, small-mha, tiny, or a transformers config.json."),
     ] = "small-mha",
-    context: Annotated[int | None, typer.Option(help="Prompt tokens; by default the model's own choice.")] = None,
+    device: Annotated[str, typer.Option(help="'cpu' or 'cuda'; weights are made there.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="'bf16' (usual on CUDA), 'fp16' or 'fp32' (usual on a CPU).")
+    ] = None,
+    contexts: Annotated[
+        str, typer.Option("--contexts", "--context", help="Prompt tokens, separated by commas; the model's own if not.")
+    ] = "",
+    batches: Annotated[str, typer.Option("--batches", "--batch", help="Rows, separated by commas.")] = "1",
     budget: Annotated[
         str, typer.Option(help="Entries per KV head per layer (256), share of the prompt (0.1) or bytes ('4MiB').")
     ] = "256",
     window: Annotated[int, typer.Option(help="Last prompt tokens, always kept.")] = 32,
-    policies: Annotated[str, typer.Option(help="Policies, separated by commas; 'full' is always added.")] = (
-        "lava,snapkv"
-    ),
+    policies: Annotated[str, typer.Option(help="kvpass policies, separated by commas.")] = "lava,snapkv",
+    systems: Annotated[
+        str | None,
+        typer.Option(help="Beside them: hf-eager, hf-static, full, kvpress; all of these that are installed if not."),
+    ] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded in each repeat.")] = 32,
     repeats: Annotated[int, typer.Option(help="Timed rounds over all systems.")] = 3,
     backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
+    shared_prompt: Annotated[
+        bool, typer.Option("--shared-prompt", help="Prefill one row and repeat its cache for the batch.")
+    ] = False,
+    warm_cache: Annotated[
+        bool, typer.Option("--warm-cache", help="Use what Inductor has compiled before; compile times mean little.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything measured to this file.")] = (
         None
     ),
+    plots: Annotated[Path | None, typer.Option(help="Folder for pictures of time and memory against context.")] = None,
 ) -> None:
-    """Time prefill and decode of kvpass beside transformers' own caches, on random weights."""
+    """Time prefill and decode of kvpass beside other caches at equal bytes, on random weights."""
     from kvpass.backend import check_compiler
-    from kvpass.eval.bench import Bench, BenchSettings, table
+    from kvpass.eval.bench import Bench, BenchSettings
+    from kvpass.eval.bench_report import plot, tables
 
     with _bad_values():
-        if json_path is not None and not json_path.absolute().parent.is_dir():
-            raise ValueError(f"json={str(json_path)!r}: there is no folder {str(json_path.absolute().parent)!r}")
+        for option, folder in (("json", json_path and json_path.absolute().parent), ("plots", plots)):
+            if folder is not None and not folder.is_dir():
+                raise ValueError(f"{option}: there is no folder {str(folder)!r}")
         checked = Bench(
             BenchSettings(
                 model=model,
-                context=context,
+                device=device,
+                dtype=dtype,
+                contexts=_numbers("contexts", contexts),
+                batches=_numbers("batches", batches),
                 budget=_budget(budget),
                 window=window,
-                policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
+                policies=_names(policies),
+                systems=None if systems is None else _names(systems),
                 new_tokens=new_tokens,
                 repeats=repeats,
                 backend=check_compiler("backend", backend),
+                shared_prompt=shared_prompt,
+                warm_cache=warm_cache,
                 seed=seed,
             )
         )
     console = Console()
-    result = checked.run(console)
-    console.print(table(result))
-    if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
-        console.print(f"written: {json_path}", highlight=False)
+
+    def save(result: dict[str, Any]) -> None:
+        if json_path is not None:
+            json_path.write_text(json.dumps(result, indent=1) + "\n")
+
+    result = checked.run(console, save)
+    console.print(tables(result))
+    written = [*(plot([result], plots) if plots is not None else []), *([json_path] if json_path is not None else [])]
+    for path in written:
+        console.print(f"written: {path}", highlight=False)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="'builtin', 'builtin:needle', or a folder or hub name.")],
+    tasks: Annotated[
+        str, typer.Option(help="Tasks, or groups of them (ruler, longbench, infinitebench), separated by commas.")
+    ] = "multi_needle",
+    policies: Annotated[
+        str, typer.Option(help="Policies with their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")
+    ] = "full,lava,snapkv",
+    budgets: Annotated[
+        str, typer.Option(help="Budgets, separated by commas: entries (64), share of the prompt (0.1), bytes ('4MiB').")
+    ] = "0.125,0.25",
+    scope: Annotated[str, typer.Option(help="'prompt' (question-aware), 'context' (question-agnostic), or both.")] = (
+        "prompt,context"
+    ),
+    samples: Annotated[int, typer.Option(help="Samples of each task.")] = 20,
+    length: Annotated[int, typer.Option(help="Longest prompt in tokens; longer ones lose their middle.")] = 2048,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with longbench/, infinitebench/, needle/; else the hub is asked.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for samples, tables and manifest; a rerun goes on there.")] = (
+        Path("kvpass-eval")
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
+    batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 1,
+    hold: Annotated[int, typer.Option(help="Scope prompt: last tokens fed after compression.")] = 1,
+    chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template where the task wants one.")] = True,
+    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
+    dtype: Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
+) -> None:
+    """Score tasks under policies and budgets, sample by sample; an interrupted run goes on where it stopped."""
+    from kvpass.backend import check_compiler
+    from kvpass.eval.records import rich_table
+    from kvpass.eval.run import EvalSettings, Evaluation, parse_policies
+
+    with _bad_values():
+        checked = Evaluation(
+            EvalSettings(
+                model=model,
+                tasks=_names(tasks),
+                policies=parse_policies(policies),
+                budgets=tuple(_budget(text) for text in _names(budgets)),
+                scopes=_names(scope),
+                samples=samples,
+                length=length,
+                data_dir=data_dir,
+                output=output,
+                seed=seed,
+                batch=batch,
+                hold=hold,
+                chat=chat,
+                backend=check_compiler("backend", backend),
+                dtype=dtype,
+                device=device,
+            )
+        )
+    console = Console()
+    console.print(rich_table(checked.run(console)))
+    console.print(f"written: {output}", highlight=False)
+
+
+@app.command()
+def curve(
+    samples: Annotated[int, typer.Option(help="Questions a point, several on each text.")] = 24,
+    length: Annotated[int, typer.Option(help="Prompt length in tokens.")] = 512,
+    budgets: Annotated[str | None, typer.Option(help="Budgets, separated by commas; 3 to 100 % by default.")] = None,
+    policies: Annotated[str | None, typer.Option(help="Policies as in 'kvpass eval'; all by default.")] = None,
+    scope: Annotated[str, typer.Option(help="'prompt', 'context' or both.")] = "prompt,context",
+    output: Annotated[Path, typer.Option(help="Folder for picture, table and samples; a rerun goes on there.")] = (
+        Path("kvpass-curve")
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of texts and facts.")] = 0,
+    batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 25,
+    backend: Annotated[str, typer.Option(help="'eager', or 'inductor', which compiles each policy first.")] = "eager",
+    dtype: Annotated[str, typer.Option(help="'auto' (fp32), 'float32', 'bfloat16' or 'float16'.")] = "auto",
+    model: Annotated[str, typer.Option(help="'builtin', 'builtin:needle', or a folder or hub name.")] = "builtin",
+) -> None:
+    """Draw accuracy against budget for all policies on the built-in model, question-aware and question-agnostic."""
+    from kvpass.backend import check_compiler
+    from kvpass.eval.curve import BUDGETS, Curve, CurveSettings, default_policies
+    from kvpass.eval.run import parse_policies
+
+    with _bad_values():
+        checked = Curve(
+            CurveSettings(
+                samples=samples,
+                length=length,
+                budgets=BUDGETS if budgets is None else tuple(_budget(text) for text in _names(budgets)),
+                policies=default_policies() if policies is None else parse_policies(policies),
+                scopes=_names(scope),
+                output=output,
+                seed=seed,
+                batch=batch,
+                backend=check_compiler("backend", backend),
+                dtype=dtype,
+                model=model,
+            )
+        )
+    checked.run(Console())
+
+
+@app.command()
+def compress(
+    document: Annotated[Path, typer.Argument(help="Text file to compress; '-' reads standard input.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File the compressed cache goes to.")],
+    model: Annotated[str, typer.Option(help="'builtin', 'builtin:needle', or a folder or hub name.")] = ("builtin"),
+    policy: Annotated[
+        str, typer.Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")
+    ] = ("lava"),
+    budget: Annotated[
+        str, typer.Option(help="Entries per KV head per layer (1024), share of the document (0.25) or bytes ('4MiB').")
+    ] = "0.25",
+    window: Annotated[int | None, typer.Option(help="Last tokens, always kept; the policy's own default.")] = None,
+    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
+    dtype: Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
+) -> None:
+    """Compress a document into a file that 'kvpass ask' answers questions from."""
+    from kvpass.backend import check_compiler
+    from kvpass.documents import Document
+    from kvpass.eval.run import parse_policies
+
+    with _bad_values():
+        chosen = parse_policies(policy)
+        if len(chosen) != 1:
+            raise ValueError(f"policy={policy!r}: name one")
+        if not output.absolute().parent.is_dir():
+            raise ValueError(f"output={str(output)!r}: there is no folder {str(output.absolute().parent)!r}")
+        made = Document.compress(
+            typer.get_text_stream("stdin").read() if str(document) == "-" else _text(document),
+            model=model,
+            policy=chosen[0].name,
+            budget=_budget(budget) if kvpass.POLICIES[chosen[0].name].needs_budget else None,
+            window=window,
+            options=dict(chosen[0].options),
+            dtype=dtype,
+            device=device,
+            backend=check_compiler("backend", backend),
+        )
+    made.save(output)
+    console = Console()
+    console.print(made.model.report())
+    console.print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
+
+
+@app.command()
+def ask(
+    cache: Annotated[Path, typer.Argument(help="File that 'kvpass compress' wrote.")],
+    question: Annotated[str, typer.Argument(help="Text that follows the document; the model continues it.")],
+    model: Annotated[str | None, typer.Option(help="Where the model is now; by default as in 'kvpass compress'.")] = (
+        None
+    ),
+    new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
+    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
+    device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
+) -> None:
+    """Answer a question about a compressed document."""
+    from kvpass.backend import check_compiler
+    from kvpass.documents import Document
+
+    with _bad_values():
+        if not cache.is_file():
+            raise ValueError(f"cache={str(cache)!r}: there is no such file")
+        found = Document.load(cache, model=model, device=device, backend=check_compiler("backend", backend))
+        typer.echo(found.ask(question, new_tokens=new_tokens))
 
 
 @app.command()
@@ -127,6 +325,27 @@ def policies() -> None:
         summary = (policy.__doc__ or "").strip().splitlines()[0]
         made.add_row(name, options, "yes" if policy.needs_budget else "none", summary)
     Console().print(made)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers that stand between commas."""
+    try:
+        return tuple(int(name) for name in _names(text))
+    except ValueError:
+        raise ValueError(f"{option}={text!r}: must be whole numbers separated by commas") from None
+
+
+def _text(path: Path) -> str:
+    """A text file's contents."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"document={str(path)!r}: {error}") from None
 
 
 def _budget(text: str) -> int | float | str:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import kvpass
 from kvpass.cli import app
-from kvpass.eval import demo
+from kvpass.eval import bench_measure, demo
 
 MICRO = {
     "model_type": "llama",
@@ -60,7 +60,7 @@ def test_policies_lists_every_registered_policy_with_its_options():
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("bench", "--model", "huge"), "model='huge': expected one of tiny, small, small-mha"),
+        (("bench", "--model", "huge"), "model='huge': expected one of llama-3.1-8b, qwen3-8b"),
         (("bench", "--model", "gone.json"), "model='gone.json': no such file"),
         (("bench", "--budget", "nan"), "budget=nan"),
         (("bench", "--budget", "-5"), "budget=-5"),
@@ -71,11 +71,18 @@ def test_policies_lists_every_registered_policy_with_its_options():
         (("bench", "--policies", "snapkw"), "did you mean 'snapkv'"),
         (("bench", "--context", "32"), "context=32: must be above window=32"),
         (("bench", "--context", "32768"), "context=32768: must be above"),
+        (("bench", "--contexts", "1024,32"), "context=32: must be above window=32"),
+        (("bench", "--contexts", "1024;2048"), "contexts='1024;2048': must be whole numbers"),
+        (("bench", "--batches", "1,0"), "batches=1,0: must be one or more numbers >= 1"),
+        (("bench", "--device", "tpu"), "device='tpu': must be one of cpu, cuda"),
+        (("bench", "--dtype", "int8"), "dtype='int8': must be one of fp32, bf16, fp16"),
+        (("bench", "--systems", "vllm"), "systems: 'vllm' must be one of hf-eager, hf-static, full, kvpress"),
+        (("bench", "--plots", "/no/such/folder"), "plots: there is no folder '/no/such/folder'"),
         (("bench", "--new-tokens", "0"), "new_tokens=0: must be >= 1"),
         (("bench", "--repeats", "0"), "repeats=0: must be >= 1"),
         (("bench", "--window", "0"), "window=0: must be >= 1"),
         (("bench", "--backend", "jit"), "backend='jit': must be one of inductor, eager"),
-        (("bench", "--json", "/no/such/folder/out.json"), "json='/no/such/folder/out.json': there is no folder"),
+        (("bench", "--json", "/no/such/folder/out.json"), "json: there is no folder '/no/such/folder'"),
         (("demo", "--facts", "0"), "facts=0: must be between 1 and 512"),
         (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
         (("demo", "--tokens", "128"), "tokens=128: must be above 128"),
@@ -107,22 +114,27 @@ def test_a_config_file_that_is_none_is_refused(tmp_path, content, part):
     assert part in result.stderr
 
 
-def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path):
+def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeypatch):
+    monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
     out = tmp_path / "out.json"
     result = invoke(
-        "bench", "--model", micro, "--context", 96, "--budget", 24, "--window", 8, "--policies", "lava",
-        "--new-tokens", 4, "--repeats", 2, "--backend", "eager", "--json", out,
+        "bench", "--model", micro, "--contexts", "96,64", "--budget", 24, "--window", 8, "--policies", "lava",
+        "--systems", "hf-eager,hf-static,full", "--new-tokens", 4, "--repeats", 2, "--backend", "eager",
+        "--json", out, "--plots", tmp_path,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert {"device", "cpu", "threads"} <= written["machine"].keys()
+    assert written["machine"]["copy_bandwidth"] > 1e6
     assert {"torch", "transformers", "kvpass"} <= written["versions"].keys()
     assert written["model"]["dtype"] == "float32"
     assert (written["model"]["layers"], written["model"]["kv_heads"], written["model"]["key_dim"]) == (2, 2, 8)
-    assert (written["batch"], written["context"], written["new_tokens"], written["repeats"]) == (1, 96, 4, 2)
+    assert (written["new_tokens"], written["repeats"], written["budget"]) == (4, 2, 24)
+    assert [(run["context"], run["batch"]) for run in written["runs"]] == [(96, 1), (64, 1)]
+    run = written["runs"][0]
     entry_bytes = 2 * 8 * 4
-    assert written["budget"] == {"given": 24, "entries": 24, "bytes": 24 * 2 * 2 * entry_bytes}
-    systems = {record["name"]: record for record in written["systems"]}
+    assert run["budget"] == {"entries": 24, "bytes": 24 * 2 * 2 * entry_bytes}
+    systems = {record["name"]: record for record in run["systems"]}
     assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
     for record in systems.values():
         assert len(record["prefill_s"]["all"]) == 2
@@ -132,9 +144,19 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path):
         for ratio in (*record["decode_speedup"].values(), *record["prefill_ratio"].values()):
             assert math.isfinite(ratio)
             assert ratio > 0
+        assert record["tokens_per_s"] == pytest.approx(1e3 / record["decode_ms"]["median"])
+        step_bytes = written["model"]["step_weight_bytes"] + record["attended_bytes"]
+        bound_ms = 1e3 * step_bytes / written["machine"]["copy_bandwidth"]
+        assert record["share_of_bound"] == pytest.approx(bound_ms / record["decode_ms"]["median"])
     assert systems["hf-eager"]["compile_s"] is None
     assert systems["full"]["compile_s"] >= 0
+    assert systems["hf-eager"]["scoring"] is None
+    assert 0 < systems["lava"]["scoring"]["share"] < 1
     assert systems["hf-eager"]["cache_bytes"] == 100 * 2 * 2 * entry_bytes
+    assert [systems[name]["attended_bytes"] for name in ("hf-eager", "hf-static", "full")] == [
+        100 * 2 * 2 * entry_bytes
+    ] * 3
+    assert systems["lava"]["attended_bytes"] == (24 + 4) * 2 * 2 * entry_bytes
     assert systems["full"]["cache_bytes"] >= systems["hf-eager"]["cache_bytes"]
     assert systems["lava"]["cache_bytes"] < systems["full"]["cache_bytes"]
     assert systems["hf-static"]["same_tokens_as_hf_eager"]
@@ -145,6 +167,8 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path):
     for name in systems:
         assert re.search(rf"^ *{name} ", result.output, re.MULTILINE)
     assert "…" not in result.output
+    for picture in ("ms-per-token-batch1.png", "memory-batch1.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):

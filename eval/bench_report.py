@@ -1,0 +1,175 @@
+"""A result of the bench as people read it: tables on the terminal, Markdown, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+Record = dict[str, Any]
+Column = tuple[str, Callable[[Record], str]]
+
+_MARKERS = "osD^v<>Pp*hX"
+
+
+def _of(number: float | None, form: str, unit: float = 1.0, mark: str = "") -> str:
+    return "-" if number is None else format(number / unit, form) + mark
+
+
+def _quartiles(spread: dict[str, float], form: str) -> str:
+    low, median, high = (format(spread[name], form) for name in ("q1", "median", "q3"))
+    return f"{median}\n{low}-{high}"
+
+
+SPEED: tuple[Column, ...] = (
+    ("prefill\ns", lambda r: _quartiles(r["prefill_s"], ".3g")),
+    ("\nx full", lambda r: _of(r["prefill_ratio"].get("full"), ".2f")),
+    ("scoring\n%", lambda r: _of((r["scoring"] or {}).get("share"), ".2f", 1e-2)),
+    ("decode\nms/token", lambda r: _quartiles(r["decode_ms"], ".2f")),
+    ("over\nhf-eager", lambda r: _of(r["decode_speedup"].get("hf-eager"), ".1f", mark="x")),
+    ("over\nhf-static", lambda r: _of(r["decode_speedup"].get("hf-static"), ".1f", mark="x")),
+    ("of the\nbound, %", lambda r: _of(r["share_of_bound"], ".0f", 1e-2)),
+)
+MEMORY: tuple[Column, ...] = (
+    ("tokens\nper s", lambda r: _of(r["tokens_per_s"], ".4g")),
+    ("cache\nMiB", lambda r: _of(r["cache_bytes"], ".2f", 2**20)),
+    ("peak\nGiB", lambda r: _of(r["peak_bytes"], ".2f", 2**30)),
+    ("largest\nbatch", lambda r: _of(r["largest_batch"], ".0f")),
+    ("compile\ns", lambda r: _of(r["compile_s"], ".1f")),
+    ("first\nsteps ms", lambda r: _of(_first_steps(r), ".1f")),
+)
+LEGEND = (
+    "Medians and quartiles of interleaved repeats. x full: prefill time over that of the compiled full prefill. "
+    "scoring: share of the prefill that compression takes, attention apart (one profiled run). over: decode speed over "
+    "that system. of the bound: bytes a step must read (each weight once, the entries held) over the measured copy "
+    "bandwidth, as a share of the time taken; what fits in the processor's own cache can beat it. cache: storages, at "
+    "the end. peak: allocator's count, weights included. largest batch: rows whose caches fit beside the weights. "
+    "compile: first run less a median run, Inductor's cache empty. first steps: those on a new cache, CUDA graph "
+    "capture included, not in the medians."
+)
+
+
+def tables(result: dict[str, Any]) -> Group:
+    """Two tables for each context and batch, then what the columns mean."""
+    parts: list[Any] = []
+    for run in result["runs"]:
+        parts += [
+            _table(run, SPEED, title(result, run)),
+            _table(run, MEMORY, None),
+            *(Text(f"{record['name']}: {record['failure']}") for record in run["systems"] if record["failure"]),
+        ]
+    return Group(*parts, Text(conditions(result)), Text(LEGEND))
+
+
+def _table(run: dict[str, Any], columns: Sequence[Column], heading: str | None) -> Table:
+    made = Table(box=box.SIMPLE_HEAD, padding=0, title=heading, title_justify="left")
+    made.add_column("system", overflow="fold")
+    for name, _ in columns:
+        made.add_column(name, justify="right", no_wrap=True)
+    for record in run["systems"]:
+        made.add_row(record["name"], *(_cell(record, cell) for _, cell in columns))
+    return made
+
+
+def _cell(record: Record, cell: Callable[[Record], str]) -> str:
+    return "failed" if record["failure"] else cell(record)
+
+
+def _first_steps(record: Record) -> float | None:
+    steps = [sum(repeat) for repeat in record["first_steps_ms"]]
+    return sorted(steps)[len(steps) // 2] if any(steps) else None
+
+
+def title(result: dict[str, Any], run: dict[str, Any]) -> str:
+    model, budget = result["model"], run["budget"]
+    return (
+        f"{model['name']}, {model['dtype']}: prompt {run['context']} tokens, batch {run['batch']}; budget "
+        f"{budget['entries']} entries per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB a row"
+    )
+
+
+def conditions(result: dict[str, Any]) -> str:
+    """Machine, versions and amount of measurement, in a sentence or two."""
+    found, used = result["machine"], result["versions"]
+    said = (
+        f"{found.get('name', found['cpu'])}, {found['threads']} threads, {found['capability']}, copies at "
+        f"{found['copy_bandwidth'] / 1e9:.0f} GB/s; torch {used['torch']}, transformers {used['transformers']}. "
+        f"{result['repeats']} repeats x {result['new_tokens']} decode steps."
+    )
+    if result["shared_prompt"]:
+        said += " One row was prefilled and its cache repeated for the batch."
+    if result["warm_cache"]:
+        said += " Inductor's cache was not emptied."
+    return said + "".join(f" Not measured: {name} ({reason})." for name, reason in result["left_out"].items())
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """All columns of all runs, as Markdown tables."""
+    lines = []
+    columns = (*SPEED, *MEMORY)
+    for run in result["runs"]:
+        names = ["system", *(" ".join(name.split()) for name, _ in columns)]
+        lines += [f"**{title(result, run)}**", "", "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+        for record in run["systems"]:
+            cells = [_cell(record, cell).replace("\n", " (") for _, cell in columns]
+            cells = [text + ")" if "(" in text else text for text in cells]
+            lines.append("| " + " | ".join([record["name"], *cells]) + " |")
+        lines += ["", *(f"{r['name']}: {r['failure']}" for r in run["systems"] if r["failure"])]
+    return "\n".join([*lines, "", conditions(result), "", LEGEND, ""])
+
+
+PICTURES: dict[str, tuple[str, Callable[[Record], float]]] = {
+    "ms-per-token": ("decode, ms per token", lambda record: record["decode_ms"]["median"]),
+    "memory": ("cache, MiB", lambda record: record["cache_bytes"] / 2**20),
+}
+
+
+def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Milliseconds per token and cache memory against context, a picture a batch, a line a system.
+
+    Args:
+        results: of one model and device; a later one wins over an earlier with the same context and batch.
+
+    Returns:
+        the pictures written, ``<what>-batch<rows>.png``.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
+
+    runs = {(run["context"], run["batch"]): run for result in results for run in result["runs"]}
+    written = []
+    for batch in sorted({batch for _, batch in runs}):
+        chosen = [runs[key] for key in sorted(runs) if key[1] == batch]
+        names = list(dict.fromkeys(record["name"] for run in chosen for record in run["systems"]))
+        contexts = [run["context"] for run in chosen]
+        for what, (label, value) in PICTURES.items():
+            figure = Figure(figsize=(7, 4.5), layout="constrained")
+            axes = figure.subplots()
+            for index, name in enumerate(names):
+                points = [
+                    (run["context"], value(record))
+                    for run in chosen
+                    for record in run["systems"]
+                    if record["name"] == name and not record["failure"]
+                ]
+                if points:
+                    axes.plot(*zip(*points, strict=True), marker=_MARKERS[index % len(_MARKERS)], label=name)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
+            axes.set_xticks(contexts, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in contexts])
+            axes.set_xlabel("prompt, tokens")
+            axes.set_ylabel(label)
+            axes.set_title(f"{results[0]['model']['name']}, {results[0]['model']['dtype']}, batch {batch}")
+            axes.grid(alpha=0.3)
+            axes.legend()
+            path = folder / f"{what}-batch{batch}.png"
+            figure.savefig(path, dpi=120)
+            written.append(path)
+    return written

@@ -1,0 +1,399 @@
+"""lm-evaluation-harness backend: ``lm_eval --model kvpass`` scores and generates with a compressed cache.
+
+What differs from the harness's own Hugging Face model:
+
+* The last ``hold`` tokens of a prompt (or, with ``scope="context"``, the question after the separator) are fed after
+  the tokens before them have been prefilled and compressed. So the first generated token, and the first token of a
+  continuation whose likelihood is asked, are computed against the compressed cache. A model that merely compresses
+  after its prefill would score continuations with the uncompressed cache.
+* A context is prefilled and compressed once for all continuations that are scored after it.
+* Policy, budget and scope are part of the keys of ``--use_cache``.
+
+A batch size is compiled on first use; the last batch of a run may be a smaller one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Any, TypeVar, get_args
+
+import torch
+import transformers
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from torch import Tensor
+from tqdm import tqdm
+
+import kvpass
+from kvpass.backend import Compiler, check_compiler
+from kvpass.eval.harness_arguments import check_choice, check_hold, refuse_unsupported, take_policy_options
+from kvpass.eval.harness_measured import Measured
+from kvpass.eval.harness_prompt import Prompt, Scope, Truncation, chunks, pad, split_at_separator, without_separator
+from kvpass.policies import Policy, resolve, resolve_budget
+
+_log = logging.getLogger("kvpass")
+
+T = TypeVar("T")
+Answer = tuple[float, bool]
+Asked = dict[Prompt, dict[tuple[int, ...], list[int]]]
+"""Of every context, the continuations without their last token, and the indices of the requests that share them."""
+
+
+class KVPassLM(HFLM):
+    """The model ``"kvpass"`` of lm-evaluation-harness.
+
+    Args:
+        pretrained: name or path of a causal language model, or a model already loaded.
+        policy: name of a policy (or a policy value); ``"full"`` or ``"none"`` keeps everything: the baseline.
+        budget: as in :func:`kvpass.compile`.
+        scope: ``"prompt"`` compresses the whole prompt but the last ``hold`` tokens, the question among them
+            (question-aware); ``"context"`` what stands before the separator
+            :data:`~kvpass.eval.harness_prompt.SEPARATOR` in the request (question-agnostic). With scope ``"prompt"``
+            the separator is removed and means nothing.
+        hold: 1 unless given, and only for scope ``"prompt"``. 0 generates the first token from the uncompressed
+            prompt, as papers do; likelihoods need at least 1.
+        compiler: ``"inductor"`` or ``"eager"``.
+        truncation: which tokens go when a prompt is longer than ``max_length`` minus what is generated or scored: those
+            on the ``"left"``, as in the harness, or in the ``"middle"``, as in LongBench.
+        arguments: those of the harness's Hugging Face model, and options of the policy.
+    Raises:
+        ValueError: an argument is unknown, out of range, or not supported.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | transformers.PreTrainedModel,
+        *,
+        policy: str | Policy | None = "full",
+        budget: int | float | str | None = None,
+        scope: Scope = "prompt",
+        hold: int | None = None,
+        compiler: Compiler = "inductor",
+        truncation: Truncation = "left",
+        batch_size: int | str | None = 1,
+        **arguments: Any,
+    ) -> None:
+        if policy is None or policy == "none":
+            policy = "full"
+        if batch_size is None:
+            batch_size = 1
+        check_choice("scope", scope, get_args(Scope))
+        check_choice("truncation", truncation, get_args(Truncation))
+        self._scope: Scope = scope
+        self._truncation: Truncation = truncation
+        self._hold = check_hold(hold, scope)
+        self._compiler = check_compiler("compiler", compiler)
+        own, harness = (inspect.signature(cls.__init__).parameters for cls in (KVPassLM, HFLM))
+        options = take_policy_options(policy, arguments, own=own.keys(), harness=harness.keys() - {"self", "kwargs"})
+        refuse_unsupported(arguments, batch_size)
+        if policy != "cake" or {"tau1", "tau2"} & options.keys():  # else kvpass.compile looks its temperatures up
+            resolve_budget(resolve(policy, **options), budget)
+        super().__init__(pretrained, batch_size=batch_size, **arguments)
+        self._original: Any = self.model
+        self._model = kvpass.compile(self._original, policy=policy, budget=budget, backend=self._compiler, **options)
+        self._policy: Policy = self._model._kvpass.policy
+        self._budget: kvpass.Budget | None = self._model._kvpass.budget
+        self._measured = Measured()
+        self._heads: tuple[tuple[int, ...], ...] = ()
+        self._cache: kvpass.CompressedCache | None = None
+
+    # -- likelihood -------------------------------------------------------------------------------------------------
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
+        """Log-likelihood of continuations, all computed against the compressed cache of their context."""
+        if self._hold == 0:
+            raise ValueError("hold=0: the first token of a continuation would not feel the compression; give hold >= 1")
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Likelihood of whole documents, which have no context that could be compressed: only with policy ``full``.
+
+        Raises:
+            ValueError: any other policy.
+        """
+        if self._policy.name != "full":
+            raise ValueError(
+                f"loglikelihood_rolling with policy {self._policy.name!r}: a document scored from its first token on "
+                "has no context to compress; use policy=full, or a task that scores continuations of a context"
+            )
+        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        return super()._encode_pair(without_separator(context), continuation)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[Answer]:
+        """Score continuations; ``override_bs`` is left to ``batch_size``."""
+        asked: Asked = defaultdict(lambda: defaultdict(list))
+        for index, (texts, context, continuation) in enumerate(requests):
+            if not 1 <= len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"continuation of {len(continuation)} tokens in {texts!r}: must be 1 to {self.max_length}"
+                )
+            text = texts[0].rstrip() if texts else ""  # trailing spaces have become part of the continuation
+            held = self._held(text) if text else len(context)  # else a window of a rolling likelihood, or only <bos>
+            prompt = self._cut(Prompt(tuple(context), held), self.max_length + 1 - len(continuation))
+            asked[prompt][tuple(continuation[:-1])].append(index)
+        self._check_budget(asked)
+        answers: list[Answer | None] = [None] * len(requests)
+        progress = self._progress(len(requests), "loglikelihood", disable_tqdm)
+
+        def score(logits: Tensor, indices: Iterable[int]) -> None:
+            """Logits fp ``[length of the continuations, vocabulary]`` of requests that differ in their last token."""
+            log_probs = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
+            greedy = log_probs.argmax(-1)
+            for index in indices:
+                texts, _, continuation = requests[index]
+                target = torch.tensor(continuation, device=logits.device)
+                found = log_probs.gather(1, target[:, None])
+                answers[index] = answer = (float(found.sum()), bool((greedy == target).all()))
+                if texts is not None:
+                    self.cache_hook.add_partial("loglikelihood", texts, answer)
+                progress.update(1)
+
+        for batch in self._batches([prompt for prompt in asked if prompt.compressed], lambda prompt: prompt):
+            self._score_compressed(batch, asked, score)
+        whole = [(prompt, fed) for prompt in asked if not prompt.compressed for fed in asked[prompt]]
+        whole.sort(key=lambda item: -len(item[0].ids) - len(item[1]))
+        for pairs in chunks(whole, int(self.batch_size)):
+            self._score_whole(pairs, asked, score)
+        progress.close()
+        assert None not in answers
+        return answers  # type: ignore[return-value]
+
+    def _score_compressed(
+        self,
+        batch: Sequence[Prompt],
+        asked: Asked,
+        score: Callable[[Tensor, Iterable[int]], None],
+    ) -> None:
+        """Prefill and compress each context once, feed what is held but its last token, then every continuation."""
+        cache = self._compress([prompt.head for prompt in batch])
+        held = torch.tensor([prompt.tail for prompt in batch], device=self.device)
+        if held.shape[1] > 1:
+            cache = self.model(held[:, :-1], past_key_values=cache, logits_to_keep=1).past_key_values
+            cache.reusable = True
+        for turn in itertools.zip_longest(*(asked[prompt].items() for prompt in batch), fillvalue=((), ())):
+            rows = [(prompt.ids[-1], *fed) for prompt, (fed, _) in zip(batch, turn, strict=True)]
+            ids, _ = pad(rows, "right", self.tokenizer.pad_token_id)
+            logits = self.model(ids.to(self.device), past_key_values=cache).logits
+            for row, (fed, indices) in zip(logits, turn, strict=True):
+                score(row[: len(fed) + 1], indices)
+
+    def _score_whole(
+        self,
+        pairs: Sequence[tuple[Prompt, tuple[int, ...]]],
+        asked: Asked,
+        score: Callable[[Tensor, Iterable[int]], None],
+    ) -> None:
+        """Contexts too short to be compressed: one pass over context and continuation with everything kept."""
+        self._measured.prompts_not_compressed += len(pairs)
+        ids, mask = pad([prompt.ids + fed for prompt, fed in pairs], "left", self.tokenizer.pad_token_id)
+        logits = self._full_model(ids.to(self.device), mask, use_cache=False).logits
+        for row, (prompt, fed) in zip(logits, pairs, strict=True):
+            score(row[-len(fed) - 1 :], asked[prompt][fed])
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Generate after prompts, until a stop sequence or ``max_gen_toks``."""
+        eos = None if self.eot_token_id is None else self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        jobs: dict[str, list[tuple[int, Prompt]]] = defaultdict(list)
+        settings: dict[str, dict[str, Any]] = {}
+        for index, (text, given) in enumerate(request.args for request in requests):
+            kwargs: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+            kwargs["until"] = handle_stop_sequences(kwargs["until"], eos)
+            room = self.max_length - kwargs["max_gen_toks"]
+            if room < 1 or "max_length" in kwargs:
+                raise ValueError(
+                    f"generation arguments {given!r}: max_gen_toks must be below max_length = {self.max_length}, and "
+                    "max_length is an argument of the model"
+                )
+            key = json.dumps(kwargs, sort_keys=True, default=repr)
+            settings[key] = kwargs
+            ids = self.tok_encode(without_separator(text)) or [self.prefix_token_id]
+            jobs[key].append((index, self._cut(Prompt(tuple(ids), self._held(text)), room)))
+        self._check_budget(prompt for group in jobs.values() for _, prompt in group)
+        texts: list[str] = [""] * len(requests)
+        progress = self._progress(len(requests), "generate_until", disable_tqdm)
+        for key, group in jobs.items():
+            for batch in self._batches(group, lambda job: job[1]):
+                found = self._generate([prompt for _, prompt in batch], settings[key])
+                for (index, _), text in zip(batch, found, strict=True):
+                    texts[index] = text
+                    self.cache_hook.add_partial("generate_until", requests[index].args, text)
+                    progress.update(1)
+        progress.close()
+        return texts
+
+    def _generate(self, batch: Sequence[Prompt], settings: dict[str, Any]) -> list[str]:
+        kwargs = dict(settings)
+        until, new_tokens = kwargs.pop("until"), kwargs.pop("max_gen_toks")
+        if not kwargs["do_sample"]:
+            kwargs.pop("temperature", None)
+        ids, mask = pad([prompt.ids for prompt in batch], "left", self.tokenizer.pad_token_id)
+        model = self.model
+        if not batch[0].compressed:
+            model = self._full_model
+            self._measured.prompts_not_compressed += len(batch)
+        elif batch[0].tail:
+            kwargs["past_key_values"] = self._compress([prompt.head for prompt in batch])
+        output = model.generate(
+            input_ids=ids.to(self.device),
+            attention_mask=mask.to(self.device),
+            max_new_tokens=new_tokens,
+            stopping_criteria=stop_sequences_criteria(self.tokenizer, until, ids.shape[1], ids.shape[0]),
+            pad_token_id=self.tokenizer.pad_token_id,
+            use_cache=True,
+            return_dict_in_generate=True,
+            **kwargs,
+        )
+        if batch[0].compressed:
+            if not batch[0].tail:
+                self._measured.add(self.model.report())
+            self._measured.cache_bytes_peak = max(self._measured.cache_bytes_peak, output.past_key_values.nbytes)
+        return [self._text(tokens[ids.shape[1] :], until) for tokens in output.sequences.tolist()]
+
+    def _text(self, tokens: list[int], until: list[str]) -> str:
+        """The answer: what follows the end of thinking, up to a stop sequence."""
+        end = self.think_end_token
+        if isinstance(end, int) and end in tokens:
+            tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
+        text = self.tok_decode(tokens)
+        if isinstance(end, int):
+            text = text.lstrip()
+        return postprocess_generated_text(text, until, end if isinstance(end, str) else None)
+
+    def _progress(self, total: int, kind: str, disabled: bool) -> Any:
+        return tqdm(total=total, disable=disabled or self.rank != 0, desc=f"Running {kind} requests")
+
+    # -- prompts ----------------------------------------------------------------------------------------------------
+
+    def _held(self, text: str) -> int:
+        """Tokens at the end of a prompt that are fed after compression.
+
+        The text is tokenised in one piece, so that both scopes see the same ids; a token across the border between
+        context and question is the question's.
+        """
+        if self._scope == "prompt":
+            return self._hold
+        context, question = split_at_separator(text)
+        if not self.tokenizer.is_fast:
+            raise ValueError(f"scope='context' needs a fast tokenizer, not {type(self.tokenizer).__name__}")
+        found = self.tokenizer(context + question, add_special_tokens=False, return_offsets_mapping=True)
+        return sum(end > len(context) for _, end in found["offset_mapping"])
+
+    def _cut(self, prompt: Prompt, room: int) -> Prompt:
+        cut = prompt.cut(room, self._truncation)
+        if cut is not prompt:
+            self._measured.requests_truncated += 1
+            if self._measured.requests_truncated == 1:
+                _log.warning(
+                    "a prompt of %d tokens was cut to %d (truncation=%s); max_length is %d",
+                    len(prompt.ids), room, self._truncation, self.max_length,
+                )  # fmt: skip
+        return cut
+
+    def _check_budget(self, prompts: Iterable[Prompt]) -> None:
+        """Refuse, before anything is computed, a fraction that leaves too little of the shortest prompt."""
+        if self._budget is not None and self._budget.kind == "fraction":
+            for length in sorted({len(prompt.head) for prompt in prompts if prompt.compressed}):
+                self._budget.check(length, self._policy.window, token_bytes=1)
+
+    def _batches(self, items: Iterable[T], prompt_of: Callable[[T], Prompt]) -> Iterator[list[T]]:
+        """Batches, longest first, whose rows feed equally many tokens after compression; equal heads are neighbours."""
+        size = int(self.batch_size)
+
+        def kind(item: T) -> tuple[bool, int]:
+            prompt = prompt_of(item)
+            return prompt.compressed, len(prompt.tail) if prompt.compressed and size > 1 else 0
+
+        ordered = sorted(items, key=lambda item: (kind(item), -len(prompt_of(item).head), prompt_of(item).head))
+        for _, group in itertools.groupby(ordered, kind):
+            yield from chunks(list(group), size)
+
+    def _compress(self, heads: Sequence[tuple[int, ...]]) -> kvpass.CompressedCache:
+        """The compressed cache of these prompts; that of the last ones is kept for questions about the same text."""
+        if self._cache is None or tuple(heads) != self._heads:
+            self._cache = None
+            ids, mask = pad(heads, "left", self.tokenizer.pad_token_id)
+            self._cache, self._heads = self.model.compress(ids.to(self.device), mask), tuple(heads)
+            self._measured.add(self.model.report())
+        return self._cache
+
+    @functools.cached_property
+    def _full_model(self) -> Any:
+        """A model that keeps everything, for prompts in which there is nothing to compress."""
+        if self._policy.name == "full":
+            return self.model
+        return kvpass.compile(self._original, policy="full", backend=self._compiler)
+
+    # -- what the harness records -----------------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, Any]:
+        """What an answer depends on beside model and request."""
+        return {
+            "version": kvpass.__version__,
+            "policy": self._policy.name,
+            "policy_options": dataclasses.asdict(self._policy),
+            "budget": None if self._budget is None else str(self._budget),
+            "scope": self._scope,
+            "hold": self._hold if self._scope == "prompt" else "question",
+            "truncation": self._truncation,
+            "compiler": self._compiler,
+        }
+
+    def get_model_info(self) -> dict[str, Any]:
+        """The harness's own facts and, under ``"kvpass"``, settings, versions and what was measured in this run."""
+        return {
+            **super().get_model_info(),
+            "kvpass": {
+                **self._settings(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "lm_eval": version("lm_eval"),
+                **self._measured.to_dict(),
+            },
+        }
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of model and settings, the part of a request's cache key that the harness leaves out."""
+        model = {
+            "pretrained": self.pretrained if isinstance(self.pretrained, str) else self.model.config.name_or_path,
+            "revision": self.revision,
+            "peft": self.peft,
+            "delta": self.delta,
+            "dtype": str(self.model.dtype),
+            "max_length": self.max_length,
+            "add_bos_token": self.add_bos_token,
+            "chat_template_args": self.chat_template_args,
+            "think_end_token": self.think_end_token,
+        }
+        text = json.dumps([model, self._settings()], sort_keys=True, default=repr)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Take the harness's request cache, after making its keys differ between models and settings."""
+        if cache_hook.dbdict is not None:
+            if not hasattr(cache_hook.dbdict, "encode_key"):
+                raise ValueError(
+                    "use_cache: this version of lm_eval keeps its answers in a way kvpass does not know, and would "
+                    "share them between policies; run without use_cache"
+                )
+            cache_hook.dbdict.encode_key = lambda key: f"{self.fingerprint}:{key}"
+        super().set_cache_hook(cache_hook)

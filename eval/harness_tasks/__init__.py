@@ -1,0 +1,89 @@
+"""Tasks for lm-evaluation-harness: those of ``kvpass.eval.tasks`` in its format, in a folder for ``--include_path``.
+
+Context and question are divided by the separator, so that both scopes can be run: only with ``--model kvpass``, for
+which ``policy=full`` is the baseline. Other models would read the separator as text. Chat templates are the harness's
+matter (``--apply_chat_template``); LongBench wants none for trec, triviaqa, samsum, lsht, lcc and repobench-p.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from kvpass.eval.tasks import Sample, Task, find_tasks
+
+DATA_DIR = "KVPASS_DATA_DIR"
+"""Environment variable: the folder with ``longbench/`` and ``needle/``."""
+
+_ALL = 10**6
+_GENERATED = 100
+
+
+def documents(
+    kvpass_task: str,
+    data_dir: str | None = None,
+    prompt_tokens: int = 2048,
+    prompt_count: int | None = None,
+    prompt_seed: int = 0,
+    **metadata: Any,
+) -> dict[str, Dataset]:
+    """The test split of a task. All arguments but the first come from ``--metadata``.
+
+    Args:
+        kvpass_task: name in ``kvpass.eval.tasks``.
+        data_dir: folder with ``longbench/`` and ``needle/``; by default that of the environment variable
+            ``KVPASS_DATA_DIR``.
+        prompt_tokens, prompt_seed: of prompts that are generated, for the tokenizer ``tokenizer`` or ``pretrained``.
+        prompt_count: rows; by default all there are, or 100 generated ones.
+    """
+    folder = data_dir or os.environ.get(DATA_DIR)
+    (task,) = find_tasks([kvpass_task], None if folder is None else Path(folder))
+    generated = not kvpass_task.startswith("longbench_")
+    tokenizer = None
+    if generated:
+        name = metadata.get("tokenizer") or metadata.get("pretrained")
+        if not isinstance(name, str):
+            raise ValueError(
+                f"tokenizer={name!r}: task {kvpass_task!r} fits its prompts to one; give --metadata a path"
+            )
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    count = prompt_count or (_GENERATED if generated else _ALL)
+    samples = task.samples(tokenizer, prompt_tokens, count, prompt_seed)  # type: ignore[arg-type]
+    return {"test": Dataset.from_list([_document(kvpass_task, sample) for sample in samples])}
+
+
+def score(document: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """The task's own score of an answer, times 100."""
+    sample = Sample(
+        id=document["id"],
+        context=document["context"],
+        question=document["question"],
+        answers=tuple(document["answers"]),
+        max_new_tokens=0,
+        answer_prefix=document["answer_prefix"],
+        classes=tuple(document["classes"]),
+    )
+    return {"score": 100.0 * _task(document["kvpass_task"]).metric(results[0], sample)}
+
+
+def _document(name: str, sample: Sample) -> dict[str, Any]:
+    return {
+        "kvpass_task": name,
+        "id": sample.id,
+        "context": sample.context,
+        "question": sample.question,
+        "answer_prefix": sample.answer_prefix,
+        "answers": list(sample.answers),
+        "classes": list(sample.classes),
+    }
+
+
+@functools.cache
+def _task(name: str) -> Task:
+    (task,) = find_tasks([name])
+    return task

@@ -1,0 +1,200 @@
+"""The file of answered samples, from which an interrupted run goes on, and tables made of it."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from kvpass.eval.metrics import wilson_interval
+
+Record = dict[str, Any]
+
+KEY_FIELDS = (
+    "task",
+    "sample",
+    "policy",
+    "budget",
+    "scope",
+    "hold",
+    "model",
+    "seed",
+    "max_new_tokens",
+    "prompt",
+)
+"""What decides an answer: equal fields, equal answer. ``policy`` has all its options, ``prompt`` is a digest."""
+
+
+def record_key(fields: Mapping[str, Any]) -> str:
+    """A digest of :data:`KEY_FIELDS`, by which a sample already answered is known."""
+    text = json.dumps([fields[name] for name in KEY_FIELDS], sort_keys=True)
+    return hashlib.blake2s(text.encode(), digest_size=12).hexdigest()
+
+
+class RecordFile:
+    """JSON lines, one a sample, each written whole in one append; later lines win over earlier ones of equal key.
+
+    A last line that an interruption left without its end is cut off when the file is opened.
+
+    Args:
+        path: made when the first record is written.
+
+    Raises:
+        ValueError: a line is no record; path and line are named.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: dict[str, Record] = {}
+        if not path.is_file():
+            return
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(path, whole)
+        for number, line in enumerate(content[:whole].splitlines(), 1):
+            try:
+                record = json.loads(line)
+                self.records[record["key"]] = record
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{path}, line {number}: not a record of kvpass eval") from error
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.records
+
+    def add(self, record: Record) -> None:
+        """Append a record; it is on disk when this returns."""
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(file, line)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        self.records[record["key"]] = record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """All samples of one task under one policy, budget and scope.
+
+    Attributes:
+        samples: their number. score, low, high: mean and its 95 % Wilson interval (which takes samples as independent,
+            those that share a context included).
+        budget_entries, kept_entries: per KV head per layer. budget_bytes, kept_fraction, kept_bytes, cache_bytes: as in
+            :class:`~kvpass.eval.answer.Kept`. All are means over the samples.
+    """
+
+    task: str
+    policy: str
+    budget: str
+    scope: str
+    samples: int
+    score: float
+    low: float
+    high: float
+    budget_entries: float
+    budget_bytes: float
+    kept_entries: float
+    kept_fraction: float
+    kept_bytes: float
+    cache_bytes: float
+
+
+def summarize(records: Iterable[Record]) -> list[Row]:
+    """One row a task, policy, budget and scope, in the order in which they first appear."""
+    groups: dict[tuple[str, str, str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["task"], record["label"], record["budget"], record["scope"]), []).append(record)
+    rows = []
+    for (task, policy, budget, scope), group in groups.items():
+
+        def mean(name: str, group: list[Record] = group) -> float:
+            return sum(record[name] for record in group) / len(group)
+
+        score = mean("score")
+        low, high = wilson_interval(min(score, 1.0), len(group))
+        rows.append(
+            Row(
+                task=task,
+                policy=policy,
+                budget=budget,
+                scope=scope,
+                samples=len(group),
+                score=score,
+                low=low,
+                high=high,
+                budget_entries=mean("budget_entries"),
+                budget_bytes=mean("budget_bytes"),
+                kept_entries=mean("kept_entries"),
+                kept_fraction=mean("kept_fraction"),
+                kept_bytes=mean("kept_bytes"),
+                cache_bytes=mean("cache_bytes"),
+            )
+        )
+    return rows
+
+
+_COLUMNS = (
+    "task",
+    "scope",
+    "policy",
+    "budget",
+    "n",
+    "score %",
+    "95 % interval",
+    "entries",
+    "kept",
+    "kept KiB",
+    "cache KiB",
+)
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.task,
+        row.scope,
+        row.policy,
+        row.budget,
+        str(row.samples),
+        f"{100 * row.score:.2f}",
+        f"{100 * row.low:.1f}-{100 * row.high:.1f}",
+        f"{row.kept_entries:.1f}",
+        f"{row.kept_fraction:.1%}",
+        f"{row.kept_bytes / 1024:.1f}",
+        f"{row.cache_bytes / 1024:.1f}",
+    ]
+
+
+def rich_table(rows: Sequence[Row]) -> Table:
+    """The rows for a terminal."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="left" if index < 4 else "right", no_wrap=index > 3)
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    divider = ["---"] * 4 + ["---:"] * (len(_COLUMNS) - 4)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [_COLUMNS, divider, *map(_cells, rows)])
+
+
+def csv_table(rows: Sequence[Row]) -> str:
+    """The rows as CSV, every attribute of :class:`Row` a column."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(Row.__dataclass_fields__), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return text.getvalue()

@@ -1,0 +1,363 @@
+"""``kvpass eval``: tasks x policies x budgets x scopes, sample by sample, resumable."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import kvpass
+from kvpass import builtin
+from kvpass.backend import Compiler
+from kvpass.config import Budget
+from kvpass.eval.answer import Answer, Answerer, Request
+from kvpass.eval.manifest import fingerprint, write_manifest
+from kvpass.eval.plots import plot_grid
+from kvpass.eval.records import Record, RecordFile, Row, csv_table, markdown_table, record_key, summarize
+from kvpass.eval.tasks import Encoded, Sample, Task, encode, find_tasks
+from kvpass.policies import Policy, resolve, resolve_budget
+
+SCOPES = ("prompt", "context")
+BUILTIN: dict[str, builtin.Name] = {"builtin": "digits", "builtin:needle": "needle"}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+BudgetValue = int | float | str
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """A policy as typed, such as ``cake:tau1=1.6,tau2=0.4``.
+
+    Attributes:
+        name: of the policy. options: its options, ``(name, value)``.
+
+    Raises:
+        ValueError: the policy does not know the name or an option.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.resolve()
+
+    def resolve(self) -> Policy:
+        return resolve(self.name, **dict(self.options))
+
+    def __str__(self) -> str:
+        options = ",".join(f"{name}={value}" for name, value in self.options)
+        return f"{self.name}:{options}" if options else self.name
+
+
+def parse_policies(text: str) -> tuple[PolicySpec, ...]:
+    """Read ``snapkv,cake:tau1=1.6,tau2=0.4,full``: a part with ``=`` and no colon is an option of the policy before it.
+
+    Raises:
+        ValueError: no policy, an unknown one, an unknown option, or an option before any policy.
+    """
+    found: list[tuple[str, list[tuple[str, Any]]]] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, colon, option = part.partition(":")
+        if "=" in name:
+            option, colon = part, ":"
+            if not found:
+                raise ValueError(f"policies={text!r}: the option {part!r} has no policy before it")
+        else:
+            found.append((name, []))
+        if colon:
+            key, equals, value = option.partition("=")
+            if not equals:
+                raise ValueError(f"policies={text!r}: {option!r} must be an option such as window=8")
+            found[-1][1].append((key.strip(), _value(value.strip())))
+    if not found:
+        raise ValueError(f"policies={text!r}: name at least one policy")
+    return tuple(PolicySpec(name, tuple(options)) for name, options in found)
+
+
+def _value(text: str) -> Any:
+    """A number, a truth value or None as Python writes them, else the text."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """One run.
+
+    Attributes:
+        model: ``builtin``, ``builtin:needle``, or a folder or hub name of a causal language model.
+        tasks: names as in :func:`~kvpass.eval.tasks.find_tasks`. policies, budgets, scopes: all combinations are run; a
+            policy that needs no budget runs once.
+        output: folder for ``samples.jsonl`` (to which later runs add), ``manifest.json`` and the tables.
+        samples: of each task at most. length: longest prompt in tokens; longer ones lose their middle.
+        data_dir: folder with local data. seed: of generated samples. batch: rows answered at once.
+        hold: last prompt tokens fed after compression in scope ``prompt``. chat: use the chat template, where the
+            tokenizer has one and the task wants it. backend, dtype, device: how the model runs.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    model: str
+    tasks: tuple[str, ...]
+    policies: tuple[PolicySpec, ...]
+    budgets: tuple[BudgetValue, ...]
+    output: Path
+    scopes: tuple[str, ...] = SCOPES
+    samples: int = 20
+    length: int = 2048
+    data_dir: Path | None = None
+    seed: int = 0
+    batch: int = 1
+    hold: int = 1
+    chat: bool = True
+    backend: Compiler = "inductor"
+    dtype: str = "auto"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, low in (("samples", 1), ("length", 2), ("seed", 0), ("batch", 1), ("hold", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}={getattr(self, name)}: must be >= {low}")
+        if not self.scopes or not set(self.scopes) <= set(SCOPES):
+            raise ValueError(f"scope={','.join(self.scopes)!r}: must be one of {', '.join(SCOPES)}, or both")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        if self.data_dir is not None and not self.data_dir.is_dir():
+            raise ValueError(f"data_dir={str(self.data_dir)!r}: there is no such folder")
+        if self.output.exists() and not self.output.is_dir():
+            raise ValueError(f"output={str(self.output)!r}: is a file, must be a folder")
+        if not self.budgets and any(spec.resolve().needs_budget for spec in self.policies):
+            raise ValueError("budgets='': name at least one budget")
+        for spec in self.policies:
+            for budget in self.budgets_of(spec):
+                resolve_budget(spec.resolve(), budget)
+
+    def budgets_of(self, spec: PolicySpec) -> tuple[BudgetValue | None, ...]:
+        return self.budgets if spec.resolve().needs_budget else (None,)
+
+    def plain(self) -> dict[str, Any]:
+        """For the manifest: values that JSON can hold, without the paths of a machine."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "output"}
+        return given | {
+            "policies": [str(spec) for spec in self.policies],
+            "data_dir": None if self.data_dir is None else self.data_dir.name,
+        }
+
+
+@dataclass(frozen=True)
+class _Condition:
+    """One task under one policy, budget and scope: the samples still to answer, and the keys of all of them."""
+
+    task: Task
+    spec: PolicySpec
+    budget: BudgetValue | None
+    scope: str
+    keys: list[str] = field(default_factory=list)
+    waiting: list[Record] = field(default_factory=list)
+
+
+class Evaluation:
+    """A checked run.
+
+    Raises:
+        ValueError: what does not exist or is out of range: model, tasks, data, budget for the window.
+    """
+
+    def __init__(self, settings: EvalSettings) -> None:
+        self.settings = settings
+        tasks = find_tasks(settings.tasks, settings.data_dir)
+        self.model, self.tokenizer = load_model(settings.model, dtype=settings.dtype, device=settings.device)
+        self.fingerprint = fingerprint(self.model)
+        self.samples: dict[str, list[tuple[Sample, Encoded]]] = {task.name: self._encoded(task) for task in tasks}
+        self.file = RecordFile(settings.output / "samples.jsonl")
+        self.conditions = [
+            self._condition(task, spec, budget, scope)
+            for spec in dict.fromkeys(settings.policies)
+            for scope in dict.fromkeys(settings.scopes)
+            for budget in dict.fromkeys(settings.budgets_of(spec))
+            for task in tasks
+        ]
+
+    def run(self, console: Console) -> list[Row]:
+        """Answer what is not yet answered; write samples, tables and manifest; print the table.
+
+        Returns:
+            one row for each condition of this run.
+        """
+        begin = time.perf_counter()
+        self.settings.output.mkdir(parents=True, exist_ok=True)
+        self._write_manifest([], None)
+        waiting = sum(len(condition.waiting) for condition in self.conditions)
+        total = sum(len(condition.keys) for condition in self.conditions)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as progress:
+            bar = progress.add_task("", total=total, completed=total - waiting)
+            for spec in dict.fromkeys(condition.spec for condition in self.conditions if condition.waiting):
+                own = [c for c in self.conditions if c.spec == spec and c.waiting]
+                self._run_policy(spec, own, progress, bar)
+        output, records = self.settings.output, self._records()
+        rows = summarize(records)
+        (output / "results.md").write_text(markdown_table(rows), encoding="utf-8")
+        (output / "results.csv").write_text(csv_table(rows), encoding="utf-8")
+        if grid := [record for record in records if record["task"] == "needle_grid"]:
+            plot_grid(grid, output / "needle_grid.png", title=f"{self.settings.model}: one fact by length and depth")
+        self._write_manifest(rows, time.perf_counter() - begin)
+        return rows
+
+    def _records(self) -> list[Record]:
+        """All records of this run's conditions, wherever they were answered."""
+        return [self.file.records[key] for condition in self.conditions for key in condition.keys]
+
+    def _run_policy(self, spec: PolicySpec, conditions: Sequence[_Condition], progress: Progress, bar: Any) -> None:
+        """All conditions of one policy with one compiled model: the budget is no part of its graphs."""
+        model = kvpass.compile(
+            self.model, policy=spec.resolve(), budget=conditions[0].budget, backend=self.settings.backend
+        )
+        answerer = Answerer(
+            model=model,
+            tokenizer=self.tokenizer,
+            stops=stop_tokens(self.model, self.tokenizer),
+            batch=self.settings.batch,
+            hold=self.settings.hold,
+        )
+        for condition in conditions:
+            set_budget(model, condition.budget)
+            progress.update(bar, description=f"{spec} {condition.budget or ''} {condition.scope} {condition.task.name}")
+            samples = [self.samples[condition.task.name][record["index"]] for record in condition.waiting]
+            requests = [Request(prompt=prompt, max_new_tokens=sample.max_new_tokens) for sample, prompt in samples]
+            for answers in answerer.answers(requests, condition.scope):
+                for index, answer in answers:
+                    score = condition.task.metric(answer.text, samples[index][0])
+                    self.file.add(_record(condition.waiting[index], samples[index][0], answer, score))
+                progress.advance(bar, len(answers))
+
+    def _encoded(self, task: Task) -> list[tuple[Sample, Encoded]]:
+        s = self.settings
+        samples = task.samples(self.tokenizer, s.length, s.samples, s.seed)
+        task.metric("", samples[0])  # a library that the metric lacks is missed now, not after the first answer
+        chat = s.chat and task.chat
+        return [(sample, encode(self.tokenizer, sample, chat=chat, limit=s.length)) for sample in samples]
+
+    def _condition(self, task: Task, spec: PolicySpec, budget: BudgetValue | None, scope: str) -> _Condition:
+        condition = _Condition(task, spec, budget, scope)
+        policy = spec.resolve()
+        for index, (sample, prompt) in enumerate(self.samples[task.name]):
+            self._check_budget(policy, budget, scope, prompt)
+            fields = {
+                "task": task.name,
+                "sample": sample.id,
+                "policy": policy.spec,
+                "budget": "all" if budget is None else str(budget),
+                "scope": scope,
+                "hold": self.settings.hold if scope == "prompt" else 0,
+                "model": self.fingerprint,
+                "seed": self.settings.seed,
+                "max_new_tokens": sample.max_new_tokens,
+                "prompt": _digest(prompt),
+            }
+            key = record_key(fields)
+            condition.keys.append(key)
+            if key not in self.file:
+                condition.waiting.append({"key": key, "label": str(spec), "index": index, **fields})
+        return condition
+
+    def _check_budget(self, policy: Policy, budget: BudgetValue | None, scope: str, prompt: Encoded) -> None:
+        """Refuse before anything runs what the model would refuse later; bytes are known only to the model."""
+        tokens = len(prompt.context) if scope == "context" else len(prompt) - self.settings.hold
+        if tokens < 1:
+            raise ValueError(f"hold={self.settings.hold}: leaves nothing of a prompt of {len(prompt)} tokens")
+        if budget is not None and (parsed := Budget.parse(budget)).kind != "bytes":
+            try:
+                parsed.check(tokens, policy.window, 1)
+            except ValueError as error:
+                raise ValueError(f"policy {policy.name!r}, scope {scope!r}: {error}") from None
+
+    def _write_manifest(self, rows: Sequence[Row], seconds: float | None) -> None:
+        model = {
+            "name": self.settings.model,
+            "class": type(self.model).__name__,
+            "fingerprint": self.fingerprint,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "parameters": self.model.num_parameters(),
+        }
+        path = self.settings.output / "manifest.json"
+        write_manifest(path, settings=self.settings.plain(), model=model, rows=rows, seconds=seconds)
+
+
+def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A built-in model, or one that ``from_pretrained`` finds, in evaluation mode.
+
+    Args:
+        dtype: of :data:`DTYPES`; ``auto`` is fp32 for the built-in models, else the checkpoint's own.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if name in BUILTIN:
+        transformers.utils.logging.disable_progress_bar()
+        chosen = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+        model, tokenizer = builtin.load(BUILTIN[name], dtype=chosen)
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+            )
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except OSError as error:
+            raise ValueError(f"model={name!r}: {str(error).strip().splitlines()[0]}") from error
+    model.eval().to(torch.device(device))
+    return model, tokenizer
+
+
+def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Token ids that end an answer: those of the generation configuration and of the tokenizer."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    many = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(token) for token in [*many, tokenizer.eos_token_id] if token is not None)
+
+
+def set_budget(model: Any, budget: BudgetValue | None) -> None:
+    """Give a compiled model another budget; its graphs stay, since no graph knows the budget."""
+    model._kvpass.budget = resolve_budget(model._kvpass.policy, budget)
+
+
+def _record(waiting: Record, sample: Sample, answer: Answer, score: float) -> Record:
+    kept = answer.kept
+    fields = {name: value for name, value in waiting.items() if name != "index"}
+    return fields | {
+        "answers": list(sample.answers),
+        "prediction": answer.text,
+        "score": score,
+        "generated_tokens": answer.tokens,
+        "compressed_tokens": kept.tokens,
+        "budget_entries": kept.budget_entries,
+        "budget_bytes": kept.budget_bytes,
+        "kept_entries": kept.entries,
+        "kept_fraction": kept.fraction,
+        "kept_bytes": kept.bytes,
+        "cache_bytes": kept.cache_bytes,
+        "labels": dict(sample.labels),
+    }
+
+
+def _digest(prompt: Encoded) -> str:
+    text = json.dumps([len(prompt.context), *prompt.ids])
+    return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()

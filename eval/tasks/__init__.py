@@ -1,0 +1,52 @@
+"""Tasks by name: needle, RULER, LongBench, InfiniteBench."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvpass.eval.tasks import infinitebench, longbench, ruler
+from kvpass.eval.tasks.base import Encoded, Sample, Task, encode
+from kvpass.eval.tasks.needle import Needle, NeedleGrid
+
+__all__ = ["GROUPS", "Encoded", "Sample", "Task", "encode", "find_tasks", "registry"]
+
+GROUPS = ("ruler", "longbench", "infinitebench")
+"""Names that stand for all tasks of a benchmark."""
+
+
+def registry(data_dir: Path | None = None) -> dict[str, Task]:
+    """Every task by name, in groups.
+
+    Args:
+        data_dir: folder with ``longbench/``, ``infinitebench/`` and ``needle/`` as far as there are any.
+    """
+    known: list[Task] = [Needle("needle", many=False), Needle("multi_needle", many=True), NeedleGrid()]
+    known += ruler.tasks(data_dir)
+    known += [longbench.LongBench(name, data_dir) for name in longbench.NAMES]
+    known += [infinitebench.InfiniteBench(name, data_dir) for name in infinitebench.NAMES]
+    return {task.name: task for task in known}
+
+
+def find_tasks(names: Sequence[str], data_dir: Path | None = None) -> list[Task]:
+    """The tasks of these names, each once; a name of :data:`GROUPS` stands for all of its tasks.
+
+    Raises:
+        ValueError: no names, or an unknown one (the nearest is named).
+    """
+    known = registry(data_dir)
+    members = {
+        "ruler": [task.name for task in ruler.tasks(None)],
+        "longbench": [name for name in known if name.startswith("longbench_")],
+        "infinitebench": [name for name in known if name.startswith("infinitebench_")],
+    }
+    found: dict[str, Task] = {}
+    for name in names:
+        if name not in known and name not in members:
+            (near,) = difflib.get_close_matches(name, [*known, *members], n=1, cutoff=0.0)
+            raise ValueError(f"tasks={name!r}: did you mean {near!r}? Must be one of {', '.join([*members, *known])}")
+        found |= {member: known[member] for member in members.get(name, [name])}
+    if not found:
+        raise ValueError("tasks='': name at least one task")
+    return list(found.values())

@@ -1,0 +1,188 @@
+"""What a task is: samples of a context and a question, a score of an answer; and how samples become token ids.
+
+The prompt of a sample is ``context + question + answer_prefix``, one string. Scope ``prompt`` compresses all of it,
+scope ``context`` only the part before the question: the ids are the same in both.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from kvpass.eval.metrics import library
+
+_CUT = "\x1fkvpass\x1f"
+"""Marks the end of the context while a chat template is applied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One question.
+
+    Attributes:
+        id: within its task. context: what scope ``context`` compresses. question: the rest, with the space or newline
+            that divides the two at its front. answers: references.
+        max_new_tokens: length of the answer.
+        answer_prefix: how the model's turn begins; behind the chat template, if there is one.
+        classes: of a classification.
+        labels: properties to report, such as length and depth.
+    """
+
+    id: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    max_new_tokens: int
+    answer_prefix: str = ""
+    classes: tuple[str, ...] = ()
+    labels: Mapping[str, int | float | str] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """A source of samples.
+
+    Attributes:
+        name: in the registry. chat: whether the prompt is put into the tokenizer's chat template.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def chat(self) -> bool: ...
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
+        """At most ``count`` samples; generated ones have prompts of at most ``tokens`` tokens.
+
+        Raises:
+            ValueError: ``tokens`` too few, ``count < 1``, or data missing.
+        """
+        ...
+
+    def metric(self, prediction: str, sample: Sample) -> float:
+        """Score of a prediction, in [0, 1]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a prompt, cut where the question begins; both parts have at least one."""
+
+    context: tuple[int, ...]
+    question: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.context + self.question
+
+    def __len__(self) -> int:
+        return len(self.context) + len(self.question)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, chat: bool, limit: int | None = None) -> Encoded:
+    """Token ids of a sample.
+
+    Args:
+        tokenizer: a fast one: its offsets say where the question begins. A token across the border is the question's.
+        chat: put the prompt into the tokenizer's chat template; without effect when it has none.
+        limit: longest prompt in tokens. Of a longer one the middle is left out, as in LongBench, so that its first
+            ``limit // 2`` and its last tokens remain.
+
+    Raises:
+        ValueError: a slow tokenizer, or a part of the prompt without a token.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(f"tokenizer of type {type(tokenizer).__name__}: must be a fast one, which knows offsets")
+    before, after = sample.context, sample.question
+    templated = chat and tokenizer.chat_template is not None
+    if templated:
+        message = [{"role": "user", "content": f"{before}{_CUT}{after}"}]
+        rendered = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        before, after = rendered.split(_CUT)
+    text = before + after + sample.answer_prefix
+    found = tokenizer(text, add_special_tokens=not templated, return_offsets_mapping=True, verbose=False)
+    ids, ends = list(found["input_ids"]), [end for _, end in found["offset_mapping"]]
+    while len(ids) > 1 and ends[-1] == 0:  # an <eos> that the tokenizer puts at the end
+        ids.pop(), ends.pop()
+    border = next((index for index, end in enumerate(ends) if end > len(before)), len(ids))
+    if limit is not None and len(ids) > limit:
+        head, tail = limit // 2, limit - limit // 2
+        border = min(border, head) + max(0, border - (len(ids) - tail))
+        ids = ids[:head] + ids[-tail:]
+    encoded = Encoded(tuple(ids[:border]), tuple(ids[border:]))
+    for name, part in (("context", encoded.context), ("question", encoded.question)):
+        if not part:
+            raise ValueError(f"{name} of sample {sample.id!r} has no token (limit={limit})")
+    return encoded
+
+
+def largest(
+    build: Callable[[int], Sample],
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: int,
+    *,
+    smallest: int,
+    chat: bool,
+    name: str,
+) -> Sample:
+    """The biggest sample whose prompt has at most ``tokens`` tokens, by binary search over its size.
+
+    Args:
+        build: a sample of a size; bigger sizes give longer prompts. smallest: least size it can build.
+        name: of the task, for the message.
+
+    Raises:
+        ValueError: even the smallest is too long.
+    """
+
+    def length(size: int) -> int:
+        return len(encode(tokenizer, build(size), chat=chat))
+
+    if (needed := length(smallest)) > tokens:
+        raise ValueError(f"tokens={tokens}: task {name!r} needs at least {needed}")
+    good, step = smallest, 1
+    while length(good + step) <= tokens:
+        good, step = good + step, 2 * step
+    while step := step // 2:
+        if length(good + step) <= tokens:
+            good += step
+    return build(good)
+
+
+def check_count(count: int) -> None:
+    if count < 1:
+        raise ValueError(f"count={count}: must be >= 1")
+
+
+def read_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """The first ``count`` objects of a JSON-lines file, plain or ``.gz``."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in itertools.islice(lines, count)]
+
+
+def find_rows(folder: Path, name: str) -> Path | None:
+    """``name.jsonl`` or ``name.jsonl.gz`` in a folder, or None."""
+    return next((path for ending in (".jsonl", ".jsonl.gz") if (path := folder / f"{name}{ending}").is_file()), None)
+
+
+def hub_rows(repository: str, name: str | None, split: str, count: int) -> list[dict[str, Any]]:
+    """The first ``count`` rows of a data set of the Hugging Face hub.
+
+    Raises:
+        ImportError: the package ``datasets`` is not installed.
+        ValueError: the hub cannot be reached, or has no such data set.
+    """
+    datasets = library("datasets")
+    try:
+        rows = datasets.load_dataset(repository, name, split=split)
+    except OSError as error:
+        raise ValueError(f"data set {name or split!r}: not in data_dir, and not on the hub: {error}") from error
+    return [dict(rows[index]) for index in range(min(count, len(rows)))]

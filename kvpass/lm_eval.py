@@ -1,0 +1,44 @@
+"""``import kvpass.lm_eval`` makes the model ``"kvpass"`` known to lm-evaluation-harness.
+
+Where the harness is told nothing (``--seed None``, ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), the command ``kvpass-lm-eval``
+does it: the ``lm_eval`` command, with the model registered. ``kvpass-lm-eval path`` prints the folder of the tasks that
+come with kvpass, for ``--include_path``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import kvpass.eval
+from kvpass.eval.harness_prompt import SEPARATOR
+
+try:
+    import lm_eval.models  # noqa: F401  # first: the harness adds its own models only to an empty registry
+    from lm_eval.api.registry import model_registry
+
+    from kvpass.eval.harness import KVPassLM
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error.name!r} is not installed: pip install 'kvpass[eval]'") from error
+
+__all__ = ["SEPARATOR", "TASKS", "KVPassLM", "main"]
+
+TASKS = Path(str(kvpass.eval.__file__)).parent / "harness_tasks"
+"""The folder for ``--include_path``."""
+
+if "kvpass" not in model_registry:
+    model_registry.register("kvpass", target="kvpass.lm_eval:KVPassLM")
+
+
+def main() -> None:
+    """The command ``kvpass-lm-eval``."""
+    if sys.argv[1:] == ["path"]:
+        print(TASKS)
+        return
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

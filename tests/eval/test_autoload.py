@@ -1,0 +1,87 @@
+"""How the harness finds the model: entry points, the hook that torch calls, and the import."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
+
+
+def run_python(code: str, cwd: Path) -> str:
+    """Standard output of ``code`` in a fresh interpreter; fails with its error."""
+    result = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip() + result.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        ("torch.backends", "kvpass", "kvpass_autoload:hook"),
+        ("lm_eval.models", "kvpass", "kvpass.lm_eval:KVPassLM"),
+        ("console_scripts", "kvpass-lm-eval", "kvpass.lm_eval:main"),
+    ],
+)
+def test_the_installed_package_has_the_entry_point(group: str, name: str, value: str) -> None:
+    (found,) = importlib.metadata.entry_points(group=group, name=name)
+    assert found.value == value
+    assert callable(found.load())
+
+
+def test_torch_alone_is_not_slowed_down_by_kvpass_or_the_harness(tmp_path: Path) -> None:
+    code = (
+        "import torch, sys; print([m for m in sys.modules if m.split('.')[0] in ('kvpass', 'transformers', 'lm_eval')])"
+    )
+    assert run_python(code, tmp_path) == "[]"
+
+
+def test_the_hook_names_the_model_and_leaves_the_others(tmp_path: Path) -> None:
+    """The registry must hold the harness's own models, which it adds only while it is empty."""
+    code = """
+import lm_eval, torch, sys
+assert "kvpass" not in sys.modules, "the package is imported when the model is asked for"
+from lm_eval.api.registry import get_model, model_registry
+print("kvpass" in model_registry, "hf" in model_registry, len(model_registry) > 20)
+print(get_model("kvpass").__name__, get_model("hf").__name__, get_model("kvpass") is get_model("kvpass"))
+"""
+    assert run_python(code, tmp_path).split("\n") == ["True True True", "KVPassLM HFLM True"]
+
+
+def test_the_import_does_it_where_the_hook_may_not(tmp_path: Path) -> None:
+    code = """
+import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import lm_eval, torch
+from lm_eval.api.registry import get_model, model_registry
+assert "kvpass" not in model_registry
+import kvpass.lm_eval
+assert get_model("kvpass") is kvpass.lm_eval.KVPassLM
+print(get_model("hf").__name__, kvpass.lm_eval.TASKS.joinpath("kvpass_needle.yaml").is_file())
+"""
+    assert run_python(code, tmp_path) == "HFLM True"
+
+
+def test_a_harness_that_cannot_be_imported_does_not_break_torch(tmp_path: Path) -> None:
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__init__.py").write_text("")
+    (tmp_path / "lm_eval" / "models.py").write_text("raise RuntimeError('half installed')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import lm_eval, torch; print(torch.ones(1).item())"
+    said = run_python(code, tmp_path)
+    assert said.startswith("1.0")
+    assert "lm_eval will not know the model 'kvpass'" in said and "half installed" in said
+
+
+def test_a_model_of_the_same_name_stays(tmp_path: Path) -> None:
+    code = """
+import lm_eval.models
+from lm_eval.api.registry import model_registry
+model_registry.register("kvpass", target="lm_eval.models.dummy:DummyLM")
+import torch
+print(model_registry.get("kvpass").__name__)
+"""
+    assert run_python(code, tmp_path) == "DummyLM"

@@ -1,0 +1,260 @@
+"""The bench on micro models: batches, the bound, memory that does not suffice, and the helpers it measures with."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from kvpass.cuda_graphs import CaptureError
+from kvpass.eval import bench, bench_measure, bench_report
+from kvpass.eval.bench import Bench, BenchSettings
+from kvpass.eval.bench_measure import largest_batch, run_in_memory, scoring_time
+from kvpass.eval.bound import least_step_seconds, weight_bytes
+from kvpass.eval.models import build, find_model
+from kvpass.eval.systems import HfEager, HfStatic, Kvpass, has_kvpress
+
+MICRO = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def micro(tmp_path):
+    path = tmp_path / "micro.json"
+    path.write_text(json.dumps(MICRO))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch):
+    monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
+
+
+def settings(model, **changes):
+    usual = {
+        "model": model, "contexts": (48,), "budget": 16, "window": 8, "policies": ("lava",),
+        "systems": ("hf-eager", "full"), "new_tokens": 3, "repeats": 1, "backend": "eager",
+    }  # fmt: skip
+    return BenchSettings(**usual | changes)
+
+
+def quiet():
+    return Console(quiet=True)
+
+
+def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
+    entry = 2 * 8 * 4
+    for shared in (False, True):
+        result = Bench(settings(micro, batches=(2,), systems=("hf-eager", "hf-static", "full"), shared_prompt=shared))
+        run = result.run(quiet())["runs"][0]
+        systems = {record["name"]: record for record in run["systems"]}
+        assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
+        for name in ("hf-eager", "hf-static", "full"):
+            assert systems[name]["attended_bytes"] == 2 * (48 + 3) * 2 * entry, name
+            assert systems[name]["same_tokens_as_hf_eager"], name
+        assert systems["lava"]["attended_bytes"] == 2 * (16 + 3) * 2 * entry
+        assert systems["lava"]["tokens_per_s"] == pytest.approx(2e3 / systems["lava"]["decode_ms"]["median"])
+
+
+def test_dtype_of_the_weights_and_bytes_of_an_entry(micro):
+    result = Bench(settings(micro, dtype="bf16", policies=(), systems=("hf-eager",))).run(quiet())
+    assert result["model"]["dtype"] == "bfloat16"
+    assert result["runs"][0]["budget"]["bytes"] == 16 * 2 * 2 * 8 * 2
+
+
+def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, monkeypatch):
+    def hungry(self, ids):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
+
+    monkeypatch.setattr(bench.HfEager, "prefill", hungry)
+    result = Bench(settings(micro)).run(quiet())
+    eager, lava, full = result["runs"][0]["systems"]
+    assert eager == {"name": "hf-eager", "failure": "CUDA out of memory. Tried to allocate 9 GiB."}
+    assert "hf-eager" not in lava["decode_speedup"] and lava["decode_speedup"]["full"] > 0
+    assert full["same_tokens_as_hf_eager"] is None
+    console = Console(record=True, width=100, quiet=True)
+    console.print(bench_report.tables(result))
+    text = bench_report.markdown(result)
+    assert "| hf-eager | failed |" in text
+    assert "hf-eager: CUDA out of memory. Tried to allocate 9 GiB." in text
+
+
+def test_what_has_been_measured_is_saved_after_every_round(micro):
+    saved = []
+    Bench(settings(micro, contexts=(32, 48), repeats=2, systems=())).run(quiet(), saved.append)
+    assert [len(result["runs"]) for result in saved] == [1, 1, 1, 2, 2, 2, 2]
+    assert [result["complete"] for result in saved] == [False] * 6 + [True]
+    assert [len(result["runs"][-1]["systems"][0]["decode_ms"]["all"]) for result in saved[:3]] == [1, 2, 2]
+    assert all(json.loads(json.dumps(result)) for result in saved)
+
+
+def test_any_other_failure_stops_the_bench(micro, monkeypatch):
+    def broken(self, ids):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(bench.HfEager, "prefill", broken)
+    with pytest.raises(RuntimeError, match="no"):
+        Bench(settings(micro)).run(quiet())
+
+
+def test_out_of_memory_while_a_graph_is_captured_is_out_of_memory():
+    def capture(cause):
+        raise CaptureError("a decode step cannot be captured") from cause
+
+    assert run_in_memory(lambda: capture(torch.OutOfMemoryError("full"))) == "full"
+    with pytest.raises(CaptureError):
+        run_in_memory(lambda: capture(RuntimeError("other")))
+    assert run_in_memory(lambda: None) is None
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 7, 8, 9, 1000, 5000])
+def test_the_largest_batch_that_fits(room):
+    tried = []
+
+    def fits(rows):
+        tried.append(rows)
+        return rows <= room
+
+    assert largest_batch(fits, 1000) == min(room, 1000)
+    assert len(tried) < 25
+    assert max(tried) <= max(1, 2 * room)
+    assert room <= 1000 or max(tried) <= 1000
+
+
+def test_the_same_answer_whatever_the_cache_is_repeated_in(micro):
+    model = build(find_model(micro), 0)
+    ids = torch.randint(64, (1, 40))
+    expected = None
+    for system in (
+        HfEager(model),
+        HfStatic(model, 48, "eager"),
+        Kvpass(model, policy="full", budget=16, window=8, backend="eager"),
+    ):
+        with torch.no_grad():
+            logits, cache = system.prefill(ids)
+            cache = system.decoding_cache(cache, 3)
+            token = logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(3, 0)
+            logits = system.step(token, 40, cache)
+        assert logits.shape[0] == 3
+        expected = logits if expected is None else expected
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_weights_that_a_step_reads():
+    def model(**options):
+        return LlamaForCausalLM(LlamaConfig(**{k: v for k, v in MICRO.items() if k != "model_type"}, **options))
+
+    apart, tied = model(tie_word_embeddings=False), model(tie_word_embeddings=True)
+    table = 64 * 32 * 4
+    assert weight_bytes(apart) == apart.num_parameters() * 4 - table
+    assert weight_bytes(tied) == tied.num_parameters() * 4 == weight_bytes(apart)
+    experts = MixtralForCausalLM(
+        MixtralConfig(**{k: v for k, v in MICRO.items() if k != "model_type"}, num_local_experts=2)
+    )
+    assert weight_bytes(experts) is None
+
+
+def test_the_bound_of_llama_8b_is_the_one_design_says():
+    """3.15 ms at 4.8 TB/s with 1024 entries a KV head: design.md section 6."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(find_model("llama-3.1-8b").config).to(torch.bfloat16)
+    weights = weight_bytes(model)
+    assert weights == pytest.approx(15.01e9, rel=1e-3)
+    assert least_step_seconds(weights, 1024 * 131072, 4.8e12) == pytest.approx(3.15e-3, rel=5e-3)
+    assert least_step_seconds(weights, 131072 * 131072, 4.8e12) == pytest.approx(6.71e-3, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("llama-3.1-8b", 8.03e9), ("qwen3-8b", 8.19e9), ("mistral-7b", 7.248e9)]
+)
+def test_published_shapes_have_their_published_sizes(name, parameters):
+    from transformers import AutoModelForCausalLM
+
+    config = find_model(name).config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model.num_parameters() == pytest.approx(parameters, rel=1e-3)
+    assert not getattr(config, "sliding_window", None)
+
+
+def test_scoring_time_counts_the_operators_of_kvpass_but_not_attention(micro):
+    model = build(find_model(micro), 0)
+    ids = torch.randint(64, (1, 200))
+    compressed = Kvpass(model, policy="lava", budget=16, window=8, backend="eager")
+    with torch.no_grad():
+        compressed.prefill(ids)
+        found = scoring_time(lambda: compressed.prefill(ids), torch.device("cpu"))
+        assert found is not None
+        assert 0 < found.seconds < found.prefill
+        assert found.seconds == pytest.approx(sum(found.parts.values()))
+        assert "kvpass::cascade_step" in found.parts and "aten::scaled_dot_product_attention" not in found.parts
+        assert scoring_time(lambda: HfEager(model).prefill(ids), torch.device("cpu")) is None
+
+
+def test_scoring_time_adds_up_what_is_not_attention():
+    def event(name, own, children=(), kernels=()):
+        return SimpleNamespace(name=name, self_cpu_time_total=own, cpu_children=list(children), kernels=list(kernels))
+
+    def kernel(name, duration):
+        return SimpleNamespace(name=name, duration=duration)
+
+    site = event(
+        "kvpass::observe_attention",
+        5.0,
+        [
+            event("aten::scaled_dot_product_attention", 1000.0, [event("aten::mm", 9.0)]),
+            event("aten::_flash_attention_forward", 100.0, kernels=[kernel("flash", 77.0)]),
+            event("aten::topk", 30.0, kernels=[kernel("sort", 2.0), kernel("scan", 3.0)]),
+        ],
+        [kernel("_window_kernel", 10.0), kernel("_prefill_kernel", 500.0)],
+    )
+    assert dict(bench_measure._beyond_attention(site, is_cuda=False)) == {
+        "kvpass::observe_attention": 5.0, "aten::topk": 30.0
+    }  # fmt: skip
+    assert dict(bench_measure._beyond_attention(site, is_cuda=True)) == {
+        "_window_kernel": 10.0, "sort": 2.0, "scan": 3.0
+    }  # fmt: skip
+
+
+def test_kvpress_is_named_where_it_is_not_installed(monkeypatch):
+    from kvpass.eval import bench_settings
+
+    monkeypatch.setattr(bench_settings, "has_kvpress", lambda: False)
+    asked = BenchSettings(model="tiny")
+    assert asked.baselines == ("hf-eager", "hf-static", "full")
+    assert asked.left_out == {"kvpress": "not installed"}
+    with pytest.raises(ValueError, match="not installed"):
+        BenchSettings(model="tiny", systems=("kvpress",))
+    monkeypatch.setattr(bench_settings, "has_kvpress", lambda: True)
+    assert BenchSettings(model="tiny").baselines == ("hf-eager", "hf-static", "full", "kvpress")
+    assert BenchSettings(model="tiny").left_out == {"kvpress/lava": "kvpress has none"}
+
+
+@pytest.mark.skipif(not has_kvpress(), reason="kvpress is not installed")
+def test_kvpress_keeps_as_many_entries_and_leaves_attention_as_it_was(micro):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    plain = dict(ALL_ATTENTION_FUNCTIONS.items())
+    result = Bench(settings(micro, policies=("snapkv",), systems=("hf-eager", "kvpress"))).run(quiet())
+    systems = {record["name"]: record for record in result["runs"][0]["systems"]}
+    assert systems["kvpress/snapkv"]["attended_bytes"] == systems["snapkv"]["attended_bytes"]
+    assert dict(ALL_ATTENTION_FUNCTIONS.items()) == plain
+
+
+def test_without_a_cuda_device_cuda_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(ValueError, match="device='cuda': this machine has no CUDA device"):
+        BenchSettings(model="tiny", device="cuda")

@@ -1,0 +1,179 @@
+"""The stages of gpu-check, with commands that need no GPU: limits, what is kept, what is left out, the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tarfile
+import time
+
+import pytest
+import torch
+
+from kvpass.eval import gpu_check
+from kvpass.eval.gpu_check import ROOT, STAGES, Stage, run_stages, send, write_report
+
+WRITE = "import json, sys; json.dump({'complete': True}, open(sys.argv[1], 'w'))"
+
+
+def python(name, program, *words, seconds=60, needs=None):
+    return Stage(name, (sys.executable, "-S", "-c", program, *words), seconds, needs)
+
+
+def statuses(outcomes):
+    return {name: outcome.status for name, outcome in outcomes.items()}
+
+
+def test_a_stage_with_a_complete_result_is_kept_and_others_are_run(tmp_path):
+    stages = [python("first", WRITE, "{}"), python("second", WRITE, "{}")]
+    (tmp_path / "second.json").write_text('{"complete": false}')
+    seen = []
+    assert statuses(run_stages(stages, tmp_path, 100, after=lambda outcomes: seen.append(len(outcomes)))) == {
+        "first": "passed", "second": "passed"
+    }  # fmt: skip
+    assert seen == [1, 2]
+    assert statuses(run_stages(stages, tmp_path, 100)) == {"first": "kept", "second": "kept"}
+    assert statuses(run_stages(stages[:1], tmp_path, 100, fresh=True)) == {"first": "passed"}
+
+
+def test_a_stage_that_fails_is_named_with_its_last_words_and_the_next_one_runs(tmp_path):
+    stages = [python("broken", "raise SystemExit('no such thing')"), python("fine", "print('3 passed')")]
+    outcomes = run_stages(stages, tmp_path, 100)
+    assert statuses(outcomes) == {"broken": "failed", "fine": "passed"}
+    assert outcomes["broken"].reason == "exit status 1: no such thing"
+    assert outcomes["fine"].reason == "3 passed"
+    assert json.loads((tmp_path / "fine.json").read_text())["complete"]
+    assert not json.loads((tmp_path / "broken.json").read_text())["complete"]
+    assert statuses(run_stages(stages, tmp_path, 100)) == {"broken": "failed", "fine": "kept"}
+
+
+def test_a_stage_out_of_time_is_ended_with_all_it_started_and_what_it_wrote_stays(tmp_path):
+    program = (
+        "import os, subprocess, sys, time\n"
+        "open(sys.argv[1], 'w').write('{\"complete\": false, \"some\": 1}')\n"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
+        "open(sys.argv[2], 'w').write(str(child.pid))\n"
+        "time.sleep(600)"
+    )
+    pid = tmp_path / "pid"
+    begun = time.monotonic()
+    outcomes = run_stages([python("slow", program, "{}", str(pid), seconds=4)], tmp_path, 100)
+    assert time.monotonic() - begun < 60
+    assert statuses(outcomes) == {"slow": "out of time"}
+    assert json.loads((tmp_path / "slow.json").read_text()) == {"complete": False, "some": 1}
+    for _ in range(100):
+        if not running(int(pid.read_text())):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the child of a stage outlived it")
+
+
+def running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_without_time_or_a_module_a_stage_is_listed_as_not_run(tmp_path):
+    stages = [python("tests", "", needs="no_such_module_here"), python("late", "")]
+    outcomes = run_stages(stages, tmp_path, gpu_check.LEAST_SECONDS - 1)
+    assert statuses(outcomes) == {"tests": "not run", "late": "not run"}
+    assert outcomes["tests"].reason == "no_such_module_here is not installed"
+    assert outcomes["late"].reason.endswith(f"s left of {gpu_check.LEAST_SECONDS - 1}")
+
+
+def spread(value):
+    return dict.fromkeys(("median", "q1", "q3", "min", "max"), value)
+
+
+def bench_result(complete=True):
+    record = {
+        "name": "lava", "failure": None, "prefill_s": spread(2.0), "decode_ms": spread(3.5), "first_steps_ms": [[9.0]],
+        "tokens_per_s": 285.7, "cache_bytes": 2**27, "attended_bytes": 2**27, "peak_bytes": 2**34, "step_bytes": 2**20,
+        "compile_s": 40.0, "scoring": {"seconds": 0.01, "prefill_s": 2.0, "share": 0.005}, "bound_ms": 3.15,
+        "share_of_bound": 0.9, "largest_batch": 700, "decode_speedup": {"full": 1.9}, "prefill_ratio": {},
+    }  # fmt: skip
+    failed = {"name": "hf-eager", "failure": "CUDA out of memory."}
+    budget = {"entries": 1024, "bytes": 2**27}
+    return {
+        "machine": {"cpu": "x", "name": "GPU", "threads": 1, "capability": "sm_90", "copy_bandwidth": 4.3e12},
+        "versions": {"torch": "2.11", "transformers": "5.17"},
+        "model": {"name": "llama-3.1-8b", "dtype": "bfloat16"},
+        "new_tokens": 32, "repeats": 2, "shared_prompt": False, "warm_cache": True, "left_out": {},
+        "complete": complete, "runs": [{"context": 131072, "batch": 1, "budget": budget, "systems": [record, failed]}],
+    }  # fmt: skip
+
+
+def test_the_report_has_outcomes_tables_and_pictures(tmp_path):
+    decode = {"us_per_layer": 5.0, "bytes": 1, "share_of_copy": 0.8}
+    kernels = {
+        "complete": True,
+        "decode": [{"batch": 8, "uniform": decode, "ragged": decode, "ragged_over_uniform": 1.0,
+                    "varlen": {"skipped": "torch has none"}}],
+        "prefill": [{"prompt": 8192, "policy": "lava", "attention_ms": 1.0, "added_ms": 0.01,
+                     "added_over_attention": 0.01, "parts_ms": {"_window_kernel": 0.007}}],
+    }  # fmt: skip
+    (tmp_path / "decode-128k.json").write_text(json.dumps(bench_result(complete=False)))
+    (tmp_path / "kernels.json").write_text(json.dumps(kernels))
+    text = write_report(STAGES, {"tests": gpu_check.Outcome("not run", reason="pytest is not installed")}, tmp_path)
+    assert text == (tmp_path / "RESULTS.md").read_text()
+    assert "| tests | not run | 0 | pytest is not installed |" in text
+    assert "## decode-128k (incomplete)" in text
+    assert "| lava | 2 (2-2) | - | 0.50 | 3.50 (3.50-3.50) | - | - | 90 | 285.7 | 128.00 | 16.00 | 700 | 40.0 |" in text
+    assert "hf-eager: CUDA out of memory." in text
+    assert "| 8 | 5.0 | 80 % | 5.0 | 80 % | 1.000 | torch has none |" in text
+    assert "_window_kernel 0.007" in text
+    for picture in ("ms-per-token-batch1.png", "memory-batch1.png"):
+        assert f"({picture})" in text
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_there_is_goes_where_out_names(tmp_path):
+    folder, out = tmp_path / "2026-01-01-gpu", tmp_path / "out"
+    folder.mkdir()
+    out.mkdir()
+    write_report([], {}, folder)
+    send(folder, out)
+    assert sorted(path.name for path in out.iterdir()) == ["RESULTS.md", "gpu-check.tar.gz"]
+    with tarfile.open(out / "gpu-check.tar.gz") as archive:
+        assert "2026-01-01-gpu/RESULTS.md" in archive.getnames()
+
+
+def test_every_stage_can_be_started_from_this_checkout():
+    """Files exist, modules are found, and the bench accepts its words (but for the device)."""
+    import importlib.util
+
+    from typer.testing import CliRunner
+
+    from kvpass.cli import app
+
+    assert len({stage.name for stage in STAGES}) == len(STAGES)
+    for stage in STAGES:
+        for word in stage.command:
+            if word.endswith(".py"):
+                assert (ROOT / word).is_file()
+        if "-m" in stage.command[:2]:
+            assert importlib.util.find_spec(stage.command[2])
+        if "bench" in stage.command and not torch.cuda.is_available():
+            words = list(stage.command[stage.command.index("bench") :])
+            words[words.index("{}")] = "out.json"
+            refused = CliRunner().invoke(app, words)
+            assert refused.stderr == "error: device='cuda': this machine has no CUDA device\n", refused.output
+
+
+def test_without_a_gpu_the_check_says_so(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert gpu_check.main([]) == 1
+    assert "gpu-check: this machine has no CUDA device" in capsys.readouterr().err
+
+
+def test_an_unknown_stage_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--only", "kernel"])
+    assert "--only kernel: must be one of tests, kernels, decode-128k" in capsys.readouterr().err

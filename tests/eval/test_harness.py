@@ -1,0 +1,409 @@
+"""KVPassLM against the harness's own Hugging Face model, and against eager attention to what was kept."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM, hash_args
+from lm_eval.models.huggingface import HFLM
+
+import kvpass
+from kvpass import builtin
+from kvpass.eval.harness import KVPassLM
+from kvpass.eval.harness_prompt import SEPARATOR, Prompt, pad, split_at_separator, without_separator
+from kvpass.eval.needle import make_prompt, names_of
+from kvpass.testing import MaskedOracle, kept_columns, tiny_model
+
+TIGHT = {"policy": "lava", "budget": 16, "window": 6}
+CHOICES = (" red", " 7", " 7 4 1", " the old fox .", " 7 4 2")
+GREEDY = {"do_sample": False, "until": ["."], "max_gen_toks": 6}
+MODEL = tiny_model("llama", num_hidden_layers=1, vocab_size=768, eos_token_id=17)
+TOKENIZER = builtin.load()[1]
+
+
+def texts(*lengths):
+    names = names_of(TOKENIZER)
+    prompts = [make_prompt(names, tokens=n, facts=1, seed=n) for n in lengths]
+    return [prompt.ask(prompt.facts[0]) for prompt in prompts]
+
+
+CONTEXTS = texts(60, 130, 41, 97)
+
+
+def instances(kind, arguments):
+    return [Instance(kind, {}, given, index) for index, given in enumerate(arguments)]
+
+
+def build(cls=KVPassLM, **arguments):
+    if cls is KVPassLM:
+        arguments.setdefault("compiler", "eager")
+    return cls(pretrained=MODEL, tokenizer=TOKENIZER, **arguments)
+
+
+def likelihoods(lm, requests):
+    return lm.loglikelihood(instances("loglikelihood", requests), disable_tqdm=True)
+
+
+def generations(lm, prompts, settings=GREEDY):
+    return lm.generate_until(instances("generate_until", [(p, dict(settings)) for p in prompts]), disable_tqdm=True)
+
+
+def difference(some, others):
+    return max(abs(a[0] - b[0]) for a, b in zip(some, others, strict=True))
+
+
+# contexts interleaved, and each with the choices in another order, so that batches of continuations are ragged
+MULTIPLE_CHOICE = [
+    (text, CHOICES[(i + j) % len(CHOICES)]) for j in range(len(CHOICES)) for i, text in enumerate(CONTEXTS)
+]
+REQUESTS = [*MULTIPLE_CHOICE, ("", "the old fox"), ("fox", " was very old"), (CONTEXTS[0] + "  ", "7 4")]
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return build(HFLM, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def expected(stock):
+    return likelihoods(stock, REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """The compressing model at batch size 1 and 4; graphs are compiled once."""
+    return {size: build(batch_size=size, **TIGHT) for size in (1, 4)}
+
+
+# -- likelihood --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "arguments"),
+    [(1, {}), (3, {"policy": "none"}), (8, {"policy": "lava", "budget": 4096, "hold": 3})],
+    ids=["full", "batch 3", "batch 8, unlimited budget, hold 3"],
+)
+def test_without_a_limit_scores_and_texts_are_those_of_the_stock_model(size, arguments, stock, expected):
+    lm = build(batch_size=str(size), **arguments)
+    found = likelihoods(lm, REQUESTS)
+    assert difference(found, expected) < 1e-4
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    if size < 8:
+        assert generations(lm, CONTEXTS) == generations(stock, CONTEXTS)
+
+
+def test_a_tight_budget_is_felt_by_every_choice_and_not_by_the_rest_of_the_batch(tight, expected):
+    found = {size: likelihoods(lm, MULTIPLE_CHOICE) for size, lm in tight.items()}
+    assert difference(found[1], found[4]) < 1e-4
+    for request, score, other in zip(MULTIPLE_CHOICE, found[1], expected, strict=False):
+        assert abs(score[0] - other[0]) > 1e-3, request
+
+
+def test_continuations_are_scored_at_their_true_positions_against_what_was_kept(tight):
+    """The oracle is the eager model, whose last context token and continuation see only the kept positions."""
+    lm, context, choice = tight[1], CONTEXTS[1], CHOICES[3]
+    ids = torch.tensor([TOKENIZER(context)["input_ids"]])
+    continuation = torch.tensor([TOKENIZER(choice, add_special_tokens=False)["input_ids"]])
+    whole, held = torch.cat([ids, continuation[:, :-1]], 1), ids[:, :-1]
+    keep = kept_columns(lm.model.compress(held), held.shape[1])
+    assert not keep.all()
+    logits = MaskedOracle(MODEL).logits(whole, torch.ones_like(whole), keep)[0, -continuation.shape[1] :]
+    ((score, greedy),) = likelihoods(lm, [(context, choice)])
+    wanted = logits.log_softmax(-1).gather(1, continuation[0][:, None]).sum()
+    assert score == pytest.approx(float(wanted), abs=1e-4)
+    assert greedy == torch.equal(logits.argmax(-1), continuation[0])
+
+
+def test_the_greedy_continuation_is_called_greedy(tight):
+    (text,) = generations(tight[1], CONTEXTS[:1], {**GREEDY, "until": [], "max_gen_toks": 3})
+    found = likelihoods(tight[1], [(CONTEXTS[0], f" {text}"), (CONTEXTS[0], f" {text} fox")])
+    assert [greedy for _, greedy in found] == [True, False]
+
+
+def test_a_context_is_compressed_once_for_all_its_continuations(tight):
+    before = tight[1]._measured.prompts_compressed
+    likelihoods(tight[1], MULTIPLE_CHOICE)
+    assert tight[1]._measured.prompts_compressed - before == len(CONTEXTS)
+
+
+def test_more_held_tokens_are_fed_to_the_compressed_cache(tight):
+    """The last three tokens of the context do not observe: what is kept is what the shorter prompt keeps."""
+    lm = build(**TIGHT, hold=3)
+    ids = torch.tensor([TOKENIZER(CONTEXTS[0])["input_ids"]])
+    cache = tight[1].model.compress(ids[:, :-3])
+    logits = tight[1].model(ids[:, -3:], past_key_values=cache).logits[0, -1].log_softmax(-1)
+    (token,) = TOKENIZER(CHOICES[0], add_special_tokens=False)["input_ids"]
+    ((score, _),) = likelihoods(lm, [(CONTEXTS[0], CHOICES[0])])
+    assert score == pytest.approx(float(logits[token]), abs=1e-4)
+
+
+def test_rolling_likelihood_is_the_stock_models_or_refused(stock, tight):
+    documents = instances("loglikelihood_rolling", [(text,) for text in CONTEXTS[:2]])
+    found = build().loglikelihood_rolling(documents, disable_tqdm=True)
+    assert found == pytest.approx(stock.loglikelihood_rolling(documents, disable_tqdm=True), abs=1e-3)
+    with pytest.raises(ValueError, match=r"loglikelihood_rolling with policy 'lava'.*no context to compress"):
+        tight[1].loglikelihood_rolling(documents)
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_generated_token_is_computed_against_the_compressed_cache(tight):
+    lm, rows = tight[1], []
+    for text in CONTEXTS:
+        ids = torch.tensor([TOKENIZER(text)["input_ids"]])
+        cache = lm.model.compress(ids[:, :-1])
+        rows.append(TOKENIZER.decode(lm.model(ids[:, -1:], past_key_values=cache).logits[0, -1].argmax()))
+    one = {**GREEDY, "until": [], "max_gen_toks": 1}
+    assert generations(lm, CONTEXTS, one) == rows
+    plain = build(hold=0, **TIGHT)
+    assert generations(plain, CONTEXTS, one) == generations(build(), CONTEXTS, one) != rows
+    with pytest.raises(ValueError, match="hold=0"):
+        likelihoods(plain, MULTIPLE_CHOICE)
+
+
+def test_generation_does_not_depend_on_the_batch_and_stops_where_it_should(tight):
+    long = {**GREEDY, "until": [], "max_gen_toks": 12}
+    alone = generations(tight[1], CONTEXTS, long)
+    assert generations(tight[4], CONTEXTS, long) == alone
+    word = alone[0].split()[3]
+    stopped = generations(tight[4], CONTEXTS, {**long, "until": [word]})
+    assert stopped == [text.split(word)[0] for text in alone]
+    assert stopped != alone
+
+
+def test_a_prompt_with_nothing_before_its_held_tokens_is_kept_whole(stock):
+    lm = build(**TIGHT)
+    assert generations(lm, [""]) == generations(build(), [""])
+    assert difference(likelihoods(lm, [("", " fox")]), likelihoods(stock, [("", " fox")])) < 1e-4
+    facts = lm.get_model_info()["kvpass"]
+    assert (facts["prompts_compressed"], facts["prompts_not_compressed"]) == (0, 2)
+    assert facts["kept_fraction"] is None
+
+
+# -- scope -------------------------------------------------------------------------------------------------------------
+
+
+def asked(text):
+    return text.replace(" question", f"{SEPARATOR} question")
+
+
+SCOPED = [asked(text) + extra for text, extra in zip(CONTEXTS, ("", "", " not", ""), strict=True)]
+
+
+def test_scope_context_compresses_what_stands_before_the_separator():
+    lm = build(scope="context", batch_size=2, **TIGHT)
+    wanted = []
+    for text in SCOPED:
+        before, question = (
+            TOKENIZER(part, return_tensors="pt", add_special_tokens=first)["input_ids"]
+            for part, first in zip(split_at_separator(text), (True, False), strict=True)
+        )
+        out = lm.model.generate(question, past_key_values=lm.model.compress(before), max_new_tokens=6, do_sample=False)
+        wanted.append(TOKENIZER.decode(out[0, question.shape[1] :], skip_special_tokens=True))
+    settings = {**GREEDY, "until": []}
+    found = generations(lm, SCOPED, settings)
+    assert found == wanted
+    alone = build(scope="context", **TIGHT)
+    several = [
+        asked(CONTEXTS[0]),
+        f"{split_at_separator(asked(CONTEXTS[0]))[0]}{SEPARATOR} the fox",
+        asked(CONTEXTS[1]),
+    ]
+    assert generations(alone, several, settings)[::2] == wanted[:2]
+    assert alone._measured.prompts_compressed == 2, "two questions about one text compress it once"
+    pairs = [(text, choice) for text in SCOPED for choice in CHOICES]
+    assert difference(likelihoods(lm, pairs), likelihoods(alone, pairs)) < 1e-4
+
+
+def test_the_separator_changes_nothing_but_what_is_compressed(expected):
+    pairs = [(asked(context), choice) for context, choice in MULTIPLE_CHOICE]
+    assert difference(likelihoods(build(scope="context"), pairs), expected[: len(pairs)]) < 1e-4
+    lm = build()
+    assert difference(likelihoods(lm, pairs[:2]), expected[:2]) < 1e-4
+    assert generations(lm, [asked(CONTEXTS[0])]) == generations(lm, CONTEXTS[:1])
+
+
+@pytest.mark.parametrize("text", ["no separator here", f"nothing after it{SEPARATOR}", f"a{SEPARATOR}b{SEPARATOR}  "])
+def test_scope_context_needs_a_question(text):
+    lm = build(scope="context", **TIGHT)
+    with pytest.raises(ValueError, match="scope='context'"):
+        generations(lm, [text])
+    with pytest.raises(ValueError, match="scope='context'"):
+        likelihoods(lm, [(text, " fox")])
+
+
+def test_the_last_separator_counts():
+    text = f"one{SEPARATOR} two three{SEPARATOR} four"
+    assert split_at_separator(text) == ("one two three", " four")
+    assert without_separator(text) == "one two three four"
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_long_prompts_are_cut_as_the_stock_model_cuts_them(stock):
+    cut = build(HFLM, max_length=50)
+    lm = build(max_length=50, batch_size=2)
+    assert difference(likelihoods(lm, MULTIPLE_CHOICE), likelihoods(cut, MULTIPLE_CHOICE)) < 1e-4
+    assert generations(lm, CONTEXTS) == generations(cut, CONTEXTS) != generations(stock, CONTEXTS)
+    assert lm.get_model_info()["kvpass"]["requests_truncated"] > 0
+    with pytest.raises(ValueError, match="continuation of 60 tokens"):
+        likelihoods(lm, [("fox", " fox" * 60)])
+
+
+def test_cutting_keeps_the_held_tokens():
+    prompt = Prompt(tuple(range(20)), held=3)
+    assert prompt.cut(20, "left") is prompt
+    assert prompt.cut(8, "left").ids == (12, 13, 14, 15, 16, 17, 18, 19)
+    assert prompt.cut(9, "middle").ids == (0, 1, 2, 3, 15, 16, 17, 18, 19)
+    assert Prompt(prompt.ids, held=7).cut(9, "middle").ids == (0, 1, 13, 14, 15, 16, 17, 18, 19)
+    assert Prompt(prompt.ids, held=7).cut(9, "middle").head == (0, 1)
+    with pytest.raises(ValueError, match="3 tokens are fed after compression, but only 3"):
+        prompt.cut(3, "left")
+
+
+def test_head_and_tail_of_short_prompts():
+    assert (Prompt((1, 2), 5).head, Prompt((1, 2), 5).tail, Prompt((1, 2), 5).compressed) == ((), (1, 2), False)
+    assert (Prompt((1, 2), 0).head, Prompt((1, 2), 0).tail) == ((1, 2), ())
+
+
+def test_padding():
+    ids, mask = pad([(1, 2, 3), (4,)], "left", 9)
+    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert pad([(1, 2, 3), (4,)], "right", 9)[0].tolist() == [[1, 2, 3], [4, 9, 9]]
+
+
+# -- the harness's request cache, and what it records ------------------------------------------------------------------
+
+
+def remaining(lm, path, requests):
+    """Requests that reach the model behind the harness's cache, and the answers."""
+    asked, original = [], lm.loglikelihood
+
+    def counted(requests, disable_tqdm=False):
+        asked.extend(requests)
+        return original(requests, disable_tqdm=True)
+
+    lm.loglikelihood = counted
+    cached = CachingLM(lm, str(path))
+    try:
+        return len(cached.loglikelihood(instances("loglikelihood", requests))), len(asked)
+    finally:
+        del lm.loglikelihood
+        cached.dbdict.close()
+
+
+def test_policies_do_not_share_answers_through_one_cache_file(tmp_path, stock):
+    pytest.importorskip("sqlitedict")
+    path, requests = tmp_path / "answers.db", [("", " fox"), ("", " 7")]  # nothing to compress: only one small graph
+    lm = build(**TIGHT)
+    assert remaining(lm, path, requests) == (2, 2)
+    assert remaining(lm, path, requests) == (2, 0)
+    others = [
+        {**TIGHT, "budget": 17},
+        {**TIGHT, "kernel_size": 5},
+        {**TIGHT, "hold": 2},
+        {**TIGHT, "truncation": "middle"},
+    ]
+    others += [{**TIGHT, "policy": "lava_uniform"}, {**TIGHT, "scope": "context"}, {}, {**TIGHT, "max_length": 512}]
+    keys = {build(**arguments).fingerprint for arguments in others}
+    assert len(keys | {lm.fingerprint}) == len(others) + 1
+    assert build(**TIGHT, batch_size=2).fingerprint == lm.fingerprint
+    other = build(**others[0])
+    assert remaining(other, path, requests) == (2, 2)
+    assert remaining(stock, path, requests) == (2, 2)
+    assert remaining(stock, path, requests) == (2, 0)
+    cached = CachingLM(stock, str(path))
+    assert hash_args("loglikelihood", requests[0]) in cached.dbdict
+    cached.dbdict.close()
+
+
+def test_answers_reach_the_cache_while_the_run_goes_on(tight):
+    class Hook:
+        dbdict = None
+
+        def __init__(self):
+            self.seen = []
+
+        def add_partial(self, kind, request, answer):
+            self.seen.append((kind, request, answer))
+
+    lm = tight[4]
+    before, hook = lm.cache_hook, Hook()
+    lm.set_cache_hook(hook)
+    try:
+        scores = likelihoods(lm, MULTIPLE_CHOICE)
+        answers = generations(lm, CONTEXTS)
+    finally:
+        lm.set_cache_hook(before)
+    seen = {(kind, json.dumps(request)): answer for kind, request, answer in hook.seen}
+    assert len(hook.seen) == len(seen) == len(MULTIPLE_CHOICE) + len(CONTEXTS)
+    assert [seen["loglikelihood", json.dumps(request)] for request in MULTIPLE_CHOICE] == scores
+    assert [seen["generate_until", json.dumps((text, GREEDY))] for text in CONTEXTS] == answers
+
+
+def test_model_info_says_what_was_kept(tight):
+    lm = build(policy="snapkv", budget=20, window=6, pool="avg")
+    generations(lm, CONTEXTS[:1])
+    cache = lm.model.compress(torch.tensor([TOKENIZER(CONTEXTS[0])["input_ids"][:-1]]))
+    facts = lm.get_model_info()
+    assert facts["model_num_parameters"] == MODEL.num_parameters()
+    facts = json.loads(json.dumps(facts["kvpass"]))
+    tokens = len(TOKENIZER(CONTEXTS[0])["input_ids"]) - 1
+    assert facts["kept_fraction"] == 20 / tokens
+    assert facts["cache_bytes_peak"] >= cache.nbytes > facts["entry_bytes_kept"] > 0
+    assert facts["policy"] == "snapkv" and facts["policy_options"]["pool"] == "avg"
+    assert (facts["budget"], facts["scope"], facts["hold"]) == ("20", "prompt", 1)
+    assert facts["version"] == kvpass.__version__ and facts["torch"] == torch.__version__
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": "lavaa", "budget": 64}, r"policy='lavaa': did you mean 'lava'"),
+        ({"policy": "lava", "budget": 64, "kernel": 3}, r"kernel=3: no argument .* did you mean 'kernel_size'"),
+        ({"budgets": 64}, r"budgets=64: no argument .* did you mean 'budget'"),
+        ({"policy": "full", "kernel_size": 3}, r"kernel_size=3: no argument"),
+        ({"policy": "lava"}, r"budget=None: policy 'lava' needs one"),
+        ({"policy": "lava", "budget": 8}, r"budget=8: must be at least window \+ 1"),
+        ({"budget": 64}, r"budget=64: policy 'full' keeps everything"),
+        ({"scope": "question"}, r"scope='question': must be one of 'prompt', 'context'"),
+        ({"hold": -1}, r"hold=-1: must be an int >= 0"),
+        ({"hold": 2, "scope": "context"}, r"hold=2: scope='context'"),
+        ({"truncation": True}, r"truncation=True: must be one of 'left', 'middle'"),
+        ({"compiler": "jit"}, r"compiler='jit'"),
+        ({"backend": "seq2seq"}, r"backend='seq2seq'"),
+        ({"parallelize": True}, r"parallelize=True: not supported"),
+        ({"batch_size": "auto"}, r"batch_size='auto': must be an int"),
+        ({"batch_size": 0}, r"batch_size=0: must be an int >= 1"),
+        ({"batch_size": "auto:4"}, r"batch_size='auto:4': must be an int"),
+    ],
+)
+def test_bad_arguments_are_refused_before_a_model_is_loaded(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        KVPassLM(pretrained="no such model", **arguments)
+
+
+def test_a_fraction_that_leaves_too_little_is_refused_before_anything_is_computed():
+    lm = build(policy="lava", budget=0.1, window=6)
+    with pytest.raises(ValueError, match=r"budget 0.1 is .* entries"):
+        likelihoods(lm, MULTIPLE_CHOICE)
+    with pytest.raises(ValueError, match=r"budget 0.1 is .* entries"):
+        generations(lm, CONTEXTS)
+    assert not lm.model._kvpass.compiler.records
+
+
+@pytest.mark.parametrize("settings", [{"max_gen_toks": 4096}, {"max_length": 64}])
+def test_generation_arguments_that_cannot_hold_are_refused(settings):
+    with pytest.raises(ValueError, match="generation arguments"):
+        generations(build(), CONTEXTS[:1], settings)

@@ -1,0 +1,193 @@
+"""The real ``lm_eval`` command, offline, with the built-in model and local tasks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
+
+import yaml
+
+from kvpass import builtin
+from kvpass.eval.needle import make_prompt, names_of
+from kvpass.eval.tasks import Sample, find_tasks
+from kvpass.lm_eval import SEPARATOR, TASKS, main
+
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+MODEL = f"pretrained={builtin.path()},dtype=float32"
+TIGHT = f"{MODEL},compiler=eager,budget=20,window=8"
+
+
+def run_command(command: list[str], cwd: Path, **environment: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if name != "KVPASS_DATA_DIR"}
+    result = subprocess.run(
+        command, cwd=cwd, env={**kept, **ENVIRONMENT, **environment}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout + result.stderr
+
+
+def lm_eval(model: str, arguments: str, tasks: Path, names: str, output: Path, *more: str, **environment: str) -> Any:
+    """Run ``lm_eval``; results, samples of each task by ``doc_id``, and what was printed."""
+    command = [str(Path(sys.executable).with_name("lm_eval")), "--model", model, "--model_args", arguments]
+    command += ["--include_path", str(tasks), "--tasks", names, "--output_path", str(output), "--log_samples"]
+    printed = run_command([*command, "--device", "cpu", *more], output.parent, **environment)
+    (results,) = output.glob("**/results_*.json")
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for name in names.split(","):
+        (path,) = output.glob(f"**/samples_{name}_*.jsonl")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        samples[name] = sorted(rows, key=lambda row: row["doc_id"])
+    return json.loads(results.read_text()), samples, printed
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a multiple-choice and a generation task on needle prompts of the built-in model."""
+    folder = tmp_path_factory.mktemp("tasks")
+    names = names_of(builtin.load()[1])
+    rows = []
+    for seed, tokens in enumerate((90, 140, 110)):
+        prompt = make_prompt(names, tokens=tokens, facts=1, seed=seed)
+        code = prompt.facts[0].code
+        rows.append({"text": prompt.ask(prompt.facts[0]), "choices": [code[0], str(9 - int(code[0]))], "label": 0})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+    }
+    choice = {
+        "task": "digit_choice",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{label}}",
+        "metric_list": [{"metric": "acc"}],
+    }
+    generate = {
+        "task": "digit_text",
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[label]}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    for task in (choice, generate):
+        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump({**shared, **task}))
+    return folder
+
+
+def scores(samples: dict[str, list[dict[str, Any]]]) -> list[float]:
+    return [float(score[0]) for row in samples["digit_choice"] for (score,) in row["resps"]]
+
+
+def answers(samples: dict[str, list[dict[str, Any]]]) -> list[str]:
+    return [row["resps"][0][0] for row in samples["digit_text"]]
+
+
+def test_the_command_runs_both_models_and_the_budget_is_felt(tasks: Path, tmp_path: Path) -> None:
+    """Three runs through one ``--use_cache`` path: stock model, everything kept, and little kept."""
+    names, cache = "digit_choice,digit_text", ("--use_cache", str(tmp_path / "answers"))
+    stock_results, stock, _ = lm_eval("hf", MODEL, tasks, names, tmp_path / "hf", *cache)
+    full_results, full, said = lm_eval(
+        "kvpass", f"{MODEL},compiler=eager", tasks, names, tmp_path / "full", *cache, "--batch_size", "3"
+    )
+    assert "Requests remaining: 6" in said and "Cached requests: 0" in said
+    assert scores(full) == pytest.approx(scores(stock), abs=1e-4)
+    assert answers(full) == answers(stock)
+    assert full_results["results"]["digit_choice"]["acc,none"] == stock_results["results"]["digit_choice"]["acc,none"]
+    arguments = f"{TIGHT},policy=streaming_llm"
+    tight_results, tight, said = lm_eval("kvpass", arguments, tasks, names, tmp_path / "tight", *cache)
+    assert "Requests remaining: 6" in said and "Cached requests: 0" in said
+    assert max(abs(a - b) for a, b in zip(scores(tight), scores(stock), strict=True)) > 0.1
+    assert answers(tight) != answers(stock)
+    facts = tight_results["config"]["kvpass"]
+    assert (facts["policy"], facts["budget"], facts["hold"]) == ("streaming_llm", "20", 1)
+    assert facts["kept_fraction"] == pytest.approx(20 * 3 / (89 + 139 + 109))
+    assert full_results["config"]["kvpass"]["kept_fraction"] == 1.0
+    assert 0 < facts["cache_bytes_peak"] < full_results["config"]["kvpass"]["cache_bytes_peak"]
+
+
+def test_own_tasks_run_from_local_files(tmp_path: Path) -> None:
+    data = tmp_path / "data" / "longbench"
+    data.mkdir(parents=True)
+    prompts = {"trec": "Examples.\n{context}\n{input}", "passage_count": "Read.\n{context}\nCount:"}
+    (data / "dataset2prompt.json").write_text(json.dumps(prompts))
+    (data / "dataset2maxlen.json").write_text(json.dumps({"trec": 64, "passage_count": 32}))
+    context = "the old fox was very tall . " * 25
+    row = {"length": 9, "dataset": "", "language": "en", "_id": "0", "context": context}
+    classed = {**row, "input": "the fox is", "answers": ["old fox"], "all_classes": ["old fox", "red crow"]}
+    counted = {**row, "input": "", "answers": ["3"], "all_classes": None}
+    with gzip.open(data / "trec.jsonl.gz", "wt") as file:
+        file.write(json.dumps(classed) + "\n" + json.dumps(classed) + "\n")
+    (data / "passage_count.jsonl").write_text(json.dumps(counted) + "\n")
+    names = "kvpass_longbench_trec,kvpass_longbench_passage_count,kvpass_needle"
+    results, samples, _ = lm_eval(
+        "kvpass",
+        f"{TIGHT},policy=snapkv,scope=context,max_length=128,truncation=middle",
+        TASKS,
+        names,
+        tmp_path / "out",
+        "--gen_kwargs",
+        "max_gen_toks=3",
+        "--metadata",
+        json.dumps({"prompt_tokens": 64, "prompt_count": 1}),
+        KVPASS_DATA_DIR=str(data.parent),
+    )
+    facts = results["config"]["kvpass"]
+    assert (facts["prompts_compressed"], facts["requests_truncated"]) == (3, 2)
+    assert (facts["scope"], facts["hold"], facts["truncation"]) == ("context", "question", "middle")
+    (asked,) = samples["kvpass_longbench_trec"]
+    text, settings = asked["arguments"]["gen_args_0"]["arg_0"], asked["arguments"]["gen_args_0"]["arg_1"]
+    assert text == f"Examples.\n{context}{SEPARATOR}\nthe fox is"
+    assert settings["max_gen_toks"] == 3
+    for name in names.split(","):
+        assert 0 <= results["results"][name]["score,none"] <= 100
+
+
+def test_the_own_command_needs_no_hook(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvpass.lm_eval", "--model", "kvpass", "--model_args", f"{MODEL},policy=lavaa"]
+    command += ["--include_path", str(TASKS), "--tasks", "kvpass_needle", "--seed", "None"]
+    environment = {**os.environ, **ENVIRONMENT, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "ValueError: policy='lavaa': did you mean 'lava'?" in result.stderr
+
+
+def test_the_own_command_prints_the_folder_of_the_tasks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvpass-lm-eval", "path"])
+    main()
+    assert Path(capsys.readouterr().out.strip(), "kvpass_needle.yaml").is_file()
+
+
+def test_every_task_file_names_a_task_and_the_length_of_its_answer() -> None:
+    """Lengths of RULER's tasks are those of the generators; LongBench's are in its own files, not here."""
+    from kvpass.eval.harness_tasks import score
+    from kvpass.eval.tasks import longbench, ruler
+
+    lengths = {task.name: task.max_new_tokens for task in ruler.tasks(None)}
+    expected = {*lengths, *(f"longbench_{name}" for name in longbench.NAMES), "needle", "multi_needle"}
+    files = {path.stem.removeprefix("kvpass_"): path for path in TASKS.glob("kvpass_*.yaml")}
+    assert files.keys() == expected
+    for name, path in files.items():
+        config = yaml.safe_load(path.read_text())
+        assert config["task"] == f"kvpass_{name}" and config["dataset_kwargs"] == {"kvpass_task": name}
+        assert config["generation_kwargs"]["max_gen_toks"] == lengths.get(
+            name, config["generation_kwargs"]["max_gen_toks"]
+        )
+        (task,) = find_tasks([name])
+        sample = Sample(id="", context="", question="", answers=("7",), max_new_tokens=1, classes=("7", "8"))
+        document = {"kvpass_task": name, "answer_prefix": "", "id": "", "context": "", "question": ""}
+        if "retrieval" not in name:
+            found = score({**document, "answers": ["7"], "classes": ["7", "8"]}, [" 7"])
+            assert found == {"score": 100 * task.metric(" 7", sample)}

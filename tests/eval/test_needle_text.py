@@ -1,0 +1,227 @@
+"""Needle texts: their answers against a reader that knows only the grammar, their lengths, and what is held out."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from kvpass.eval import needle_text, needle_words
+from kvpass.eval.needle_model import tokenizer
+from kvpass.eval.needle_text import TASKS, Question, sample
+from kvpass.eval.needle_training_text import Kind, Mix, TrainingText
+from kvpass.eval.needle_words import HELD_OUT_NAMES, SEEN_NAMES, is_held_out, vocabulary
+from kvpass.eval.train_needle import STAGES
+
+VALUE = r"(\d{3}(?: \d{3})?)"
+GOLDEN = (
+    "the blanket soon sold the old flute . the code of gope zulum is 887 688 . some sailor loudly lifted some bear . "
+    "a chair rarely found the wooden mirror ."
+)
+GOLDEN_QUESTIONS = (Question("question the code of gope zulum is", ("887 688",), 3),)
+FIRST, SECOND = set(needle_words.FIRST_WORDS), set(needle_words.SECOND_WORDS)
+
+
+def read(text: str, question: str) -> list[str]:
+    """All answers to a question that stand in a text, found with regular expressions alone."""
+    if match := re.fullmatch(r"question the value of (\w+) is", question):
+        chain = [match[1]]
+        while not chain[-1].isdigit():
+            (word,) = re.findall(rf"(?:^|(?<=\. ))let {chain[-1]} = (\w+) \.", text)
+            chain.append(word)
+        return [" = ".join(chain[1:])]
+    if match := re.fullmatch(r"question the (\w+)s of (\w+ \w+) are", question):
+        return re.findall(rf"one {match[1]} of {match[2]} is {VALUE} \.", text)
+    lead = question.removeprefix("question ")
+    return re.findall(rf"(?:^|(?<=\. )){lead} {VALUE} \.", text)
+
+
+def pairs(words: list[str]) -> set[tuple[str, str]]:
+    return {(a, b) for a, b in pairwise(words) if a in FIRST and b in SECOND}
+
+
+def training_words(length: int, texts: int, mix: Mix) -> list[list[str]]:
+    rng = random.Random(length)
+    return [TrainingText(length, rng, mix).words for _ in range(texts)]
+
+
+def test_every_word_is_there_once_and_short_of_a_multiple_of_64_no_more():
+    words = vocabulary()
+    assert len(words) == len(set(words))
+    assert len(words) % 64 == 0
+    assert not any(word.startswith("<unused") for word in words[:-63])
+    assert len(needle_words.FIRST_WORDS) == len(needle_words.SECOND_WORDS) == 64
+    assert len(FIRST | SECOND | set(needle_words.NUMBERS)) == 1128
+
+
+def test_the_examples_of_the_page_are_of_the_language():
+    examples = re.findall(r"``(.*?)``", needle_text.__doc__.split("\n", 2)[2].replace("\n", " "))
+    assert len(examples) > 5
+    assert {word for example in examples for word in example.split()} <= set(vocabulary())
+
+
+def test_one_name_in_eight_is_held_out_and_each_of_its_words_is_in_others():
+    assert len(HELD_OUT_NAMES) == 512
+    assert len(SEEN_NAMES) == 3584
+    assert not set(HELD_OUT_NAMES) & set(SEEN_NAMES)
+    assert {a for a, _ in SEEN_NAMES} == {a for a, _ in HELD_OUT_NAMES} == FIRST
+    assert {b for _, b in SEEN_NAMES} == {b for _, b in HELD_OUT_NAMES} == SECOND
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: str(stage.length))
+def test_training_never_shows_a_held_out_name(stage):
+    found = set()
+    for words in training_words(stage.length, 20000 // stage.length + 10, stage.mix):
+        found |= pairs(words)
+    assert len(found) > 100
+    assert not any(map(is_held_out, found))
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("held_out", [True, False])
+def test_answers_are_what_the_text_says_and_their_numbers_stand_there_once(task, held_out):
+    for seed in range(10):
+        text = sample(task, 600, seed, held_out=held_out)
+        numbers = Counter(text.context.split())
+        assert len(text.questions) == TASKS[task].questions
+        assert len({question.text for question in text.questions}) == len(text.questions)
+        for question in text.questions:
+            assert sorted(read(text.context, question.text)) == sorted(question.answers)
+            assert all(
+                numbers[number] == 1 for answer in question.answers for number in answer.split() if number.isdigit()
+            )
+            assert question.max_new_tokens == len(" , ".join(question.answers).split()) + 1
+            assert {is_held_out(name) for name in pairs(question.text.split())} <= {held_out}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("tokens", [220, 221, 222, 223, 224, 225, 226, 227, 1000, 4096])
+def test_a_prompt_has_exactly_the_length_asked_for_and_no_unknown_token(task, tokens):
+    coder = tokenizer()
+    text = sample(task, tokens, seed=tokens)
+    for question in text.questions:
+        ids = coder(text.ask(question))["input_ids"]
+        assert len(ids) == tokens
+        assert coder.unk_token_id not in ids
+
+
+def test_tasks_hide_as_much_as_they_say():
+    assert len(sample("multivalue", 300, 0).questions[0].answers) == 3
+    assert len(re.findall(r"(?<!one) (?:code|pin|number) of", " " + sample("attributes", 400, 0).context)) == 12
+    assert len(re.findall(r"(?:code|pin|number) \w+ \w+ \d", sample("short12", 400, 0).context)) == 12
+    assert sample("tracking2", 300, 0).context.count("let ") == 9
+    assert {len(q.answers[0].split()) for seed in range(20) for q in sample("single", 60, seed).questions} == {1, 2}
+
+
+def test_facts_lie_all_over_the_text():
+    places = []
+    for seed in range(40):
+        text = sample("single", 600, seed)
+        places.append(text.context.index(f" {text.questions[0].answers[0]} .") / len(text.context))
+    assert sum(place < 0.25 for place in places) > 4
+    assert sum(place > 0.75 for place in places) > 4
+
+
+def test_filler_has_decoys_with_the_names_of_facts():
+    text = sample("single", 3000, 0)
+    name = " ".join(next(iter(pairs(text.questions[0].text.split()))))
+    assert text.context.count(name) > 5
+    assert 20 < sum(word.isdigit() for word in text.context.split()) < 80
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another():
+    texts = [sample("multikey", 400, seed) for seed in (3, 3, 4)]
+    assert texts[0] == texts[1]
+    assert texts[0].context != texts[2].context
+    assert sample("multikey", 400, 3, held_out=False).context != texts[0].context
+
+
+def test_the_text_of_a_seed_does_not_change_between_versions():
+    text = sample("single", 40, 0)
+    assert text.context == GOLDEN
+    assert text.questions == GOLDEN_QUESTIONS
+
+
+@pytest.mark.parametrize(
+    ("task", "tokens", "message"),
+    [
+        ("needle", 500, "task='needle': must be one of single"),
+        ("single", 25, "tokens=25"),
+        ("multikey12", 110, "tokens=110"),
+        ("single", -1, "tokens=-1"),
+        ("single", 40000, "tokens=40000"),
+    ],
+)
+def test_what_cannot_be_met_is_refused(task, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        sample(task, tokens, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("482 913 , 115 .", True),
+        ("115 , 482 913 .", True),
+        (" 115 , 482 913 . ", True),
+        ("115 , 482 913", False),
+        ("115 , 482 .", False),
+        ("115 .", False),
+        ("115 , 115 , 482 913 .", False),
+        ("482 913 , 115 . the", False),
+        ("", False),
+    ],
+)
+def test_an_answer_is_right_when_it_says_all_values_and_stops(text, right):
+    assert Question("question", ("482 913", "115"), 6).answered_by(text) is right
+
+
+@pytest.mark.parametrize("stage", STAGES[:4], ids=lambda stage: str(stage.length))
+def test_what_training_asks_for_can_be_read_in_front_of_it(stage):
+    """Every number that is to be predicted is the one that the text in front of it says."""
+    asked = Counter()
+    for seed in range(60):
+        text = TrainingText(stage.length, random.Random(seed), stage.mix)
+        assert len(text.words) == len(text.kinds) == stage.length
+        if "copy" in text.words:
+            continue
+        for i, kind in enumerate(text.kinds):
+            if kind not in (Kind.FIRST, Kind.VARIABLE, Kind.LIST) or text.words[i] in (",", "=", "."):
+                continue
+            if kind == text.kinds[i - 1] and kind == Kind.VARIABLE and text.words[i - 1] == "=":
+                continue  # the middle of a chain, which is read as a whole
+            before = " ".join(text.words[1:i])
+            lead = before[before.rindex(" . ") + 3 :]
+            if kind == Kind.LIST:
+                lead = lead[: lead.index("are") + 3]
+            question = lead if lead.startswith("question") else f"question {lead}"
+            values = read(before, question)
+            rest = text.words[i : i + 7]
+            if kind == Kind.LIST:
+                assert text.words[i] in values
+            elif "." in rest:  # else the text ends within the answer
+                assert set(values) == {" ".join(rest[: rest.index(".")])}
+            asked[kind] += 1
+    wanted = {Kind.FIRST, *([Kind.VARIABLE] if stage.mix.variables else []), *([Kind.LIST] if stage.mix.lists else [])}
+    assert {kind for kind, count in asked.items() if count > 5} == wanted
+
+
+def test_a_number_said_for_the_first_time_is_not_asked_for_and_a_copied_word_is():
+    copying = TrainingText(64, random.Random(0), Mix(copies=1.0))
+    words, kinds = " ".join(copying.words), copying.kinds
+    for i, kind in enumerate(kinds):
+        if kind == Kind.REST:
+            assert words.split()[:i].count(copying.words[i]) >= 1
+    for seed in range(20):
+        text = TrainingText(128, random.Random(seed), Mix(copies=0.0, lists=0, variables=0))
+        for i, word in enumerate(text.words):
+            if word.isdigit() and word not in text.words[:i]:
+                assert text.kinds[i] == Kind.IGNORED
+
+
+def test_starts_are_where_sentences_begin():
+    text = TrainingText(256, random.Random(1), Mix(copies=0.0))
+    assert text.starts[0] == 1
+    assert [i + 1 for i, word in enumerate(text.words) if word == "." and i < 255] == text.starts[1:]
