@@ -18,6 +18,7 @@ import kvpass.graphs
 import kvpass.kernels
 
 ROOT = Path(__file__).resolve().parent.parent
+WEIGHTS = {"kvpass/builtin/model.safetensors", "kvpass/builtin/needle/model.safetensors"}
 LINKED = ["kernels", "graphs", "eval"]
 
 # As tests/conftest.py does it: the kvpass of this checkout, without the checkout on the path.
@@ -129,8 +130,8 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfi
         for folder, _, files in os.walk(checkout / "kvpass", followlinks=True)
         for file in files
     }
-    assert packed == sources
-    assert {f"kvpass/{name}/__init__.py" for name in LINKED} | {"kvpass/builtin/model.safetensors"} <= packed
+    assert packed == sources | {"kvpass_autoload.py"}
+    assert {f"kvpass/{name}/__init__.py" for name in LINKED} | WEIGHTS <= packed
 
 
 @pytest.mark.slow
@@ -140,6 +141,8 @@ def test_the_wheel_registers_the_command_and_the_backend(wheel: zipfile.ZipFile)
     entry_points.read_string(wheel.read(name).decode())
     assert entry_points["console_scripts"]["kvpass"] == "kvpass.cli:app"
     assert entry_points["torch_dynamo_backends"]["kvpass"] == "kvpass.raw:kvpass_backend"
+    assert entry_points["torch.backends"]["kvpass"] == "kvpass_autoload:hook"
+    assert entry_points["lm_eval.models"]["kvpass"] == "kvpass.lm_eval:KVPassLM"
 
 
 @pytest.mark.slow

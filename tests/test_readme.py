@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from kvpass.testing import FAMILIES
+
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
@@ -16,3 +18,10 @@ def test_the_example_runs_and_answers(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "riges is 4 8 2 9 1" in printed.split("question")[1] and "attention mass" in printed
     assert (tmp_path / "kept.png").exists()
+
+
+def test_the_table_of_decoders_names_every_family_of_the_tests():
+    section = README.read_text().split("## Decoders")[1].split("## Policies")[0]
+    words = set(re.findall(r"\w+", section))
+    variants = {"llama_mha": "llama", "mistral_sliding": "mistral", "falcon_alibi": "falcon"}
+    assert {variants.get(family, family) for family in FAMILIES} <= words
