@@ -20,12 +20,16 @@ import kvpass
 from kvpass import builtin
 from kvpass.backend import Compiler
 from kvpass.cache import CompressedCache
-from kvpass.eval.needle import DIGITS, Fact, make_prompt, names_of
+from kvpass.eval.needle_accuracy import hold_last
+from kvpass.eval.needle_text import Question, Task, sample
+from kvpass.eval.needle_words import HELD_OUT_NAMES
 from kvpass.eval.systems import storage_bytes
 
-BUDGETS = (48, 64, 128)
-POLICIES: dict[str, dict[str, Any]] = {"lava": {"kernel_size": 13}, "snapkv": {"kernel_size": 13}, "streaming_llm": {}}
-"""Options of each policy. The model looks at a fact's name only, so the pooling must be wide enough for its digits."""
+BUDGETS = (36, 40, 64)
+POLICIES = ("lava", "snapkv", "streaming_llm")
+"""With their default options."""
+_LONGEST = 16000
+_TIMED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +52,13 @@ class DemoSettings:
     backend: Compiler = "inductor"
 
     def __post_init__(self) -> None:
-        if not max(BUDGETS) < self.tokens <= 8000:
+        if not max(BUDGETS) < self.tokens <= _LONGEST:
             raise ValueError(
-                f"tokens={self.tokens}: must be above {max(BUDGETS)}, the largest budget, and at most 8000, "
+                f"tokens={self.tokens}: must be above {max(BUDGETS)}, the largest budget, and at most {_LONGEST}, "
                 "what the built-in model can read"
             )
+        if not 1 <= self.facts <= len(HELD_OUT_NAMES):
+            raise ValueError(f"facts={self.facts}: must be between 1 and {len(HELD_OUT_NAMES)}, the number of names")
         if self.output.suffix != ".png":
             raise ValueError(f"output={str(self.output)!r}: must end in .png")
         if not self.output.absolute().parent.is_dir():
@@ -65,8 +71,8 @@ class Answers:
 
     Attributes:
         label: of the system. budget: entries per KV head per layer, None for a full cache.
-        texts: one a fact. gaps: seconds from one generated token to the next, the step that compiles left out.
-        cache_bytes: at the end of a generation. first_seconds: the first generation, compilation included.
+        texts: one a question. gaps: seconds from one token to the next, of a text longer than an answer.
+        cache_bytes: at the end of an answer. first_seconds: the first answer, compilation included.
     """
 
     label: str
@@ -76,8 +82,8 @@ class Answers:
     cache_bytes: int = 0
     first_seconds: float = 0.0
 
-    def correct(self, facts: tuple[Fact, ...]) -> int:
-        return sum(fact.answered_by(text) for fact, text in zip(facts, self.texts, strict=True))
+    def correct(self, questions: tuple[Question, ...]) -> int:
+        return sum(map(Question.answered_by, questions, self.texts))
 
 
 class _Clock(BaseStreamer):
@@ -93,7 +99,7 @@ class _Clock(BaseStreamer):
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between generated tokens; the prefill is before the first of them."""
+        """Seconds between generated tokens; whatever compiles does so before the first of them."""
         return [later - sooner for sooner, later in zip(self.times[1:], self.times[2:], strict=False)]
 
 
@@ -101,23 +107,20 @@ class Demo:
     """A checked run of the demo.
 
     Raises:
-        ValueError: facts or tokens out of range.
+        ValueError: too few tokens for the facts.
     """
 
     def __init__(self, settings: DemoSettings) -> None:
         self.settings = settings
         transformers.utils.logging.disable_progress_bar()
         self.model, self.tokenizer = builtin.load()
-        self.prompt = make_prompt(
-            names_of(self.tokenizer), tokens=settings.tokens, facts=settings.facts, seed=settings.seed
-        )
+        self.sample = sample(Task(keys=settings.facts, questions=settings.facts), settings.tokens, settings.seed)
 
     def run(self, console: Console) -> None:
-        """Ask every fact of every system; print the answers, the summary and what was measured."""
-        runs = [(policy, budget) for policy in POLICIES for budget in BUDGETS]
+        """Ask every system for every fact; print the answers, the summary and what was measured."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=(2 + len(runs)) * self.settings.facts)
+            task = progress.add_task("", total=(2 + len(POLICIES) * len(BUDGETS)) * self.settings.facts)
             answers = [
                 self._ask(self.model, Answers("transformers", None), progress, task),
                 self._ask(
@@ -127,68 +130,64 @@ class Demo:
                     task,
                 ),
             ]
-            for policy, budget in runs:
-                model = kvpass.compile(
-                    self.model,
-                    policy=policy,
-                    budget=budget,
-                    backend=self.settings.backend,
-                    **POLICIES[policy],
-                )
-                answers.append(self._ask(model, Answers(f"kvpass {policy}", budget), progress, task))
-                if (policy, budget) == ("lava", _middle()):
-                    model.report().plot(self.settings.output)
+            for policy in POLICIES:
+                model = kvpass.compile(self.model, policy=policy, budget=min(BUDGETS), backend=self.settings.backend)
+                for budget in BUDGETS:
+                    model.set_budget(budget)
+                    answers.append(self._ask(model, Answers(f"kvpass {policy}", budget), progress, task))
+                    if (policy, budget) == ("lava", min(BUDGETS)):
+                        model.report().plot(self.settings.output)
         console.print(self._answer_table(answers))
         console.print(self._summary_table(answers))
         for line in self._notes(answers):
             console.print(line, highlight=False, markup=False)
 
     def _ask(self, model: Any, answers: Answers, progress: Progress, task: Any) -> Answers:
-        """Ask for every fact; the first prompt and the first decode step compile."""
-        for index, fact in enumerate(self.prompt.facts):
-            action = "compiling, " if index == 0 else ""
-            progress.update(task, description=f"{_label(answers)}: {action}{fact.question.removeprefix('question ')}")
+        """Ask for every fact; the first prompt and the first decode step of a model compile."""
+        longest = max(question.max_new_tokens for question in self.sample.questions)
+        for index, question in enumerate(self.sample.questions):
+            progress.update(task, description=f"{_label(answers)}: {question.text.removeprefix('question ')}")
             begin = time.perf_counter()
-            text, gaps, answers.cache_bytes = self._generate(model, fact)
+            text, _, answers.cache_bytes = self._generate(model, question, max_new_tokens=longest)
             if index == 0:
                 answers.first_seconds = time.perf_counter() - begin
-                gaps = gaps[1:]
             answers.texts.append(text)
-            answers.gaps += gaps
             progress.advance(task)
+        _, answers.gaps, _ = self._generate(
+            model, self.sample.questions[0], min_new_tokens=_TIMED, max_new_tokens=_TIMED
+        )
         return answers
 
-    def _generate(self, model: Any, fact: Fact) -> tuple[str, list[float], int]:
+    def _generate(self, model: Any, question: Question, **limits: int) -> tuple[str, list[float], int]:
         """The answer, seconds between its tokens, and bytes of the cache after it."""
-        inputs = self.tokenizer(self.prompt.ask(fact), return_tensors="pt", return_token_type_ids=False)
+        given = hold_last(model, self.tokenizer(self.sample.ask(question), return_tensors="pt")["input_ids"])
         clock = _Clock()
-        out = model.generate(
-            **inputs, max_new_tokens=DIGITS + 1, do_sample=False, streamer=clock, return_dict_in_generate=True
-        )
+        out = model.generate(**given, **limits, do_sample=False, streamer=clock, return_dict_in_generate=True)
         cache = out.past_key_values
         size = cache.nbytes if isinstance(cache, CompressedCache) else storage_bytes(cache)
-        answer = str(self.tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :]))
+        answer = str(self.tokenizer.decode(out.sequences[0, given["input_ids"].shape[1] :]))
         return answer, clock.gaps, size
 
     def _answer_table(self, answers: list[Answers]) -> Table:
-        shown = [answer for answer in answers if answer.budget in (None, _middle())]
+        shown = [answer for answer in answers if answer.budget in (None, min(BUDGETS))]
         table = Table(
-            title=f"{len(self.prompt.facts)} facts in {self.settings.tokens} tokens; question the code of ... is",
+            title=f"{self.settings.facts} facts in {self.settings.tokens} tokens: the code, pin or number of a name",
             caption="system over budget",
             box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
         )
         table.add_column("name", no_wrap=True)
-        table.add_column("code", justify="right", no_wrap=True)
+        table.add_column("value", justify="right", no_wrap=True)
         for answer in shown:
             name = answer.label.removeprefix("kvpass ")
             table.add_column(f"{name}\n{_budget(answer)}", justify="right", no_wrap=True)
-        for index, fact in enumerate(self.prompt.facts):
+        for index, question in enumerate(self.sample.questions):
             cells = []
             for answer in shown:
                 text = answer.texts[index]
-                style = "green" if fact.answered_by(text) else "red"
-                cells.append(f"[{style}]{text.replace(' ', '').removesuffix('.')}[/]")
-            table.add_row(fact.name, fact.code, *cells)
+                style = "green" if question.answered_by(text) else "red"
+                cells.append(f"[{style}]{text.removesuffix(' .')}[/]")
+            table.add_row(" ".join(question.text.split()[-3:-1]), question.answers[0], *cells)
         return table
 
     def _summary_table(self, answers: list[Answers]) -> Table:
@@ -198,7 +197,7 @@ class Demo:
             table.add_column(column, justify="right", no_wrap=True)
         full = answers[0].cache_bytes
         for answer in answers:
-            correct, total = answer.correct(self.prompt.facts), len(self.prompt.facts)
+            correct, total = answer.correct(self.sample.questions), self.settings.facts
             table.add_row(
                 answer.label,
                 _budget(answer),
@@ -206,34 +205,29 @@ class Demo:
                 f"{correct}/{total}",
                 f"{answer.cache_bytes / 1024:.0f}",
                 f"{answer.cache_bytes / full:.1%}",
-                f"{1e3 * statistics.median(answer.gaps):.2f}" if answer.gaps else "-",
+                f"{1e3 * statistics.median(answer.gaps):.2f}",
                 f"{answer.first_seconds:.1f}",
             )
         return table
 
     def _notes(self, answers: list[Answers]) -> list[str]:
-        options = ", ".join(
-            " ".join([name, *(f"{key}={value}" for key, value in given.items())]) for name, given in POLICIES.items()
-        )
-        middle = next(answer for answer in answers if answer.budget == _middle())
+        shown = next(answer for answer in answers if answer.budget == min(BUDGETS))
         return [
             f"Measured on {self.model.device}, {torch.get_num_threads()} threads, "
             f"{str(self.model.dtype).removeprefix('torch.')}, batch 1, backend {self.settings.backend}; "
             f"torch {torch.__version__}, transformers {transformers.__version__}.",
-            f"Prompts: {len(self.prompt.facts)} of {self.settings.tokens} tokens, the same text with another question "
-            f"each, seed {self.settings.seed}; greedy generate.",
-            f"Policies: {options}. Budget: entries per KV head per layer, window included; "
-            f"{_middle()} entries occupy {middle.cache_bytes} bytes (spare slots included), all entries "
+            f"Prompts: {self.settings.facts} of {self.settings.tokens} tokens, the same text with another question "
+            f"each, seed {self.settings.seed}; greedy decoding. kvpass compresses a prompt without its last token and "
+            "goes on from there: a prefill computes with full attention, and the first number would be right whatever "
+            "is kept.",
+            f"Policies: {', '.join(POLICIES)}, with default options. Budget: entries per KV head per layer, window "
+            f"included; {shown.budget} entries occupy {shown.cache_bytes} bytes (spare slots included), all entries "
             f"{answers[0].cache_bytes}.",
-            "ms per token: median time between generated tokens, generate's own work included, prefill and compilation "
-            "not; first s: the first answer, all included.",
-            f"One text and {len(self.prompt.facts)} questions: a demonstration, not an evaluation.",
-            f"What lava kept at budget {_middle()}: {self.settings.output.absolute()}",
+            f"ms per token: median of {_TIMED - 1} between generated tokens, generate's own work included, prefill and "
+            "compilation not; first s: the first answer, all included: a policy compiles for its first budget only.",
+            f"One text and {self.settings.facts} questions: a demonstration, not an evaluation.",
+            f"What lava kept at budget {shown.budget}, first question: {self.settings.output.absolute()}",
         ]
-
-
-def _middle() -> int:
-    return BUDGETS[len(BUDGETS) // 2]
 
 
 def _budget(answers: Answers) -> str:

@@ -41,14 +41,25 @@ class Accuracy:
         return self.right / self.questions
 
 
-@torch.inference_mode()
-def answer(model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-    """What the model says after each prompt, up to its full stop; the prompts have as many tokens as each other."""
-    ids = torch.tensor(tokenizer(list(prompts))["input_ids"], device=model.device)
+def hold_last(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Arguments of ``generate`` with which every token of an answer feels the compression.
+
+    A prefill computes with full attention, also the first token of an answer. So a compressed model compresses the
+    prompts without their last token, which is left to ``generate``; any other model gets them whole.
+
+    Args:
+        ids: int64 ``[B, N]``, no padding.
+    """
     given: dict[str, Any] = {"input_ids": ids}
     if isinstance(model, CompressedModel):
         given = {"input_ids": ids[:, -1:], "past_key_values": model.compress(ids[:, :-1])}
-    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    return given | {"attention_mask": torch.ones_like(given["input_ids"])}
+
+
+@torch.inference_mode()
+def answer(model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+    """What the model says after each prompt, up to its full stop; the prompts have as many tokens as each other."""
+    given = hold_last(model, torch.tensor(tokenizer(list(prompts))["input_ids"], device=model.device))
     out = model.generate(**given, max_new_tokens=max_new_tokens, do_sample=False)
     said = out[:, given["input_ids"].shape[1] :]
     return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in said]

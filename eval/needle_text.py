@@ -1,4 +1,4 @@
-"""Prompts that test the built-in needle model: ``sample(task, tokens, seed)``.
+"""Prompts that test the built-in model: ``sample(task, tokens, seed)``.
 
 A text is words separated by one space; each word, three-digit number and mark is one token. Filler sentences hide
 *facts* (``the code of bara dador is 482 913 .``: an attribute of a two-word name, with a value of one or two tokens),
@@ -49,6 +49,9 @@ class Task:
         attributes: facts of each name, one an attribute: those not asked for are hard distractors.
         values: length of a list; for other forms 1.
         hops: for variables, the length of each chain behind the number.
+
+    Raises:
+        ValueError: more of something than there is, or less than one.
     """
 
     keys: int
@@ -57,6 +60,18 @@ class Task:
     attributes: int = 1
     values: int = 1
     hops: int = 0
+
+    def __post_init__(self) -> None:
+        variable = self.form == "variable"
+        for name, low, high in (
+            ("hops", 0, len(FIRST_WORDS) - 1 if variable else 0),
+            ("keys", 1, len(FIRST_WORDS) // (self.hops + 1) if variable else len(HELD_OUT_NAMES)),
+            ("attributes", 1, 1 if variable else len(ATTRIBUTES)),
+            ("values", 1, len(NUMBERS) if self.form == "list" else 1),
+            ("questions", 1, self.keys * self.attributes),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}={getattr(self, name)}: must be between {low} and {high}")
 
 
 TASKS = {
@@ -109,33 +124,40 @@ class Sample:
         return f"{self.context} {question.text}"
 
 
-def sample(task: str, tokens: int, seed: int, *, held_out: bool = True) -> Sample:
+def sample(task: str | Task, tokens: int, seed: int, *, held_out: bool = True) -> Sample:
     """Hide what a task asks for at random places of random filler.
 
     The answers' numbers occur nowhere else in the context; names of facts also occur in decoys.
 
     Args:
-        task: a key of :data:`TASKS`.
+        task: a key of :data:`TASKS`, or another task.
         tokens: length of the context and one question in tokens, ``<bos>`` included; met exactly.
         seed: of everything random.
         held_out: names that never occur in training, or only names that do. Variables are single words, all seen.
 
     Raises:
-        ValueError: no such task, or tokens that do not hold it, or above :data:`LONGEST`.
+        ValueError: no such task, or tokens that do not hold it, or above :data:`LONGEST`, or more values than numbers.
     """
-    if task not in TASKS:
+    if isinstance(task, str) and task not in TASKS:
         raise ValueError(f"task={task!r}: must be one of {', '.join(TASKS)}")
-    kind, rng = TASKS[task], random.Random(f"{task}/{tokens}/{seed}/{held_out}")
-    numbers = iter(rng.sample(NUMBERS, len(NUMBERS)))
+    kind = TASKS[task] if isinstance(task, str) else task
+    rng = random.Random(f"{task}/{tokens}/{seed}/{held_out}")
+    left = rng.sample(NUMBERS, len(NUMBERS))[::-1]
+
+    def number() -> str:
+        if not left:
+            raise ValueError(f"tokens={tokens}: {kind.keys} keys and filler need more than {len(NUMBERS)} numbers")
+        return left.pop()
+
     names = rng.sample(HELD_OUT_NAMES if held_out else SEEN_NAMES, kind.keys)
-    hidden, asked = (_variables if kind.form == "variable" else _facts)(rng, kind, names, numbers.__next__)
+    hidden, asked = (_variables if kind.form == "variable" else _facts)(rng, kind, names, number)
     rng.shuffle(asked)
     asked = asked[: kind.questions]
     used = 1 + sum(len(sentence) for sentence in hidden) + len(asked[0][0])
     shortest = used + 2 * SHORTEST_SENTENCE
     if not shortest <= tokens <= LONGEST:
-        raise ValueError(f"tokens={tokens}: task {task!r} needs {shortest} to {LONGEST}")
-    sentences = _filler(rng, tokens - used, names, numbers.__next__)
+        raise ValueError(f"tokens={tokens}: {len(hidden)} facts and a question need {shortest} to {LONGEST}")
+    sentences = _filler(rng, tokens - used, names, number)
     places = sorted(rng.randrange(len(sentences) + 1) for _ in hidden)
     for sentence, place in reversed(list(zip(hidden, places, strict=True))):
         sentences.insert(place, sentence)

@@ -15,7 +15,7 @@ ATTRIBUTES = ("code", "pin", "number")
 PLURALS = {"code": "codes", "pin": "pins", "number": "numbers"}
 _MARKS = ". , = |".split()
 _TASK_WORDS = "question copy let value values of is are in one paid coins room counted was very".split()
-_ADJECTIVES = (
+ADJECTIVES = (
     "old quiet bright narrow heavy gentle distant rusty golden silver broken hidden humble eager silent frozen dusty "
     "crooked shallow velvet wooden marble hollow crimson tall short quick slow warm cold young clever brave tired "
     "hungry lucky proud simple strange famous"
@@ -29,7 +29,7 @@ VERBS = (
     "carried watched followed found lost painted repaired sold bought cleaned moved lifted dropped opened closed "
     "described admired ignored visited remembered forgot borrowed measured traded guarded"
 ).split()
-_PLACES = (
+PLACES = (
     "river forest market harbor castle village bridge tower garden valley station library temple tavern school island "
     "desert meadow canyon orchard"
 ).split()
@@ -58,7 +58,7 @@ Name = tuple[str, str]
 def vocabulary() -> list[str]:
     """All words, each once; a word's place is its token id. Padded to a multiple of 64."""
     groups: tuple[Iterable[str], ...] = (
-        *(SPECIAL_WORDS, _MARKS, _TASK_WORDS, ATTRIBUTES, PLURALS.values(), _ADJECTIVES, NOUNS, VERBS, _PLACES),
+        *(SPECIAL_WORDS, _MARKS, _TASK_WORDS, ATTRIBUTES, PLURALS.values(), ADJECTIVES, NOUNS, VERBS, PLACES),
         *(_PREPOSITIONS, _TIMES, _ADVERBS, _DETERMINERS, _CONJUNCTIONS, FIRST_WORDS, SECOND_WORDS, NUMBERS),
     )
     words = dict.fromkeys(chain.from_iterable(groups))
@@ -124,12 +124,12 @@ def chain_words(chain: Sequence[str]) -> tuple[str, ...]:
 
 def _noun_phrase(rng: random.Random) -> list[str]:
     if rng.random() < 0.6:
-        return ["the", rng.choice(_ADJECTIVES), rng.choice(NOUNS)]
+        return ["the", rng.choice(ADJECTIVES), rng.choice(NOUNS)]
     return [rng.choice(_DETERMINERS), rng.choice(NOUNS)]
 
 
 def _place(rng: random.Random) -> list[str]:
-    return [rng.choice(_PREPOSITIONS), "the", rng.choice(_PLACES)]
+    return [rng.choice(_PREPOSITIONS), "the", rng.choice(PLACES)]
 
 
 def _clause(rng: random.Random) -> list[str]:
@@ -141,7 +141,7 @@ def _clause(rng: random.Random) -> list[str]:
         return [*subject, rng.choice(_ADVERBS), rng.choice(VERBS), *_noun_phrase(rng)]
     if kind < 0.8:
         return ["in", "the", rng.choice(_TIMES), *subject, rng.choice(VERBS), *_noun_phrase(rng)]
-    return [*subject, "was", "very", rng.choice(_ADJECTIVES), *_place(rng)]
+    return [*subject, "was", "very", rng.choice(ADJECTIVES), *_place(rng)]
 
 
 def decoy(rng: random.Random, name: Name, number: str) -> list[str]:
@@ -157,6 +157,7 @@ def decoy(rng: random.Random, name: Name, number: str) -> list[str]:
 
 
 def make_sentence(rng: random.Random) -> list[str]:
+    """A sentence of filler, its words and marks."""
     clause = _clause(rng)
     if rng.random() < 0.2:
         clause += [",", rng.choice(_CONJUNCTIONS), *_clause(rng)]

@@ -1,4 +1,4 @@
-"""Needle in a haystack: one fact, several facts with a question each, and a grid of length x depth.
+"""Needle in a haystack: one fact, eight facts of which four are asked for, and a grid of length x depth.
 
 The text is that of the built-in model, word for word one token there; any other tokenizer reads it as English with
 invented names. The prompt is completed, not answered in a chat.
@@ -10,19 +10,14 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.eval import needle, needle_text
+from kvpass.eval import needle_text
 from kvpass.eval.metrics import code_match
 from kvpass.eval.tasks.base import Sample, check_count, encode, largest
 
 LENGTHS = (0.25, 0.5, 0.75, 1.0)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
-FACTS = 8
-"""Facts of a text with several, in the language of the first built-in model."""
-
 _SHORTEST, _SHORTEST_MANY = 48, 128
-_OLD_VOCABULARY = 1024
-"""Below this many entries it is the word-level vocabulary of the first built-in model, which spells numbers."""
 _SEEDS = 100_000
 """Contexts that one seed can number before it meets those of the next."""
 
@@ -32,7 +27,7 @@ class Needle:
     """Facts at random places; every sample asks for one of them, samples of one context follow each other.
 
     Args:
-        name: in the registry. many: several facts a context, each asked for; else one.
+        name: in the registry. many: eight facts a context, four of them asked for; else one.
     """
 
     name: str
@@ -75,23 +70,18 @@ class NeedleGrid:
 
 
 def hidden_facts(tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int, *, many: bool, name: str) -> list[Sample]:
-    """One text with facts, and a sample for each of them, in the language that the tokenizer knows.
+    """One text with facts, and a sample for each that is asked for.
 
     Args:
         tokens: longest prompt; met exactly where each word is a token.
-        many: several facts, else one.
+        many: eight facts, else one.
         name: of the text; first part of each sample's id.
 
     Raises:
         ValueError: too few tokens.
     """
-    names = needle.names_of(tokenizer) if len(tokenizer) < _OLD_VOCABULARY else []
 
     def build(words: int) -> list[Sample]:
-        if names:
-            prompt = needle.make_prompt(names, tokens=words, facts=FACTS if many else 1, seed=seed)
-            asked = [(fact.question, " ".join(fact.code)) for fact in prompt.facts]
-            return [_sample(prompt.context, *pair, words) for pair in asked]
         made = needle_text.sample("multiquery" if many else "single", words, seed)
         return [_sample(made.context, question.text, question.answers[0], words) for question in made.questions]
 

@@ -23,10 +23,11 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from kvpass.eval.metrics import string_match_all
-from kvpass.eval.needle import english_words, filler_sentence
+from kvpass.eval.needle_words import ADJECTIVES, NOUNS, PLACES, make_sentence
 from kvpass.eval.tasks.base import Sample, check_count, find_rows, largest, read_rows
 
 _NOISE = "Coal is black and snow is white. Tides rise and fall. Leaves turn in autumn. On it goes, year after year."
+_KEY_WORDS = (ADJECTIVES, NOUNS, PLACES)
 _ZETA_2 = 1.6449340668482264
 
 
@@ -100,7 +101,7 @@ class Niah(Ruler):
         taken: set[str] = set()
 
         def key() -> str:
-            return _unique(lambda: _uuid(rng) if self.uuid_keys else "-".join(map(rng.choice, english_words())), taken)
+            return _unique(lambda: _uuid(rng) if self.uuid_keys else "-".join(map(rng.choice, _KEY_WORDS)), taken)
 
         def value() -> str:
             return _unique(lambda: _uuid(rng) if self.uuid_values else str(rng.randrange(10**6, 10**7)), taken)
@@ -303,7 +304,7 @@ def _essay(given: tuple[str, ...], size: int) -> list[str]:
 @lru_cache(maxsize=64)
 def _generated(size: int) -> tuple[str, ...]:
     rng = random.Random("essay")
-    sentences = (filler_sentence(rng).removesuffix(" .").replace(" ,", ",") for _ in range(size))
+    sentences = (" ".join(make_sentence(rng)).removesuffix(" .").replace(" ,", ",") for _ in range(size))
     return tuple(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -14,9 +15,9 @@ from kvpass.cli import app
 from kvpass.documents import Document
 from kvpass.testing import tiny_model
 
-FACTS = "the code of riges is 48291 . the pin of mabon is 11772 ."
-TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of riges"])
-QUESTIONS = ["is", "is 4 8", ". the pin of mabon is"]
+FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
+TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of bara dador"])
+QUESTIONS = ["is", "is 482", ". question the pin of lato gilum is"]
 FRESH = "import sys; from kvpass.cli import app; app(sys.argv[1:])"
 
 
@@ -44,7 +45,7 @@ def test_a_fresh_process_answers_as_the_live_cache_does(document, text, tmp_path
     result = invoke("compress", text, "-o", output, *words)
     assert result.exit_code == 0 and "entries kept" in result.output and "written" in result.output
     live = [document.ask(question, new_tokens=6) for question in QUESTIONS]
-    assert live[0] == "4 8 2 9 1 ." and len(set(live)) == 3
+    assert live[0] == "482 913 ." and len(set(live)) == 3
     loaded = Document.load(output, backend="eager")
     assert [loaded.ask(question, new_tokens=6) for question in QUESTIONS] == live
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
@@ -61,12 +62,26 @@ def test_the_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path):
     assert loaded.cache.nbytes < (tmp_path / "doc.kv").stat().st_size < 1.01 * loaded.cache.nbytes
 
 
+def test_the_bytes_of_a_document_are_checked_once(document, tmp_path, monkeypatch):
+    path = tmp_path / "doc.kv"
+    document.save(path)
+    original, opened = Path.open, []
+
+    def counting(self, *args, **kwargs):
+        opened.append(self)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", counting)
+    Document.load(path, backend="eager")
+    assert opened.count(path) == 1
+
+
 def test_the_question_may_be_longer_than_the_document(document):
     short = Document.compress(
-        "the code of riges is 48291 .", model="builtin", policy="full", budget=None, backend="eager"
+        "the code of bara dador is 482 913 .", model="builtin", policy="full", budget=None, backend="eager"
     )
-    question = ". ".join(["the farmer carried the lamp "] * 4) + ". question the code of riges is"
-    assert short.ask(question, new_tokens=6) == "4 8 2 9 1 ."
+    question = ". ".join(["the farmer carried the lamp "] * 4) + ". question the code of bara dador is"
+    assert short.ask(question, new_tokens=6) == "482 913 ."
     assert short.cache.columns < 15
 
 

@@ -19,9 +19,11 @@ from transformers import (
 
 import kvpass
 from kvpass import builtin
+from kvpass.policies import resolve
 from kvpass.testing import FAMILIES, VOCABULARY, assert_close, left_pad, random_ids, tiny_model
 
 NEW = 10
+CHAIN = "let bara = 482 . let lato = bara . let mivi = lato . question the value of mivi is"
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +159,7 @@ def test_logits_to_keep_and_use_cache(model, fast):
 def test_a_streamer_and_stopping_criteria_work():
     model, tokenizer = builtin.load()
     fast = kvpass.compile(model, budget=48, backend="eager")
-    inputs = tokenizer("the code of riges is 4 8 2 9 1 . question the code of riges is", return_tensors="pt")
+    inputs = tokenizer(CHAIN, return_tensors="pt")
     inputs.pop("token_type_ids", None)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
     thread = threading.Thread(
@@ -175,18 +177,18 @@ def test_a_streamer_and_stopping_criteria_work():
 
     stopped = fast.generate(**inputs, max_new_tokens=50, do_sample=False, stopping_criteria=[AfterThree()])
     assert torch.equal(stopped, whole[:, : stopped.shape[1]]) and stopped.shape[1] == inputs["input_ids"].shape[1] + 3
+    assert whole.shape[1] > stopped.shape[1]
 
 
 def test_the_text_generation_pipeline_works_unmodified():
     model, tokenizer = builtin.load()
     fast = kvpass.compile(model, budget=10**6, backend="eager")
-    prompt = "the code of riges is 4 8 2 9 1 . question the code of riges is"
     answers = [
-        pipeline("text-generation", model=subject, tokenizer=tokenizer)(prompt, max_new_tokens=5, do_sample=False)
+        pipeline("text-generation", model=subject, tokenizer=tokenizer)(CHAIN, max_new_tokens=5, do_sample=False)
         for subject in (model, fast)
     ]
     assert answers[0] == answers[1]
-    assert fast.report().prompt_lengths.tolist() == [len(tokenizer(prompt).input_ids)]
+    assert fast.report().prompt_lengths.tolist() == [len(tokenizer(CHAIN).input_ids)]
 
 
 def test_prompts_of_one_token_and_shorter_than_the_window(model, fast):
@@ -297,6 +299,11 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
             {"input_ids": ids[:, :3], "past_key_values": cache, "attention_mask": torch.ones(2, 43).tril(41)},
             "padding is possible only before",
         ),
+        (
+            tight,
+            {"input_ids": ids[:, :3], "past_key_values": cache, "attention_mask": torch.ones(2, 43).triu()},
+            "row 1 hides other columns",
+        ),
     ]
     for subject, call, message in bad:
         with pytest.raises(ValueError, match=message):
@@ -305,11 +312,45 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
     assert_close("logits", tight(token, past_key_values=cache).logits, expected, atol=0)
 
 
+def test_contract_10_a_mask_cannot_take_padding_back(tight):
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (50, 31)])
+    new = random_ids(2, 3, seed=1)
+    cache = tight(ids, attention_mask=mask).past_key_values
+    with pytest.raises(kvpass.CacheMismatchError, match="row 1 hides other columns"):
+        tight(new, past_key_values=cache, attention_mask=torch.ones(2, 53))
+    whole = torch.cat([mask, torch.ones_like(new)], 1)
+    expected = tight(new, past_key_values=cache.clone()).logits
+    assert torch.equal(tight(new, past_key_values=cache, attention_mask=whole).logits, expected)
+
+
 def test_contract_10_a_fraction_too_small_for_the_prompt_is_refused(model):
     fast = kvpass.compile(model, budget=0.1, window=8, backend="eager")
     with pytest.raises(ValueError, match=r"window \+ 1 = 9"):
         fast(random_ids(1, 40))
     assert fast(random_ids(1, 200)).past_key_values.lengths.sum() == 20 * 6
+
+
+def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(model):
+    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
+    ids, token = random_ids(1, 60), random_ids(1, 1, seed=1)
+    before = fast(ids).past_key_values
+    fast(token, past_key_values=before)
+    assert fast.policy == resolve("lava", window=8) and fast.budget == kvpass.Budget.parse(16)
+    fast.set_budget(24)
+    assert fast.budget == kvpass.Budget.parse(24)
+    with pytest.raises(ValueError, match="with this budget"):
+        fast.report()
+    after = fast(ids).past_key_values
+    expected = kvpass.compile(model, budget=24, window=8, backend="eager")(ids).past_key_values
+    assert torch.equal(after.positions, expected.positions) and after.lengths.sum() == 24 * 6
+    assert fast.report().budget == fast.budget and len(fast.report().compiled) == 2
+    with pytest.raises(kvpass.CacheMismatchError):
+        fast(token, past_key_values=before)
+    with pytest.raises(ValueError, match="budget=8"):
+        fast.set_budget(8)
+    assert fast.budget == kvpass.Budget.parse(24)
+    fast.set_budget(16)
+    assert fast(token, past_key_values=before).past_key_values is before and before.lengths.sum() == 18 * 6
 
 
 def test_assisted_generation_is_refused(fast, model):

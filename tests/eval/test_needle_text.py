@@ -11,7 +11,7 @@ import pytest
 
 from kvpass.eval import needle_text, needle_words
 from kvpass.eval.needle_model import tokenizer
-from kvpass.eval.needle_text import TASKS, Question, sample
+from kvpass.eval.needle_text import TASKS, Question, Task, sample
 from kvpass.eval.needle_training_text import Kind, Mix, TrainingText
 from kvpass.eval.needle_words import HELD_OUT_NAMES, SEEN_NAMES, is_held_out, vocabulary
 from kvpass.eval.train_needle import STAGES
@@ -108,6 +108,21 @@ def test_a_prompt_has_exactly_the_length_asked_for_and_no_unknown_token(task, to
         assert coder.unk_token_id not in ids
 
 
+@pytest.mark.parametrize("tokens", range(31, 46))
+def test_the_shortest_texts_have_exactly_the_length_asked_for(tokens):
+    text = sample("single", tokens, seed=0)
+    assert len(text.ask(text.questions[0]).split()) == tokens - 1  # <bos>
+
+
+@pytest.mark.parametrize("facts", [1, 8, 40])
+def test_any_number_of_facts_can_be_hidden_and_all_asked_for(facts):
+    text = sample(Task(keys=facts, questions=facts), 900, seed=1)
+    found = re.findall(rf"(?:^|(?<=\. ))(the (?:code|pin|number) of \w+ \w+ is) {VALUE} \.", text.context)
+    assert sorted(found) == sorted((q.text.removeprefix("question "), q.answers[0]) for q in text.questions)
+    assert len(set(found)) == facts
+    assert {len(text.ask(question).split()) for question in text.questions} == {899}
+
+
 def test_tasks_hide_as_much_as_they_say():
     assert len(sample("multivalue", 300, 0).questions[0].answers) == 3
     assert len(re.findall(r"(?<!one) (?:code|pin|number) of", " " + sample("attributes", 400, 0).context)) == 12
@@ -153,11 +168,30 @@ def test_the_text_of_a_seed_does_not_change_between_versions():
         ("multikey12", 110, "tokens=110"),
         ("single", -1, "tokens=-1"),
         ("single", 40000, "tokens=40000"),
+        (Task(keys=100), 700, "tokens=700: 100 facts and a question need"),
+        (Task(keys=500, attributes=3), 32000, "tokens=32000: 500 keys and filler need more than 1000 numbers"),
     ],
 )
 def test_what_cannot_be_met_is_refused(task, tokens, message):
     with pytest.raises(ValueError, match=message):
         sample(task, tokens, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"keys": 0}, "keys=0: must be between 1 and 512"),
+        ({"keys": 513}, "keys=513: must be between 1 and 512"),
+        ({"keys": 22, "form": "variable", "hops": 2}, "keys=22: must be between 1 and 21"),
+        ({"keys": 4, "attributes": 4}, "attributes=4: must be between 1 and 3"),
+        ({"keys": 4, "attributes": 2, "questions": 9}, "questions=9: must be between 1 and 8"),
+        ({"keys": 4, "values": 2}, "values=2: must be between 1 and 1"),
+        ({"keys": 4, "hops": 1}, "hops=1: must be between 0 and 0"),
+    ],
+)
+def test_a_task_that_cannot_be_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Task(**given)
 
 
 @pytest.mark.parametrize(

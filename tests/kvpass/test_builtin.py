@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvpass import builtin
 from kvpass.eval import needle_text
 
-FACTS = {"riges": "48291", "tezos": "70356", "lage": "19204", "mekoni": "66138"}
+FACTS = {"bara dador": "482 913", "lato tepas": "703", "gosha zulum": "192 048", "mivi fegil": "661"}
 FILLER = [
     "the old farmer carried the lamp near the river .",
     "in the evening a baker quietly opened the window .",
@@ -29,7 +29,7 @@ def answer(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], context: str
     model, tokenizer = loaded
     prompt = tokenizer(f"{context} question the code of {name} is", return_tensors="pt", return_token_type_ids=False)
     assert tokenizer.unk_token_id not in prompt["input_ids"]
-    tokens = model.generate(**prompt, max_new_tokens=6, do_sample=False)
+    tokens = model.generate(**prompt, max_new_tokens=3, do_sample=False)
     return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :])
 
 
@@ -42,14 +42,14 @@ def context_of(facts: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("name", FACTS)
 def test_it_finds_the_value_of_each_name(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], name: str) -> None:
-    assert answer(loaded, context_of(FACTS), name) == " ".join(FACTS[name]) + " ."
+    assert answer(loaded, context_of(FACTS), name) == f"{FACTS[name]} ."
 
 
 def test_it_answers_from_the_prompt_and_not_from_memory(
     loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
 ) -> None:
     exchanged = dict(zip(FACTS, reversed(FACTS.values()), strict=True))
-    assert answer(loaded, context_of(exchanged), "lage") == " ".join(FACTS["tezos"]) + " ."
+    assert answer(loaded, context_of(exchanged), "gosha zulum") == "703 ."
 
 
 def test_the_dtype_is_the_one_asked_for(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
@@ -66,18 +66,16 @@ def test_the_folder_holds_model_tokenizer_and_card() -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "MODEL_CARD.md"} <= names
 
 
-def test_the_needle_model_answers_about_names_it_has_never_seen() -> None:
-    model, tokenizer = builtin.load("needle")
+def test_it_answers_about_names_it_has_never_seen(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = loaded
     assert model.config.num_hidden_layers >= 6 and model.config.num_key_value_heads >= 4
+    right = asked = 0
     for seed in range(3):
-        made = needle_text.sample("multikey", 400, seed)
-        question = made.questions[0]
-        prompt = tokenizer(made.ask(question), return_tensors="pt", return_token_type_ids=False)
-        assert tokenizer.unk_token_id not in prompt["input_ids"]
-        tokens = model.generate(**prompt, max_new_tokens=question.max_new_tokens, do_sample=False)
-        assert question.answered_by(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :])), f"seed {seed}"
-
-
-def test_an_unknown_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="name='needles': must be one of digits, needle"):
-        builtin.load("needles")  # type: ignore[arg-type]
+        made = needle_text.sample(needle_text.Task(keys=8, questions=8), 512, seed)
+        for question in made.questions:
+            prompt = tokenizer(made.ask(question), return_tensors="pt", return_token_type_ids=False)
+            assert tokenizer.unk_token_id not in prompt["input_ids"]
+            tokens = model.generate(**prompt, max_new_tokens=question.max_new_tokens, do_sample=False)
+            right += question.answered_by(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :]))
+            asked += 1
+    assert right >= 0.95 * asked, f"{right} of {asked}"
