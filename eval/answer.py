@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.eval.tasks.base import Encoded
+from kvpass.cache import CompressedCache
+from kvpass.eval.prompt import Prompt, by_head, chunks, pad, rounds
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and the most tokens its answer may have."""
+    """A prompt whose rest is the question, and the most tokens its answer may have."""
 
-    prompt: Encoded
+    prompt: Prompt
     max_new_tokens: int
 
 
@@ -37,7 +38,8 @@ class Kept:
         tokens: length of the compressed part. budget_entries: per KV head per layer, window included; budget_bytes: of
             all layers together.
         bytes: of the kept entries. entries: kept ones per KV head per layer, on average (weighed by bytes where layers
-            differ). fraction: of the bytes a full cache of the same layers holds.
+            differ). fraction: of the bytes a full cache of the same layers holds. Where all layers slide nothing is
+            under the budget, so that nothing is evicted: no bytes, every entry kept, fraction 1.
         cache_bytes: what the storages of the batch occupy, spare slots and tail included, divided by its rows.
     """
 
@@ -84,53 +86,42 @@ class Answerer:
         if self.hold < 0:
             raise ValueError(f"hold={self.hold}: must be >= 0")
 
-    def compressed_tokens(self, prompt: Encoded, scope: str) -> int:
-        """Tokens of a prompt that are compressed."""
-        return len(prompt.context) if scope == "context" else len(prompt) - self.hold
-
     def answers(self, requests: Sequence[Request], scope: str) -> Iterator[list[tuple[int, Answer]]]:
-        """Answer all requests, in an order that wastes little padding.
+        """Answer all requests, in an order that wastes little padding; what several share is compressed once.
 
         Args:
             scope: ``"prompt"`` (the question is compressed with the context) or ``"context"`` (it comes after).
         Yields:
             index of the request and its answer, for some requests at a time.
         """
-        return self._with_context(requests) if scope == "context" else self._with_prompt(requests)
-
-    def _with_prompt(self, requests: Sequence[Request]) -> Iterator[list[tuple[int, Answer]]]:
-        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
-        size = min(self.batch, len(order))
-        for chunk in _chunks(order, size):
-            ids, mask = self._padded([requests[index].prompt.ids for index in chunk], size)
-            end = ids.shape[1] - self.hold
-            out = self.model(ids[:, :end], attention_mask=mask[:, :end], logits_to_keep=1)
+        prompts = [request.prompt.scoped(scope, self.hold) for request in requests]
+        lengths = [len(prompt.rest) for prompt in prompts]
+        sharing = by_head(prompts)
+        size = min(self.batch, len(sharing))
+        for heads in chunks(sorted(sharing, key=len), size):
+            ids, mask = pad(_filled(heads, size, heads[-1]), "left", 0)
+            ids, mask = ids.to(self.model.device), mask.to(self.model.device)
+            read = self.model(ids, attention_mask=mask, logits_to_keep=1)
             kept = self._kept()
-            if self.hold:
-                out = self.model(ids[:, end:], past_key_values=out.past_key_values, logits_to_keep=1)
-            yield self._generate(out, _filled(chunk, size, None), requests, kept)
-
-    def _with_context(self, requests: Sequence[Request]) -> Iterator[list[tuple[int, Answer]]]:
-        """Every context is compressed once; its questions continue on copies of its cache."""
-        questions: dict[tuple[int, ...], list[int]] = {}
-        for index, request in enumerate(requests):
-            questions.setdefault(request.prompt.context, []).append(index)
-        size = min(self.batch, len(questions))
-        for chunk in _chunks(sorted(questions, key=len), size):
-            ids, mask = self._padded(chunk, size)
-            cache = self.model.compress(ids, attention_mask=mask)
-            kept = self._kept()
-            waiting = _filled([questions[context] for context in chunk], size, [])
-            while asked := _round(waiting, requests):
-                some = next(index for index in asked if index is not None)
-                rows = [requests[some if index is None else index].prompt.question for index in asked]
-                out = self.model(torch.tensor(rows, device=ids.device), past_key_values=cache, logits_to_keep=1)
-                yield self._generate(out, asked, requests, kept)
+            turns = list(rounds([sharing[head] for head in heads], lengths, size))
+            for turn, (rows, asked) in enumerate(turns, 1):
+                rows = _filled(rows, size, rows[-1])
+                fed = torch.tensor([prompts[index].rest for index in _filled(asked, size, asked[-1])])
+                logits, cache = read.logits[rows], pick_rows(read.past_key_values, rows, last=turn == len(turns))
+                if fed.numel():
+                    out = self.model(fed.to(ids.device), past_key_values=cache, logits_to_keep=1)
+                    logits, cache = out.logits, out.past_key_values
+                yield self._generate(logits, cache, _filled(asked, size, None), requests, [kept[row] for row in rows])
 
     def _generate(
-        self, out: Any, rows: Sequence[int | None], requests: Sequence[Request], kept: list[Kept]
+        self,
+        logits: Tensor,
+        cache: CompressedCache,
+        rows: Sequence[int | None],
+        requests: Sequence[Request],
+        kept: Sequence[Kept],
     ) -> list[tuple[int, Answer]]:
-        """Greedy decoding from the logits of the last position.
+        """Greedy decoding from the logits of the last position, fp ``[B, 1, vocabulary]``.
 
         Args:
             rows: index of the request of each row, None for a row that only fills the batch.
@@ -138,7 +129,7 @@ class Answerer:
         limits = [0 if index is None else requests[index].max_new_tokens for index in rows]
         said: list[list[int]] = [[] for _ in rows]
         while True:
-            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            token = logits[:, -1].argmax(-1, keepdim=True)
             for row, number in enumerate(token[:, 0].tolist()):
                 if len(said[row]) < limits[row]:
                     said[row].append(number)
@@ -146,7 +137,8 @@ class Answerer:
                         limits[row] = len(said[row])
             if all(len(tokens) == limit for tokens, limit in zip(said, limits, strict=True)):
                 break
-            out = self.model(token, past_key_values=out.past_key_values, logits_to_keep=1)
+            out = self.model(token, past_key_values=cache, logits_to_keep=1)
+            logits, cache = out.logits, out.past_key_values
         return [
             (index, Answer(text=self._decode(said[row]), tokens=len(said[row]), kept=kept[row]))
             for row, index in enumerate(rows)
@@ -155,14 +147,6 @@ class Answerer:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-    def _padded(self, rows: Sequence[tuple[int, ...]], size: int) -> tuple[Tensor, Tensor]:
-        """Left-padded ids and their mask, int64 ``[size, T]``; the last row is repeated where rows are missing."""
-        longest = max(map(len, rows))
-        rows = _filled(rows, size, rows[-1])
-        ids = torch.tensor([(0,) * (longest - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-        return ids.to(self.model.device), mask.to(self.model.device)
 
     def _kept(self) -> list[Kept]:
         report = self.model.report()
@@ -174,34 +158,29 @@ class Answerer:
                 tokens=length,
                 budget_entries=budget,
                 budget_bytes=budget * token_bytes,
-                entries=size / token_bytes,
+                entries=size / token_bytes if token_bytes else float(length),
                 bytes=size,
-                fraction=size / (token_bytes * length),
+                fraction=size / (token_bytes * length) if token_bytes else 1.0,
                 cache_bytes=report.prompt.nbytes / len(tokens),
             )
             for length, budget, size in zip(tokens, report.prompt.entries.tolist(), kept_bytes, strict=True)
         ]
 
 
-def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+def pick_rows(cache: CompressedCache, rows: Sequence[int], *, last: bool) -> CompressedCache:
+    """A cache of these rows, in this order, some perhaps several times.
+
+    Args:
+        last: the cache is not needed afterwards, and may be what is returned. Else it stays as it is.
+    """
+    if list(rows) == list(range(cache.batch_size)):
+        cache.reusable = not last
+        return cache
+    picked = cache if last else cache.clone()
+    picked.reusable = False
+    picked.batch_select_indices(torch.tensor(rows, device=cache.device))
+    return picked
 
 
 def _filled(items: Sequence[T], size: int, filler: T) -> list[T]:
     return [*items, *[filler] * (size - len(items))]
-
-
-def _round(waiting: Sequence[list[int]], requests: Sequence[Request]) -> list[int | None]:
-    """Take one question, all of one length, from every row that has one; empty when none is left."""
-    first = next((row[0] for row in waiting if row), None)
-    if first is None:
-        return []
-    length = len(requests[first].prompt.question)
-    taken: list[int | None] = []
-    for row in waiting:
-        index = next((index for index in row if len(requests[index].prompt.question) == length), None)
-        if index is not None:
-            row.remove(index)
-        taken.append(index)
-    return taken

@@ -31,15 +31,15 @@ from kvpass.eval.bench_measure import (
     copy_bandwidth,
     fits_on_device,
     largest_batch,
-    machine,
     run_in_memory,
     scoring_time,
     spread,
-    versions,
 )
 from kvpass.eval.bench_settings import WARM_UP_STEPS, BenchSettings
 from kvpass.eval.bound import least_step_seconds, weight_bytes
+from kvpass.eval.environment import machine, versions
 from kvpass.eval.models import build
+from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System
 
 __all__ = ["Bench", "BenchSettings"]
@@ -115,7 +115,7 @@ class Bench:
             for batch in settings.batches
             for context in settings.prompts
         ]
-        self._kvpass_systems: dict[str, Kvpass] = {}
+        self._kvpass_systems: dict[PolicySpec, Kvpass] = {}
 
     def run(self, console: Console, save: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
         """Measure all systems, showing progress on the console.
@@ -190,20 +190,21 @@ class Bench:
             yield partial(HfEager, self.model)
         if "hf-static" in baselines:
             yield partial(HfStatic, self.model, slots, settings.backend)
-        for policy in settings.policies if "kvpress" in baselines else ():
-            if policy in KVPRESS_TWINS:
-                yield partial(Kvpress, self.model, policy=policy, entries=wanted.entries, window=settings.window)
-        full = ("full",) if "full" in baselines else ()
+        for name in map(str, settings.policies) if "kvpress" in baselines else ():
+            if name in KVPRESS_TWINS:
+                yield partial(Kvpress, self.model, policy=name, entries=wanted.entries, window=settings.window)
+        full = (PolicySpec("full"),) if "full" in baselines else ()
         for policy in dict.fromkeys((*settings.policies, *full)):
             yield partial(self._kvpass_system, policy)
 
-    def _kvpass_system(self, policy: str) -> Kvpass:
+    def _kvpass_system(self, spec: PolicySpec) -> Kvpass:
         """One compiled model serves all contexts and batches."""
-        made = self._kvpass_systems.get(policy)
+        made = self._kvpass_systems.get(spec)
         if made is None:
             settings = self.settings
-            made = self._kvpass_systems[policy] = Kvpass(
-                self.model, policy=policy, budget=settings.budget, window=settings.window, backend=settings.backend
+            policy = spec.with_window(settings.window).resolve()
+            made = self._kvpass_systems[spec] = Kvpass(
+                self.model, str(spec), policy=policy, budget=settings.budget, backend=settings.backend
             )
         return made
 
@@ -220,8 +221,16 @@ class Bench:
         measurement.steps.append(steps[settling:])
 
     def _profile(self, measurement: Measurement, ids: Tensor) -> None:
-        if isinstance(measurement.system, Kvpass):
-            measurement.scoring = scoring_time(partial(measurement.system.prefill, ids), self.device)
+        """Profiling takes more memory than the prefill: where that does not suffice, the timings taken still stand."""
+        system = measurement.system
+        if not isinstance(system, Kvpass):
+            return
+
+        def run() -> None:
+            measurement.scoring = scoring_time(partial(system.prefill, ids), self.device)
+
+        if run_in_memory(run) is not None:
+            self.memory.release()
 
     def _once(self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int) -> tuple[float, list[float]]:
         """Prefill and decode; returns seconds of the prefill and of each step, choice of the token included."""
@@ -337,15 +346,25 @@ def _scoring(measurement: Measurement) -> dict[str, float] | None:
 
 
 def _geometry(model: PreTrainedModel) -> Geometry:
-    """Read off a cache that holds one token."""
+    """Read off a cache that holds one token.
+
+    Raises:
+        ValueError: layers with a sliding window, or of different shapes, share no budget that other systems know.
+    """
     cache: Any = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache)
-    keys, values = cache.layers[0].keys, cache.layers[0].values
+    shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers}
+    if len(shapes) > 1 or any(layer.is_sliding for layer in cache.layers):
+        raise ValueError(
+            f"a {model.config.model_type} model with sliding windows or layers of different shapes: "
+            "the bench compares caches of equal bytes, which these have not"
+        )
+    ((kv_heads, key_dim, value_dim),) = shapes
     return Geometry(
         layers=len(cache.layers),
-        kv_heads=keys.shape[1],
-        key_dim=keys.shape[3],
-        value_dim=values.shape[3],
-        itemsize=keys.element_size(),
+        kv_heads=kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        itemsize=cache.layers[0].keys.element_size(),
     )

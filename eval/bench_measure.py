@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gc
 import itertools
-import platform
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.profiler import ProfilerActivity, profile
 
-import kvpass
 from kvpass.cuda_graphs import CaptureError
 
 KVPASS_OPERATORS = {"kvpass::observe_attention", "kvpass::cascade_step", "kvpass::pack"}
@@ -201,37 +197,3 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     points = torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=torch.float64)
     low, q1, median, q3, high = torch.tensor(values, dtype=torch.float64).quantile(points).tolist()
     return {"median": median, "q1": q1, "q3": q3, "min": low, "max": high}
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
-    described: dict[str, Any] = {"device": device.type, "cpu": _cpu_name(), "threads": torch.get_num_threads()}
-    if device.type == "cpu":
-        return {**described, "capability": torch.backends.cpu.get_cpu_capability()}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        **described,
-        "name": properties.name,
-        "capability": f"sm_{properties.major}{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-        "cuda": torch.version.cuda,
-    }
-
-
-def versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "kvpass": kvpass.__version__,
-    }
-
-
-def _cpu_name() -> str:
-    listing = Path("/proc/cpuinfo")
-    if listing.is_file():
-        for line in listing.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -11,6 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from kvpass.eval.markdown import markdown_table
+
 Record = dict[str, Any]
 Column = tuple[str, Callable[[Record], str]]
 
@@ -49,8 +51,8 @@ LEGEND = (
     "that system. of the bound: bytes a step must read (each weight once, the entries held) over the measured copy "
     "bandwidth, as a share of the time taken; what fits in the processor's own cache can beat it. cache: storages, at "
     "the end. peak: allocator's count, weights included. largest batch: rows whose caches fit beside the weights. "
-    "compile: first run less a median run, Inductor's cache empty. first steps: those on a new cache, CUDA graph "
-    "capture included, not in the medians."
+    "compile: first run less a median run, Inductor's cache empty unless said otherwise. first steps: those on a new "
+    "cache, CUDA graph capture included, not in the medians."
 )
 
 
@@ -110,17 +112,20 @@ def conditions(result: dict[str, Any]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """All columns of all runs, as Markdown tables."""
-    lines = []
+    parts = []
     columns = (*SPEED, *MEMORY)
+    header = ["system", *(" ".join(name.split()) for name, _ in columns)]
     for run in result["runs"]:
-        names = ["system", *(" ".join(name.split()) for name, _ in columns)]
-        lines += [f"**{title(result, run)}**", "", "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-        for record in run["systems"]:
-            cells = [_cell(record, cell).replace("\n", " (") for _, cell in columns]
-            cells = [text + ")" if "(" in text else text for text in cells]
-            lines.append("| " + " | ".join([record["name"], *cells]) + " |")
-        lines += ["", *(f"{r['name']}: {r['failure']}" for r in run["systems"] if r["failure"])]
-    return "\n".join([*lines, "", conditions(result), "", LEGEND, ""])
+        rows = [[record["name"], *(_in_line(_cell(record, cell)) for _, cell in columns)] for record in run["systems"]]
+        parts += [f"**{title(result, run)}**\n", markdown_table(header, rows)]
+        parts += [f"{record['name']}: {record['failure']}\n" for record in run["systems"] if record["failure"]]
+    return "\n".join([*parts, conditions(result), "", LEGEND, ""])
+
+
+def _in_line(cell: str) -> str:
+    """What stands in a second line goes into parentheses."""
+    first, _, second = cell.partition("\n")
+    return f"{first} ({second})" if second else first
 
 
 PICTURES: dict[str, tuple[str, Callable[[Record], float]]] = {

@@ -9,8 +9,8 @@ import torch
 from kvpass.api import resolve_budget
 from kvpass.backend import Compiler
 from kvpass.eval.models import BenchModel, find_model
+from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.systems import KVPRESS_TWINS, has_kvpress
-from kvpass.policies import resolve
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BASELINES = ("hf-eager", "hf-static", "full", "kvpress")
@@ -28,7 +28,7 @@ class BenchSettings:
         device: ``"cpu"`` or ``"cuda"``. dtype: ``"fp32"``, ``"bf16"``, ``"fp16"``; None is bf16 on CUDA, else fp32.
         contexts: prompt tokens; empty takes the model's own. batches: rows. Every pair of them is one comparison.
         budget, window: as in ``kvpass.compile``.
-        policies: names of kvpass policies.
+        policies: of kvpass; ``window`` is theirs unless they have their own.
         systems: what they are compared with, of ``BASELINES``; None takes all, kvpress only where it is installed.
         new_tokens: decode steps of one repeat. repeats: timed rounds over all systems.
         backend: of every compiled system, ``"inductor"`` or ``"eager"``.
@@ -47,7 +47,7 @@ class BenchSettings:
     batches: tuple[int, ...] = (1,)
     budget: int | float | str = 256
     window: int = 32
-    policies: tuple[str, ...] = ("lava", "snapkv")
+    policies: tuple[PolicySpec, ...] = (PolicySpec("lava"), PolicySpec("snapkv"))
     systems: tuple[str, ...] | None = None
     new_tokens: int = 32
     repeats: int = 3
@@ -68,15 +68,15 @@ class BenchSettings:
             raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
         if not self.batches or min(self.batches) < 1:
             raise ValueError(f"batches={','.join(map(str, self.batches))}: must be one or more numbers >= 1")
-        for name in self.policies:
-            policy = resolve(name, window=self.window)
+        for spec in self.policies:
+            policy = spec.with_window(self.window).resolve()
             if policy.needs_budget:
                 resolve_budget(policy, self.budget)
         for name in self.systems or ():
             if name not in BASELINES:
                 raise ValueError(f"systems: {name!r} must be one of {', '.join(BASELINES)}")
         if "kvpress" in (self.systems or ()) and not has_kvpress():
-            raise ValueError("systems: 'kvpress' is not installed; pip install kvpress")
+            raise ValueError("systems: 'kvpress' is not installed; pip install 'kvpass[bench]'")
         longest = self.bench_model.config.max_position_embeddings - self.new_tokens - WARM_UP_STEPS
         for tokens in self.prompts:
             if not self.window < tokens <= longest:
@@ -109,4 +109,4 @@ class BenchSettings:
         """Systems that are not measured, and why."""
         if "kvpress" not in self.baselines:
             return {} if has_kvpress() else {"kvpress": "not installed"}
-        return {f"kvpress/{name}": "kvpress has none" for name in self.policies if name not in KVPRESS_TWINS}
+        return {f"kvpress/{name}": "kvpress has none" for name in map(str, self.policies) if name not in KVPRESS_TWINS}

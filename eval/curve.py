@@ -10,9 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from kvpass.backend import Compiler
+from kvpass.eval.markdown import markdown_table
 from kvpass.eval.plots import plot_curve
+from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.records import Row
-from kvpass.eval.run import SCOPES, BudgetValue, EvalSettings, Evaluation, PolicySpec
+from kvpass.eval.run import SCOPES, BudgetValue, EvalSettings, Evaluation
 from kvpass.policies import POLICIES
 
 BUDGETS: tuple[BudgetValue, ...] = (0.03, 0.06, 0.12, 0.25, 0.5, 1.0)
@@ -27,13 +29,8 @@ TASK = "multi_needle"
 
 def default_policies() -> tuple[PolicySpec, ...]:
     """Every registered policy with its default options, but for the window and CAKE's temperatures; full first."""
-    specs = []
-    for name, kind in sorted(POLICIES.items(), key=lambda item: (item[1].needs_budget, item[0])):
-        defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-        windowed = kind.needs_budget and defaults["window"] == 32
-        options = (("window", WINDOW),) if windowed else ()
-        specs.append(PolicySpec(name, options + (CAKE_TEMPERATURES if name == "cake" else ())))
-    return tuple(specs)
+    names = sorted(POLICIES, key=lambda name: (POLICIES[name].needs_budget, name))
+    return tuple(PolicySpec(name, CAKE_TEMPERATURES if name == "cake" else ()).with_window(WINDOW) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +94,11 @@ def curve_table(rows: Sequence[Row]) -> str:
         policies = list(dict.fromkeys(row.policy for row in own))
         cells = {(row.policy, row.budget): _cell(row) for row in own}
         text.append(f"Scope `{scope}`, {own[0].samples} questions a point:\n")
-        text.append(f"| policy | {' | '.join(map(_heading, budgets))} |")
-        text.append(f"| --- |{' ---: |' * len(budgets)}")
-        for policy in policies:
-            line = [cells.get((policy, budget), cells.get((policy, "all"), "")) for budget in budgets]
-            text.append(f"| `{policy}` | {' | '.join(line)} |")
-        text.append("")
+        lines = [
+            [f"`{policy}`", *(cells.get((policy, b), cells.get((policy, "all"), "")) for b in budgets)]
+            for policy in policies
+        ]
+        text.append(markdown_table(["policy", *map(_heading, budgets)], lines))
     return "\n".join(text)
 
 

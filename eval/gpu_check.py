@@ -1,9 +1,10 @@
 """``make gpu-check``: tests, kernels and the bench on the GPU of this machine, the most important figures first.
 
 Every stage is a process of its own with a time limit, its result a file under ``benchmarks/results/<date>-<device>/``
-(and, where ``$OUT`` names a folder, in an archive there). A stage whose result is there and complete is not run again,
-so a check that ran out of time goes on where it stopped. Needs torch, triton and transformers; without pytest the tests
-are left out, and the kernels are still compared with the eager reference before they are timed.
+(and, where ``$OUT`` names a folder, in an archive there). A stage whose result is there, complete and made by the
+present code is not run again, so a check that ran out of time goes on where it stopped. Needs torch, triton and
+transformers; without pytest the tests are left out, and the kernels are still compared with the eager reference before
+they are timed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import torch
 
 from kvpass.eval import kernel_bench
 from kvpass.eval.bench_report import markdown, plot
+from kvpass.eval.environment import source_digest
+from kvpass.eval.markdown import markdown_table
 
 SECONDS = 530
 """Time for everything: a machine lent for ten minutes, less what it takes to set up and to write."""
@@ -107,7 +110,7 @@ def run_stages(
     for stage in stages:
         left = seconds - (time.monotonic() - begun)
         result = folder / f"{stage.name}.json"
-        if not fresh and is_complete(result):
+        if not fresh and is_current(stage, result):
             outcomes[stage.name] = Outcome("kept")
         elif stage.needs is not None and importlib.util.find_spec(stage.needs) is None:
             outcomes[stage.name] = Outcome("not run", reason=f"{stage.needs} is not installed")
@@ -127,6 +130,7 @@ def run_stage(stage: Stage, result: Path, log: Path, seconds: float) -> Outcome:
     command = [word.format(result) if word == "{}" else word for word in stage.command]
     writes = "{}" in stage.command
     result.unlink(missing_ok=True)
+    _stamp(result).write_text(json.dumps(_made_by(stage)) + "\n")
     begun = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -176,9 +180,18 @@ def read(result: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def is_complete(result: Path) -> bool:
+def is_current(stage: Stage, result: Path) -> bool:
+    """Whether the result is complete, and was made by the stage's present command and the present code."""
     found = read(result)
-    return found is not None and found.get("complete") is True
+    return found is not None and found.get("complete") is True and read(_stamp(result)) == _made_by(stage)
+
+
+def _stamp(result: Path) -> Path:
+    return result.with_suffix(".made-by.json")
+
+
+def _made_by(stage: Stage) -> dict[str, Any]:
+    return {"source": source_digest(), "command": list(stage.command[1:])}
 
 
 def write_report(stages: Iterable[Stage], outcomes: dict[str, Outcome], folder: Path) -> str:
@@ -217,12 +230,7 @@ def write_report(stages: Iterable[Stage], outcomes: dict[str, Outcome], folder: 
 
 def kernel_markdown(found: dict[str, Any]) -> list[str]:
     """The tables of the kernel bench."""
-    lines = []
-    for table in kernel_bench.tables(found):
-        lines += ["| " + " | ".join(str(column.header) for column in table.columns) + " |"]
-        lines += ["|" + "---|" * len(table.columns)]
-        lines += ["| " + " | ".join(cells) + " |" for cells in zip(*(c.cells for c in table.columns), strict=True)]
-        lines += [""]
+    lines = [markdown_table(header, rows, left=0) for header, rows in kernel_bench.tables(found)]
     for record in found.get("prefill", []):
         parts = ", ".join(f"{name[:60]} {ms:.3f}" for name, ms in record["parts_ms"].items())
         lines += [f"{record['policy']}, {record['prompt']} tokens, ms a layer: {parts}", ""]

@@ -6,8 +6,8 @@ What differs from the harness's own Hugging Face model:
   the tokens before them have been prefilled and compressed. So the first generated token, and the first token of a
   continuation whose likelihood is asked, are computed against the compressed cache. A model that merely compresses
   after its prefill would score continuations with the uncompressed cache.
-* A context is prefilled and compressed once for all continuations that are scored after it.
-* Policy, budget and scope are part of the keys of ``--use_cache``.
+* What several requests share of what is compressed is prefilled and compressed once, whatever the batch size.
+* Weights, tokenizer, policy, budget, scope and code are part of the keys of ``--use_cache``.
 
 A batch size is compiled on first use; the last batch of a run may be a smaller one.
 """
@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 import itertools
 import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.metadata import version
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -36,17 +34,23 @@ from tqdm import tqdm
 
 import kvpass
 from kvpass.backend import Compiler, check_compiler
-from kvpass.eval.harness_arguments import check_choice, check_hold, refuse_unsupported, take_policy_options
+from kvpass.eval.answer import pick_rows
+from kvpass.eval.harness_arguments import check_hold, refuse_unsupported, take_policy_options
+from kvpass.eval.harness_key import fingerprint, library_versions, prefix_keys
 from kvpass.eval.harness_measured import Measured
-from kvpass.eval.harness_prompt import Prompt, Scope, Truncation, chunks, pad, split_at_separator, without_separator
+from kvpass.eval.harness_prompt import split_at_separator, without_separator
+from kvpass.eval.prompt import Prompt, Scope, Truncation, by_head, chunks, pad, rounds, tokenize
 from kvpass.policies import Policy, resolve, resolve_budget
+from kvpass.policies.options import check_choice
 
 _log = logging.getLogger("kvpass")
 
-T = TypeVar("T")
 Answer = tuple[float, bool]
 Asked = dict[Prompt, dict[tuple[int, ...], list[int]]]
 """Of every context, the continuations without their last token, and the indices of the requests that share them."""
+
+_ELSEWHERE = {"tokenizer", "device", "max_batch_size"}
+"""Arguments that the key of stored answers has in another form, or that decide no answer."""
 
 
 class KVPassLM(HFLM):
@@ -98,14 +102,14 @@ class KVPassLM(HFLM):
         refuse_unsupported(arguments, batch_size)
         if policy != "cake" or {"tau1", "tau2"} & options.keys():  # else kvpass.compile looks its temperatures up
             resolve_budget(resolve(policy, **options), budget)
+        self._arguments = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
         super().__init__(pretrained, batch_size=batch_size, **arguments)
         self._original: Any = self.model
         self._model = kvpass.compile(self._original, policy=policy, budget=budget, backend=self._compiler, **options)
-        self._policy: Policy = self._model._kvpass.policy
-        self._budget: kvpass.Budget | None = self._model._kvpass.budget
+        self._policy: Policy = self._model.policy
+        self._budget: kvpass.Budget | None = self._model.budget
+        self._rows = int(batch_size)
         self._measured = Measured()
-        self._heads: tuple[tuple[int, ...], ...] = ()
-        self._cache: kvpass.CompressedCache | None = None
 
     # -- likelihood -------------------------------------------------------------------------------------------------
 
@@ -146,7 +150,7 @@ class KVPassLM(HFLM):
                 )
             text = texts[0].rstrip() if texts else ""  # trailing spaces have become part of the continuation
             held = self._held(text) if text else len(context)  # else a window of a rolling likelihood, or only <bos>
-            prompt = self._cut(Prompt(tuple(context), held), self.max_length + 1 - len(continuation))
+            prompt = self._fitted(Prompt(tuple(context), held), self.max_length + 1 - len(continuation))
             asked[prompt][tuple(continuation[:-1])].append(index)
         self._check_budget(asked)
         answers: list[Answer | None] = [None] * len(requests)
@@ -165,11 +169,13 @@ class KVPassLM(HFLM):
                     self.cache_hook.add_partial("loglikelihood", texts, answer)
                 progress.update(1)
 
-        for batch in self._batches([prompt for prompt in asked if prompt.compressed], lambda prompt: prompt):
-            self._score_compressed(batch, asked, score)
-        whole = [(prompt, fed) for prompt in asked if not prompt.compressed for fed in asked[prompt]]
-        whole.sort(key=lambda item: -len(item[0].ids) - len(item[1]))
-        for pairs in chunks(whole, int(self.batch_size)):
+        prompts = list(asked)
+        for cache, indices in self._compressed(prompts, [len(prompt.rest) for prompt in prompts]):
+            self._score_compressed(cache, [prompts[index] for index in indices], asked, score)
+            del cache  # before the next one is filled
+        whole = [(prompt, fed) for prompt in asked if not prompt.head for fed in asked[prompt]]
+        whole.sort(key=lambda item: -len(item[0]) - len(item[1]))
+        for pairs in chunks(whole, self._rows):
             self._score_whole(pairs, asked, score)
         progress.close()
         assert None not in answers
@@ -177,16 +183,16 @@ class KVPassLM(HFLM):
 
     def _score_compressed(
         self,
+        cache: kvpass.CompressedCache,
         batch: Sequence[Prompt],
         asked: Asked,
         score: Callable[[Tensor, Iterable[int]], None],
     ) -> None:
-        """Prefill and compress each context once, feed what is held but its last token, then every continuation."""
-        cache = self._compress([prompt.head for prompt in batch])
-        held = torch.tensor([prompt.tail for prompt in batch], device=self.device)
+        """Feed what is held but its last token, then every continuation."""
+        held = torch.tensor([prompt.rest for prompt in batch], device=self.device)
         if held.shape[1] > 1:
             cache = self.model(held[:, :-1], past_key_values=cache, logits_to_keep=1).past_key_values
-            cache.reusable = True
+        cache.reusable = True
         for turn in itertools.zip_longest(*(asked[prompt].items() for prompt in batch), fillvalue=((), ())):
             rows = [(prompt.ids[-1], *fed) for prompt, (fed, _) in zip(batch, turn, strict=True)]
             ids, _ = pad(rows, "right", self.tokenizer.pad_token_id)
@@ -211,50 +217,63 @@ class KVPassLM(HFLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate after prompts, until a stop sequence or ``max_gen_toks``."""
-        eos = None if self.eot_token_id is None else self.tok_decode(self.eot_token_id, skip_special_tokens=False)
-        jobs: dict[str, list[tuple[int, Prompt]]] = defaultdict(list)
+        prompts: list[Prompt] = []
+        kinds: list[tuple[str, bool, int]] = []
         settings: dict[str, dict[str, Any]] = {}
-        for index, (text, given) in enumerate(request.args for request in requests):
-            kwargs: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
-            kwargs["until"] = handle_stop_sequences(kwargs["until"], eos)
-            room = self.max_length - kwargs["max_gen_toks"]
-            if room < 1 or "max_length" in kwargs:
-                raise ValueError(
-                    f"generation arguments {given!r}: max_gen_toks must be below max_length = {self.max_length}, and "
-                    "max_length is an argument of the model"
-                )
-            key = json.dumps(kwargs, sort_keys=True, default=repr)
-            settings[key] = kwargs
+        for text, given in (request.args for request in requests):
+            kwargs = self._generation_settings(given)
             ids = self.tok_encode(without_separator(text)) or [self.prefix_token_id]
-            jobs[key].append((index, self._cut(Prompt(tuple(ids), self._held(text)), room)))
-        self._check_budget(prompt for group in jobs.values() for _, prompt in group)
+            prompt = self._fitted(Prompt(tuple(ids), self._held(text)), self.max_length - kwargs["max_gen_toks"])
+            name = json.dumps(kwargs, sort_keys=True, default=repr)
+            settings[name] = kwargs
+            prompts.append(prompt)
+            kinds.append((name, bool(prompt.head), len(prompt.rest) if prompt.head else 0))
+        self._check_budget(prompts)
         texts: list[str] = [""] * len(requests)
         progress = self._progress(len(requests), "generate_until", disable_tqdm)
-        for key, group in jobs.items():
-            for batch in self._batches(group, lambda job: job[1]):
-                found = self._generate([prompt for _, prompt in batch], settings[key])
-                for (index, _), text in zip(batch, found, strict=True):
-                    texts[index] = text
-                    self.cache_hook.add_partial("generate_until", requests[index].args, text)
-                    progress.update(1)
+
+        def answer(indices: Sequence[int], cache: kvpass.CompressedCache | None) -> None:
+            found = self._generate([prompts[index] for index in indices], settings[kinds[indices[0]][0]], cache)
+            for index, text in zip(indices, found, strict=True):
+                texts[index] = text
+                self.cache_hook.add_partial("generate_until", requests[index].args, text)
+                progress.update(1)
+
+        for cache, indices in self._compressed(prompts, kinds):
+            answer(indices, cache)
+            del cache  # before the next one is filled
+        alone = [index for index, prompt in enumerate(prompts) if not (prompt.head and prompt.rest)]
+        alone.sort(key=lambda index: -len(prompts[index]))
+        for _, indices in rounds([alone], kinds, self._rows):
+            answer(indices, None)
         progress.close()
         return texts
 
-    def _generate(self, batch: Sequence[Prompt], settings: dict[str, Any]) -> list[str]:
+    def _generation_settings(self, given: dict[str, Any]) -> dict[str, Any]:
+        eos = None if self.eot_token_id is None else self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        kwargs["until"] = handle_stop_sequences(kwargs["until"], eos)
+        if kwargs["max_gen_toks"] >= self.max_length or "max_length" in kwargs:
+            raise ValueError(
+                f"generation arguments {given!r}: max_gen_toks must be below max_length = {self.max_length}, and "
+                "max_length is an argument of the model"
+            )
+        return kwargs
+
+    def _generate(
+        self, batch: Sequence[Prompt], settings: dict[str, Any], cache: kvpass.CompressedCache | None
+    ) -> list[str]:
+        """What follows prompts whose heads the cache has read; without a cache they are read whole."""
         kwargs = dict(settings)
         until, new_tokens = kwargs.pop("until"), kwargs.pop("max_gen_toks")
         if not kwargs["do_sample"]:
             kwargs.pop("temperature", None)
-        ids, mask = pad([prompt.ids for prompt in batch], "left", self.tokenizer.pad_token_id)
-        model = self.model
-        if not batch[0].compressed:
-            model = self._full_model
-            self._measured.prompts_not_compressed += len(batch)
-        elif batch[0].tail:
-            kwargs["past_key_values"] = self._compress([prompt.head for prompt in batch])
-        output = model.generate(
+        columns = 0 if cache is None else cache.columns + len(batch[0].rest)
+        ids, mask = pad([prompt.ids for prompt in batch], "left", self.tokenizer.pad_token_id, columns)
+        output = (self.model if batch[0].head else self._full_model).generate(
             input_ids=ids.to(self.device),
             attention_mask=mask.to(self.device),
+            past_key_values=cache,
             max_new_tokens=new_tokens,
             stopping_criteria=stop_sequences_criteria(self.tokenizer, until, ids.shape[1], ids.shape[0]),
             pad_token_id=self.tokenizer.pad_token_id,
@@ -262,8 +281,10 @@ class KVPassLM(HFLM):
             return_dict_in_generate=True,
             **kwargs,
         )
-        if batch[0].compressed:
-            if not batch[0].tail:
+        if not batch[0].head:
+            self._measured.prompts_not_compressed += len(batch)
+        else:
+            if cache is None:
                 self._measured.add(self.model.report())
             self._measured.cache_bytes_peak = max(self._measured.cache_bytes_peak, output.past_key_values.nbytes)
         return [self._text(tokens[ids.shape[1] :], until) for tokens in output.sequences.tolist()]
@@ -284,56 +305,56 @@ class KVPassLM(HFLM):
     # -- prompts ----------------------------------------------------------------------------------------------------
 
     def _held(self, text: str) -> int:
-        """Tokens at the end of a prompt that are fed after compression.
-
-        The text is tokenised in one piece, so that both scopes see the same ids; a token across the border between
-        context and question is the question's.
-        """
+        """Tokens at the end of a prompt that are fed after compression; the separator takes no part in its ids."""
         if self._scope == "prompt":
             return self._hold
-        context, question = split_at_separator(text)
-        if not self.tokenizer.is_fast:
-            raise ValueError(f"scope='context' needs a fast tokenizer, not {type(self.tokenizer).__name__}")
-        found = self.tokenizer(context + question, add_special_tokens=False, return_offsets_mapping=True)
-        return sum(end > len(context) for _, end in found["offset_mapping"])
+        return tokenize(self.tokenizer, *split_at_separator(text), special=False).held
 
-    def _cut(self, prompt: Prompt, room: int) -> Prompt:
-        cut = prompt.cut(room, self._truncation)
-        if cut is not prompt:
-            self._measured.requests_truncated += 1
-            if self._measured.requests_truncated == 1:
-                _log.warning(
-                    "a prompt of %d tokens was cut to %d (truncation=%s); max_length is %d",
-                    len(prompt.ids), room, self._truncation, self.max_length,
-                )  # fmt: skip
+    def _fitted(self, prompt: Prompt, room: int) -> Prompt:
+        """The prompt, cut to ``room`` tokens.
+
+        Raises:
+            ValueError: what is fed after compression leaves no room for a token before it.
+        """
+        if len(prompt) <= room:
+            return prompt
+        cut = prompt.cut(room, self._truncation).scoped(self._scope, prompt.held)
+        if not cut.head:
+            raise ValueError(
+                f"{prompt.held} tokens are fed after compression, but only {room} tokens of the prompt fit into "
+                "max_length beside what is generated or scored"
+            )
+        self._measured.requests_truncated += 1
+        if self._measured.requests_truncated == 1:
+            facts = (len(prompt), room, self._truncation, self.max_length)
+            _log.warning("a prompt of %d tokens was cut to %d (truncation=%s); max_length is %d", *facts)
         return cut
 
     def _check_budget(self, prompts: Iterable[Prompt]) -> None:
         """Refuse, before anything is computed, a fraction that leaves too little of the shortest prompt."""
         if self._budget is not None and self._budget.kind == "fraction":
-            for length in sorted({len(prompt.head) for prompt in prompts if prompt.compressed}):
+            for length in sorted({len(prompt.head) for prompt in prompts if prompt.head}):
                 self._budget.check(length, self._policy.window, token_bytes=1)
 
-    def _batches(self, items: Iterable[T], prompt_of: Callable[[T], Prompt]) -> Iterator[list[T]]:
-        """Batches, longest first, whose rows feed equally many tokens after compression; equal heads are neighbours."""
-        size = int(self.batch_size)
+    def _compressed(
+        self, prompts: Sequence[Prompt], kinds: Sequence[Any]
+    ) -> Iterator[tuple[kvpass.CompressedCache, list[int]]]:
+        """Compress each head once, longest first, then continue with prompts of one kind, a batch at a time.
 
-        def kind(item: T) -> tuple[bool, int]:
-            prompt = prompt_of(item)
-            return prompt.compressed, len(prompt.tail) if prompt.compressed and size > 1 else 0
+        A prompt without a head, or with nothing behind it, is passed over.
 
-        ordered = sorted(items, key=lambda item: (kind(item), -len(prompt_of(item).head), prompt_of(item).head))
-        for _, group in itertools.groupby(ordered, kind):
-            yield from chunks(list(group), size)
-
-    def _compress(self, heads: Sequence[tuple[int, ...]]) -> kvpass.CompressedCache:
-        """The compressed cache of these prompts; that of the last ones is kept for questions about the same text."""
-        if self._cache is None or tuple(heads) != self._heads:
-            self._cache = None
+        Yields:
+            indices of prompts, and a cache whose rows have read their heads.
+        """
+        sharing = {head: [i for i in indices if prompts[i].rest] for head, indices in by_head(prompts).items() if head}
+        for heads in chunks(sorted(filter(sharing.get, sharing), key=len, reverse=True), self._rows):
             ids, mask = pad(heads, "left", self.tokenizer.pad_token_id)
-            self._cache, self._heads = self.model.compress(ids.to(self.device), mask), tuple(heads)
+            cache = self.model.compress(ids.to(self.device), mask)
             self._measured.add(self.model.report())
-        return self._cache
+            turns = list(rounds([sharing[head] for head in heads], kinds, self._rows))
+            for turn, (rows, indices) in enumerate(turns, 1):
+                yield pick_rows(cache, rows, last=turn == len(turns)), indices
+            del cache
 
     @functools.cached_property
     def _full_model(self) -> Any:
@@ -345,9 +366,8 @@ class KVPassLM(HFLM):
     # -- what the harness records -----------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
-        """What an answer depends on beside model and request."""
+        """Settings of compression that an answer depends on."""
         return {
-            "version": kvpass.__version__,
             "policy": self._policy.name,
             "policy_options": dataclasses.asdict(self._policy),
             "budget": None if self._budget is None else str(self._budget),
@@ -359,41 +379,21 @@ class KVPassLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """The harness's own facts and, under ``"kvpass"``, settings, versions and what was measured in this run."""
-        return {
-            **super().get_model_info(),
-            "kvpass": {
-                **self._settings(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "lm_eval": version("lm_eval"),
-                **self._measured.to_dict(),
-            },
-        }
+        own = {**self._settings(), **library_versions(), **self._measured.to_dict()}
+        return {**super().get_model_info(), "kvpass": own}
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of model and settings, the part of a request's cache key that the harness leaves out."""
-        model = {
-            "pretrained": self.pretrained if isinstance(self.pretrained, str) else self.model.config.name_or_path,
-            "revision": self.revision,
-            "peft": self.peft,
-            "delta": self.delta,
-            "dtype": str(self.model.dtype),
-            "max_length": self.max_length,
-            "add_bos_token": self.add_bos_token,
-            "chat_template_args": self.chat_template_args,
-            "think_end_token": self.think_end_token,
-        }
-        text = json.dumps([model, self._settings()], sort_keys=True, default=repr)
-        return hashlib.sha256(text.encode()).hexdigest()
+        """Hash of all an answer depends on beside the request: what the harness leaves out of its cache's keys."""
+        settings = {**self._settings(), **self._arguments, "max_length": self.max_length}
+        return fingerprint(self.model, self.tokenizer, settings)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Take the harness's request cache, after making its keys differ between models and settings."""
+        """Take the harness's request cache, after making its keys differ between models and settings.
+
+        Raises:
+            ValueError: a version of lm_eval with another kind of cache.
+        """
         if cache_hook.dbdict is not None:
-            if not hasattr(cache_hook.dbdict, "encode_key"):
-                raise ValueError(
-                    "use_cache: this version of lm_eval keeps its answers in a way kvpass does not know, and would "
-                    "share them between policies; run without use_cache"
-                )
-            cache_hook.dbdict.encode_key = lambda key: f"{self.fingerprint}:{key}"
+            prefix_keys(cache_hook.dbdict, self.fingerprint)
         super().set_cache_hook(cache_hook)

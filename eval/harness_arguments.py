@@ -7,14 +7,9 @@ import difflib
 from collections.abc import Collection
 from typing import Any
 
-from kvpass.eval.harness_prompt import Scope
+from kvpass.eval.prompt import Scope
 from kvpass.policies import POLICIES, Policy, resolve
-
-
-def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Raises ValueError unless the value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
+from kvpass.policies.options import check_int
 
 
 def check_hold(hold: int | None, scope: Scope) -> int:
@@ -27,8 +22,7 @@ def check_hold(hold: int | None, scope: Scope) -> int:
         return 1
     if scope == "context":
         raise ValueError(f"hold={hold!r}: scope='context' feeds the question after compression; give no hold")
-    if isinstance(hold, bool) or not isinstance(hold, int) or hold < 0:
-        raise ValueError(f"hold={hold!r}: must be an int >= 0")
+    check_int("hold", hold, 0)
     return hold
 
 

@@ -34,6 +34,9 @@ class Measured:
         self.cache_bytes_peak = max(self.cache_bytes_peak, report.prompt.nbytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, with ``kept_fraction``: kept over all bytes of entries; None when nothing was compressed."""
-        fraction = self.entry_bytes_kept / self.entry_bytes_full if self.entry_bytes_full else None
-        return {**asdict(self), "kept_fraction": fraction}
+        """Plain numbers, with ``kept_fraction``: kept over all bytes of entries; None when nothing was compressed.
+
+        It is 1 where all layers have sliding windows: nothing is under the budget, so that nothing is evicted.
+        """
+        fraction = self.entry_bytes_kept / self.entry_bytes_full if self.entry_bytes_full else 1.0
+        return {**asdict(self), "kept_fraction": fraction if self.prompts_compressed else None}

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from kvpass import reference
 from kvpass.config import Geometry, LayerGroup
-from kvpass.eval.bench_measure import Clock, copy_bandwidth, machine, run_in_memory, scoring_time, versions
+from kvpass.eval.bench_measure import Clock, copy_bandwidth, run_in_memory, scoring_time
+from kvpass.eval.environment import machine, versions
 from kvpass.policies import resolve
 from kvpass.store import Store
 
@@ -33,6 +34,8 @@ BUDGET = 1024
 WINDOW = 32
 BATCHES = (1, 8, 32)
 PROMPTS = (8192, 32768, 131072)
+PREFILL_LAYERS = 4
+"""Whose prompt fits beside everything else; figures are per layer."""
 POLICIES: dict[str, dict[str, float]] = {"lava": {}, "cake": {"tau1": 1.6, "tau2": 0.4}}
 REPLAYS = 30
 WORST_ERROR = 1e-2
@@ -280,30 +283,38 @@ def prompt_figures(shape: Shape, prompts: Sequence[int] = PROMPTS) -> list[dict[
 # -- command ----------------------------------------------------------------------------------------------------------
 
 
-def tables(result: dict[str, Any]) -> list[Table]:
-    decode = Table("batch", "uniform us/layer", "of copy", "ragged us/layer", "of copy", "ragged/uniform", "varlen us")
+def tables(result: dict[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
+    """Header and rows of the decode table and of the prefill table."""
+    decode = []
     for record in result.get("decode", []):
         uniform, ragged, varlen = record["uniform"], record["ragged"], record["varlen"]
-        decode.add_row(
-            str(record["batch"]),
-            f"{uniform['us_per_layer']:.1f}",
-            f"{100 * uniform['share_of_copy']:.0f} %",
-            f"{ragged['us_per_layer']:.1f}",
-            f"{100 * ragged['share_of_copy']:.0f} %",
-            f"{record['ragged_over_uniform']:.3f}",
-            varlen.get("skipped") or f"{varlen['us_per_layer']:.1f}",
+        decode.append(
+            [
+                str(record["batch"]),
+                f"{uniform['us_per_layer']:.1f}",
+                f"{100 * uniform['share_of_copy']:.0f} %",
+                f"{ragged['us_per_layer']:.1f}",
+                f"{100 * ragged['share_of_copy']:.0f} %",
+                f"{record['ragged_over_uniform']:.3f}",
+                varlen.get("skipped") or f"{varlen['us_per_layer']:.1f}",
+            ]
         )
-    prefill = Table("prompt", "policy", "attention ms/layer", "added ms/layer", "added/attention")
+    prefill = []
     for record in result.get("prefill", []):
         known = record["added_ms"] is not None
-        prefill.add_row(
-            str(record["prompt"]),
-            record["policy"],
-            f"{record['attention_ms']:.3f}",
-            f"{record['added_ms']:.3f}" if known else "-",
-            f"{100 * record['added_over_attention']:.2f} %" if known else "-",
+        prefill.append(
+            [
+                str(record["prompt"]),
+                record["policy"],
+                f"{record['attention_ms']:.3f}",
+                f"{record['added_ms']:.3f}" if known else "-",
+                f"{100 * record['added_over_attention']:.2f} %" if known else "-",
+            ]
         )
-    return [decode, prefill]
+    return [
+        (["batch", "uniform us/layer", "of copy", "ragged us/layer", "of copy", "ragged/uniform", "varlen us"], decode),
+        (["prompt", "policy", "attention ms/layer", "added ms/layer", "added/attention"], prefill),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -321,12 +332,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {
         "machine": {**machine(shape.device), "copy_bandwidth": bandwidth},
         "versions": versions(),
-        "shape": {**described, "budget": BUDGET, "window": WINDOW},
+        "shape": {**described, "prefill_layers": PREFILL_LAYERS, "budget": BUDGET, "window": WINDOW},
         "complete": False,
     }
     parts: dict[str, Callable[[], Any]] = {
         "decode": lambda: decode_figures(shape, bandwidth),
-        "prefill": lambda: prompt_figures(Shape(layers=4)),
+        "prefill": lambda: prompt_figures(Shape(layers=PREFILL_LAYERS)),
     }
 
     def measure(name: str) -> None:
@@ -340,7 +351,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         path.write_text(json.dumps(result, indent=1) + "\n")
     path.write_text(json.dumps({**result, "complete": True}, indent=1) + "\n")
-    for table in tables(result):
+    for header, rows in tables(result):
+        table = Table(*header)
+        for cells in rows:
+            table.add_row(*cells)
         Console().print(table)
     return 0
 

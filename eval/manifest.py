@@ -5,59 +5,34 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-import kvpass
+from kvpass.eval.environment import machine, versions
 from kvpass.eval.records import Row
-
-_LIBRARIES = ("torch", "transformers", "tokenizers", "datasets", "rouge", "rapidfuzz", "jieba", "rouge_score")
-_SAMPLES = 64
-"""Values of each parameter that enter the fingerprint."""
+from kvpass.identity import Identity
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A digest of configuration and weights: of every tensor name, shape, dtype and 64 values spread over it."""
-    digest = hashlib.blake2s(digest_size=8)
-    config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
-    for volatile in ("transformers_version", "dtype", "name_or_path"):
-        config.pop(volatile, None)
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in model.state_dict().items():
-        flat = tensor.detach().reshape(-1)
-        index = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
-        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(flat[index.to(flat.device)].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """Versions of kvpass, Python and the libraries that decide numbers, as far as installed."""
-    found = {"kvpass": kvpass.__version__, "python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def machine() -> dict[str, Any]:
-    """Where it runs."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"processor": platform.machine(), "gpu": gpu, "threads": torch.get_num_threads()}
+    """A digest of what :class:`~kvpass.identity.Identity` says of a model: class, dtype, configuration, weights."""
+    text = json.dumps(Identity(model).describe(), sort_keys=True)
+    return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
 
 
 def write_manifest(
-    path: Path, *, settings: Mapping[str, Any], model: Mapping[str, Any], rows: Sequence[Row], seconds: float | None
+    path: Path,
+    *,
+    settings: Mapping[str, Any],
+    model: Mapping[str, Any],
+    device: torch.device,
+    rows: Sequence[Row],
+    seconds: float | None,
 ) -> None:
     """Write the manifest in one step; ``seconds`` is None while the run goes on, and ``rows`` is empty then."""
     manifest = {
@@ -65,7 +40,7 @@ def write_manifest(
         "finished": seconds is not None,
         "seconds": seconds,
         "versions": versions(),
-        "machine": machine(),
+        "machine": machine(device),
         "model": dict(model),
         "settings": dict(settings),
         "results": [asdict(row) for row in rows],

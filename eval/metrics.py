@@ -172,12 +172,6 @@ def string_match_all(prediction: str, answers: Sequence[str]) -> float:
     return sum(answer.lower() in text for answer in answers) / len(answers)
 
 
-def string_match_part(prediction: str, answers: Sequence[str]) -> float:
-    """1 if any of the answers occurs in the prediction, case aside (RULER's question answering)."""
-    text = _printable(prediction)
-    return float(any(answer.lower() in text for answer in answers))
-
-
 def _printable(prediction: str) -> str:
     return re.sub(r"[\x00-\x1f]", "\n", prediction).strip().lower()
 
@@ -251,9 +245,15 @@ def choice_score(prediction: str, answers: Sequence[str]) -> float:
 
 
 def debug_score(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the prediction settles on the function or on its letter (code_debug); ``answers`` = (function, letter)."""
+    """1 if the prediction settles on the function or on its letter (code_debug); ``answers`` = (function, letter).
+
+    Departure: the official scorer wants ``B.`` or ``B:`` in the first two columns, or an "answer is:" before it. The
+    prompt of kvpass ends with those words and asks for one letter, so a prediction that begins with the letter or the
+    function as a whole word is right, quotes, markdown and brackets aside.
+    """
     function, letter = answers
-    if prediction[:2] in (f"{letter}.", f"{letter}:"):
+    start = prediction.lstrip(" \n\"'`*(")
+    if re.match(rf"(?:{re.escape(letter)}|{re.escape(function)})(?!\w)", start):
         return 1.0
     text = re.sub("(?:[\n`'\"* -]|[Oo]ption)+", " ", prediction.strip())
     for mark in ("answer is:", "is:", "answer:"):
@@ -280,7 +280,8 @@ def rouge_lsum_score(prediction: str, answer: str) -> float:
 def wilson_interval(mean: float, count: int, z: float = 1.96) -> tuple[float, float]:
     """Wilson's score interval for a mean of ``count`` scores in [0, 1]; 95 % by default.
 
-    Exact in its assumption for scores of 0 and 1; for scores between, whose variance is smaller, wider than needed.
+    Exact in its assumption for scores of 0 and 1; for scores between, whose variance is smaller, wider than needed. The
+    mean is always inside, rounding errors at 0 and 1 notwithstanding.
 
     Raises:
         ValueError: mean outside [0, 1], or count < 1.
@@ -291,4 +292,4 @@ def wilson_interval(mean: float, count: int, z: float = 1.96) -> tuple[float, fl
         raise ValueError(f"count={count}: must be >= 1")
     spread = z * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
     middle, scale = mean + z * z / (2 * count), 1 + z * z / count
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    return max(0.0, min(mean, (middle - spread) / scale)), min(1.0, max(mean, (middle + spread) / scale))

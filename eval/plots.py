@@ -13,6 +13,8 @@ _MARKERS = "osD^v<>Pp*hX8Hd"
 def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     """Score against the measured kept share of the cache: a panel a scope, a line a policy, bars its 95 % interval.
 
+    Points of one budget are drawn a little beside each other, so that their bars do not hide each other.
+
     Args:
         rows: of one task; those whose budget is ``all`` become a dashed line.
     """
@@ -30,7 +32,7 @@ def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
                 (row for row in rows if (row.scope, row.policy) == (scope, policy) and row.budget != "all"),
                 key=lambda row: row.kept_fraction,
             )
-            shift = 1.012 ** (index - len(policies) / 2)  # so that bars of one budget do not hide each other
+            shift = 1.012 ** (index - (len(policies) - 1) / 2)
             panel.errorbar(
                 [100 * row.kept_fraction * shift for row in line],
                 [100 * row.score for row in line],
@@ -53,7 +55,7 @@ def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
         ticks = sorted({round(100 * row.kept_fraction) for row in rows if row.budget != "all"})
         panel.set_xticks(ticks, [str(tick) for tick in ticks])
         panel.minorticks_off()
-        panel.set_xlabel("entries kept, % of the compressed part")
+        panel.set_xlabel("entries kept, % of the compressed part (points of one budget side by side)")
         panel.set_title(f"scope = {scope}")
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("exact answers, %")

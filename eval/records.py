@@ -15,6 +15,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from kvpass.eval.markdown import markdown_table
 from kvpass.eval.metrics import wilson_interval
 
 Record = dict[str, Any]
@@ -27,11 +28,15 @@ KEY_FIELDS = (
     "scope",
     "hold",
     "model",
+    "code",
+    "backend",
+    "device",
     "seed",
     "max_new_tokens",
     "prompt",
 )
-"""What decides an answer: equal fields, equal answer. ``policy`` has all its options, ``prompt`` is a digest."""
+"""What decides an answer: equal fields, equal answer. ``policy`` has all its options; model, code and prompt are
+digests."""
 
 
 def record_key(fields: Mapping[str, Any]) -> str:
@@ -185,10 +190,9 @@ def rich_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
+def results_markdown(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    divider = ["---"] * 4 + ["---:"] * (len(_COLUMNS) - 4)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in [_COLUMNS, divider, *map(_cells, rows)])
+    return markdown_table(_COLUMNS, map(_cells, rows), left=4)
 
 
 def csv_table(rows: Sequence[Row]) -> str:

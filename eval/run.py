@@ -9,92 +9,29 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import torch
-import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
-from kvpass import builtin
 from kvpass.backend import Compiler
 from kvpass.config import Budget
 from kvpass.eval.answer import Answer, Answerer, Request
+from kvpass.eval.environment import answering_digest
 from kvpass.eval.manifest import fingerprint, write_manifest
 from kvpass.eval.plots import plot_grid
-from kvpass.eval.records import Record, RecordFile, Row, csv_table, markdown_table, record_key, summarize
-from kvpass.eval.tasks import Encoded, Sample, Task, encode, find_tasks
-from kvpass.policies import Policy, resolve, resolve_budget
+from kvpass.eval.policy_spec import PolicySpec
+from kvpass.eval.prompt import Prompt, Scope
+from kvpass.eval.records import Record, RecordFile, Row, csv_table, record_key, results_markdown, summarize
+from kvpass.eval.tasks import Sample, Task, encode, find_tasks
+from kvpass.loading import load_model
+from kvpass.policies import Policy, resolve_budget
 
-SCOPES = ("prompt", "context")
-BUILTIN: dict[str, builtin.Name] = {"builtin": "digits", "builtin:needle": "needle"}
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+SCOPES = get_args(Scope)
 
 BudgetValue = int | float | str
-
-
-@dataclass(frozen=True)
-class PolicySpec:
-    """A policy as typed, such as ``cake:tau1=1.6,tau2=0.4``.
-
-    Attributes:
-        name: of the policy. options: its options, ``(name, value)``.
-
-    Raises:
-        ValueError: the policy does not know the name or an option.
-    """
-
-    name: str
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def __post_init__(self) -> None:
-        self.resolve()
-
-    def resolve(self) -> Policy:
-        return resolve(self.name, **dict(self.options))
-
-    def __str__(self) -> str:
-        options = ",".join(f"{name}={value}" for name, value in self.options)
-        return f"{self.name}:{options}" if options else self.name
-
-
-def parse_policies(text: str) -> tuple[PolicySpec, ...]:
-    """Read ``snapkv,cake:tau1=1.6,tau2=0.4,full``: a part with ``=`` and no colon is an option of the policy before it.
-
-    Raises:
-        ValueError: no policy, an unknown one, an unknown option, or an option before any policy.
-    """
-    found: list[tuple[str, list[tuple[str, Any]]]] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, colon, option = part.partition(":")
-        if "=" in name:
-            option, colon = part, ":"
-            if not found:
-                raise ValueError(f"policies={text!r}: the option {part!r} has no policy before it")
-        else:
-            found.append((name, []))
-        if colon:
-            key, equals, value = option.partition("=")
-            if not equals:
-                raise ValueError(f"policies={text!r}: {option!r} must be an option such as window=8")
-            found[-1][1].append((key.strip(), _value(value.strip())))
-    if not found:
-        raise ValueError(f"policies={text!r}: name at least one policy")
-    return tuple(PolicySpec(name, tuple(options)) for name, options in found)
-
-
-def _value(text: str) -> Any:
-    """A number, a truth value or None as Python writes them, else the text."""
-    if text in ("True", "False", "None"):
-        return {"True": True, "False": False, "None": None}[text]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +39,7 @@ class EvalSettings:
     """One run.
 
     Attributes:
-        model: ``builtin``, ``builtin:needle``, or a folder or hub name of a causal language model.
+        model: ``builtin``, or a folder or hub name of a causal language model.
         tasks: names as in :func:`~kvpass.eval.tasks.find_tasks`. policies, budgets, scopes: all combinations are run; a
             policy that needs no budget runs once.
         output: folder for ``samples.jsonl`` (to which later runs add), ``manifest.json`` and the tables.
@@ -138,8 +75,6 @@ class EvalSettings:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= {low}")
         if not self.scopes or not set(self.scopes) <= set(SCOPES):
             raise ValueError(f"scope={','.join(self.scopes)!r}: must be one of {', '.join(SCOPES)}, or both")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise ValueError(f"data_dir={str(self.data_dir)!r}: there is no such folder")
         if self.output.exists() and not self.output.is_dir():
@@ -186,11 +121,12 @@ class Evaluation:
         tasks = find_tasks(settings.tasks, settings.data_dir)
         self.model, self.tokenizer = load_model(settings.model, dtype=settings.dtype, device=settings.device)
         self.fingerprint = fingerprint(self.model)
-        self.samples: dict[str, list[tuple[Sample, Encoded]]] = {task.name: self._encoded(task) for task in tasks}
+        self.code = answering_digest("answer.py", "prompt.py")
+        self.samples: dict[str, list[tuple[Sample, Prompt]]] = {task.name: self._encoded(task) for task in tasks}
         self.file = RecordFile(settings.output / "samples.jsonl")
         self.conditions = [
             self._condition(task, spec, budget, scope)
-            for spec in dict.fromkeys(settings.policies)
+            for spec in {spec.resolve().spec: spec for spec in settings.policies}.values()
             for scope in dict.fromkeys(settings.scopes)
             for budget in dict.fromkeys(settings.budgets_of(spec))
             for task in tasks
@@ -215,7 +151,7 @@ class Evaluation:
                 self._run_policy(spec, own, progress, bar)
         output, records = self.settings.output, self._records()
         rows = summarize(records)
-        (output / "results.md").write_text(markdown_table(rows), encoding="utf-8")
+        (output / "results.md").write_text(results_markdown(rows), encoding="utf-8")
         (output / "results.csv").write_text(csv_table(rows), encoding="utf-8")
         if grid := [record for record in records if record["task"] == "needle_grid"]:
             plot_grid(grid, output / "needle_grid.png", title=f"{self.settings.model}: one fact by length and depth")
@@ -223,8 +159,14 @@ class Evaluation:
         return rows
 
     def _records(self) -> list[Record]:
-        """All records of this run's conditions, wherever they were answered."""
-        return [self.file.records[key] for condition in self.conditions for key in condition.keys]
+        """All records of this run's conditions, wherever they were answered, scored by the metrics of today."""
+        return [
+            {**record, "label": str(condition.spec), "score": condition.task.metric(record["prediction"], sample)}
+            for condition in self.conditions
+            for record, (sample, _) in zip(
+                map(self.file.records.__getitem__, condition.keys), self.samples[condition.task.name], strict=True
+            )
+        ]
 
     def _run_policy(self, spec: PolicySpec, conditions: Sequence[_Condition], progress: Progress, bar: Any) -> None:
         """All conditions of one policy with one compiled model: the budget is no part of its graphs."""
@@ -239,7 +181,7 @@ class Evaluation:
             hold=self.settings.hold,
         )
         for condition in conditions:
-            set_budget(model, condition.budget)
+            model.set_budget(condition.budget)
             progress.update(bar, description=f"{spec} {condition.budget or ''} {condition.scope} {condition.task.name}")
             samples = [self.samples[condition.task.name][record["index"]] for record in condition.waiting]
             requests = [Request(prompt=prompt, max_new_tokens=sample.max_new_tokens) for sample, prompt in samples]
@@ -249,9 +191,11 @@ class Evaluation:
                     self.file.add(_record(condition.waiting[index], samples[index][0], answer, score))
                 progress.advance(bar, len(answers))
 
-    def _encoded(self, task: Task) -> list[tuple[Sample, Encoded]]:
+    def _encoded(self, task: Task) -> list[tuple[Sample, Prompt]]:
         s = self.settings
         samples = task.samples(self.tokenizer, s.length, s.samples, s.seed)
+        if not samples:
+            raise ValueError(f"task {task.name!r}: its data has no rows")
         task.metric("", samples[0])  # a library that the metric lacks is missed now, not after the first answer
         chat = s.chat and task.chat
         return [(sample, encode(self.tokenizer, sample, chat=chat, limit=s.length)) for sample in samples]
@@ -269,6 +213,9 @@ class Evaluation:
                 "scope": scope,
                 "hold": self.settings.hold if scope == "prompt" else 0,
                 "model": self.fingerprint,
+                "code": self.code,
+                "backend": self.settings.backend,
+                "device": self.model.device.type,
                 "seed": self.settings.seed,
                 "max_new_tokens": sample.max_new_tokens,
                 "prompt": _digest(prompt),
@@ -279,10 +226,10 @@ class Evaluation:
                 condition.waiting.append({"key": key, "label": str(spec), "index": index, **fields})
         return condition
 
-    def _check_budget(self, policy: Policy, budget: BudgetValue | None, scope: str, prompt: Encoded) -> None:
+    def _check_budget(self, policy: Policy, budget: BudgetValue | None, scope: str, prompt: Prompt) -> None:
         """Refuse before anything runs what the model would refuse later; bytes are known only to the model."""
-        tokens = len(prompt.context) if scope == "context" else len(prompt) - self.settings.hold
-        if tokens < 1:
+        tokens = len(prompt.scoped(scope, self.settings.hold).head)
+        if not tokens:
             raise ValueError(f"hold={self.settings.hold}: leaves nothing of a prompt of {len(prompt)} tokens")
         if budget is not None and (parsed := Budget.parse(budget)).kind != "bytes":
             try:
@@ -299,32 +246,8 @@ class Evaluation:
             "parameters": self.model.num_parameters(),
         }
         path = self.settings.output / "manifest.json"
-        write_manifest(path, settings=self.settings.plain(), model=model, rows=rows, seconds=seconds)
-
-
-def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A built-in model, or one that ``from_pretrained`` finds, in evaluation mode.
-
-    Args:
-        dtype: of :data:`DTYPES`; ``auto`` is fp32 for the built-in models, else the checkpoint's own.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    if name in BUILTIN:
-        transformers.utils.logging.disable_progress_bar()
-        chosen = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-        model, tokenizer = builtin.load(BUILTIN[name], dtype=chosen)
-    else:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
-            )
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except OSError as error:
-            raise ValueError(f"model={name!r}: {str(error).strip().splitlines()[0]}") from error
-    model.eval().to(torch.device(device))
-    return model, tokenizer
+        settings, device = self.settings.plain(), self.model.device
+        write_manifest(path, settings=settings, model=model, device=device, rows=rows, seconds=seconds)
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -332,11 +255,6 @@ def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     configured = getattr(model.generation_config, "eos_token_id", None)
     many = configured if isinstance(configured, list) else [configured]
     return frozenset(int(token) for token in [*many, tokenizer.eos_token_id] if token is not None)
-
-
-def set_budget(model: Any, budget: BudgetValue | None) -> None:
-    """Give a compiled model another budget; its graphs stay, since no graph knows the budget."""
-    model._kvpass.budget = resolve_budget(model._kvpass.policy, budget)
 
 
 def _record(waiting: Record, sample: Sample, answer: Answer, score: float) -> Record:
@@ -358,6 +276,6 @@ def _record(waiting: Record, sample: Sample, answer: Answer, score: float) -> Re
     }
 
 
-def _digest(prompt: Encoded) -> str:
-    text = json.dumps([len(prompt.context), *prompt.ids])
+def _digest(prompt: Prompt) -> str:
+    text = json.dumps([len(prompt.head), *prompt.ids])
     return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()

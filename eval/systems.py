@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvpass
 from kvpass.backend import Compiler
-from kvpass.policies import POLICIES
+from kvpass.policies import Policy
 
 
 def storage_bytes(cache: Any) -> int:
@@ -226,11 +226,12 @@ class Kvpass(System):
     """kvpass with one policy; ``budget`` is not used by a policy that needs none."""
 
     def __init__(
-        self, model: PreTrainedModel, *, policy: str, budget: int | float | str, window: int, backend: Compiler
+        self, model: PreTrainedModel, name: str, *, policy: Policy, budget: int | float | str, backend: Compiler
     ) -> None:
-        self.name = policy
-        limit: dict[str, Any] = {"budget": budget} if POLICIES[policy].needs_budget else {}
-        self.model = kvpass.compile(model, policy=policy, window=window, backend=backend, **limit)
+        self.name = name
+        self.model = kvpass.compile(
+            model, policy=policy, budget=budget if policy.needs_budget else None, backend=backend
+        )
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
         out = self.model(ids, logits_to_keep=1)

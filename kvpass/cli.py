@@ -87,7 +87,9 @@ def bench(
         str, typer.Option(help="Entries per KV head per layer (256), share of the prompt (0.1) or bytes ('4MiB').")
     ] = "256",
     window: Annotated[int, typer.Option(help="Last prompt tokens, always kept.")] = 32,
-    policies: Annotated[str, typer.Option(help="kvpass policies, separated by commas.")] = "lava,snapkv",
+    policies: Annotated[
+        str, typer.Option(help="kvpass policies with their options, such as 'lava,cake:tau1=1.6,tau2=0.4'.")
+    ] = "lava,snapkv",
     systems: Annotated[
         str | None,
         typer.Option(help="Beside them: hf-eager, hf-static, full, kvpress; all of these that are installed if not."),
@@ -111,6 +113,7 @@ def bench(
     from kvpass.backend import check_compiler
     from kvpass.eval.bench import Bench, BenchSettings
     from kvpass.eval.bench_report import plot, tables
+    from kvpass.eval.policy_spec import parse_policies
 
     with _bad_values():
         for option, folder in (("json", json_path and json_path.absolute().parent), ("plots", plots)):
@@ -125,7 +128,7 @@ def bench(
                 batches=_numbers("batches", batches),
                 budget=_budget(budget),
                 window=window,
-                policies=_names(policies),
+                policies=parse_policies(policies),
                 systems=None if systems is None else _names(systems),
                 new_tokens=new_tokens,
                 repeats=repeats,
@@ -150,7 +153,7 @@ def bench(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="'builtin', 'builtin:needle', or a folder or hub name.")],
+    model: Annotated[str, typer.Argument(help="'builtin', or a folder or hub name.")],
     tasks: Annotated[
         str, typer.Option(help="Tasks, or groups of them (ruler, longbench, infinitebench), separated by commas.")
     ] = "multi_needle",
@@ -181,8 +184,9 @@ def evaluate(
 ) -> None:
     """Score tasks under policies and budgets, sample by sample; an interrupted run goes on where it stopped."""
     from kvpass.backend import check_compiler
+    from kvpass.eval.policy_spec import parse_policies
     from kvpass.eval.records import rich_table
-    from kvpass.eval.run import EvalSettings, Evaluation, parse_policies
+    from kvpass.eval.run import EvalSettings, Evaluation
 
     with _bad_values():
         checked = Evaluation(
@@ -224,12 +228,12 @@ def curve(
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 25,
     backend: Annotated[str, typer.Option(help="'eager', or 'inductor', which compiles each policy first.")] = "eager",
     dtype: Annotated[str, typer.Option(help="'auto' (fp32), 'float32', 'bfloat16' or 'float16'.")] = "auto",
-    model: Annotated[str, typer.Option(help="'builtin', 'builtin:needle', or a folder or hub name.")] = "builtin",
+    model: Annotated[str, typer.Option(help="'builtin', or a folder or hub name.")] = "builtin",
 ) -> None:
     """Draw accuracy against budget for all policies on the built-in model, question-aware and question-agnostic."""
     from kvpass.backend import check_compiler
     from kvpass.eval.curve import BUDGETS, Curve, CurveSettings, default_policies
-    from kvpass.eval.run import parse_policies
+    from kvpass.eval.policy_spec import parse_policies
 
     with _bad_values():
         checked = Curve(
@@ -251,10 +255,27 @@ def curve(
 
 
 @app.command()
+def results(
+    output: Annotated[Path, typer.Option(help="Folder of results.md and its pictures.")] = Path("docs"),
+    work: Annotated[Path, typer.Option(help="Folder of answers and figures; a rerun goes on there.")] = (
+        Path("kvpass-results")
+    ),
+    samples: Annotated[int, typer.Option(help="Questions a point of the curve.")] = 200,
+) -> None:
+    """Write the page of experiments on the built-in model: curve, needle grid, output loss, costs."""
+    from kvpass.eval.results import Results, ResultsSettings
+
+    with _bad_values():
+        checked = Results(ResultsSettings(output=output, work=work, samples=samples))
+    console = Console()
+    console.print(f"written: {checked.run(console)}", highlight=False)
+
+
+@app.command()
 def compress(
     document: Annotated[Path, typer.Argument(help="Text file to compress; '-' reads standard input.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File the compressed cache goes to.")],
-    model: Annotated[str, typer.Option(help="'builtin', 'builtin:needle', or a folder or hub name.")] = ("builtin"),
+    model: Annotated[str, typer.Option(help="'builtin', or a folder or hub name.")] = "builtin",
     policy: Annotated[
         str, typer.Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")
     ] = ("lava"),
@@ -269,7 +290,7 @@ def compress(
     """Compress a document into a file that 'kvpass ask' answers questions from."""
     from kvpass.backend import check_compiler
     from kvpass.documents import Document
-    from kvpass.eval.run import parse_policies
+    from kvpass.eval.policy_spec import parse_policies
 
     with _bad_values():
         chosen = parse_policies(policy)

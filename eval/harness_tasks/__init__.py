@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from kvpass.eval.tasks import Sample, Task, find_tasks
+from kvpass.policies.options import check_int
 
 DATA_DIR = "KVPASS_DATA_DIR"
 """Environment variable: the folder with ``longbench/`` and ``needle/``."""
@@ -34,16 +35,23 @@ def documents(
 ) -> dict[str, Dataset]:
     """The test split of a task. All arguments but the first come from ``--metadata``.
 
+    The harness's ``--cache_requests`` knows neither ``prompt_*`` nor the files: give it ``refresh`` when they change.
+
     Args:
         kvpass_task: name in ``kvpass.eval.tasks``.
         data_dir: folder with ``longbench/`` and ``needle/``; by default that of the environment variable
             ``KVPASS_DATA_DIR``.
         prompt_tokens, prompt_seed: of prompts that are generated, for the tokenizer ``tokenizer`` or ``pretrained``.
         prompt_count: rows; by default all there are, or 100 generated ones.
+    Raises:
+        ValueError: an unknown task, a number out of range, no tokenizer for a task that needs one, or data missing.
     """
     folder = data_dir or os.environ.get(DATA_DIR)
     (task,) = find_tasks([kvpass_task], None if folder is None else Path(folder))
     generated = not kvpass_task.startswith("longbench_")
+    if prompt_count is None:
+        prompt_count = _GENERATED if generated else _ALL
+    check_int("prompt_count", prompt_count, 1)
     tokenizer = None
     if generated:
         name = metadata.get("tokenizer") or metadata.get("pretrained")
@@ -52,8 +60,7 @@ def documents(
                 f"tokenizer={name!r}: task {kvpass_task!r} fits its prompts to one; give --metadata a path"
             )
         tokenizer = AutoTokenizer.from_pretrained(name)
-    count = prompt_count or (_GENERATED if generated else _ALL)
-    samples = task.samples(tokenizer, prompt_tokens, count, prompt_seed)  # type: ignore[arg-type]
+    samples = task.samples(tokenizer, prompt_tokens, prompt_count, prompt_seed)  # type: ignore[arg-type]
     return {"test": Dataset.from_list([_document(kvpass_task, sample) for sample in samples])}
 
 

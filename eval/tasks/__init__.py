@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpass.eval.tasks import infinitebench, longbench, ruler
-from kvpass.eval.tasks.base import Encoded, Sample, Task, encode
+from kvpass.eval.tasks.base import Sample, Task, encode
 from kvpass.eval.tasks.needle import Needle, NeedleGrid
 
-__all__ = ["GROUPS", "Encoded", "Sample", "Task", "encode", "find_tasks", "registry"]
+__all__ = ["GROUPS", "Sample", "Task", "encode", "find_tasks", "registry"]
 
 GROUPS = ("ruler", "longbench", "infinitebench")
 """Names that stand for all tasks of a benchmark."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from kvpass.eval.metrics import library
+from kvpass.eval.prompt import Prompt, tokenize
 
 _CUT = "\x1fkvpass\x1f"
 """Marks the end of the context while a chat template is applied."""
@@ -71,56 +72,30 @@ class Task(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids of a prompt, cut where the question begins; both parts have at least one."""
-
-    context: tuple[int, ...]
-    question: tuple[int, ...]
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return self.context + self.question
-
-    def __len__(self) -> int:
-        return len(self.context) + len(self.question)
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, chat: bool, limit: int | None = None) -> Encoded:
-    """Token ids of a sample.
+def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, chat: bool, limit: int | None = None) -> Prompt:
+    """Token ids of a sample, whose head is the context and whose rest is the question; both have at least one.
 
     Args:
         tokenizer: a fast one: its offsets say where the question begins. A token across the border is the question's.
         chat: put the prompt into the tokenizer's chat template; without effect when it has none.
-        limit: longest prompt in tokens. Of a longer one the middle is left out, as in LongBench, so that its first
-            ``limit // 2`` and its last tokens remain.
+        limit: longest prompt in tokens. A longer one loses its middle: see :meth:`~kvpass.eval.prompt.Prompt.cut`.
 
     Raises:
         ValueError: a slow tokenizer, or a part of the prompt without a token.
     """
-    if not tokenizer.is_fast:
-        raise ValueError(f"tokenizer of type {type(tokenizer).__name__}: must be a fast one, which knows offsets")
     before, after = sample.context, sample.question
     templated = chat and tokenizer.chat_template is not None
     if templated:
         message = [{"role": "user", "content": f"{before}{_CUT}{after}"}]
         rendered = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
         before, after = rendered.split(_CUT)
-    text = before + after + sample.answer_prefix
-    found = tokenizer(text, add_special_tokens=not templated, return_offsets_mapping=True, verbose=False)
-    ids, ends = list(found["input_ids"]), [end for _, end in found["offset_mapping"]]
-    while len(ids) > 1 and ends[-1] == 0:  # an <eos> that the tokenizer puts at the end
-        ids.pop(), ends.pop()
-    border = next((index for index, end in enumerate(ends) if end > len(before)), len(ids))
-    if limit is not None and len(ids) > limit:
-        head, tail = limit // 2, limit - limit // 2
-        border = min(border, head) + max(0, border - (len(ids) - tail))
-        ids = ids[:head] + ids[-tail:]
-    encoded = Encoded(tuple(ids[:border]), tuple(ids[border:]))
-    for name, part in (("context", encoded.context), ("question", encoded.question)):
+    prompt = tokenize(tokenizer, before, after + sample.answer_prefix, special=not templated)
+    if limit is not None:
+        prompt = prompt.cut(limit, "middle")
+    for name, part in (("context", prompt.head), ("question", prompt.rest)):
         if not part:
             raise ValueError(f"{name} of sample {sample.id!r} has no token (limit={limit})")
-    return encoded
+    return prompt
 
 
 def largest(

@@ -16,7 +16,9 @@ from kvpass.eval.bench import Bench, BenchSettings
 from kvpass.eval.bench_measure import largest_batch, run_in_memory, scoring_time
 from kvpass.eval.bound import least_step_seconds, weight_bytes
 from kvpass.eval.models import build, find_model
+from kvpass.eval.policy_spec import parse_policies
 from kvpass.eval.systems import HfEager, HfStatic, Kvpass, has_kvpress
+from kvpass.policies import resolve
 
 MICRO = {
     "model_type": "llama",
@@ -44,7 +46,7 @@ def small_copies(monkeypatch):
 
 def settings(model, **changes):
     usual = {
-        "model": model, "contexts": (48,), "budget": 16, "window": 8, "policies": ("lava",),
+        "model": model, "contexts": (48,), "budget": 16, "window": 8, "policies": parse_policies("lava"),
         "systems": ("hf-eager", "full"), "new_tokens": 3, "repeats": 1, "backend": "eager",
     }  # fmt: skip
     return BenchSettings(**usual | changes)
@@ -119,6 +121,31 @@ def test_out_of_memory_while_a_graph_is_captured_is_out_of_memory():
     assert run_in_memory(lambda: None) is None
 
 
+def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, monkeypatch):
+    def full(run, device):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(bench, "scoring_time", full)
+    systems = Bench(settings(micro)).run(quiet())["runs"][0]["systems"]
+    compressed = next(record for record in systems if record["name"] == "lava")
+    assert compressed["failure"] is None and compressed["scoring"] is None and compressed["decode_ms"]["median"] > 0
+
+
+def test_options_of_a_policy_reach_it_and_are_part_of_its_name(micro):
+    policies = parse_policies("cake:tau1=1.6,tau2=0.4,tova")
+    made = Bench(settings(micro, policies=policies, systems=()))
+    assert [record["name"] for record in made.run(quiet())["runs"][0]["systems"]] == ["cake:tau1=1.6,tau2=0.4", "tova"]
+    cake, tova = (system.model.policy for system in made._kvpass_systems.values())
+    assert (cake.tau1, cake.window, tova.window) == (1.6, 8, 0)
+
+
+def test_models_whose_layers_share_no_budget_are_refused(tmp_path):
+    path = tmp_path / "sliding.json"
+    path.write_text(json.dumps({**MICRO, "model_type": "mistral", "sliding_window": 16}))
+    with pytest.raises(ValueError, match="a mistral model with sliding windows"):
+        Bench(settings(str(path)))
+
+
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 7, 8, 9, 1000, 5000])
 def test_the_largest_batch_that_fits(room):
     tried = []
@@ -140,7 +167,7 @@ def test_the_same_answer_whatever_the_cache_is_repeated_in(micro):
     for system in (
         HfEager(model),
         HfStatic(model, 48, "eager"),
-        Kvpass(model, policy="full", budget=16, window=8, backend="eager"),
+        Kvpass(model, "full", policy=resolve("full"), budget=16, backend="eager"),
     ):
         with torch.no_grad():
             logits, cache = system.prefill(ids)
@@ -192,7 +219,7 @@ def test_published_shapes_have_their_published_sizes(name, parameters):
 def test_scoring_time_counts_the_operators_of_kvpass_but_not_attention(micro):
     model = build(find_model(micro), 0)
     ids = torch.randint(64, (1, 200))
-    compressed = Kvpass(model, policy="lava", budget=16, window=8, backend="eager")
+    compressed = Kvpass(model, "lava", policy=resolve("lava", window=8), budget=16, backend="eager")
     with torch.no_grad():
         compressed.prefill(ids)
         found = scoring_time(lambda: compressed.prefill(ids), torch.device("cpu"))
@@ -247,7 +274,7 @@ def test_kvpress_keeps_as_many_entries_and_leaves_attention_as_it_was(micro):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     plain = dict(ALL_ATTENTION_FUNCTIONS.items())
-    result = Bench(settings(micro, policies=("snapkv",), systems=("hf-eager", "kvpress"))).run(quiet())
+    result = Bench(settings(micro, policies=parse_policies("snapkv"), systems=("hf-eager", "kvpress"))).run(quiet())
     systems = {record["name"]: record for record in result["runs"][0]["systems"]}
     assert systems["kvpress/snapkv"]["attended_bytes"] == systems["snapkv"]["attended_bytes"]
     assert dict(ALL_ATTENTION_FUNCTIONS.items()) == plain

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import kvpass
 from kvpass.cli import app
 from kvpass.eval import bench_measure, demo
+from kvpass.eval.needle_text import Task, sample
 
 MICRO = {
     "model_type": "llama",
@@ -85,8 +86,8 @@ def test_policies_lists_every_registered_policy_with_its_options():
         (("bench", "--json", "/no/such/folder/out.json"), "json: there is no folder '/no/such/folder'"),
         (("demo", "--facts", "0"), "facts=0: must be between 1 and 512"),
         (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
-        (("demo", "--tokens", "128"), "tokens=128: must be above 128"),
-        (("demo", "--tokens", "9000"), "tokens=9000: must be above 128, the largest budget, and at most 8000"),
+        (("demo", "--tokens", "64"), "tokens=64: must be above 64"),
+        (("demo", "--tokens", "17000"), "tokens=17000: must be above 64, the largest budget, and at most 16000"),
         (("demo", "--output", "/no/such/folder/map.png"), "there is no folder"),
         (("demo", "--output", "map.txt"), "output='map.txt': must end in .png"),
         (("demo", "--backend", "jit"), "backend='jit'"),
@@ -173,7 +174,7 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
 
 def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "BUDGETS", (64,))
-    monkeypatch.setattr(demo, "POLICIES", {"lava": {"kernel_size": 13}, "streaming_llm": {}})
+    monkeypatch.setattr(demo, "POLICIES", ("lava", "streaming_llm"))
     picture = tmp_path / "map.png"
     result = invoke("demo", "--tokens", 256, "--facts", 2, "--backend", "eager", "--output", picture)
     assert result.exit_code == 0, result.output
@@ -186,8 +187,9 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     assert rows["kvpass full"][:3] == ["all", "100 %", "2/2"]
     assert rows["kvpass lava"][:3] == ["64", "25.0%", "2/2"]
     assert int(rows["kvpass lava"][3]) < int(rows["transformers"][3])
-    for fact in demo.make_prompt(demo.names_of(demo.builtin.load()[1]), tokens=256, facts=2, seed=0).facts:
-        assert rows[fact.name][:4] == [fact.code] * 4
+    for question in sample(Task(keys=2, questions=2), 256, seed=0).questions:
+        (name,) = re.findall(r"of (\w+ \w+) is", question.text)
+        assert rows[name][:4] == [question.answers[0]] * 4
     assert "…" not in result.output
-    for words in ("seed 0", "float32", "256 tokens", "lava kernel_size=13, streaming_llm."):
+    for words in ("seed 0", "float32", "256 tokens", "lava, streaming_llm, with default options"):
         assert words in result.output.replace("\n", " ")

@@ -13,28 +13,9 @@ from kvpass.cli import app
 from kvpass.eval.curve import CurveSettings, curve_table, default_policies
 from kvpass.eval.plots import plot_curve, plot_grid
 from kvpass.eval.records import Row
-from kvpass.eval.run import set_budget
 from kvpass.policies import Policy
 
-
-@pytest.fixture(scope="module")
-def compiled():
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def compile_once(compiled, monkeypatch):
-    """Most of the time would go into tracing the same policies again."""
-    original = kvpass.compile
-
-    def remembered(model, *, policy, budget, backend):
-        assert backend == "eager"
-        if policy not in compiled:
-            compiled[policy] = original(model, policy=policy, budget=budget, backend=backend)
-        set_budget(compiled[policy], budget)
-        return compiled[policy]
-
-    monkeypatch.setattr(kvpass, "compile", remembered)
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 def row(policy: str, budget: str, scope: str, score: float) -> Row:

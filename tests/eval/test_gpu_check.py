@@ -37,6 +37,16 @@ def test_a_stage_with_a_complete_result_is_kept_and_others_are_run(tmp_path):
     assert statuses(run_stages(stages[:1], tmp_path, 100, fresh=True)) == {"first": "passed"}
 
 
+def test_a_result_of_other_code_or_of_another_command_is_not_kept(tmp_path, monkeypatch):
+    stage = python("first", WRITE, "{}")
+    run_stages([stage], tmp_path, 100)
+    assert statuses(run_stages([python("first", WRITE, "{}", "more")], tmp_path, 100)) == {"first": "passed"}
+    assert statuses(run_stages([stage], tmp_path, 100)) == {"first": "passed"}
+    monkeypatch.setattr(gpu_check, "source_digest", lambda: "changed")
+    assert statuses(run_stages([stage], tmp_path, 100)) == {"first": "passed"}
+    assert statuses(run_stages([stage], tmp_path, 100)) == {"first": "kept"}
+
+
 def test_a_stage_that_fails_is_named_with_its_last_words_and_the_next_one_runs(tmp_path):
     stages = [python("broken", "raise SystemExit('no such thing')"), python("fine", "print('3 passed')")]
     outcomes = run_stages(stages, tmp_path, 100)

@@ -10,27 +10,25 @@ import torch
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import CachingLM, hash_args
 from lm_eval.models.huggingface import HFLM
 
 import kvpass
 from kvpass import builtin
 from kvpass.eval.harness import KVPassLM
-from kvpass.eval.harness_prompt import SEPARATOR, Prompt, pad, split_at_separator, without_separator
-from kvpass.eval.needle import make_prompt, names_of
+from kvpass.eval.harness_prompt import SEPARATOR, split_at_separator
+from kvpass.eval.needle_text import sample
 from kvpass.testing import MaskedOracle, kept_columns, tiny_model
 
 TIGHT = {"policy": "lava", "budget": 16, "window": 6}
-CHOICES = (" red", " 7", " 7 4 1", " the old fox .", " 7 4 2")
+CHOICES = (" silver", " 007", " 007 004 001", " the old fox .", " 007 004 002")
 GREEDY = {"do_sample": False, "until": ["."], "max_gen_toks": 6}
-MODEL = tiny_model("llama", num_hidden_layers=1, vocab_size=768, eos_token_id=17)
 TOKENIZER = builtin.load()[1]
+MODEL = tiny_model("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER), eos_token_id=4)
 
 
 def texts(*lengths):
-    names = names_of(TOKENIZER)
-    prompts = [make_prompt(names, tokens=n, facts=1, seed=n) for n in lengths]
-    return [prompt.ask(prompt.facts[0]) for prompt in prompts]
+    prompts = [sample("single", tokens=n, seed=n) for n in lengths]
+    return [prompt.ask(prompt.questions[0]) for prompt in prompts]
 
 
 CONTEXTS = texts(60, 130, 41, 97)
@@ -54,6 +52,10 @@ def generations(lm, prompts, settings=GREEDY):
     return lm.generate_until(instances("generate_until", [(p, dict(settings)) for p in prompts]), disable_tqdm=True)
 
 
+def measured(lm, name):
+    return lm.get_model_info()["kvpass"][name]
+
+
 def difference(some, others):
     return max(abs(a[0] - b[0]) for a, b in zip(some, others, strict=True))
 
@@ -62,7 +64,7 @@ def difference(some, others):
 MULTIPLE_CHOICE = [
     (text, CHOICES[(i + j) % len(CHOICES)]) for j in range(len(CHOICES)) for i, text in enumerate(CONTEXTS)
 ]
-REQUESTS = [*MULTIPLE_CHOICE, ("", "the old fox"), ("fox", " was very old"), (CONTEXTS[0] + "  ", "7 4")]
+REQUESTS = [*MULTIPLE_CHOICE, ("", "the old fox"), ("fox", " was very old"), (CONTEXTS[0] + "  ", "007 004")]
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +129,9 @@ def test_the_greedy_continuation_is_called_greedy(tight):
 
 
 def test_a_context_is_compressed_once_for_all_its_continuations(tight):
-    before = tight[1]._measured.prompts_compressed
+    before = measured(tight[1], "prompts_compressed")
     likelihoods(tight[1], MULTIPLE_CHOICE)
-    assert tight[1]._measured.prompts_compressed - before == len(CONTEXTS)
+    assert measured(tight[1], "prompts_compressed") - before == len(CONTEXTS)
 
 
 def test_more_held_tokens_are_fed_to_the_compressed_cache(tight):
@@ -217,7 +219,7 @@ def test_scope_context_compresses_what_stands_before_the_separator():
         asked(CONTEXTS[1]),
     ]
     assert generations(alone, several, settings)[::2] == wanted[:2]
-    assert alone._measured.prompts_compressed == 2, "two questions about one text compress it once"
+    assert measured(alone, "prompts_compressed") == 2, "two questions about one text compress it once"
     pairs = [(text, choice) for text in SCOPED for choice in CHOICES]
     assert difference(likelihoods(lm, pairs), likelihoods(alone, pairs)) < 1e-4
 
@@ -230,6 +232,27 @@ def test_the_separator_changes_nothing_but_what_is_compressed(expected):
     assert generations(lm, [asked(CONTEXTS[0])]) == generations(lm, CONTEXTS[:1])
 
 
+def test_what_requests_share_is_compressed_once_at_any_batch_size():
+    """Four texts with one to four questions of two lengths each; text and question alone are the reference."""
+    about = [split_at_separator(asked(text))[0] for text in CONTEXTS]
+    questions = (" the fox", " question the fox is", " the crow", " question the crow is")
+    texts = [f"{about[i]}{SEPARATOR}{questions[j]}" for j in range(4) for i in range(4) if j <= i]
+    pairs = [(text, CHOICES[index % len(CHOICES)]) for index, text in enumerate(texts)]
+    alone, together = (build(scope="context", batch_size=size, **TIGHT) for size in (1, 3))
+    settings = {**GREEDY, "until": []}
+    expected = generations(alone, texts, settings), likelihoods(alone, pairs)
+    assert generations(together, texts, settings) == expected[0]
+    assert measured(together, "prompts_compressed") == 4
+    assert difference(likelihoods(together, pairs), expected[1]) < 1e-4
+    assert measured(together, "prompts_compressed") == 8
+    some = [generations(together, texts[:1], {**settings, "max_gen_toks": tokens})[0] for tokens in (3, 5)]
+    requests = [(texts[0], {**settings, "max_gen_toks": tokens}) for tokens in (3, 5, 6)]
+    before = measured(together, "prompts_compressed")
+    found = together.generate_until(instances("generate_until", requests), disable_tqdm=True)
+    assert found == [*some, expected[0][0]]
+    assert measured(together, "prompts_compressed") - before == 1
+
+
 @pytest.mark.parametrize("text", ["no separator here", f"nothing after it{SEPARATOR}", f"a{SEPARATOR}b{SEPARATOR}  "])
 def test_scope_context_needs_a_question(text):
     lm = build(scope="context", **TIGHT)
@@ -237,12 +260,6 @@ def test_scope_context_needs_a_question(text):
         generations(lm, [text])
     with pytest.raises(ValueError, match="scope='context'"):
         likelihoods(lm, [(text, " fox")])
-
-
-def test_the_last_separator_counts():
-    text = f"one{SEPARATOR} two three{SEPARATOR} four"
-    assert split_at_separator(text) == ("one two three", " four")
-    assert without_separator(text) == "one two three four"
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
@@ -258,71 +275,28 @@ def test_long_prompts_are_cut_as_the_stock_model_cuts_them(stock):
         likelihoods(lm, [("fox", " fox" * 60)])
 
 
-def test_cutting_keeps_the_held_tokens():
-    prompt = Prompt(tuple(range(20)), held=3)
-    assert prompt.cut(20, "left") is prompt
-    assert prompt.cut(8, "left").ids == (12, 13, 14, 15, 16, 17, 18, 19)
-    assert prompt.cut(9, "middle").ids == (0, 1, 2, 3, 15, 16, 17, 18, 19)
-    assert Prompt(prompt.ids, held=7).cut(9, "middle").ids == (0, 1, 13, 14, 15, 16, 17, 18, 19)
-    assert Prompt(prompt.ids, held=7).cut(9, "middle").head == (0, 1)
-    with pytest.raises(ValueError, match="3 tokens are fed after compression, but only 3"):
-        prompt.cut(3, "left")
+@pytest.mark.parametrize("truncation", ["left", "middle"])
+def test_both_scopes_see_the_same_part_of_a_long_prompt(truncation):
+    """The question is longer than half of what fits, and in the middle of the text."""
+    texts = [text.replace(". ", f".{SEPARATOR} ", 1) for text in (CONTEXTS[1], CONTEXTS[3])]
+    pairs = [(text, choice) for text in texts for choice in CHOICES]
+    if truncation == "left":
+        texts, pairs = SCOPED, [(text, choice) for text in SCOPED for choice in CHOICES]
+    prompt, context = (build(max_length=50, truncation=truncation, scope=scope) for scope in ("prompt", "context"))
+    assert difference(likelihoods(prompt, pairs), likelihoods(context, pairs)) < 1e-4
+    assert generations(prompt, texts) == generations(context, texts)
+    assert measured(context, "requests_truncated") > 0
 
 
-def test_head_and_tail_of_short_prompts():
-    assert (Prompt((1, 2), 5).head, Prompt((1, 2), 5).tail, Prompt((1, 2), 5).compressed) == ((), (1, 2), False)
-    assert (Prompt((1, 2), 0).head, Prompt((1, 2), 0).tail) == ((1, 2), ())
-
-
-def test_padding():
-    ids, mask = pad([(1, 2, 3), (4,)], "left", 9)
-    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-    assert pad([(1, 2, 3), (4,)], "right", 9)[0].tolist() == [[1, 2, 3], [4, 9, 9]]
+@pytest.mark.parametrize("arguments", [{"hold": 60}, {"scope": "context"}, {"hold": 60, "truncation": "middle"}])
+def test_a_cut_that_leaves_nothing_to_compress_is_refused(arguments):
+    lm = build(max_length=50, **arguments, **TIGHT)
+    text = CONTEXTS[1].replace(". ", f".{SEPARATOR} ", 1)
+    with pytest.raises(ValueError, match=r"(60|1\d\d) tokens are fed after compression, but only 50"):
+        likelihoods(lm, [(text, " fox")])
 
 
 # -- the harness's request cache, and what it records ------------------------------------------------------------------
-
-
-def remaining(lm, path, requests):
-    """Requests that reach the model behind the harness's cache, and the answers."""
-    asked, original = [], lm.loglikelihood
-
-    def counted(requests, disable_tqdm=False):
-        asked.extend(requests)
-        return original(requests, disable_tqdm=True)
-
-    lm.loglikelihood = counted
-    cached = CachingLM(lm, str(path))
-    try:
-        return len(cached.loglikelihood(instances("loglikelihood", requests))), len(asked)
-    finally:
-        del lm.loglikelihood
-        cached.dbdict.close()
-
-
-def test_policies_do_not_share_answers_through_one_cache_file(tmp_path, stock):
-    pytest.importorskip("sqlitedict")
-    path, requests = tmp_path / "answers.db", [("", " fox"), ("", " 7")]  # nothing to compress: only one small graph
-    lm = build(**TIGHT)
-    assert remaining(lm, path, requests) == (2, 2)
-    assert remaining(lm, path, requests) == (2, 0)
-    others = [
-        {**TIGHT, "budget": 17},
-        {**TIGHT, "kernel_size": 5},
-        {**TIGHT, "hold": 2},
-        {**TIGHT, "truncation": "middle"},
-    ]
-    others += [{**TIGHT, "policy": "lava_uniform"}, {**TIGHT, "scope": "context"}, {}, {**TIGHT, "max_length": 512}]
-    keys = {build(**arguments).fingerprint for arguments in others}
-    assert len(keys | {lm.fingerprint}) == len(others) + 1
-    assert build(**TIGHT, batch_size=2).fingerprint == lm.fingerprint
-    other = build(**others[0])
-    assert remaining(other, path, requests) == (2, 2)
-    assert remaining(stock, path, requests) == (2, 2)
-    assert remaining(stock, path, requests) == (2, 0)
-    cached = CachingLM(stock, str(path))
-    assert hash_args("loglikelihood", requests[0]) in cached.dbdict
-    cached.dbdict.close()
 
 
 def test_answers_reach_the_cache_while_the_run_goes_on(tight):
@@ -367,40 +341,14 @@ def test_model_info_says_what_was_kept(tight):
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"policy": "lavaa", "budget": 64}, r"policy='lavaa': did you mean 'lava'"),
-        ({"policy": "lava", "budget": 64, "kernel": 3}, r"kernel=3: no argument .* did you mean 'kernel_size'"),
-        ({"budgets": 64}, r"budgets=64: no argument .* did you mean 'budget'"),
-        ({"policy": "full", "kernel_size": 3}, r"kernel_size=3: no argument"),
-        ({"policy": "lava"}, r"budget=None: policy 'lava' needs one"),
-        ({"policy": "lava", "budget": 8}, r"budget=8: must be at least window \+ 1"),
-        ({"budget": 64}, r"budget=64: policy 'full' keeps everything"),
-        ({"scope": "question"}, r"scope='question': must be one of 'prompt', 'context'"),
-        ({"hold": -1}, r"hold=-1: must be an int >= 0"),
-        ({"hold": 2, "scope": "context"}, r"hold=2: scope='context'"),
-        ({"truncation": True}, r"truncation=True: must be one of 'left', 'middle'"),
-        ({"compiler": "jit"}, r"compiler='jit'"),
-        ({"backend": "seq2seq"}, r"backend='seq2seq'"),
-        ({"parallelize": True}, r"parallelize=True: not supported"),
-        ({"batch_size": "auto"}, r"batch_size='auto': must be an int"),
-        ({"batch_size": 0}, r"batch_size=0: must be an int >= 1"),
-        ({"batch_size": "auto:4"}, r"batch_size='auto:4': must be an int"),
-    ],
-)
-def test_bad_arguments_are_refused_before_a_model_is_loaded(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        KVPassLM(pretrained="no such model", **arguments)
-
-
 def test_a_fraction_that_leaves_too_little_is_refused_before_anything_is_computed():
     lm = build(policy="lava", budget=0.1, window=6)
     with pytest.raises(ValueError, match=r"budget 0.1 is .* entries"):
         likelihoods(lm, MULTIPLE_CHOICE)
     with pytest.raises(ValueError, match=r"budget 0.1 is .* entries"):
         generations(lm, CONTEXTS)
-    assert not lm.model._kvpass.compiler.records
+    with pytest.raises(ValueError, match="nothing to report"):
+        lm.model.report()
 
 
 @pytest.mark.parametrize("settings", [{"max_gen_toks": 4096}, {"max_length": 64}])

@@ -17,8 +17,9 @@ pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 
 import yaml
 
 from kvpass import builtin
-from kvpass.eval.needle import make_prompt, names_of
-from kvpass.eval.tasks import Sample, find_tasks
+from kvpass.eval.harness_tasks import documents, score
+from kvpass.eval.needle_text import sample
+from kvpass.eval.tasks import Sample, find_tasks, longbench, ruler
 from kvpass.lm_eval import SEPARATOR, TASKS, main
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
@@ -53,12 +54,11 @@ def lm_eval(model: str, arguments: str, tasks: Path, names: str, output: Path, *
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a multiple-choice and a generation task on needle prompts of the built-in model."""
     folder = tmp_path_factory.mktemp("tasks")
-    names = names_of(builtin.load()[1])
     rows = []
     for seed, tokens in enumerate((90, 140, 110)):
-        prompt = make_prompt(names, tokens=tokens, facts=1, seed=seed)
-        code = prompt.facts[0].code
-        rows.append({"text": prompt.ask(prompt.facts[0]), "choices": [code[0], str(9 - int(code[0]))], "label": 0})
+        prompt = sample("single", tokens, seed)
+        first = prompt.questions[0].answers[0].split()[0]
+        rows.append({"text": prompt.ask(prompt.questions[0]), "choices": [first, f"{999 - int(first):03}"], "label": 0})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shared = {
         "dataset_path": "json",
@@ -67,14 +67,14 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "doc_to_text": "{{text}}",
     }
     choice = {
-        "task": "digit_choice",
+        "task": "number_choice",
         "output_type": "multiple_choice",
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "{{label}}",
         "metric_list": [{"metric": "acc"}],
     }
     generate = {
-        "task": "digit_text",
+        "task": "number_text",
         "output_type": "generate_until",
         "doc_to_target": "{{choices[label]}}",
         "generation_kwargs": {"until": ["."], "max_gen_toks": 8, "do_sample": False},
@@ -86,16 +86,16 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scores(samples: dict[str, list[dict[str, Any]]]) -> list[float]:
-    return [float(score[0]) for row in samples["digit_choice"] for (score,) in row["resps"]]
+    return [float(score[0]) for row in samples["number_choice"] for (score,) in row["resps"]]
 
 
 def answers(samples: dict[str, list[dict[str, Any]]]) -> list[str]:
-    return [row["resps"][0][0] for row in samples["digit_text"]]
+    return [row["resps"][0][0] for row in samples["number_text"]]
 
 
 def test_the_command_runs_both_models_and_the_budget_is_felt(tasks: Path, tmp_path: Path) -> None:
     """Three runs through one ``--use_cache`` path: stock model, everything kept, and little kept."""
-    names, cache = "digit_choice,digit_text", ("--use_cache", str(tmp_path / "answers"))
+    names, cache = "number_choice,number_text", ("--use_cache", str(tmp_path / "answers"))
     stock_results, stock, _ = lm_eval("hf", MODEL, tasks, names, tmp_path / "hf", *cache)
     full_results, full, said = lm_eval(
         "kvpass", f"{MODEL},compiler=eager", tasks, names, tmp_path / "full", *cache, "--batch_size", "3"
@@ -103,7 +103,7 @@ def test_the_command_runs_both_models_and_the_budget_is_felt(tasks: Path, tmp_pa
     assert "Requests remaining: 6" in said and "Cached requests: 0" in said
     assert scores(full) == pytest.approx(scores(stock), abs=1e-4)
     assert answers(full) == answers(stock)
-    assert full_results["results"]["digit_choice"]["acc,none"] == stock_results["results"]["digit_choice"]["acc,none"]
+    assert full_results["results"]["number_choice"]["acc,none"] == stock_results["results"]["number_choice"]["acc,none"]
     arguments = f"{TIGHT},policy=streaming_llm"
     tight_results, tight, said = lm_eval("kvpass", arguments, tasks, names, tmp_path / "tight", *cache)
     assert "Requests remaining: 6" in said and "Cached requests: 0" in said
@@ -170,11 +170,14 @@ def test_the_own_command_prints_the_folder_of_the_tasks(
     assert Path(capsys.readouterr().out.strip(), "kvpass_needle.yaml").is_file()
 
 
+@pytest.mark.parametrize("count", [0, -1, 2.5])
+def test_a_number_of_prompts_that_cannot_be_is_refused(count: Any) -> None:
+    with pytest.raises(ValueError, match=rf"prompt_count={count}: must be an int >= 1"):
+        documents("needle", prompt_tokens=64, prompt_count=count, tokenizer=str(builtin.path()))
+
+
 def test_every_task_file_names_a_task_and_the_length_of_its_answer() -> None:
     """Lengths of RULER's tasks are those of the generators; LongBench's are in its own files, not here."""
-    from kvpass.eval.harness_tasks import score
-    from kvpass.eval.tasks import longbench, ruler
-
     lengths = {task.name: task.max_new_tokens for task in ruler.tasks(None)}
     expected = {*lengths, *(f"longbench_{name}" for name in longbench.NAMES), "needle", "multi_needle"}
     files = {path.stem.removeprefix("kvpass_"): path for path in TASKS.glob("kvpass_*.yaml")}

@@ -107,12 +107,10 @@ def test_code_similarity_takes_the_first_line_that_is_neither_markdown_nor_comme
     assert metrics.code_sim_score("# only a comment", "x = 1") == 0.0
 
 
-def test_string_match_all_is_a_share_and_string_match_part_is_any():
+def test_string_match_all_is_a_share():
     answers = ("Alpha", "beta", "gamma")
     assert metrics.string_match_all("ALPHA and\x00gamma", answers) == pytest.approx(2 / 3)
-    assert metrics.string_match_part("ALPHA", answers) == 1.0
-    assert metrics.string_match_part("delta", answers) == 0.0
-    assert metrics.string_match_all("", answers) == metrics.string_match_part("", answers) == 0.0
+    assert metrics.string_match_all("", answers) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -159,7 +157,8 @@ def test_a_code_must_be_a_whole_number(prediction, answer, right):
         (metrics.debug_score, "The answer is: `helper`", ("helper", "B"), 1.0),
         (metrics.debug_score, "The answer is:helper", ("helper", "B"), 0.0),  # one character is skipped, whatever it is
         (metrics.debug_score, "The answer is: B", ("helper", "B"), 1.0),
-        (metrics.debug_score, "B", ("helper", "B"), 0.0),
+        *((metrics.debug_score, said, ("helper", "B"), 1.0) for said in ("B", " B", " B.", "B) helper", "`helper`")),
+        *((metrics.debug_score, said, ("helper", "B"), 0.0) for said in ("A", "Be", "helper_2", "the B", "")),
         (metrics.characters_f1_score, "贾宝玉。", "贾宝玉", 1.0),
         (metrics.characters_f1_score, "宝玉", "贾宝玉", 0.8),
         (metrics.characters_f1_score, "", "贾宝玉", 0.0),
@@ -204,6 +203,13 @@ def test_wilson_interval_is_symmetric_and_refuses_what_is_no_mean():
         metrics.wilson_interval(1.1, 5)
     with pytest.raises(ValueError, match="count=0"):
         metrics.wilson_interval(0.5, 0)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_wilson_interval_holds_its_mean_in_spite_of_rounding(mean):
+    for count in range(1, 200):
+        low, high = metrics.wilson_interval(mean, count)
+        assert 0.0 <= low <= mean <= high <= 1.0
 
 
 def test_a_missing_library_names_the_extra(monkeypatch):

@@ -1,0 +1,88 @@
+"""What figures were measured with and on: versions, machine, and a digest of the code."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvpass
+
+_LIBRARIES = (
+    *("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "kvpress"),
+    *("rouge", "rapidfuzz", "jieba", "rouge_score"),
+)
+_PACKAGE = Path(str(kvpass.__file__)).parent
+_SOURCES = {".py", ".cpp", ".h"}
+_FOLDERS = (".", "kernels", "graphs", "eval")
+"""Of the package; the last three are links to folders beside it, into which a search does not descend."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of kvpass, Python and the libraries that decide numbers, as far as installed."""
+    found = {"kvpass": kvpass.__version__, "source": source_digest(), "python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def source_digest() -> str:
+    """A digest of every source file of the package, by which figures of changed code are known."""
+    return _digest(_sources(*_FOLDERS))
+
+
+@functools.cache
+def answering_digest(*loop: str) -> str:
+    """A digest of the source files that decide what a model answers to given tokens, read once in a process.
+
+    Args:
+        loop: files of ``eval/`` that feed the model. The others do not matter: prompts are kept with answers, and
+            scores are made anew.
+    """
+    return _digest([*_sources(*_FOLDERS[:-1]), *(_PACKAGE / "eval" / name for name in loop)])
+
+
+def _sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (_PACKAGE / folder).rglob("*") if path.suffix in _SOURCES)
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    digest = hashlib.blake2s(digest_size=8)
+    for path in paths:
+        digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on."""
+    described: dict[str, Any] = {"device": device.type, "cpu": _cpu_name(), "threads": torch.get_num_threads()}
+    if device.type == "cpu":
+        return {**described, "capability": torch.backends.cpu.get_cpu_capability()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        **described,
+        "name": properties.name,
+        "capability": f"sm_{properties.major}{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+    }
+
+
+def _cpu_name() -> str:
+    listing = Path("/proc/cpuinfo")
+    if listing.is_file():
+        for line in listing.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,77 @@
+"""A policy as one types it: ``snapkv`` or ``cake:tau1=1.6,tau2=0.4``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvpass.policies import Policy, resolve
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """A policy as typed, such as ``cake:tau1=1.6,tau2=0.4``.
+
+    Attributes:
+        name: of the policy. options: its options, ``(name, value)``.
+
+    Raises:
+        ValueError: the policy does not know the name or an option.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.resolve()
+
+    def resolve(self) -> Policy:
+        return resolve(self.name, **dict(self.options))
+
+    def with_window(self, window: int) -> PolicySpec:
+        """With another window, where the policy observes one of the usual size and none was typed."""
+        policy = self.resolve()
+        if not policy.needs_budget or policy.window != Policy.window or "window" in dict(self.options):
+            return self
+        return PolicySpec(self.name, (("window", window), *self.options))
+
+    def __str__(self) -> str:
+        options = ",".join(f"{name}={value}" for name, value in self.options)
+        return f"{self.name}:{options}" if options else self.name
+
+
+def parse_policies(text: str) -> tuple[PolicySpec, ...]:
+    """Read ``snapkv,cake:tau1=1.6,tau2=0.4,full``: a part with ``=`` and no colon is an option of the policy before it.
+
+    Raises:
+        ValueError: no policy, an unknown one, an unknown option, or an option before any policy.
+    """
+    found: list[tuple[str, list[tuple[str, Any]]]] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, colon, option = part.partition(":")
+        if "=" in name:
+            option, colon = part, ":"
+            if not found:
+                raise ValueError(f"policies={text!r}: the option {part!r} has no policy before it")
+        else:
+            found.append((name, []))
+        if colon:
+            key, equals, value = option.partition("=")
+            if not equals:
+                raise ValueError(f"policies={text!r}: {option!r} must be an option such as window=8")
+            found[-1][1].append((key.strip(), _value(value.strip())))
+    if not found:
+        raise ValueError(f"policies={text!r}: name at least one policy")
+    return tuple(PolicySpec(name, tuple(options)) for name, options in found)
+
+
+def _value(text: str) -> Any:
+    """A number, a truth value or None as Python writes them, else the text."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,57 @@
+"""What tests of the evaluation share."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import kvpass
+from kvpass import builtin
+from kvpass.eval.tasks import registry
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return {}
+
+
+@pytest.fixture
+def compile_once(compiled, monkeypatch):
+    """Most of the time would go into tracing the same policies again."""
+    original = kvpass.compile
+
+    def remembered(model, *, policy, budget, backend):
+        assert backend == "eager"
+        if policy not in compiled:
+            compiled[policy] = original(model, policy=policy, budget=budget, backend=backend)
+        compiled[policy].set_budget(budget)
+        return compiled[policy]
+
+    monkeypatch.setattr(kvpass, "compile", remembered)
+
+
+@pytest.fixture(scope="session")
+def words():
+    """One token a word."""
+    return AutoTokenizer.from_pretrained(builtin.path())
+
+
+@pytest.fixture(scope="session")
+def pieces():
+    """Byte-level BPE, as most models have it, with <bos> in front and <eos> behind."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    text = [registry()[name].build(300, 0, "0", random.Random(0)).context for name in ("niah_single_2", "cwe", "vt")]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<bos>", "<eos>"]
+    tokenizer.train_from_iterator(
+        text, trainers.BpeTrainer(vocab_size=2000, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")

@@ -1,0 +1,149 @@
+"""LongBench and InfiniteBench: rows become prompts and scores; official rows where KVPASS_DATA_DIR has them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvpass.eval.tasks import Sample, encode, infinitebench, longbench, registry
+
+DATA = os.environ.get("KVPASS_DATA_DIR")
+PROMPTS = {name: "Read.\n{context}\nAsk {input}\nAnswer:" for name in longbench.NAMES}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A data folder with made-up rows: one data set plain, one compressed, one with two questions."""
+    place = tmp_path / "longbench"
+    place.mkdir()
+    (place / "dataset2prompt.json").write_text(json.dumps(PROMPTS))
+    (place / "dataset2maxlen.json").write_text(json.dumps(dict.fromkeys(longbench.NAMES, 7)))
+    row = {"input": "who?", "context": "A fox.", "answers": ["fox", "a fox"], "length": 2, "all_classes": None}
+    (place / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"input": "what?"}) + "\n")
+    with gzip.open(place / "trec.jsonl.gz", "wt") as file:
+        file.write(json.dumps(row | {"answers": ["Food"], "all_classes": ["Food", "Date"]}) + "\n")
+    place = tmp_path / "infinitebench"
+    place.mkdir()
+    rows = {
+        "passkey": {"id": 3, "context": "key 71432.", "input": "What is it?", "answer": ["71432"], "options": []},
+        "longbook_choice_eng": {
+            "id": 0, "context": "Book.", "input": "Who?", "answer": ["Ann"], "options": ["Bob", "Ann", "Eve", "Joe"]
+        },
+        "code_debug": {
+            "id": 0, "context": "def f(): 1/0", "input": "", "answer": "f", "options": ["g", "h", "f", "k"]
+        },
+        "math_calc": {"id": 0, "context": "1 + 2", "input": "", "answer": [1, 3], "options": []},
+        "longbook_qa_eng": {"id": 0, "context": "Book.", "input": "Who?", "answer": '["Ann", "Eve"]', "options": []},
+    }  # fmt: skip
+    for name, row in rows.items():
+        (place / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    return tmp_path
+
+
+def test_longbench_rows_become_the_official_prompt_cut_behind_the_context(words, folder):
+    task = registry(folder)["longbench_hotpotqa"]
+    first, second = task.samples(words, 512, 9, 0)
+    assert first.context == second.context == "Read.\nA fox."
+    assert first.question == "\nAsk who?\nAnswer:"
+    assert second.question == "\nAsk what?\nAnswer:"
+    assert (first.id, first.answers, first.max_new_tokens) == ("0", ("fox", "a fox"), 7)
+    assert len(task.samples(words, 512, 1, 0)) == 1
+    assert task.chat
+    assert task.metric("A FOX!", first) == 1.0
+
+
+def test_longbench_classes_reach_the_metric_and_few_shot_prompts_are_not_chats(words, folder):
+    task = registry(folder)["longbench_trec"]
+    (sample,) = task.samples(words, 512, 9, 0)
+    assert not task.chat
+    assert task.metric("\nFood\nDate", sample) == 1.0
+    assert task.metric("Food or Date", sample) == 0.5
+
+
+def test_longbench_without_its_prompts_says_which_file_it_needs(words, tmp_path):
+    with pytest.raises(ValueError, match="data_dir=None: task 'longbench_lcc'"):
+        registry()["longbench_lcc"].samples(words, 512, 1, 0)
+    with pytest.raises(ValueError, match=r"needs .*dataset2prompt\.json"):
+        registry(tmp_path)["longbench_lcc"].samples(words, 512, 1, 0)
+
+
+def test_what_is_not_in_the_folder_is_asked_of_the_hub(words, folder, monkeypatch):
+    asked = []
+    row = {"question": "who?", "context": "A fox.", "answers": ["fox"], "length": 2, "all_classes": None}
+
+    def load_dataset(repository, name, split):
+        asked.append((repository, name, split))
+        if name == "lcc":
+            raise ConnectionError("no net")
+        return [row, row, row]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    samples = registry(folder)["longbench_musique"].samples(words, 512, 2, 0)
+    assert [sample.question for sample in samples] == ["\nAsk who?\nAnswer:"] * 2
+    assert asked == [("Xnhyacinth/LongBench", "musique", "test")]
+    with pytest.raises(ValueError, match="data set 'lcc': not in data_dir, and not on the hub: no net"):
+        registry(folder)["longbench_lcc"].samples(words, 512, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "half"),
+    [
+        ("passkey", "71432.", None),
+        ("longbook_choice_eng", "B", None),
+        ("code_debug", "C. f", None),
+        ("code_debug", "C", None),
+        ("code_debug", " C.", None),
+        ("code_debug", "\n**C** f", None),
+        ("code_debug", " `f`", None),
+        ("code_debug", "(C) f", None),
+        ("math_calc", "1, 3]", "1, 4]"),
+        ("longbook_qa_eng", "eve", None),
+    ],
+)
+def test_infinitebench_rows_become_prompts_and_scores(words, folder, name, right, half):
+    task = registry(folder)[f"infinitebench_{name}"]
+    (sample,) = task.samples(words, 512, 9, 0)
+    row = json.loads((folder / "infinitebench" / f"{name}.jsonl").read_text())
+    assert sample.context.endswith(row["context"])
+    assert "{" not in sample.question
+    assert all(option in sample.question for option in row["options"])
+    assert row["input"] in sample.question
+    assert task.metric(right, sample) == 1.0
+    for wrong in ("wrong", "A", " B.", "**D**", "Cat", "f_2", "k", ""):
+        assert task.metric(wrong, sample) == (name == "longbook_choice_eng" and "B" in wrong), wrong
+    if half:
+        assert task.metric(half, sample) == 0.5
+
+
+def test_every_infinitebench_task_has_a_metric_that_takes_an_empty_prediction():
+    for name in infinitebench.NAMES:
+        answers = ("1", "A") if name in ("longbook_choice_eng", "code_debug") else ("1",)
+        task = infinitebench.InfiniteBench(name, None)
+        sample = Sample(id="0", context="c", question="q", answers=answers, max_new_tokens=1)
+        assert task.metric("", sample) == 0.0
+
+
+@pytest.mark.skipif(DATA is None, reason="KVPASS_DATA_DIR does not name a folder with the official rows")
+@pytest.mark.parametrize(
+    "name", [*map("longbench_{}".format, longbench.NAMES), *map("infinitebench_{}".format, infinitebench.NAMES)]
+)
+def test_official_rows_become_prompts_that_lose_their_middle(words, name):
+    assert DATA is not None
+    group, dataset = name.split("_", 1)
+    if not list(Path(DATA, group).glob(f"{dataset}.jsonl*")):
+        pytest.skip(f"{DATA} has no {dataset}")
+    task = registry(Path(DATA))[name]
+    for sample in task.samples(words, 512, 2, 0):
+        whole, cut = encode(words, sample, chat=True), encode(words, sample, chat=True, limit=512)
+        assert len(cut) == min(512, len(whole))
+        assert cut.ids[:256] == whole.ids[:256]
+        assert cut.ids[-256:] == whole.ids[-256:]
+        assert sample.answers
+        assert 0.0 <= task.metric(sample.answers[0], sample) <= 1.0
+        assert task.metric("", sample) == 0.0
