@@ -10,7 +10,7 @@ by token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.kernels.checks import check_heads, check_tensors
 from kvpass.kernels.prefill_attention import block_dim, logits_base2, stride_types
 
 APPEND_BLOCK = 16
@@ -92,12 +93,12 @@ def check_call(
     tail_used: Tensor,
     layer: int,
     sinks: Tensor | None,
-    tables: Sequence[tuple[str, Tensor, tuple[int, ...]]],
+    tables: Mapping[str, tuple[Tensor, Sequence[int]]],
 ) -> None:
     """Refuse what a kernel would read out of bounds; looks at shapes, strides and dtypes only.
 
     Args:
-        tables: further int32 arguments, each (name, tensor, shape it must have).
+        tables: further int32 arguments, name -> (tensor, the shape it must have).
 
     Raises:
         ValueError: names the first bad argument.
@@ -106,35 +107,26 @@ def check_call(
     _, kv_heads, _, value_dim = v.shape
     layers, _, _, slots, _ = tail_k.shape
     entries = pool_k.shape[1]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q has {heads} heads: must be a multiple of the {kv_heads} KV heads")
+    check_heads(heads, kv_heads)
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     if tokens > slots:
         raise ValueError(f"q has {tokens} tokens: the tail has {slots} slots")
-    expected = [
-        ("k", k, (rows, kv_heads, tokens, key_dim), q.dtype),
-        ("v", v, (rows, kv_heads, tokens, value_dim), q.dtype),
-        ("pool_k", pool_k, (rows, entries, key_dim), q.dtype),
-        ("pool_v", pool_v, (rows, entries, value_dim), q.dtype),
-        ("tail_k", tail_k, (layers, rows, kv_heads, slots, key_dim), q.dtype),
-        ("tail_v", tail_v, (layers, rows, kv_heads, slots, value_dim), q.dtype),
-        ("tail_start", tail_start, (rows,), torch.int64),
-        ("tail_used", tail_used, (), torch.int64),
-        *((name, table, shape, torch.int32) for name, table, shape in tables),
-    ]
+    expected = {
+        "q": (q, q.shape, q.dtype),
+        "k": (k, (rows, kv_heads, tokens, key_dim), q.dtype),
+        "v": (v, (rows, kv_heads, tokens, value_dim), q.dtype),
+        "pool_k": (pool_k, (rows, entries, key_dim), q.dtype),
+        "pool_v": (pool_v, (rows, entries, value_dim), q.dtype),
+        "tail_k": (tail_k, (layers, rows, kv_heads, slots, key_dim), q.dtype),
+        "tail_v": (tail_v, (layers, rows, kv_heads, slots, value_dim), q.dtype),
+        "tail_start": (tail_start, (rows,), torch.int64),
+        "tail_used": (tail_used, (), torch.int64),
+        **{name: (table, shape, torch.int32) for name, (table, shape) in tables.items()},
+    }
     if sinks is not None:
-        expected.append(("sinks", sinks, (heads,), sinks.dtype))
-    for name, tensor, shape, dtype in expected:
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: expected {dtype} {list(shape)}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}: q is on {q.device}")
-        if name not in ("k", "v") and not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}: must be contiguous")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.stride(3) != 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}: the last must be 1")
+        expected["sinks"] = (sinks, (heads,), sinks.dtype)
+    check_tensors(expected, q.device, strided=("q", "k", "v"))
 
 
 def shared_arguments(

@@ -93,7 +93,7 @@ def attend_decode(
     All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16).
 
     Args:
-        q: [B, H, T, D] queries, RoPE applied; any strides but a contiguous last dim (so k, v).
+        q: [B, H, T, D] queries, RoPE applied; any strides (so k, v), a last dim that is not contiguous costs a copy.
         k: [B, K, T, D] keys of the new tokens; K divides H.
         v: [B, K, T, Dv] values of the new tokens.
         pool_k: [B, E, D] contiguous kept keys in (layer, head, position) order.
@@ -152,7 +152,8 @@ def attend_decode(
         raise ValueError("q, k, v, pool, tail, offsets and tail_start must all be on the CPU")
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:
-        raise ValueError(f"q, k, v have strides {q_strides}, {k_strides}, {v_strides}: the last must be 1")
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     if sinks is not None:
         if sinks.shape != (heads,):
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected {(heads,)}")

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.kernels.checks import check_tensors
 from kvpass.kernels.launch import AotCase, KernelConfig, launch
 from kvpass.kernels.prefill_attention import AOT_HEAD_DIMS, DTYPES, block_dim, stride_types
 
@@ -88,21 +89,6 @@ def _permute_kernel(  # type: ignore[no-untyped-def]
     tl.store(scratch + (i_row + o_e)[:, None] * width + o_w[None, :], b_part, mask=m_block)
 
 
-def _expect(named: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]], device: torch.device) -> None:
-    """Refuse the first tensor of another shape, dtype, layout or device.
-
-    Raises:
-        ValueError: names it.
-    """
-    for name, (tensor, shape, dtype) in named.items():
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: expected {dtype} {list(shape)}")
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}: expected {device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}: must be contiguous")
-
-
 def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
     """Which winner moves into which slot: the j-th winner in (head, column) order into the j-th free slot.
 
@@ -164,8 +150,10 @@ def gather_winners(
     """
     rows, kv_heads, columns, dim = k.shape
     value_dim, entries = v.shape[3], pool_k.shape[1]
-    _expect(
+    check_tensors(
         {
+            "k": (k, k.shape, k.dtype),
+            "v": (v, (rows, kv_heads, columns, value_dim), k.dtype),
             "source": (source, (rows, entries), torch.int32),
             "rank": (rank, (rows, kv_heads, columns), torch.int32),
             "place": (place, (rows, kv_heads, columns), torch.int32),
@@ -177,12 +165,8 @@ def gather_winners(
             "slot_traces": (slot_traces, (2, rows, entries), torch.float32),
         },
         k.device,
+        strided=("k", "v"),
     )
-    if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype:
-        raise ValueError(f"v is {v.dtype} {list(v.shape)}: expected {k.dtype} {[*k.shape[:3], value_dim]}")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.stride(3) != 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}: the last must be 1")
     arguments = {
         "source": source, "k": k, "v": v, "rank": rank, "place": place, "traces": traces, "start": start,
         "pool_k": pool_k, "pool_v": pool_v, "slots": slots, "slot_traces": slot_traces,
@@ -226,7 +210,7 @@ def pack(
     """
     rows, entries, dim = pool_k.shape
     groups = offsets.shape[1] - 1
-    _expect(
+    check_tensors(
         {
             "pool_k": (pool_k, (rows, entries, dim), pool_k.dtype),
             "pool_v": (pool_v, (rows, entries, pool_v.shape[2]), pool_k.dtype),

@@ -22,14 +22,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
+from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-"""Dynamic shared memory a thread block may ask for, by compute capability."""
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
@@ -104,7 +103,7 @@ def launch(
     key: tuple[str, ...] = (),
     config: KernelConfig | None = None,
 ) -> None:
-    """Run a kernel with the given config, or with the best of ``configs``.
+    """Run a kernel with the given config, or with the best of ``configs``, where its tensors are.
 
     Args:
         grid: a tuple, or a function from the dict of all arguments (blocks included) to a tuple.
@@ -113,10 +112,13 @@ def launch(
     """
     if config is None and (len(configs) == 1 or is_interpreted(kernel)):
         config = configs[0]
-    if config is None:
-        _tuned(kernel, configs, key)[grid](**arguments)
-        return
-    kernel[grid](**arguments, **dict(config.blocks), num_warps=config.num_warps, num_stages=config.num_stages)
+    # Triton launches on the current device
+    with torch.cuda.device_of(next(value for value in arguments.values() if isinstance(value, Tensor))):
+        if config is None:
+            _tuned(kernel, configs, key)[grid](**arguments)
+        else:
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            kernel[grid](**arguments, **dict(config.blocks), **options)
 
 
 def compile_ahead(case: AotCase, arch: int) -> CompiledInfo:

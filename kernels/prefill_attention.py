@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.kernels.checks import check_heads, check_tensors
 from kvpass.kernels.launch import AotCase, KernelConfig, launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -158,29 +159,29 @@ def check_site(
         queries: the fewest rows that q must hold; None: exactly those of k.
 
     Raises:
-        ValueError: a shape, dtype or stride that is not supported.
+        ValueError: a shape, dtype, stride or device that is not supported.
     """
     b, heads, rows, d = q.shape
     kv_heads, n = k.shape[1], k.shape[2]
     if not (rows == n if queries is None else queries <= rows <= n):
         raise ValueError(f"q has {rows} rows: must be {f'in {queries}..{n}' if queries is not None else n}")
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q has {heads} heads: must be a multiple of the {kv_heads} KV heads")
-    expected = {"k": (k, (b, kv_heads, n, d)), "v": (v, (b, kv_heads, n, v.shape[-1])), "start": (start, (b,))}
-    if sinks is not None:
-        expected["sinks"] = (sinks, (heads,))
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {shape}")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}: q, k and v must share float32, float16 or bfloat16")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dim: must be 1")
-        if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} has head dim {tensor.shape[-1]}: must be in 1..{MAX_HEAD_DIM}")
+    check_heads(heads, kv_heads)
+    for name, tensor in (("q", q), ("v", v)):
+        if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head dim {tensor.shape[3]}: must be in 1..{MAX_HEAD_DIM}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q has dtype {q.dtype}: must be float32, float16 or bfloat16")
     if start.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"start has dtype {start.dtype}: must be int32 or int64")
+    expected = {
+        "q": (q, q.shape, q.dtype),
+        "k": (k, (b, kv_heads, n, d), q.dtype),
+        "v": (v, (b, kv_heads, n, v.shape[3]), q.dtype),
+        "start": (start, (b,), start.dtype),
+    }
+    if sinks is not None:
+        expected["sinks"] = (sinks, (heads,), sinks.dtype)
+    check_tensors(expected, q.device, strided=("q", "k", "v"))
 
 
 def block_dim(dim: int) -> int:
@@ -255,6 +256,22 @@ def prefill_attention(
     return out.transpose(1, 2), lse
 
 
+def flash_takes(q: Tensor, v: Tensor) -> bool:
+    """Whether torch has a FlashAttention for the device, dtype, head dims and tokens of q and v.
+
+    Not for one token: it then makes rows of the query heads of a group, and refuses padding as sequences of its own.
+    """
+    return (
+        q.is_cuda
+        and q.shape[2] > 1
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[3] == v.shape[3]
+        and q.shape[3] % 8 == 0
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, sliding_window: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -264,6 +281,7 @@ def flash_attention_varlen(
 
     Raises:
         ValueError: an argument that is not supported; FlashAttention takes fp16 and bf16, and D = Dv divisible by 8.
+            :func:`flash_takes` knows more.
     """
     check_site(q, k, v, start, None)
     b, _, n, d = q.shape
@@ -280,7 +298,8 @@ def flash_attention_varlen(
         *tokens, bounds, bounds, n, n, 0.0, True, False, scale=scale, window_size_left=left, window_size_right=right
     )
     padding = torch.arange(n, device=q.device) < start[:, None]
-    out = out.unflatten(0, (b, n)).masked_fill_(padding[:, :, None, None], 0.0)
+    # out has the strides of q
+    out = out.unflatten(0, (b, n)).contiguous().masked_fill_(padding[:, :, None, None], 0.0)
     lse = lse.unflatten(1, (b, n)).transpose(0, 1).masked_fill(padding[:, None], float("-inf"))
     return out.transpose(1, 2), lse.contiguous()
 

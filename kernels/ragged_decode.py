@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvpass.kernels.cached_attention import absorb_entries, aot_arguments, append_entries, check_call, shared_arguments
 from kvpass.kernels.launch import AotCase, KernelConfig, launch
-from kvpass.kernels.prefill_attention import AOT_HEAD_DIMS, DTYPES, LOG2E
+from kvpass.kernels.prefill_attention import AOT_HEAD_DIMS, DTYPES, FLOOR, LOG2E
 
 TAIL_TILE = 64
 """Tail slots of one program."""
@@ -157,7 +157,7 @@ def _merge_tiles(  # type: ignore[no-untyped-def]
 
     o_e = tl.arange(0, BDV)
     if sinks is None:
-        b_m = tl.full([1], float("-inf"), tl.float32)
+        b_m = tl.full([1], FLOOR, tl.float32)
         b_l = tl.zeros([1], tl.float32)
     else:
         b_m = tl.zeros([1], tl.float32) + tl.load(sinks + i_h).to(tl.float32) * LOG2E
@@ -210,7 +210,8 @@ def attend_ragged(
     tail_used - 1`` and to the new tokens 0..t. One softmax, in fp32.
 
     All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16). The caller sees to it
-    that ``tail_used + T <= C``, without asking the device: entries beyond the last slot are attended but not stored.
+    that ``tail_used + T <= C``, without asking the device: entries beyond the last slot are not stored, and it is
+    undefined whether they are attended.
 
     Args:
         q: ``[B, H, T, D]`` queries, RoPE applied; any strides but a contiguous last dim (so k, v).
@@ -236,7 +237,7 @@ def attend_ragged(
     kv_heads, value_dim = v.shape[1], v.shape[3]
     layers, _, _, slots, _ = tail_k.shape
     num_tiles = tiles.shape[1]
-    tables = [("tiles", tiles, (layers, num_tiles, 4)), ("tile_offsets", tile_offsets, (layers, rows * kv_heads + 1))]
+    tables = {"tiles": (tiles, (layers, num_tiles, 4)), "tile_offsets": (tile_offsets, (layers, rows * kv_heads + 1))}
     check_call(q, k, v, pool_k, pool_v, tail_k, tail_v, tail_start, tail_used, layer, sinks, tables)
     query_rows = heads // kv_heads * tokens
     tail_tiles = triton.cdiv(slots, TAIL_TILE)

@@ -129,7 +129,7 @@ def attend_extend(
     rows, heads, tokens, _ = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     layers = tail_k.shape[0]
-    tables = [("offsets", offsets, (rows, layers * kv_heads + 1))]
+    tables = {"offsets": (offsets, (rows, layers * kv_heads + 1))}
     check_call(q, k, v, pool_k, pool_v, tail_k, tail_v, tail_start, tail_used, layer, sinks, tables)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     shared = shared_arguments(q, k, v, pool_k, pool_v, tail_k, tail_v, tail_start, tail_used, layer, scale, softcap)

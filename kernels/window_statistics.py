@@ -77,7 +77,7 @@ def _store_columns(p_out, b_column, o_k, pad, tokens):  # type: ignore[no-untype
 
 @triton.jit(do_not_specialize=["tokens", "queries", "rows"])
 def _window_kernel(  # type: ignore[no-untyped-def]
-    q, k, lse, start, mean, variance, entropy, last_row, scale, softcap, tokens, queries, rows,
+    q, k, lse, start, mean, variance, entropy, scale, softcap, tokens, queries, rows,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_lb, stride_lh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -102,7 +102,6 @@ def _window_kernel(  # type: ignore[no-untyped-def]
         b_mean = tl.zeros([BLOCK_K], dtype=tl.float32)
         b_squares = tl.zeros([BLOCK_K], dtype=tl.float32)
         b_entropy = tl.zeros([BLOCK_K], dtype=tl.float32)
-        b_last = tl.zeros([BLOCK_K], dtype=tl.float32)
         for first in range(length - rows, length, BLOCK_R):
             o_r = first + tl.arange(0, BLOCK_R)
             m_r = o_r < length
@@ -121,8 +120,6 @@ def _window_kernel(  # type: ignore[no-untyped-def]
                 b_squares += b_shift * b_shift * (before * here / (before + here))
             if entropy is not None:
                 b_entropy -= tl.sum(b_probs * tl.log(b_probs + 1e-10), 1)
-            if last_row is not None:
-                b_last += tl.sum(tl.where((o_r == length - 1)[None, :], b_probs, 0.0), 1)
         at = (i_b * KV_HEADS * GROUP + i_h) * tokens
         _store_columns(mean + at, b_mean, o_k, pad, tokens)
         if variance is not None:
@@ -130,8 +127,6 @@ def _window_kernel(  # type: ignore[no-untyped-def]
             _store_columns(variance + at, b_variance, o_k, pad, tokens)
         if entropy is not None:
             _store_columns(entropy + at, b_entropy, o_k, pad, tokens)
-        if last_row is not None:
-            _store_columns(last_row + at, b_last, o_k, pad, tokens)
 
 
 @triton.jit(do_not_specialize=["tokens", "queries", "rows"])
@@ -205,13 +200,11 @@ class WindowStatistics:
         mean: of a over the window rows, ``[B, H, N]``.
         variance: unbiased, over the window rows, ``[B, H, N]``; zero for a single row.
         entropy: sum over the window rows of ``-a ln(a + 1e-10)`` (CAKE, arXiv 2503.12491), ``[B, H, N]``.
-        last_row: a of the last prompt row, ``[B, H, N]``.
     """
 
     mean: Tensor
     variance: Tensor | None = None
     entropy: Tensor | None = None
-    last_row: Tensor | None = None
 
 
 def window_configs(dtype: torch.dtype, key_dim: int) -> tuple[KernelConfig, ...]:
@@ -235,7 +228,6 @@ def window_statistics(
     softcap: float | None = None,
     variance: bool = False,
     entropy: bool = False,
-    last_row: bool = False,
     config: KernelConfig | None = None,
 ) -> WindowStatistics:
     """Statistics of the window rows of a left-padded prompt.
@@ -250,7 +242,7 @@ def window_statistics(
         lse: natural log-sum-exp of the same R queries, fp32 ``[B, H, R]``, as attention gave it.
         scale, softcap: as in :func:`kvpass.kernels.prefill_attention.prefill_attention`.
         window: rows that observe; 0 means the last row alone.
-        variance, entropy, last_row: which statistics to compute beside the mean.
+        variance, entropy: which statistics to compute beside the mean.
         config: blocks to use; None: chosen by :func:`kvpass.kernels.launch.launch`.
 
     Raises:
@@ -265,7 +257,7 @@ def window_statistics(
         return torch.empty(b, heads, n, dtype=torch.float32, device=keys.device) if asked else None
 
     mean = torch.empty(b, heads, n, dtype=torch.float32, device=keys.device)
-    extras = {"variance": empty(variance), "entropy": empty(entropy), "last_row": empty(last_row)}
+    extras = {"variance": empty(variance), "entropy": empty(entropy)}
     arguments = {**site, "mean": mean, **extras, "rows": max(window, 1)}
     grid = _blocks(n, b * keys.shape[1])
     launch(_window_kernel, grid, arguments, window_configs(keys.dtype, d), WINDOW_KEY, config)
@@ -366,7 +358,7 @@ def aot_cases() -> list[AotCase]:
             constexprs = {
                 "KV_HEADS": 8, "GROUP": 4, "D": d, "BLOCK_D": block_dim(d), "PRECISION": precision(dtype)
             }  # fmt: skip
-            extras = ("variance", "entropy", "last_row")
+            extras = ("variance", "entropy")
             for config in window_configs(dtype, d):
                 everything = {**site, **dict.fromkeys(("mean", *extras), "*fp32:16"), "softcap": "fp32"}
                 name = f"window_statistics {kind} D={d}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpass import device, reference, sliding
+from kvpass import device, reference
+from kvpass.kernels import window_statistics
 from kvpass.policies import POLICIES, resolve
 
 LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
@@ -53,9 +54,9 @@ def prefill(backend, policy, entries):
     return outputs, buffers, offsets
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_prefill_keeps_and_answers_the_same(name):
-    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+@pytest.mark.parametrize(("name", "window"), [*((name, WINDOW) for name in sorted(POLICIES)), ("tova", 0), ("tova", 1)])
+def test_prefill_keeps_and_answers_the_same(name, window):
+    policy = resolve(name, window=window, **OPTIONS.get(name, {}))
     entries = 6 if policy.needs_budget else TOKENS
     expected, wanted, bounds = prefill(reference, policy, entries)
     actual, got, offsets = prefill(device, policy, entries)
@@ -71,7 +72,57 @@ def test_prefill_keeps_and_answers_the_same(name):
     torch.testing.assert_close(got["slot_traces"][:, live], wanted["slot_traces"][:, live], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(got["ledger"], wanted["ledger"], atol=1e-5, rtol=1e-4)
     for table in ("tail_k", "tail_v"):
-        assert torch.equal(got[table][..., :WINDOW, :], wanted[table][..., :WINDOW, :])
+        assert torch.equal(got[table][..., :window, :], wanted[table][..., :window, :])
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "passes"), [("lava", WINDOW, 1), ("cake", WINDOW, 1), ("tova", 0, 1), ("tova", WINDOW, 2)]
+)
+def test_the_keys_are_read_once_for_all_that_a_policy_asks_of_its_window(name, window, passes, monkeypatch):
+    launched = []
+    monkeypatch.setattr(window_statistics, "launch", lambda kernel, *rest, **options: launched.append(kernel))
+    policy = resolve(name, window=window, **OPTIONS.get(name, {}))
+    q, k, v = site(0)
+    device.observe_attention(q, k, v, STARTS, 0.3, 0, LAYERS, policy)
+    assert launched.count(window_statistics._window_kernel) == passes
+
+
+def test_sums_over_rows_are_taken_once_for_rows_of_the_batch_that_begin_apart(monkeypatch):
+    launched = []
+    monkeypatch.setattr(window_statistics, "launch", lambda kernel, *rest, **options: launched.append(kernel))
+    policy = resolve("vatp", window=WINDOW, indicator="scissorhands")
+    device.observe_attention(*site(0), STARTS, 0.3, 0, LAYERS, policy)
+    assert launched.count(window_statistics._column_sum_kernel) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_any_strides(tokens):
+    """Queries, keys and values whose last dim is not contiguous, and sinks cut out of a larger table."""
+    policy = resolve("lava", window=WINDOW)
+    sinks = torch.randn(KV_HEADS * GROUP, 3)[:, 1]
+    by_column = [x.mT.contiguous().mT for x in site(0)]
+    observed = [
+        device.observe_attention(*x, STARTS, 0.3, 0, LAYERS, policy, None, given)
+        for x, given in ((site(0), sinks.contiguous()), (by_column, sinks))
+    ]
+    for found, expected in zip(*observed, strict=True):
+        assert torch.equal(found, expected)
+    states = [state(policy, 6) for _ in range(2)]
+    for x, given in zip((site(0), by_column), states, strict=True):
+        budget = torch.full((STARTS.numel(),), 6)
+        device.cascade_step(*given.values(), *x[1:], *observed[0][1:], budget, STARTS, layer=0, policy=policy)
+    for name in states[0]:
+        torch.testing.assert_close(states[1][name], states[0][name], atol=0, rtol=0, equal_nan=True)
+    _, buffers, offsets = prefill(reference, policy, entries=6)
+    new, tables = site(7, tokens), device.index_pool(offsets, KV_HEADS)
+    found = [
+        device.attend_cache(
+            *x, buffers["pool_k"], buffers["pool_v"], offsets, buffers["tail_k"].clone(), buffers["tail_v"].clone(),
+            torch.tensor([0, 1, 2]), torch.tensor(WINDOW), 0.3, 1, *tables, None, given,
+        )
+        for x, given in ((new, sinks.contiguous()), ([x.mT.contiguous().mT for x in new], sinks))
+    ]  # fmt: skip
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 11])
@@ -91,12 +142,27 @@ def test_attending_the_cache_answers_and_appends_the_same(tokens):
             torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("window", [5, 64])
-def test_a_ring_is_filled_the_same(window):
+@pytest.mark.parametrize("held", [0, 1, 64, 65])
+def test_the_index_of_a_small_pool_has_two_tiles_and_attends_it(held):
+    """Dynamo takes a size of 0 or 1 for a constant, and a graph traced with it is wrong for every later pool."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*sizes):
+        return torch.randn(*sizes, generator=generator)
+
+    tail = [random(1, 1, 1, 8, dim) for dim in (DIM, VALUE_DIM)]
+    pool = (random(1, 70, DIM), random(1, 70, VALUE_DIM), torch.tensor([[0, held]], dtype=torch.int32))
+    new = (random(1, 2, 1, DIM), random(1, 1, 1, DIM), random(1, 1, 1, VALUE_DIM))
+    tables = device.index_pool(pool[2], 1)
+    assert tables[0].shape[1] == 2
+    place = (torch.tensor([1]), torch.tensor(3), 0.3, 0)
+    expected = reference.attend_cache(*new, *pool, *(x.clone() for x in tail), *place)
+    torch.testing.assert_close(device.attend_cache(*new, *pool, *tail, *place, *tables), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sliding_window", [5, 64])
+def test_a_prompt_with_a_sliding_window_is_attended_the_same(sliding_window):
     q, k, v = site(3)
-    rings = [[torch.zeros(1, STARTS.numel(), KV_HEADS, window, dim) for dim in (DIM, VALUE_DIM)] for _ in range(2)]
-    sinks = torch.randn(KV_HEADS * GROUP)
-    expected = sliding.fill_ring(q, k, v, STARTS, *rings[0], 0.3, 0, 20.0, sinks)
-    actual = device.fill_ring(q, k, v, STARTS, *rings[1], 0.3, 0, 20.0, sinks)
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-    assert all(torch.equal(one, other) for one, other in zip(*rings, strict=True))
+    options = (0.3, 20.0, torch.randn(KV_HEADS * GROUP), sliding_window)
+    expected = reference.prompt_attention(q, k, v, STARTS, *options)
+    torch.testing.assert_close(device.prompt_attention(q, k, v, STARTS, *options), expected, atol=1e-5, rtol=1e-5)

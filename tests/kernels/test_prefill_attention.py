@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
 from kvpass.kernels import prefill_attention as module
 from kvpass.kernels.launch import KernelConfig
-from kvpass.kernels.prefill_attention import flash_attention_varlen, prefill_attention
+from kvpass.kernels.prefill_attention import flash_attention_varlen, flash_takes, prefill_attention
 from kvpass.reference import causal_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
@@ -194,18 +196,22 @@ def broken(**changed: object) -> dict[str, object]:
     ("changed", "message"),
     [
         ({"k": torch.zeros(1, 1, 9, 16)}, "q has 8 rows: must be 9"),
-        ({"k": torch.zeros(1, 1, 8, 32)}, r"k has shape \(1, 1, 8, 32\): expected \(1, 1, 8, 16\)"),
-        ({"v": torch.zeros(1, 2, 8, 16)}, "v has shape"),
+        ({"k": torch.zeros(1, 1, 8, 32)}, r"k is torch.float32 \[1, 1, 8, 32\]: expected .* \[1, 1, 8, 16\]"),
+        ({"v": torch.zeros(1, 2, 8, 16)}, "v is"),
         (
             {"q": torch.zeros(1, 3, 8, 16), "k": torch.zeros(1, 2, 8, 16)},
             "q has 3 heads: must be a multiple of",
         ),
-        ({"k": torch.zeros(1, 1, 8, 16, dtype=torch.float16)}, "k has dtype torch.float16"),
-        ({"k": torch.zeros(1, 1, 16, 8).mT}, "k has stride 8 in its last dim: must be 1"),
+        ({"q": torch.zeros(1, 2, 8, 16, dtype=torch.float64)}, "q has dtype torch.float64"),
+        ({"k": torch.zeros(1, 1, 8, 16, dtype=torch.float16)}, "k is torch.float16"),
+        ({"k": torch.zeros(1, 1, 16, 8, device=DEVICE).mT}, r"k has strides \(.*, 8\): the last must be 1"),
+        ({"k": torch.zeros(1, 1, 8, 16, device="meta")}, "k is on meta"),
         ({"v": torch.zeros(1, 1, 8, 257)}, r"v has head dim 257: must be in 1\.\.256"),
-        ({"start": torch.zeros(2, dtype=torch.int64)}, r"start has shape \(2,\): expected \(1,\)"),
+        ({"start": torch.zeros(2, dtype=torch.int64)}, r"start is torch.int64 \[2\]: expected torch.int64 \[1\]"),
+        ({"start": torch.zeros(1, dtype=torch.int64, device="meta")}, "start is on meta"),
         ({"start": torch.zeros(1)}, "start has dtype torch.float32"),
-        ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\): expected \(2,\)"),
+        ({"sinks": torch.zeros(3)}, r"sinks is torch.float32 \[3\]: expected torch.float32 \[2\]"),
+        ({"sinks": torch.zeros(2, 3, device=DEVICE)[:, 0]}, r"sinks has strides \(3,\): must be contiguous"),
         ({"sliding_window": 0}, "sliding_window=0: must be at least 1"),
     ],
 )
@@ -252,6 +258,21 @@ def test_flash_attention_gets_the_padding_as_sequences_of_their_own(
     assert lse.is_contiguous()
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the operator of torch runs on CUDA")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_flash_attention_of_queries_stored_by_head_is_stored_by_token(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(40, 64, heads=4, kv_heads=2, starts=(3, 0)[:rows], dtype=torch.float16)
+    q, k, v, start, _ = case.tensors()
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen_attention)
+    expected, _ = flash_attention_varlen(q, k, v, start, 0.125)
+    out, lse = flash_attention_varlen(q.contiguous(), k.contiguous(), v.contiguous(), start, 0.125)
+    assert torch.equal(out, expected)
+    assert out.transpose(1, 2).is_contiguous()
+    assert lse.is_contiguous()
+
+
 @pytest.mark.parametrize("sliding_window", [None, 7])
 def test_flash_attention_fits_the_schema_of_torch(sliding_window: int | None) -> None:
     q, k, v = (torch.empty(2, 40, heads, 64, dtype=torch.float16, device="meta") for heads in (4, 2, 2))
@@ -259,6 +280,48 @@ def test_flash_attention_fits_the_schema_of_torch(sliding_window: int | None) ->
     out, lse = flash_attention_varlen(q, k, v, torch.empty(2, dtype=torch.int64, device="meta"), 0.125, sliding_window)
     assert (out.shape, out.dtype) == ((2, 4, 40, 64), torch.float16)
     assert (lse.shape, lse.dtype) == ((2, 4, 40), torch.float32)
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a GPU of compute capability 8.0 and a torch that has FlashAttention."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+
+def taken(
+    tokens: int = 9, dim: int = 64, dv: int = 64, dtype: torch.dtype = torch.float16, place: str = "cuda:0"
+) -> bool:
+    with FakeTensorMode():
+        q, v = (torch.empty(1, 4, tokens, size, dtype=dtype, device=place) for size in (dim, dv))
+        return flash_takes(q, v)
+
+
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, True),
+        ({"tokens": 2, "dtype": torch.bfloat16, "dim": 40, "dv": 40}, True),
+        ({"tokens": 1}, False),
+        ({"dtype": torch.float32}, False),
+        ({"dv": 128}, False),
+        ({"dim": 100, "dv": 100}, False),
+        ({"place": "cpu"}, False),
+    ],
+    ids=str,
+)
+def test_what_flash_attention_takes(changed: dict[str, Any], expected: bool) -> None:
+    assert taken(**changed) is expected
+
+
+@pytest.mark.usefixtures("ampere")
+def test_flash_attention_needs_a_gpu_and_a_torch_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert not taken()
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert not taken()
 
 
 @pytest.mark.gpu

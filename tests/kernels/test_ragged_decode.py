@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,96 +15,32 @@ from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import TAIL_TILE, attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.kernels.tile_map import tile_map
+from kvpass.testing import DecodeCase, decode_case
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 SPLIT = KernelConfig.of(4, 2, BLOCK_S=16)
 EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
 
 
-@dataclass
-class Case:
-    """Arguments of one call of the reference, with the tile length the kernels may use."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    pool_k: Tensor
-    pool_v: Tensor
-    offsets: Tensor
-    tail_k: Tensor
-    tail_v: Tensor
-    tail_start: Tensor
-    tail_used: Tensor
-    scale: float
-    layer: int
-    softcap: float | None
-    sinks: Tensor | None
-
-    def copy(self) -> Case:
-        return replace(self, tail_k=self.tail_k.clone(), tail_v=self.tail_v.clone())
-
-    def reference(self) -> Tensor:
-        return reference.attend_cache(**vars(self))
-
-    def ragged(self, tile: int = 32, config: KernelConfig | None = SPLIT) -> Tensor:
-        arguments = vars(self).copy()
-        tiles, tile_offsets = tile_map(arguments.pop("offsets"), self.k.shape[1], tile)
-        return attend_ragged(**arguments, tiles=tiles, tile_offsets=tile_offsets, config=config)
-
-    def extend(self, config: KernelConfig | None = EXTEND) -> Tensor:
-        return attend_extend(**vars(self), config=config)
+def copied(case: DecodeCase) -> DecodeCase:
+    return replace(case, tail_k=case.tail_k.clone(), tail_v=case.tail_v.clone())
 
 
-def make_case(
-    lengths: list[list[int]],
-    *,
-    group: int = 2,
-    dim: int = 64,
-    value_dim: int | None = None,
-    tokens: int = 1,
-    slots: int = 24,
-    used: int = 5,
-    start: list[int] | None = None,
-    layer: int = 1,
-    dtype: torch.dtype = torch.float32,
-    softcap: float | None = None,
-    sinks: bool = False,
-) -> Case:
-    """``lengths[row][head]``: pool entries of the attended layer, the second of three; the others hold NaN entries."""
-    rows, kv_heads, layers = len(lengths), len(lengths[0]), 3
-    value_dim = dim if value_dim is None else value_dim
-    start = [0] * rows if start is None else start
-    segments = torch.full((rows, layers, kv_heads), 2)
-    segments[:, layer] = torch.tensor(lengths)
-    offsets = torch.nn.functional.pad(segments.flatten(1).cumsum(1), (1, 0)).int()
-    entries = int(offsets[:, -1].max()) + 3
-    pool_k, pool_v = (torch.full((rows, entries, size), torch.nan).to(dtype) for size in (dim, value_dim))
-    tail_k, tail_v = (
-        torch.full((layers, rows, kv_heads, slots, size), torch.nan).to(dtype) for size in (dim, value_dim)
-    )
-    for row in range(rows):
-        first, last = offsets[row, layer * kv_heads], offsets[row, (layer + 1) * kv_heads]
-        for buffer in (pool_k, pool_v):
-            buffer[row, first:last] = torch.randn(int(last - first), buffer.shape[-1])
-        for buffer in (tail_k, tail_v):
-            filled = buffer[layer, row, :, start[row] : used]
-            filled.copy_(torch.randn(filled.shape))
-    return Case(
-        q=torch.randn(rows, tokens, kv_heads * group, dim).to(dtype).transpose(1, 2),
-        k=torch.randn(rows, tokens, kv_heads, dim).to(dtype).transpose(1, 2),
-        v=torch.randn(rows, tokens, kv_heads, value_dim).to(dtype).transpose(1, 2),
-        pool_k=pool_k,
-        pool_v=pool_v,
-        offsets=offsets,
-        tail_k=tail_k,
-        tail_v=tail_v,
-        tail_start=torch.tensor(start),
-        tail_used=torch.tensor(used),
-        scale=dim**-0.5,
-        layer=layer,
-        softcap=softcap,
-        sinks=torch.randn(kv_heads * group) * 3 if sinks else None,
-    )
+def eager(case: DecodeCase) -> Tensor:
+    return reference.attend_cache(**vars(case))
+
+
+def ragged(case: DecodeCase, tile: int = 32, config: KernelConfig | None = SPLIT) -> Tensor:
+    arguments = vars(case).copy()
+    tiles, tile_offsets = tile_map(arguments.pop("offsets"), case.k.shape[1], tile)
+    return attend_ragged(**arguments, tiles=tiles, tile_offsets=tile_offsets, config=config)
+
+
+def extend(case: DecodeCase, config: KernelConfig | None = EXTEND) -> Tensor:
+    return attend_extend(**vars(case), config=config)
+
+
+BOTH = (ragged, extend)
 
 
 @pytest.fixture(autouse=True)
@@ -112,23 +49,23 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
 
 
-def check(case: Case, ways: tuple[str, ...] = ("ragged", "extend")) -> None:
+def check(case: DecodeCase, ways: Sequence[Callable[[DecodeCase], Tensor]] = BOTH) -> None:
     """Output close to the reference, tail equal to the reference's bit for bit, pool untouched."""
-    expected = case.copy()
-    out = expected.reference()
+    expected = copied(case)
+    out = eager(expected)
     for way in ways:
-        given = case.copy()
+        given = copied(case)
         pools = given.pool_k.clone(), given.pool_v.clone()
-        found: Tensor = getattr(given, way)()
+        found = way(given)
         assert found.shape == out.shape and found.dtype == out.dtype and found.transpose(1, 2).is_contiguous()
-        assert not found.isnan().any(), way
+        assert not found.isnan().any(), way.__name__
         error = (found.float() - out.float()).abs().max()
-        assert error < TOLERANCE[out.dtype], f"{way}: {error}"
+        assert error < TOLERANCE[out.dtype], f"{way.__name__}: {error}"
         for name in ("tail_k", "tail_v"):
             same = getattr(given, name).view(torch.uint8), getattr(expected, name).view(torch.uint8)
-            assert torch.equal(*same), f"{way}: {name}"
+            assert torch.equal(*same), f"{way.__name__}: {name}"
         for before, after in zip(pools, (given.pool_k, given.pool_v), strict=True):
-            assert torch.equal(before.view(torch.uint8), after.view(torch.uint8)), way
+            assert torch.equal(before.view(torch.uint8), after.view(torch.uint8)), way.__name__
 
 
 LENGTHS = [[0, 33, 7], [70, 1, 32]]
@@ -137,26 +74,26 @@ LENGTHS = [[0, 33, 7], [70, 1, 32]]
 @pytest.mark.parametrize("tokens", [1, 3, 8, 17])
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_tokens_and_groups(group: int, tokens: int) -> None:
-    ways = ("extend",) if group * tokens > 64 else ("ragged", "extend")
-    check(make_case(LENGTHS, group=group, tokens=tokens, start=[0, 3]), ways)
+    ways = [extend] if group * tokens > 64 else BOTH
+    check(decode_case(LENGTHS, group=group, tokens=tokens, start=[0, 3]), ways)
 
 
 @pytest.mark.parametrize(
     ("dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (100, 100), (128, 128), (192, 128), (256, 256), (16, 48)]
 )
 def test_head_dims(dim: int, value_dim: int) -> None:
-    check(make_case([[19, 40]], dim=dim, value_dim=value_dim, tokens=2))
+    check(decode_case([[19, 40]], dim=dim, value_dim=value_dim, tokens=2))
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_half_precision(tokens: int) -> None:
-    check(make_case(LENGTHS, group=4, dim=80, tokens=tokens, dtype=torch.float16, start=[2, 0]))
+    check(decode_case(LENGTHS, group=4, dim=80, tokens=tokens, dtype=torch.float16, start=[2, 0]))
 
 
 @pytest.mark.parametrize("lengths", [[[0, 0]], [[0, 0], [0, 90]], [[1, 0]]], ids=str)
 @pytest.mark.parametrize("used", [0, 5])
 def test_empty_segments(lengths: list[list[int]], used: int) -> None:
-    check(make_case(lengths, used=used, tokens=2))
+    check(decode_case(lengths, used=used, tokens=2))
 
 
 @pytest.mark.parametrize(
@@ -174,22 +111,28 @@ def test_empty_segments(lengths: list[list[int]], used: int) -> None:
     ],
 )
 def test_tails(slots: int, used: int, tokens: int, start: int) -> None:
-    check(make_case([[20, 0]], slots=slots, used=used, tokens=tokens, start=[start], dim=16))
+    check(decode_case([[20, 0]], slots=slots, used=used, tokens=tokens, start=[start], dim=16))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_tail_that_begins_behind_more_empty_tiles_than_are_merged_at_a_time(tokens: int) -> None:
+    start = 32 * TAIL_TILE + 30
+    check(decode_case([[0]], slots=start + 50, used=start + 20, tokens=tokens, start=[start], dim=16))
 
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_other_layers(layer: int) -> None:
-    check(make_case(LENGTHS, layer=layer, tokens=2))
+    check(decode_case(LENGTHS, layer=layer, tokens=2))
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize(("softcap", "sinks"), [(4.0, False), (None, True), (30.0, True)])
 def test_softcap_and_sinks(softcap: float | None, sinks: bool, tokens: int) -> None:
-    check(make_case(LENGTHS, group=4, tokens=tokens, softcap=softcap, sinks=sinks, dim=32))
+    check(decode_case(LENGTHS, group=4, tokens=tokens, softcap=softcap, sinks=sinks, dim=32))
 
 
 def test_large_scores_do_not_overflow() -> None:
-    case = make_case(LENGTHS, tokens=3, sinks=True, dim=16)
+    case = decode_case(LENGTHS, tokens=3, sinks=True, dim=16)
     case.scale = 60.0
     check(case)
     case.softcap = 80.0
@@ -198,24 +141,24 @@ def test_large_scores_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("tile", [1, 16, 64, 128])
 def test_any_tile_length_and_the_usual_config(tile: int) -> None:
-    case = make_case([[0, 70], [5, 64]] if tile < 16 else [[0, 130], [5, 64]], tokens=2, dim=32)
-    expected = case.copy().reference()
-    torch.testing.assert_close(case.copy().ragged(tile), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(case.copy().ragged(tile, config=None), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(case.copy().extend(config=None), expected, atol=1e-5, rtol=0)
+    case = decode_case([[0, 70], [5, 64]] if tile < 16 else [[0, 130], [5, 64]], tokens=2, dim=32)
+    expected = eager(copied(case))
+    torch.testing.assert_close(ragged(copied(case), tile), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ragged(copied(case), tile, config=None), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(extend(copied(case), config=None), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("group", "tokens"), [(70, 1), (20, 4)])
 def test_more_query_rows_than_a_block(group: int, tokens: int) -> None:
-    check(make_case([[20, 3]], group=group, tokens=tokens, dim=16))
+    check(decode_case([[20, 3]], group=group, tokens=tokens, dim=16))
 
 
 def test_many_tokens() -> None:
-    check(make_case([[20, 0], [3, 40]], group=3, tokens=70, slots=80, used=9, start=[0, 4], dim=16), ("extend",))
+    check(decode_case([[20, 0], [3, 40]], group=3, tokens=70, slots=80, used=9, start=[0, 4], dim=16), [extend])
 
 
 def test_strided_queries_keys_and_values() -> None:
-    case = make_case(LENGTHS, tokens=3, dim=32)
+    case = decode_case(LENGTHS, tokens=3, dim=32)
     heads, kv_heads = case.q.shape[1], case.k.shape[1]
     fused = torch.randn(2, 3, heads + 2 * kv_heads, 32)
     case.q, case.k, case.v = (x.transpose(1, 2) for x in fused.split([heads, kv_heads, kv_heads], dim=2))
@@ -224,11 +167,11 @@ def test_strided_queries_keys_and_values() -> None:
 
 def test_steps_one_after_another_are_one_long_step() -> None:
     """Tokens appended one by one, read back from the tail, give what all of them at once give."""
-    case = make_case(LENGTHS, tokens=4, slots=TAIL_TILE + 6, used=TAIL_TILE - 2, dim=16)
-    expected = case.copy().reference()
+    case = decode_case(LENGTHS, tokens=4, slots=TAIL_TILE + 6, used=TAIL_TILE - 2, dim=16)
+    expected = eager(copied(case))
     for token in range(4):
         step = replace(case, **{name: getattr(case, name)[:, :, token : token + 1] for name in "qkv"})
-        found = step.ragged() if token % 2 else step.extend()
+        found = ragged(step) if token % 2 else extend(step)
         torch.testing.assert_close(found[:, :, 0], expected[:, :, token], atol=1e-5, rtol=0)
         case.tail_used += 1
 
@@ -238,32 +181,32 @@ def test_steps_one_after_another_are_one_long_step() -> None:
     [
         ({"layer": 3}, "layer=3"),
         ({"layer": -1}, "layer=-1"),
-        ({"k": torch.zeros(2, 3, 2, 64)}, "k is"),
-        ({"v": torch.zeros(2, 3, 1, 64, dtype=torch.float16)}, "v is"),
-        ({"q": torch.zeros(2, 7, 1, 64)}, "7 heads"),
-        ({"q": torch.zeros(2, 6, 25, 64)}, "25 tokens"),
-        ({"q": torch.zeros(2, 6, 1, 128)[..., ::2]}, "q has strides"),
+        ({"k": torch.zeros(2, 3, 2, 32)}, "k is"),
+        ({"v": torch.zeros(2, 3, 1, 32, dtype=torch.float16)}, "v is"),
+        ({"q": torch.zeros(2, 7, 1, 32)}, "7 heads"),
+        ({"q": torch.zeros(2, 6, 25, 32)}, "25 tokens"),
+        ({"q": torch.zeros(2, 6, 1, 64)[..., ::2]}, "q has strides"),
         ({"tail_start": torch.zeros(3, dtype=torch.int64)}, "tail_start is"),
         ({"tail_used": torch.tensor([5])}, "tail_used is"),
         ({"sinks": torch.zeros(3)}, "sinks is"),
-        ({"pool_v": torch.zeros(2, 500, 64)}, "pool_v is"),
+        ({"pool_v": torch.zeros(2, 500, 32)}, "pool_v is"),
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, object], named: str) -> None:
-    case = make_case(LENGTHS)
+    case = decode_case(LENGTHS)
     before = case.tail_k.clone()
     for name, value in change.items():
         setattr(case, name, value)
-    for way in (case.ragged, case.extend):
+    for way in BOTH:
         with pytest.raises(ValueError, match=named):
-            way()
+            way(case)
     assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_tables_of_another_cache() -> None:
-    case = make_case(LENGTHS)
+    case = decode_case(LENGTHS)
     with pytest.raises(ValueError, match="offsets is"):
-        replace(case, offsets=case.offsets.long()).extend()
+        extend(replace(case, offsets=case.offsets.long()))
     arguments = vars(case).copy()
     tiles, tile_offsets = tile_map(arguments.pop("offsets"), 3)
     with pytest.raises(ValueError, match="tile_offsets is"):
@@ -274,7 +217,7 @@ def test_tables_of_another_cache() -> None:
 
 def test_no_value_reaches_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers on meta tensors: reading a value would raise."""
-    case = make_case(LENGTHS, sinks=True)
+    case = decode_case(LENGTHS, sinks=True)
     tiles, tile_offsets = tile_map(case.offsets, 3)
     for module in (ragged_decode, ragged_extend):
         monkeypatch.setattr(module, "launch", lambda *args: None)

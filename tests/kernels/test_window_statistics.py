@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = KernelConfig.of(4, 1, BLOCK_K=16, BLOCK_R=16)
 WIDE = KernelConfig.of(4, 1, BLOCK_K=64, BLOCK_R=32)
-ALL = {"variance": True, "entropy": True, "last_row": True}
+ALL = {"variance": True, "entropy": True}
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,6 @@ def compare_all(statistics: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, ca
         for name, expected in (
             ("variance", obs.variance),
             ("entropy", entropy),
-            ("last_row", obs.last_row),
             ("value_norm", obs.value_norm),
         ):
             compare(name, getattr(statistics, name)[row], expected[0], first)
@@ -203,7 +202,7 @@ def test_contract_4_padding_changes_no_bit() -> None:
     for row, first in enumerate(case.starts):
         live = (slice(row, row + 1), slice(None), slice(first, None))
         alone = everything(q[live], k[live], v[live], zero, lse[live], 0.2, 24, rows=99, config=SMALL)
-        for name in ("mean", "variance", "entropy", "last_row", "column_sum", "value_norm"):
+        for name in ("mean", "variance", "entropy", "column_sum", "value_norm"):
             assert torch.equal(getattr(both, name)[row, :, first:], getattr(alone, name)[0]), name
 
 
@@ -229,7 +228,7 @@ def test_any_strides() -> None:
     wide_lse = torch.randn(2, 6, 50, device=DEVICE)[:, 1:5, 7:44].copy_(lse)
     found = everything(*views, start.int(), wide_lse, 0.1, 8, rows=37)
     expected = everything(q, k, v, start, lse, 0.1, 8, rows=37)
-    for name in ("mean", "variance", "entropy", "last_row", "column_sum", "value_norm"):
+    for name in ("mean", "variance", "entropy", "column_sum", "value_norm"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 

@@ -1,0 +1,43 @@
+"""What launchers refuse before a kernel reads out of bounds; looks at shapes, dtypes, strides and devices only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Expected = Mapping[str, tuple[Tensor, Sequence[int], torch.dtype]]
+"""Name of an argument -> the tensor given, the shape and the dtype it must have."""
+
+
+def check_tensors(expected: Expected, device: torch.device, strided: Collection[str] = ()) -> None:
+    """Refuse the first tensor of another shape, dtype, layout or device.
+
+    Args:
+        device: where all of them must be.
+        strided: names of those of which only the last dim must be contiguous; all others must be contiguous.
+
+    Raises:
+        ValueError: names it.
+    """
+    for name, (tensor, shape, dtype) in expected.items():
+        if tensor.shape != tuple(shape) or tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: expected {dtype} {list(shape)}")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {device}")
+        if name in strided:
+            if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                raise ValueError(f"{name} has strides {tensor.stride()}: the last must be 1")
+        elif not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}: must be contiguous")
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Refuse query heads that do not divide into groups of one size.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads: must be a multiple of the {kv_heads} KV heads")
