@@ -16,14 +16,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from kvpass.graphs.example_lengths import NotCausalError
+from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError, evaluate, example_sizes, random_like
 from kvpass.graphs.fx_utils import (
-    EXAMPLE_LENGTHS,
     DataFlow,
     Dim,
-    EvaluationError,
-    evaluate,
-    example_sizes,
-    random_like,
     recorded,
     shape_of,
     target_name,
@@ -31,7 +28,6 @@ from kvpass.graphs.fx_utils import (
     value_inputs,
 )
 from kvpass.graphs.insert_nodes import insert_method
-from kvpass.graphs.prove_causal import NotCausalError
 
 Axes = tuple[int | None, ...]
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.emit_site import emit_site
+from kvpass.graphs.example_lengths import NotCausalError
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
@@ -29,7 +30,7 @@ from kvpass.graphs.fx_utils import (
     recorded,
     shape_of,
 )
-from kvpass.graphs.prove_causal import Band, MaskPart, NotCausalError, prove_causal, settle
+from kvpass.graphs.prove_causal import Band, mask_part, prove_causal, settle
 from kvpass.graphs.prove_logits import LogitRule
 from kvpass.graphs.rewrite_attention import find_sites
 
@@ -71,7 +72,7 @@ def find_attention_pass(gm: GraphModule) -> int:
     if find_sites(gm):
         raise _refuse(raw[0], "some attention calls of this graph are canonical sites and some are not")
     flow = DataFlow(gm)
-    proofs: dict[tuple[Node, tuple[Dim, ...]], tuple[Band, MaskPart]] = {}
+    proofs: dict[tuple[Any, ...], Band] = {}
     bands = [_check(gm, flow, node, proofs) for node in raw]
     masks = [mask for mask in (_bind(node)["attn_mask"] for node in raw) if mask is not None]
     mask_nodes = flow.needed(masks)
@@ -91,13 +92,12 @@ def _refuse(node: Node, reason: str) -> UnsupportedAttentionError:
     return UnsupportedAttentionError(module_path_of(node), node.name, reason)
 
 
-def _check(
-    gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Node, tuple[Dim, ...]], tuple[Band, MaskPart]]
-) -> Band:
+def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, ...], Band]) -> Band:
     """What the mask of a call does that is proved causal self-attention.
 
     Args:
-        proofs: what masks do that were already proved, by mask and query shape; layers share masks.
+        proofs: what masks do that were already proved, by mask, query shape and the calls that make the
+            mask up to here, writes into it included; layers share masks.
     """
     call = _bind(node)
     q = check_heads(node, call["query"], call["key"], call["value"], call["enable_gqa"])
@@ -116,14 +116,13 @@ def _check(
         raise _refuse(node, "it is not causal: no mask and is_causal=False")
     if is_causal:
         raise _refuse(node, "both attn_mask and is_causal=True are given")
-    if (mask, q) not in proofs:
-        try:
-            proofs[mask, q] = prove_causal(gm, flow, node, mask, call["query"])
-        except NotCausalError as error:
-            raise _refuse(node, str(error)) from error
-    band, part = proofs[mask, q]
     try:
-        return settle(band, node, heads, q[2], part.tensors.values(), part.literals())
+        part = mask_part(gm, flow, node, mask, call["query"])
+        key = (mask, q, tuple(part.calls))
+        if key not in proofs:
+            proofs[key] = prove_causal(part, heads)
+        band = proofs[key]
+        return settle(band, node, heads, q[2], part.tensors.values(), part.numbers())
     except NotCausalError as error:
         raise _refuse(node, str(error)) from error
 

@@ -27,11 +27,12 @@ from torch.fx.node import map_arg
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.attention_operands import Heads, Product, heads_of, product_of
 from kvpass.graphs.emit_site import emit_site
+from kvpass.graphs.example_lengths import NotCausalError
+from kvpass.graphs.examples import concrete
 from kvpass.graphs.fx_utils import (
     MATMULS,
     DataFlow,
     Dim,
-    concrete,
     erase_dead_nodes,
     is_module_tensor,
     module_path_of,
@@ -41,7 +42,7 @@ from kvpass.graphs.fx_utils import (
     token_sizes,
     value_inputs,
 )
-from kvpass.graphs.prove_causal import MaskPart, NotCausalError, settle, starts_of
+from kvpass.graphs.prove_causal import MaskPart, settle, starts_of
 from kvpass.graphs.prove_logits import LogitRule, prove_logits, snap
 
 _SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
@@ -172,7 +173,7 @@ def _prove(gm: GraphModule, flow: DataFlow, match: _Match, proofs: dict[str, Log
     if key not in proofs:
         proofs[key] = _prove_parts(part, weights, scores, heads)
     rule = proofs[key]
-    band = settle(rule.band, match.softmax, heads, part.tokens, part.tensors.values(), part.literals())
+    band = settle(rule.band, match.softmax, heads, part.tokens, part.tensors.values(), part.numbers())
     return replace(rule, band=band)
 
 
@@ -182,12 +183,15 @@ def _prove_parts(part: MaskPart, weights: MaskPart, scores: Node, heads: int) ->
     def product_shape(length: int) -> tuple[int, ...]:
         return tuple(concrete(shape, part.sizes(length)))
 
-    def logits(length: int, start: int, products: Tensor) -> Tensor:
+    def logits(length: int, start: int, products: Tensor, _: tuple[int, ...] = ()) -> Tensor:
         return part.run(length, start, {scores: products.clone()})
 
     lengths = part.lengths()
     rule = prove_logits(logits, lengths, part.count, product_shape, heads, part.name, recorded(scores))
-    for length in lengths[1:] or lengths:
+    shortest = (*lengths.longest, *lengths.short)[-1]
+    example = torch.zeros(product_shape(shortest), dtype=torch.float64, device=recorded(scores).device)
+    part.check_content(lambda odd: part.run(shortest, 0, {scores: example.clone()}, odd))
+    for length in lengths.short or lengths.longest:
         for start in starts_of(length):
             zeros = torch.zeros(product_shape(length), dtype=torch.float64, device=recorded(scores).device)
             _check_softmax(rule, weights, scores, logits(length, start, zeros).reshape(zeros.shape), length, start)

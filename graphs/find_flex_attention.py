@@ -13,6 +13,7 @@ Both functions and the tables of the blocks are evaluated on small examples; a t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,23 +24,22 @@ from torch.fx import GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.emit_site import emit_site
+from kvpass.graphs.example_lengths import NotCausalError, NotEvaluatedError, example_lengths, numbers_of
+from kvpass.graphs.examples import SizeMap, concrete, example_sizes
 from kvpass.graphs.find_attention import check_heads
 from kvpass.graphs.find_flash_attention import replace_output
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
-    SizeMap,
-    concrete,
     erase_dead_nodes,
-    example_sizes,
     is_scalar,
-    literals_of,
     module_path_of,
     recorded,
+    shape_of,
     submodule_of,
     target_name,
 )
-from kvpass.graphs.prove_causal import MaskPart, NotCausalError, example_lengths, settle
+from kvpass.graphs.prove_causal import COST_OF_LOGITS, MaskPart, settle
 from kvpass.graphs.prove_logits import LogitRule, prove_logits, snap
 
 _LARGEST_BLOCK = 1024
@@ -89,63 +89,91 @@ class _Flex:
     def prove(self, scale: float) -> LogitRule:
         q_block, kv_block = self.blocks
         parts = [part for part in (*self.score_other, *self.mask_other, *self.tables) if isinstance(part, MaskPart)]
-        literals = {literal for part in parts for literal in part.literals()}
-        literals -= {q_block * kv_block, q_block, kv_block}  # of the code that makes the blocks
+        numbers = {number for part in parts for number in part.numbers(scaled=False)}
+        numbers -= {q_block * kv_block, q_block, kv_block}  # of the code that makes the blocks
         for function in (self.score_mod, self.mask_mod):
-            literals |= literals_of(function.graph.nodes)
+            numbers |= numbers_of(list(function.graph.nodes), _made_from_score(self.score_mod))
         if not isinstance(self.shape[2], int):
-            literals |= {2 * block for block in self.blocks if block <= _LARGEST_BLOCK}
+            numbers |= {2 * block for block in self.blocks if block <= _LARGEST_BLOCK}
         heads = self.shape[1]
         assert isinstance(heads, int)
         tensors = [tensor for part in parts for tensor in part.tensors.values()]
 
+        each = self._varies()
+
         def product_shape(length: int) -> tuple[int, ...]:
             b, h, t, _ = concrete(self.shape, self._sizes(length))
-            return b, h, t, t
+            return b if each[0] else 1, h if each[1] else 1, t, t
 
-        def logits(length: int, start: int, products: Tensor) -> Tensor:
-            return self._logits(length, start, products * scale)
+        def logits(
+            length: int, start: int, products: Tensor, at: tuple[int, ...] = (0, 0), odd: Node | None = None
+        ) -> Tensor:
+            return self._logits(length, start, products * scale, at or (0, 0), odd)
 
+        lengths = example_lengths(self.shape[2], tensors, numbers, COST_OF_LOGITS * math.prod(product_shape(1)))
         rule = prove_logits(
             logits,
-            example_lengths(self.shape[2], tensors, literals),
+            lengths,
             lambda length: product_shape(length)[-1],
             product_shape,
             heads,
             self.node.name,
             self.like,
         )
-        band = settle(rule.band, self.node, heads, self.shape[2], tensors, literals)
+        shortest = (*lengths.longest, *lengths.short)[-1]
+        zeros = torch.zeros(product_shape(shortest), dtype=torch.float64, device=self.like.device)
+        for part in parts:
+            part.check_content(lambda odd: logits(shortest, 0, zeros, odd=odd))
+        band = settle(rule.band, self.node, heads, self.shape[2], tensors, numbers)
         return replace(rule, band=band)
 
-    def _logits(self, length: int, start: int, scores: Tensor) -> Tensor:
+    def _varies(self) -> tuple[bool, bool]:
+        """Whether the functions or the tables tell rows of the batch apart, and heads."""
+        arguments = [
+            _placeholders(function)[first : first + 2] for function, first in ((self.score_mod, 1), (self.mask_mod, 0))
+        ]
+        shapes = [shape_of(part.result) or () for part in self.tables if isinstance(part, MaskPart)]
+        row, head = (
+            any(pair[axis].users for pair in arguments) or any(shape[axis] != 1 for shape in shapes) for axis in (0, 1)
+        )
+        return row, head
+
+    def _logits(self, length: int, start: int, scores: Tensor, at: tuple[int, ...], odd: Node | None) -> Tensor:
         index = [torch.arange(size, dtype=torch.int32, device=scores.device) for size in scores.shape]
-        score_other = [self._value(part, length, start) for part in self.score_other]
-        mask_other = [self._value(part, length, start) for part in self.mask_other]
+        index = [order + first for order, first in zip(index, (*at, 0, 0), strict=True)]
+        score_other = [self._value(part, length, start, odd) for part in self.score_other]
+        mask_other = [self._value(part, length, start, odd) for part in self.mask_other]
         changed = _over_grid(lambda s, *at: self.score_mod(s, *at, *score_other), index, scores)
         allowed = _over_grid(lambda *at: self.mask_mod(*at, *mask_other), index)
-        listed, full = self._listed(length, start, scores.shape)
+        listed, full = self._listed(length, start, scores, at, odd)
         return torch.where(full | (listed & allowed), changed, -torch.inf)
 
-    def _listed(self, length: int, start: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    def _listed(
+        self, length: int, start: int, scores: Tensor, at: tuple[int, ...], odd: Node | None
+    ) -> tuple[Tensor, Tensor]:
         """Entries in the blocks that the kernel visits, and those in blocks in which it asks no mask."""
-        tables = [self._value(part, length, start) for part in self.tables]
+        tables = [self._value(part, length, start, odd) for part in self.tables]
+        shape = scores.shape
         found = []
         for count, indices in (tables[:2], tables[2:]):
             if count is None:
-                found.append(torch.zeros(shape, dtype=torch.bool))
+                found.append(torch.zeros(shape, dtype=torch.bool, device=scores.device))
                 continue
-            listed = torch.arange(indices.shape[-1]) < count[..., None]
-            columns = indices.shape[-1]
-            dense = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool)
+            columns, device = indices.shape[-1], indices.device
+            listed = torch.arange(columns, device=device) < count[..., None]
+            dense = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=device)
             dense = dense.scatter(-1, torch.where(listed, indices.long(), columns), True)[..., :columns]
-            rows, keys = (torch.arange(size) // block for size, block in zip(shape[-2:], self.blocks, strict=True))
+            for axis, first in enumerate(at):
+                dense = dense if dense.shape[axis] == 1 else dense.narrow(axis, first, shape[axis])
+            rows, keys = (
+                torch.arange(size, device=device) // block for size, block in zip(shape[-2:], self.blocks, strict=True)
+            )
             found.append(dense[..., rows, :][..., keys].expand(shape))
         return found[0], found[1]
 
-    def _value(self, part: Any, length: int, start: int) -> Any:
+    def _value(self, part: Any, length: int, start: int, odd: Node | None) -> Any:
         if isinstance(part, MaskPart):
-            return part.run(length, start)
+            return part.run(length, start, odd=odd)
         return concrete(recorded(part), self._sizes(length)) if isinstance(part, Node) else part
 
     def _sizes(self, length: int) -> SizeMap:
@@ -159,6 +187,16 @@ def _function(gm: GraphModule, node: Node) -> GraphModule:
     return function
 
 
+def _placeholders(function: GraphModule) -> list[Node]:
+    return [node for node in function.graph.nodes if node.op == "placeholder"]
+
+
+def _made_from_score(score_mod: GraphModule) -> set[Node]:
+    found = set(_placeholders(score_mod)[:1])
+    found.update(node for node in score_mod.graph.nodes if not found.isdisjoint(node.all_input_nodes))
+    return found
+
+
 def _over_grid(function: Callable[..., Tensor], index: list[Tensor], *first: Tensor) -> Tensor:
     """``function(*first, b, h, i, j)`` for all of ``index``; ``first`` has these four axes too."""
     for axis in (3, 2, 1, 0):
@@ -167,7 +205,7 @@ def _over_grid(function: Callable[..., Tensor], index: list[Tensor], *first: Ten
     try:
         return function(*first, *index)
     except Exception as error:
-        raise NotCausalError(f"its mask or score function cannot be evaluated: {error}") from error
+        raise NotEvaluatedError(f"its mask or score function cannot be evaluated: {error}") from error
 
 
 def _replace(gm: GraphModule, flow: DataFlow, node: Node, call: dict[str, Any], rule: LogitRule) -> None:

@@ -16,15 +16,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError, SizeMap, concrete, evaluate, example_sizes
 from kvpass.graphs.fx_utils import (
-    EXAMPLE_LENGTHS,
     DataFlow,
     Dim,
-    EvaluationError,
-    SizeMap,
-    concrete,
-    evaluate,
-    example_sizes,
     is_module_tensor,
     is_scalar,
     module_path_of,

@@ -9,37 +9,32 @@ import inspect
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch._functorch import predispatch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
+
+from kvpass.errors import UnsupportedAttentionError
 
 Dim: TypeAlias = int | sympy.Expr
 """A size: an int, or an expression over the symbols of the capture."""
 
-SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
-"""Concrete values for the symbols of a capture."""
-
 _SCALAR = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _SIZES = set(
-    "view reshape expand unflatten flatten permute transpose unsqueeze squeeze ones zeros empty full new_ones "
-    "new_zeros new_empty new_full repeat broadcast_to size softmax pad _add_batch_dim "
+    "view reshape expand unflatten flatten permute transpose unsqueeze squeeze ones zeros empty new_ones "
+    "new_zeros new_empty repeat broadcast_to size softmax pad _add_batch_dim "
     "_remove_batch_dim _vmap_increment_nesting".split()
 )
 """Calls whose ints are sizes and axes."""
 
-EXAMPLE_LENGTHS = (7, 13)
-"""Token counts of examples."""
-
-EXAMPLE_BATCH = 2
-"""Rows of examples, where the batch is symbolic."""
+_FILLED = {"full": 1, "new_full": 2, "full_like": 1}
+"""Calls that fill a tensor, and the place of the number; their other ints are sizes."""
 
 MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}
 """Names of products of two tensors."""
@@ -49,13 +44,9 @@ _SHAPE_OF_SECOND = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
 _INPLACE_OPERATORS = set("iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split())
 
 
-_VMAP_OPERAND = "_add_batch_dim"
-_VMAP_LEVELS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
+VMAP_OPERAND = "_add_batch_dim"
+VMAP_LEVELS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 """Entering and leaving ``vmap``, as Dynamo records it: effects without operands."""
-
-
-class EvaluationError(Exception):
-    """A part of the graph cannot be evaluated on an example; the message says why."""
 
 
 def module_path_of(node: Node) -> str:
@@ -67,6 +58,11 @@ def module_path_of(node: Node) -> str:
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path.removeprefix("L").removeprefix("G"))
     parts = [part for part in path.split(".") if part and part not in ("_modules", "self")]
     return ".".join(parts)
+
+
+def refuse(node: Node, reason: str) -> UnsupportedAttentionError:
+    """The error for a node that is not understood."""
+    return UnsupportedAttentionError(module_path_of(node), node.name, reason)
 
 
 def target_name(node: Node) -> str:
@@ -107,37 +103,6 @@ def shape_of(node: Node) -> tuple[Dim, ...] | None:
 def symbols_of(dims: Iterable[Dim]) -> set[sympy.Symbol]:
     """Symbols that the sizes depend on."""
     return {symbol for dim in dims if isinstance(dim, sympy.Expr) for symbol in dim.free_symbols}
-
-
-def concrete(value: Any, sizes: SizeMap) -> Any:
-    """A recorded size, symbol or tuple of them with its symbols replaced by ``sizes``."""
-    if isinstance(value, (tuple, list)):
-        return type(value)([concrete(part, sizes) for part in value])
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
-        return kind(_substitute(value.node.expr, sizes))
-    return int(_substitute(value, sizes)) if isinstance(value, sympy.Expr) else value
-
-
-def _substitute(expr: sympy.Basic, sizes: SizeMap) -> sympy.Basic:
-    result = sympy.sympify(expr.xreplace(dict(sizes)))
-    if result.free_symbols:
-        raise EvaluationError(
-            f"size {expr} depends on {sorted(map(str, result.free_symbols))}, not a token or batch size"
-        )
-    return result
-
-
-def example_sizes(batch: Iterable[Dim], tokens: Iterable[Dim], length: int) -> dict[sympy.Symbol, int]:
-    """Values for the symbols of batch sizes and of token counts."""
-    return dict.fromkeys(symbols_of(batch), EXAMPLE_BATCH) | dict.fromkeys(symbols_of(tokens), length)
-
-
-def random_like(value: Tensor, sizes: SizeMap) -> Tensor:
-    """Random numbers of the shape and dtype of a recorded tensor, always the same ones."""
-    shape = concrete(tuple(value.shape), sizes)
-    random = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return random.to(dtype=value.dtype, device=value.device)
 
 
 def is_module_tensor(node: Node) -> bool:
@@ -255,9 +220,9 @@ class DataFlow:
             if node not in stop:
                 stack.extend(inputs(node))
                 stack.extend(self.writes_to(node, before))
-        if any(target_name(node) == _VMAP_OPERAND for node in seen):
+        if any(target_name(node) == VMAP_OPERAND for node in seen):
             end = max(self.order[node] for node in seen)
-            seen.update(node for node in self.nodes[:end] if target_name(node) in _VMAP_LEVELS)
+            seen.update(node for node in self.nodes[:end] if target_name(node) in VMAP_LEVELS)
         return sorted(seen, key=self.order.__getitem__)
 
 
@@ -269,59 +234,16 @@ def storage_of(node: Node) -> object:
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
 
 
-def evaluate(gm: GraphModule, result: Node, nodes: Sequence[Node], feeds: Mapping[Node, Tensor], sizes: SizeMap) -> Any:
-    """Run ``nodes`` in the given order with the operators' real semantics; value of ``result`` after the last.
+def literals_of(nodes: Iterable[Node], *, floats: bool = False) -> set[Any]:
+    """Ints written in the calls, in slices and as fill values too; not those that only give a size or an axis.
 
     Args:
-        result: one of ``nodes`` or of ``feeds``.
-        nodes: calls in execution order; their tensor operands are earlier nodes or ``feeds``. What is fed is not run.
-        feeds: tensors to start from.
-        sizes: values for the symbols. Operands of which only the shape matters are made up.
-    Raises:
-        EvaluationError: a value is missing, or an operator fails on the example.
+        floats: floats as well.
     """
-    interpreter = Interpreter(gm, garbage_collect_values=False)
-    interpreter.extra_traceback = False
-    last_user = {operand: node for node in nodes for operand in node.all_input_nodes}
-    env: dict[Node, Any] = dict(feeds)
-    interpreter.env = env
-    levels = 0
-    try:
-        with torch.no_grad():
-            for node in nodes:
-                if node not in env:
-                    for operand in node.all_input_nodes:
-                        if operand not in env:
-                            env[operand] = _stand_in(operand, node, sizes)
-                    env[node] = interpreter.run_node(node)
-                    levels += _VMAP_LEVELS.get(target_name(node), 0)
-                for operand in node.all_input_nodes:
-                    if last_user[operand] is node and operand is not result:
-                        env.pop(operand, None)
-    except EvaluationError:
-        raise
-    except Exception as error:
-        raise EvaluationError(f"{node.name} fails on an example of sizes {dict(sizes)}: {error}") from error
-    finally:
-        for _ in range(levels):
-            predispatch._vmap_decrement_nesting()
-    return env[result]
+    kinds = (int, float) if floats else int
 
-
-def _stand_in(operand: Node, user: Node, sizes: SizeMap) -> Any:
-    value = recorded(operand)
-    if is_scalar(operand):
-        return concrete(value, sizes)
-    if operand in shape_only_inputs(user) and isinstance(value, Tensor):
-        return torch.empty(concrete(tuple(value.shape), sizes), dtype=value.dtype, device=value.device)
-    raise EvaluationError(f"{user.name} needs {operand.name}, which has no example")
-
-
-def literals_of(nodes: Iterable[Node]) -> set[int]:
-    """Ints written in the calls, in slices too; not those that only give a size or an axis."""
-
-    def walk(value: Any) -> Iterator[int]:
-        if isinstance(value, int) and not isinstance(value, bool):
+    def walk(value: Any) -> Iterator[Any]:
+        if isinstance(value, kinds) and not isinstance(value, bool):
             yield value
         elif isinstance(value, (tuple, list)):
             for part in value:
@@ -331,8 +253,14 @@ def literals_of(nodes: Iterable[Node]) -> set[int]:
         elif isinstance(value, slice):
             yield from walk([value.start, value.stop, value.step])
 
-    calls = [node for node in nodes if node.op.startswith("call_") and target_name(node) not in _SIZES]
-    return {literal for node in calls for literal in walk([node.args, node.kwargs])}
+    found: set[Any] = set()
+    for node in nodes:
+        name = target_name(node)
+        if node.op.startswith("call_") and name not in _SIZES:
+            place = _FILLED.get(name)
+            fill = node.kwargs.get("fill_value", node.args[place : place + 1] if place is not None else ())
+            found.update(walk([node.args, node.kwargs] if place is None else [fill]))
+    return found
 
 
 def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:
@@ -363,10 +291,10 @@ def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:
 
 def _erase_idle_vmap(gm: GraphModule) -> None:
     """Erase entering and leaving of ``vmap`` levels once nothing in the graph is batched any more."""
-    operands = [node for node in gm.graph.nodes if target_name(node) == _VMAP_OPERAND]
+    operands = [node for node in gm.graph.nodes if target_name(node) == VMAP_OPERAND]
     if any(node.users for node in operands):
         return
-    idle = {*_VMAP_LEVELS, "lazy_load_decompositions"}
+    idle = {*VMAP_LEVELS, "lazy_load_decompositions"}
     indices = [node for operand in operands for node in operand.all_input_nodes]
     for node in [*operands, *(node for node in gm.graph.nodes if target_name(node) in idle)]:
         gm.graph.erase_node(node)

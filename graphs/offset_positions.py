@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.find_positions import Entry, Search, example_of, find_positions, refuse_positions
 from kvpass.graphs.fold_alibi import RELATIVE
 from kvpass.graphs.fx_utils import (
-    EXAMPLE_LENGTHS,
     DataFlow,
     Dim,
     dim_of,

@@ -15,33 +15,45 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.fx_utils import (
-    DataFlow,
-    Dim,
+from kvpass.graphs.example_lengths import (
+    Lengths,
+    NotCausalError,
+    NotEvaluatedError,
+    beyond_of,
+    example_lengths,
+    numbers_of,
+    stored_numbers,
+    undecided,
+)
+from kvpass.graphs.examples import (
+    EXAMPLE_LENGTHS,
     EvaluationError,
     SizeMap,
     concrete,
     evaluate,
+    example_sizes,
+)
+from kvpass.graphs.fx_utils import (
+    DataFlow,
+    Dim,
     is_module_tensor,
     is_scalar,
-    literals_of,
     module_path_of,
     module_tensor,
     recorded,
     shape_of,
-    symbols_of,
+    value_inputs,
 )
 
-_SHORT_LENGTHS = (7, 13)
-_BATCH = 2
 _OFFSET = 5
-_MARGIN = 5
 
-MAX_EXAMPLE_TOKENS = 8192
-"""Longest example that is evaluated; a window that cannot be seen within it is not decided."""
+COST_OF_LOGITS = 8
+"""Of evaluating logits several times in double precision, against that of a mask once."""
 
+_ODD_ROW = (0, 0, 1, 1, 1, 0)
 NEGLIGIBLE_LOGIT = -1e9
 """An additive mask at or below this leaves nothing of an entry."""
 
@@ -67,10 +79,6 @@ class Band:
 
 _BANDS: defaultdict[str, list[Band]] = defaultdict(list)
 """What captures of several tokens have shown, by line of code, module path and heads."""
-
-
-class NotCausalError(Exception):
-    """The mask is not causal, or cannot be shown to be; the message is the reason."""
 
 
 class MaskPart:
@@ -104,6 +112,8 @@ class MaskPart:
         self.inputs = [node for node in sources if node.op in ("placeholder", "get_attr") and node not in given]
         self.calls = [node for node in sources if node not in self.inputs and node not in given]
         self.tensors = {node: self._content(node) for node in self.inputs if is_module_tensor(node)}
+        self.products = set(given)
+        self.products.update(node for node in self.calls if not self.products.isdisjoint(value_inputs(node)))
 
     def _content(self, node: Node) -> Tensor:
         value = module_tensor(self.gm, node)
@@ -113,75 +123,80 @@ class MaskPart:
 
     def sizes(self, length: int) -> SizeMap:
         """Values of the symbols when the token symbol is ``length``."""
-        return dict.fromkeys(symbols_of([self.batch]), _BATCH) | dict.fromkeys(symbols_of([self.tokens]), length)
+        return example_sizes([self.batch], [self.tokens], length)
 
     def count(self, length: int) -> int:
         """Tokens when the token symbol is ``length``."""
         return int(concrete(self.tokens, self.sizes(length)))
 
-    def run(self, length: int, start: int, given: Mapping[Node, Tensor] | None = None) -> Tensor:
-        """The result for positions ``start``, ``start + 1``...
+    def run(
+        self, length: int, start: int, given: Mapping[Node, Tensor] | None = None, odd: Node | None = None
+    ) -> Tensor:
+        """The result for positions ``start``, ``start + 1``...; ``odd`` is an input that holds other numbers.
 
         Raises:
             NotCausalError: it cannot be evaluated, or is no tensor.
         """
         sizes = self.sizes(length)
-        feeds = {node: self._feed(node, start, sizes) for node in self.inputs if not is_scalar(node)}
+        feeds = {node: self._feed(node, start, sizes, odd) for node in self.inputs if not is_scalar(node)}
         try:
             value = evaluate(self.gm, self.result, self.calls, {**feeds, **(given or {})}, sizes)
         except EvaluationError as error:
-            raise NotCausalError(f"its mask cannot be evaluated: {error}") from error
+            raise NotEvaluatedError(f"its mask cannot be evaluated: {error}") from error
         if not isinstance(value, Tensor):
             raise NotCausalError(f"its mask is a {type(value).__name__}")
         return value
 
-    def _feed(self, node: Node, start: int, sizes: SizeMap) -> Tensor:
+    def _feed(self, node: Node, start: int, sizes: SizeMap, odd: Node | None) -> Tensor:
         if node in self.tensors:
             return self.tensors[node]
         value, shape = recorded(node), shape_of(node)
         if not shape or shape[-1] != self.tokens or value.is_floating_point() or value.dtype == torch.bool:
             raise NotCausalError(f"its mask depends on the input {node.name}, which is no row of positions")
         size = concrete(shape, sizes)
-        row = torch.arange(start, start + size[-1], dtype=value.dtype, device=value.device)
-        return row.expand(size).contiguous()
+        row = torch.arange(start, start + size[-1])
+        if node is odd:
+            row = torch.tensor(_ODD_ROW).repeat(size[-1] // len(_ODD_ROW) + 1)[: size[-1]]
+        return row.to(value).expand(size).contiguous()
 
-    def lengths(self) -> list[int]:
+    def lengths(self) -> Lengths:
         """Values for the token symbol, see :func:`example_lengths`."""
-        return example_lengths(self.tokens, self.tensors.values(), self.literals())
+        planes = max(math.prod(concrete(shape_of(self.result) or (), self.sizes(1))), 1)
+        planes *= COST_OF_LOGITS if self.products else 1
+        return example_lengths(self.tokens, self.tensors.values(), self.numbers(), planes)
 
-    def literals(self) -> set[int]:
-        """Ints that the mask may compare positions with."""
-        scalars = [value for value in self.tensors.values() if value.numel() == 1 and not value.is_floating_point()]
-        numbers = literals_of(self.calls) | {int(value) for value in scalars}
-        return {number for number in numbers if NEGLIGIBLE_LOGIT < number < 2**31} - {self.tokens}
+    def numbers(self, *, scaled: bool = True) -> set[int]:
+        """Numbers that the mask may compare positions with, see :func:`numbers_of`."""
+        numbers = numbers_of(self.calls, self.products, scaled=scaled) | stored_numbers(self.tensors.values())
+        return numbers - {self.tokens}
+
+    def check_content(self, run: Callable[[Node | None], Tensor]) -> None:
+        """Refuse a result that depends on what an input holds, unless these are the positions of its tokens.
+
+        Args:
+            run: the result, the input given to it holding no positions.
+        Raises:
+            NotCausalError: it does.
+        """
+        for node in self.inputs:
+            if self.tokens == 1 or is_scalar(node) or node in self.tensors:
+                continue
+            if not torch.equal(run(None), run(node)) and not _holds_positions(node):
+                raise NotCausalError(
+                    f"its mask depends on what the input {node.name} holds, which is no row of positions when captured"
+                )
 
 
-def example_lengths(tokens: Dim, tensors: Collection[Tensor], literals: Collection[int]) -> list[int]:
-    """Values for the token symbol, the longest first; it decides the window.
-
-    A window is a number in the graph or the shape of a stored mask, so the longest example goes beyond the former or to
-    the end of the latter. It also tells positions from token ids: its row 0, 1, 2... holds every number that the graph
-    could compare an id with.
-
-    Args:
-        tensors: what the graph reads from modules. literals: ints it may compare positions with.
-    Raises:
-        NotCausalError: the window cannot be decided.
-    """
-    if isinstance(tokens, int):
-        beyond = _beyond(tokens, tensors, literals)
-        if beyond and tokens > 1:
-            raise NotCausalError(_undecided(tokens, beyond))
-        return [tokens]
-    stored = max((dim for value in tensors if value.ndim >= 2 for dim in value.shape), default=0)
-    reach = max((abs(literal) for literal in literals), default=0)
-    longest = stored if stored and stored >= reach else max(reach + _MARGIN, _SHORT_LENGTHS[-1])
-    if longest > MAX_EXAMPLE_TOKENS:
-        raise NotCausalError(
-            f"deciding whether its mask has a sliding window needs an example of {longest} tokens, "
-            f"more than {MAX_EXAMPLE_TOKENS}"
-        )
-    return [longest, *(length for length in _SHORT_LENGTHS if length < longest)]
+def _holds_positions(node: Node) -> bool:
+    """Whether the rows of an input count tokens in the call that was captured, some perhaps after left padding."""
+    given = getattr(node.meta.get("grapharg"), "example", None)
+    if not isinstance(given, Tensor) or isinstance(given, FakeTensor) or given.ndim == 0:
+        return False
+    rows = given.reshape(-1, given.shape[-1])
+    steps = rows.diff(dim=1) == 1
+    padded = (~steps).long().flip(1).cumsum(1).flip(1) > 0
+    constant = (rows[:, :-1] == rows[:, :1]) | ~padded
+    return bool(steps.all(1).any() and constant.all())
 
 
 def settle(
@@ -190,12 +205,12 @@ def settle(
     heads: int,
     tokens: Dim,
     tensors: Collection[Tensor] = (),
-    literals: Collection[int] = (),
+    numbers: Collection[int] = (),
 ) -> Band:
     """What a capture shows of a mask; for a capture of one token, which shows little, what a longer one did.
 
     Args:
-        node: the attention call. tokens, tensors, literals: as for :func:`example_lengths`.
+        node: the attention call. tokens, tensors, numbers: as for :func:`example_lengths`.
     Raises:
         NotCausalError: one token, a mask that may have a window, and no longer capture of that line of code, or
             longer ones that differ.
@@ -205,84 +220,95 @@ def settle(
         if not any(band.is_close(other) for other in known):
             known.append(band)
         return band
-    beyond = _beyond(1, tensors, literals)
+    beyond = beyond_of(1, tensors, numbers)
     fitting = known if len(known) < 2 else [other for other in known if (other.window is not None) == bool(beyond)]
     if len(fitting) == 1:
         return fitting[0]
     if beyond or fitting:
-        raise NotCausalError(_undecided(1, beyond))
+        raise NotCausalError(undecided(1, beyond))
     return band
-
-
-def _beyond(tokens: int, tensors: Collection[Tensor], literals: Collection[int]) -> int:
-    """The largest number in a mask that may be a window longer than the capture; 0 when there is none."""
-    tables = [value for value in tensors if value.ndim >= 2]
-    stored = 0 if all(_is_causal_table(value) for value in tables) else max(max(value.shape) for value in tables)
-    largest = max([stored, *(abs(literal) for literal in literals)])
-    return largest if largest > tokens else 0
-
-
-def _undecided(tokens: int, mentioned: int) -> str:
-    return (
-        f"its mask mentions {mentioned} but was captured for exactly {tokens} tokens, so a sliding window cannot be "
-        "ruled out; capture with a dynamic length"
-    )
 
 
 def starts_of(length: int) -> tuple[int, ...]:
     """First positions of the rows to try, 0 first; later ones tell positions from indices."""
-    return (0,) if length > _SHORT_LENGTHS[-1] else (0, _OFFSET)
+    return (0,) if length > EXAMPLE_LENGTHS[-1] else (0, _OFFSET)
 
 
-def prove_causal(gm: GraphModule, flow: DataFlow, site: Node, mask: Node, q: Node) -> tuple[Band, MaskPart]:
-    """What a causal mask does, and the graph that makes it.
+def mask_part(gm: GraphModule, flow: DataFlow, site: Node, mask: Node, q: Node) -> MaskPart:
+    """The part that makes the mask of an attention call.
 
     Args:
         flow: data flow of ``gm``. site: the attention call. mask: its mask, bool (True = attend) or additive,
             broadcastable to ``[B, H, T, T]``. q: its queries, ``[B, H, T, D]``.
     Raises:
-        NotCausalError: with the reason.
+        NotCausalError: its content is out of reach.
     """
     shape = shape_of(q)
-    assert shape is not None and len(shape) == 4 and isinstance(shape[1], int)
+    assert shape is not None and len(shape) == 4
     part = MaskPart(gm, flow, mask, before=site, batch=shape[0], tokens=shape[2])
     if not part.calls:
         raise NotCausalError(f"the mask is the input {mask.name}, whose content is unknown")
-    return prove_band(part.run, part.lengths(), part.count, shape[1], part.name, NEGLIGIBLE_LOGIT), part
+    return part
+
+
+def prove_causal(part: MaskPart, heads: int) -> Band:
+    """What a causal mask does.
+
+    Raises:
+        NotCausalError: with the reason.
+    """
+    lengths = part.lengths()
+    found, _ = prove_band(part.run, lengths, part.count, heads, part.name, NEGLIGIBLE_LOGIT)
+    shortest = (*lengths.longest, *lengths.short)[-1]
+    part.check_content(lambda odd: part.run(shortest, 0, odd=odd))
+    return found
 
 
 def prove_band(
     mask: Callable[[int, int], Tensor],
-    lengths: list[int],
+    lengths: Lengths,
     count: Callable[[int], int],
     heads: int,
     name: str,
     floor: float,
-) -> Band:
-    """Window and slopes of a mask ``[..., T, T]``, from token symbol and first position.
+) -> tuple[Band, int]:
+    """Window and slopes of a mask ``[..., T, T]``, from token symbol and first position; and what decided the window.
 
     Args:
-        lengths: values of the token symbol to try, the longest first; it decides the window.
+        lengths: values of the token symbol to try.
         count: tokens at such a value. heads: query heads. name: of the node, for messages.
         floor: what is added to a logit at or below this hides the entry.
     Raises:
         NotCausalError: with the reason.
     """
-    window: int | None = None
+    longest, value = _longest(mask, lengths, count)
+    window = window_of(attended_of(value, floor), count(longest))
     slopes: list[tuple[float, ...] | None] = []
-    for length in lengths:
+    for length in (longest, *lengths.short):
         tokens = count(length)
         for start in starts_of(length):
-            value = mask(length, start)
+            value = value if (length, start) == (longest, 0) else mask(length, start)
             attended = attended_of(value, floor)
-            if length == lengths[0] and start == 0:
-                window = window_of(attended, tokens)
             slopes.append(_slopes(value, attended, tokens, heads))
             check_band(attended, window, tokens, start, name)
     first = Band(window, slopes[-1])
     if not all(first.is_close(Band(window, other)) for other in slopes):
         raise NotCausalError("its mask adds a bias to the logits")
-    return first
+    return first, longest
+
+
+def _longest(mask: Callable[[int, int], Tensor], lengths: Lengths, count: Callable[[int], int]) -> tuple[int, Tensor]:
+    """The first of the longest lengths for which there is a mask, and the mask."""
+    for length in lengths.longest:
+        try:
+            value = mask(length, 0)
+        except NotEvaluatedError:
+            if length == lengths.longest[-1]:
+                raise
+            continue
+        if length == lengths.longest[-1] or all(size in (1, count(length)) for size in value.shape[-2:]):
+            return length, value
+    raise AssertionError("there is a longest length")
 
 
 def band(length: int, window: int | None, device: torch.device | None = None) -> Tensor:
@@ -348,13 +374,3 @@ def check_band(attended: Tensor, window: int | None, length: int, start: int, na
     fits = attended.ndim <= 5 and all(size in (1, length) for size in sizes)
     if not fits or not bool((attended == band(length, window, attended.device)).all()):
         raise NotCausalError(f"its mask {name} is not causal (evaluated for {length} tokens at positions from {start})")
-
-
-def _is_causal_table(table: Tensor) -> bool:
-    """Whether a stored mask is causal as a whole: one value on and below the diagonal, another one above."""
-    n = table.shape[-1]
-    if table.shape[-2] != n or n < 2:
-        return False
-    below, above = table[(0,) * table.ndim], table[(0,) * (table.ndim - 1) + (n - 1,)]
-    expected = torch.where(band(n, None, table.device), below, above)
-    return bool(below != above) and bool((table == expected).all())

@@ -7,23 +7,26 @@ runs on chosen products, so any order of scaling, capping and masking is underst
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvpass.graphs.prove_causal import NEGLIGIBLE_LOGIT, Band, NotCausalError, prove_band, starts_of
+from kvpass.graphs.example_lengths import Lengths, NotCausalError
+from kvpass.graphs.prove_causal import NEGLIGIBLE_LOGIT, Band, prove_band, starts_of
 from kvpass.graphs.prove_causal import band as causal_band
 
 _LARGE = 1e6
 _TOLERANCE = 2e-6
 _MAX_EXAMPLE = 2**24
-"""Products of the largest example that has all rows and heads."""
+"""Products of the largest example that has all rows and heads at once."""
 
-Logits = Callable[[int, int, Tensor], Tensor]
-"""From token symbol, first position and products ``[..., T, T]`` to the logits."""
+Logits = Callable[[int, int, Tensor, tuple[int, ...]], Tensor]
+"""From token symbol, first position, products ``[..., T, T]`` and their first index on leading axes to the logits."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class LogitRule:
 
 def prove_logits(
     logits: Logits,
-    lengths: list[int],
+    lengths: Lengths,
     count: Callable[[int], int],
     product_shape: Callable[[int], tuple[int, ...]],
     heads: int,
@@ -52,7 +55,7 @@ def prove_logits(
     """Scale, soft-capping and mask of an attention call.
 
     Args:
-        lengths: values of the token symbol to try, the longest first; it decides the window.
+        lengths: values of the token symbol to try.
         count: tokens at such a value. product_shape: shape of the products there. heads: query heads.
         name: of the node, for messages. like: the recorded products.
     Raises:
@@ -60,39 +63,79 @@ def prove_logits(
     """
     floor = max(NEGLIGIBLE_LOGIT, torch.finfo(like.dtype).min)
 
-    def run(length: int, start: int, products: Tensor) -> Tensor:
-        result = logits(length, start, products)
+    def full(length: int, fill: float) -> Tensor:
+        return torch.full((), fill, dtype=torch.float64, device=like.device).expand(product_shape(length))
+
+    def run(length: int, start: int, products: Tensor, at: tuple[int, ...]) -> Tensor:
+        result = logits(length, start, products, at)
         if not result.is_floating_point():
             raise NotCausalError(f"its logits have dtype {result.dtype}")
         return result
 
-    def full(length: int, fill: float) -> Tensor:
-        return torch.full((), fill, dtype=torch.float64, device=like.device).expand(product_shape(length))
+    def mask(at: tuple[int, ...], length: int, start: int) -> Tensor:
+        return run(length, start, _part(full(length, 0.0), at), at)
 
-    def mask(length: int, start: int) -> Tensor:
-        zeros = full(length, 0.0)
-        if zeros.numel() > _MAX_EXAMPLE:  # of all rows and heads one
-            zeros = zeros[(slice(0, 1),) * (zeros.ndim - 2)]
-        return run(length, start, zeros)
-
-    band = prove_band(mask, lengths, count, heads, name, floor)
+    parts = _parts(product_shape(max(lengths.longest)))
+    found = [prove_band(partial(mask, at), lengths, count, heads, name, floor) for at in parts]
+    band, longest = found[0][0], min(length for _, length in found)
+    if len(parts) > 1 and any(other.slopes is not None or other.window != band.window for other, _ in found):
+        raise NotCausalError("its mask is another one for other heads or rows")
     rule: LogitRule | None = None
-    for length in lengths[1:] or lengths:
+    for length in (*lengths.short, longest):
         for start in starts_of(length):
-            grid = _grid(full(length, 0.0))
-            nothing = run(length, start, full(length, 0.0)).reshape(grid.shape)
-            if rule is None:
-                one, most = (run(length, start, full(length, fill)).flatten()[0] for fill in (1.0, _LARGE))
-                rule = _rule_of(float(one - nothing.flatten()[0]), float(most - nothing.flatten()[0]), band)
-            got = run(length, start, grid).reshape(grid.shape)
-            seen = causal_band(grid.shape[-1], band.window, got.device).expand(got.shape)
-            expected = (rule.logits(grid) + nothing).to(got.dtype)
-            tolerance = max(_TOLERANCE, 4 * torch.finfo(got.dtype).eps)
-            close = torch.isclose(got, expected, rtol=tolerance, atol=tolerance * max(abs(rule.scale), 1e-3))
-            if not bool(close[seen].all()) or not bool((got[~seen] <= floor / 2).all()):
-                raise NotCausalError(f"its logits {name} are not a multiple of query times key, or its soft-capping")
+            for at in parts:
+                rule = _check_rule(
+                    partial(run, length, start), _part(full(length, 0.0), at), at, rule, band, name, floor
+                )
     assert rule is not None
     return rule
+
+
+def _check_rule(
+    logits: Callable[[Tensor, tuple[int, ...]], Tensor],
+    zeros: Tensor,
+    at: tuple[int, ...],
+    rule: LogitRule | None,
+    band: Band,
+    name: str,
+    floor: float,
+) -> LogitRule:
+    """The rule that the logits follow, ``rule`` where it is known already.
+
+    Raises:
+        NotCausalError: they do not.
+    """
+    grid = _grid(zeros)
+    nothing = _as(logits(zeros, at), grid)
+    if rule is None:
+        one, most = (logits(torch.full_like(zeros, fill), at).flatten()[0] for fill in (1.0, _LARGE))
+        rule = _rule_of(float(one - nothing.flatten()[0]), float(most - nothing.flatten()[0]), band)
+    got = _as(logits(grid, at), grid)
+    seen = causal_band(grid.shape[-1], band.window, got.device).expand(got.shape)
+    expected = (rule.logits(grid) + nothing).to(got.dtype)
+    tolerance = max(_TOLERANCE, 4 * torch.finfo(got.dtype).eps)
+    close = torch.isclose(got, expected, rtol=tolerance, atol=tolerance * max(abs(rule.scale), 1e-3))
+    if not bool(close[seen].all()) or not bool((got[~seen] <= floor / 2).all()):
+        raise NotCausalError(f"its logits {name} are not a multiple of query times key, or its soft-capping")
+    return rule
+
+
+def _parts(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """First indices on the leading axes of parts of products of that shape: all at once, or each where too large."""
+    if math.prod(shape) <= _MAX_EXAMPLE:
+        return [()]
+    return list(itertools.product(*(range(size) for size in shape[:-2])))
+
+
+def _part(products: Tensor, at: tuple[int, ...]) -> Tensor:
+    for axis, index in enumerate(at):
+        products = products.narrow(axis, index, 1)
+    return products
+
+
+def _as(logits: Tensor, products: Tensor) -> Tensor:
+    """Logits in the layout of the products, or with more leading axes where a mask has them."""
+    return logits.reshape(products.shape) if logits.numel() == products.numel() else logits
 
 
 def snap(value: float, head_dim: int) -> float:

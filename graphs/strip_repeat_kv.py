@@ -22,16 +22,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError, concrete, evaluate, example_sizes, random_like
 from kvpass.graphs.fx_utils import (
-    EXAMPLE_LENGTHS,
     DataFlow,
     Dim,
-    EvaluationError,
-    concrete,
     erase_dead_nodes,
-    evaluate,
-    example_sizes,
-    random_like,
     recorded,
     shape_of,
     value_inputs,

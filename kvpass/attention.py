@@ -1,7 +1,8 @@
 """The transformers door to the canonical site: an attention interface that emits ``kvpass::site``.
 
 No mask function is registered under the same name. transformers then builds no mask at all and never reads gapped
-``position_ids`` as packed sequences; left padding reaches the operators as a start column per row.
+``position_ids`` as packed sequences; left padding reaches the operators as a start column per row. A window is known
+only where the model passes it as an argument: layers that have theirs in the mask alone are refused.
 """
 
 from __future__ import annotations
@@ -28,10 +29,22 @@ _HARMLESS = {
     "position_embeddings",
 }
 
+_UNLIMITED = {"full_attention", "attention", "hybrid"}
+_SLIDING = {"sliding_attention", "hybrid_sliding"}
+"""Kinds of layers in ``config.layer_types``, the second where the window is passed as an argument."""
 
-def _refusal(module: nn.Module, attention_mask: Tensor | None, dropout: float, extra: dict[str, Any]) -> str | None:
+
+def _refusal(
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    dropout: float,
+    sliding_window: int | None,
+    extra: dict[str, Any],
+) -> str | None:
     if attention_mask is not None:
         return "the model passes a mask of its own"
+    if (limited := _limited_by_mask(module, sliding_window)) is not None:
+        return limited
     if getattr(module, "is_causal", True) is False:
         return "the attention is not causal"
     if dropout:
@@ -39,6 +52,23 @@ def _refusal(module: nn.Module, attention_mask: Tensor | None, dropout: float, e
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in _HARMLESS)
     if unknown:
         return f"attention argument {unknown[0]!r} is not understood"
+    return None
+
+
+def _limited_by_mask(module: nn.Module, sliding_window: int | None) -> str | None:
+    """Why a layer may see less than all earlier tokens by a mask that transformers did not build here."""
+    config = getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[layer] if kinds and layer is not None else None
+    if kind is not None and kind not in _UNLIMITED | _SLIDING:
+        return f"a layer of kind {kind!r} is not understood"
+    if sliding_window is not None:
+        return None
+    window = getattr(config, "sliding_window", None)
+    if kind in _SLIDING or (kind is None and window):
+        return f"its sliding window of {window} is in a mask only, not among the arguments"
+    if kind is None and (chunk := getattr(config, "attention_chunk_size", None)):
+        return f"its attention in chunks of {chunk} is in a mask only"
     return None
 
 
@@ -64,7 +94,7 @@ def kvpass_attention(
     Returns:
         output ``[B, T, H, Dv]`` and no attention weights.
     """
-    refusal = _refusal(module, attention_mask, dropout, extra)
+    refusal = _refusal(module, attention_mask, dropout, sliding_window, extra)
     if is_causal is False:
         refusal = "the attention is not causal"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
@@ -23,11 +24,12 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from kvpass.cache import CompressedCache, dynamic_dims
+from kvpass.cache import CompressedCache
 from kvpass.config import Layout
 from kvpass.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.graphs.bind_state import add_state_placeholders, copy_graph, example_value, size_reader
 from kvpass.graphs.check_no_raw_attention import check_no_raw_attention_pass
+from kvpass.graphs.check_token_mixing import check_token_mixing_pass
 from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.find_attention import find_attention_pass
 from kvpass.graphs.find_eager_attention import find_eager_attention_pass
@@ -47,6 +49,7 @@ from kvpass.graphs.rewrite_attention import (
 from kvpass.graphs.specialize_floats import specialize_floats_pass
 from kvpass.graphs.strip_repeat_kv import strip_repeat_kv_pass
 from kvpass.policies.base import Policy
+from kvpass.store import dynamic_dims
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ CANONICAL_PASSES = (
     strip_repeat_kv_pass,
     fold_alibi_pass,
     check_no_raw_attention_pass,
+    check_token_mixing_pass,
     check_positions_pass,
 )
 """Every door ends in the canonical site; see ``graphs/passes.py``."""
@@ -194,7 +198,7 @@ class PhaseCompiler:
         )
         observes = any(name.endswith("_turn_scores") for name in state)
         if device.type == "cuda" and phase != "prefill" and not observes and self._captures(layout, phase):
-            return self._graphed(captured, compiled, state_of)
+            return self._graphed(captured, compiled, state_of, device)
         return lambda *inputs: compiled(*inputs, *state_of(bound_cache()).values())
 
     def _captures(self, layout: Layout, phase: Phase) -> bool:
@@ -214,8 +218,9 @@ class PhaseCompiler:
         captured: CanonicalGraph,
         compiled: Callable[..., Any],
         state_of: Callable[[CompressedCache], dict[str, Tensor]],
+        device: torch.device,
     ) -> Callable[..., Any]:
-        step = GraphedStep(compiled, CudaRecorder())
+        step = GraphedStep(compiled, CudaRecorder(device))
         tokens = size_reader(captured.gm, example_value(find_sites(captured.gm)[0].q).shape[2])
 
         def run(*inputs: Any) -> Any:

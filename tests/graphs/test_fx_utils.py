@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
+from kvpass.graphs.examples import EvaluationError, concrete, evaluate
 from kvpass.graphs.fx_utils import (
     DataFlow,
-    EvaluationError,
-    concrete,
     erase_dead_nodes,
-    evaluate,
     literals_of,
     module_path_of,
     mutated_inputs,

@@ -15,9 +15,11 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.example_lengths import NotCausalError
 from kvpass.graphs.find_attention import find_attention_pass, is_raw_attention
 from kvpass.graphs.fx_utils import DataFlow
-from kvpass.graphs.prove_causal import NotCausalError, band, prove_causal
+from kvpass.graphs.prove_causal import band, mask_part, prove_causal
+from kvpass.graphs.rewrite_attention import find_sites
 
 HEADS, TOKENS, DIM = 2, 11, 4
 
@@ -57,6 +59,11 @@ def with_window(t: int, window: int) -> Tensor:
     return (columns <= rows) & (columns > rows - window)
 
 
+def distance(t: int) -> Tensor:
+    rows, columns = rows_and_columns(t)
+    return rows - columns
+
+
 def chunked(t: int, chunk: int) -> Tensor:
     rows, columns = rows_and_columns(t)
     return (columns <= rows) & (rows // chunk == columns // chunk)
@@ -82,6 +89,8 @@ class Stored(nn.Module):
         self.register_buffer("hidden", torch.ones(64, 64, dtype=torch.bool).triu(1))
         self.register_buffer("prefix", torch.ones(64, 64, dtype=torch.bool).tril() | (torch.arange(64) < 30))
         self.register_buffer("forty", torch.tensor(40))
+        self.register_buffer("limit", torch.tensor(450.0))
+        self.register_buffer("by_head", torch.tensor([20, 700]))
         self.band = torch.ones(64, 64, dtype=torch.bool).tril().triu(-40)
 
 
@@ -117,6 +126,11 @@ BANDED: dict[str, tuple[int, Mask]] = {
         lambda m, t, p: ((p[:, None, :] <= p[:, :, None]) & (p[:, :, None] - p[:, None, :] < 6))[:, None],
     ),
     "additive": (20, lambda m, t, p: additive(with_window(t, 20), -torch.inf)),
+    "a float": (512, lambda m, t, p: causal(t) & (distance(t).float() < 512.0)),
+    "half of a number": (20, lambda m, t, p: causal(t) & (distance(t) < 40 / 2)),
+    "a fill value": (300, lambda m, t, p: causal(t) & (distance(t) < torch.full((), 300))),
+    "a stored float": (450, lambda m, t, p: causal(t) & (distance(t) < m.limit)),
+    "halved distances": (512, lambda m, t, p: causal(t) & (distance(t) // 2 < 256)),
     "stored": (41, lambda m, t, p: m.band[:t, :t]),
     "stored number": (40, lambda m, t, p: causal(t) & (rows_and_columns(t)[0] - rows_and_columns(t)[1] < m.forty)),
 }
@@ -145,6 +159,13 @@ REFUSED: dict[str, tuple[str, Mask]] = {
     ),
     "one position hidden": ("not causal", lambda m, t, p: causal(t) & (p != 40)[:, None, None, :]),
     "one stored position hidden": ("not causal", lambda m, t, p: causal(t) & (p != m.forty)[:, None, None, :]),
+    "a window per head": ("not causal", lambda m, t, p: causal(t) & (distance(t) < m.by_head[:, None, None])),
+    "chunks of 64, eight of them": (
+        "not causal",
+        lambda m, t, p: causal(t) & (torch.arange(t)[:, None] // 64 - torch.arange(t) // 64 < 8),
+    ),
+    "distances shrunk too far": ("1024005 tokens", lambda m, t, p: causal(t) & (distance(t) // 1000 < 1024)),
+    "a bias far away": ("adds a bias", lambda m, t, p: additive(causal(t), -torch.inf) - (distance(t) - 600.0).relu()),
     "transposed": ("not causal", lambda m, t, p: causal(t).T),
     "mirrored": ("not causal", lambda m, t, p: causal(t).flip(0)),
     "padding only": ("not causal", lambda m, t, p: (p >= 0)[:, None, None, :].expand(-1, -1, t, -1)),
@@ -161,9 +182,13 @@ REFUSED: dict[str, tuple[str, Mask]] = {
 
 
 def decide_masks(
-    masks: list[Mask], batch: int, *, dynamic: bool = True, dynamic_batch: bool = False
+    masks: list[Mask], batch: int, *, dynamic: bool = True, dynamic_batch: bool = False, content: Tensor | None = None
 ) -> list[int | str | None]:
-    """Sliding window or reason of refusal of every mask, all captured in one graph."""
+    """Sliding window or reason of refusal of every mask, all captured in one graph.
+
+    Args:
+        content: of the integer input ``[B, T]``; positions by default.
+    """
     stored = Stored()
     decided: list[int | str | None] = []
 
@@ -175,13 +200,14 @@ def decide_masks(
         for node in gm.graph.nodes:
             if is_raw_attention(node):
                 try:
-                    decided.append(prove_causal(gm, flow, node, node.args[3], node.args[0])[0].window)
+                    decided.append(prove_causal(mask_part(gm, flow, node, node.args[3], node.args[0]), HEADS).window)
                 except NotCausalError as error:
                     decided.append(str(error))
         return gm.forward
 
     torch._dynamo.reset()
     q, positions = torch.randn(batch, HEADS, TOKENS, DIM), torch.arange(TOKENS).repeat(batch, 1)
+    positions = positions if content is None else content
     if dynamic:
         torch._dynamo.mark_dynamic(q, 2)
         torch._dynamo.mark_dynamic(positions, 1)
@@ -240,6 +266,46 @@ def test_every_row_of_a_batch_of_any_size_counts() -> None:
     proved, window, reason = decide_masks(masks, 2, dynamic_batch=True)
     assert (proved, window) == (None, 6)
     assert "not causal" in str(reason)
+
+
+CONTENT: dict[str, Mask] = {
+    "order of types": lambda m, t, ids: (ids[:, :, None] >= ids[:, None, :])[:, None],
+    "group of ones": lambda m, t, ids: (causal(t) | ((ids == 1)[:, :, None] & (ids == 1)[:, None, :]))[:, None],
+}
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("name", CONTENT)
+def test_a_mask_that_depends_on_what_is_no_row_of_positions_is_refused(name, dynamic) -> None:
+    types = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 2, 2, 2, 2]])
+    (reason,) = decide_masks([CONTENT[name]], 1, dynamic=dynamic, content=types)
+    assert "no row of positions" in str(reason)
+
+
+def test_positions_after_left_padding_are_positions() -> None:
+    padded = torch.stack([torch.arange(TOKENS), (torch.arange(TOKENS) - 4).clamp(min=0)])
+    assert decide_masks([CAUSAL["compared positions"]], 2, content=padded) == [None]
+
+
+def test_writes_between_two_calls_are_seen() -> None:
+    def attend(q: Tensor) -> Tensor:
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+        first = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        mask.logical_and_(torch.ones_like(mask).triu(-3))
+        return first + F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    windows: list[int | None] = []
+
+    def backend(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
+        find_attention_pass(gm)
+        windows.extend(site.sliding_window for site in find_sites(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    q = torch.randn(1, HEADS, TOKENS, DIM)
+    torch._dynamo.mark_dynamic(q, 2)
+    torch.compile(attend, backend=backend, fullgraph=True)(q)
+    assert windows == [None, 4]
 
 
 @pytest.mark.parametrize("token", [0, 3, 49])

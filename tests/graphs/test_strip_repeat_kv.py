@@ -48,6 +48,8 @@ OTHER_ORDER = {
     "concatenated": lambda x: torch.cat([x, x], dim=1),
     "reversed heads": lambda x: x.repeat_interleave(G, dim=1).flip(1),
     "scaled": lambda x: x.repeat_interleave(G, dim=1) * 2,
+    "clamped": lambda x: x.repeat_interleave(G, dim=1).clamp(-8, 8),
+    "small ones dropped": lambda x: F.hardshrink(x.repeat_interleave(G, dim=1), 1e-2),
     "rolled tokens": lambda x: x.repeat_interleave(G, dim=1).roll(1, dims=2),
     "negated half": lambda x: torch.cat([x, -x], dim=1),
     "written to afterwards": lambda x: write(x.repeat_interleave(G, dim=1), 1),

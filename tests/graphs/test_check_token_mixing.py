@@ -1,0 +1,141 @@
+"""Tokens that see other tokens beside the sites are refused, however that is written; what keeps them apart is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kvpass
+from kvpass.backend import CANONICAL_PASSES
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.check_token_mixing import check_token_mixing_pass
+from kvpass.graphs.find_attention import find_attention_pass
+
+PASSES = [find_attention_pass, check_token_mixing_pass]
+WIDTH = 32
+WEIGHTS = torch.randn(3, WIDTH, WIDTH, 3, generator=torch.Generator().manual_seed(0))
+
+MIXING = {
+    "padded by one": lambda x, ids: x + F.pad(x, (0, 0, 1, -1)),
+    "padded by forty": lambda x, ids: x + F.pad(x, (0, 0, 40, -40)),
+    "cut and joined": lambda x, ids: x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
+    "cut and joined far away": lambda x, ids: x + torch.cat([torch.zeros_like(x[:, :9]), x[:, :-9]], 1),
+    "roll": lambda x, ids: x + x.roll(1, 1),
+    "flip": lambda x, ids: x + x.flip(1),
+    "mean": lambda x, ids: x + x.mean(1, keepdim=True),
+    "running sum": lambda x, ids: x + x.cumsum(1),
+    "first token": lambda x, ids: x + x[:, :1],
+    "last token": lambda x, ids: x + x[:, -1:],
+    "softmax over tokens": lambda x, ids: x + x.softmax(1),
+    "norm over tokens": lambda x, ids: F.instance_norm(x.transpose(1, 2)).transpose(1, 2),
+    "window average": lambda x, ids: F.avg_pool1d(F.pad(x.transpose(1, 2), (2, 0)), 3, 1).transpose(1, 2),
+    "conv2d": lambda x, ids: F.conv2d(F.pad(x[:, None], (0, 0, 2, 0)), WEIGHTS[:1, :1, :3, :1])[:, 0],
+    "sorted": lambda x, ids: x.sort(1).values,
+    "previous ids": lambda x, ids: x + F.one_hot(torch.cat([ids[:, :1], ids[:, :-1]], 1), WIDTH + 18)[..., :WIDTH],
+    "written in place": lambda x, ids: shift_in_place(x.clone()),
+}
+APART = {
+    "gated": lambda x, ids: x * torch.sigmoid(x.sum(-1, keepdim=True)),
+    "softmax over features": lambda x, ids: x.softmax(-1),
+    "features rolled": lambda x, ids: x.roll(1, -1),
+    "features padded": lambda x, ids: F.pad(x, (1, -1)),
+    "flattened": lambda x, ids: F.layer_norm(x.reshape(-1, WIDTH), (WIDTH,)).view_as(x),
+    "routed": lambda x, ids: routed(x),
+    "by id": lambda x, ids: x + F.one_hot(ids, WIDTH + 18)[..., :WIDTH],
+}
+
+
+def shift_in_place(x: Tensor) -> Tensor:
+    x[:, 1:].add_(x[:, :-1].clone())
+    return x
+
+
+def routed(x: Tensor) -> Tensor:
+    """Two experts of four a token, tokens gathered by expert."""
+    rows = x.reshape(-1, WIDTH)
+    weight, expert = rows[:, :4].softmax(-1).topk(2)
+    order = expert.flatten().argsort()
+    token = order // 2
+    scale = 1.0 + expert.flatten()[order][:, None]
+    out = torch.zeros_like(rows).index_add(0, token, rows[token] * scale * weight.flatten()[order][:, None])
+    return out.view_as(x)
+
+
+class Mixed(nn.Module):
+    """A decoder with something between its embedding and its layers, or between its layers and its output."""
+
+    def __init__(self, decoder, mix, place) -> None:
+        super().__init__()
+        self.decoder, self.mix, self.place = decoder, mix, place
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.decoder.embed(ids)
+        x = self.mix(x, ids) if self.place == "before" else x
+        for layer in self.decoder.layers:
+            x = x + layer(x, positions)
+        return self.mix(x, ids) if self.place == "after" else x
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [*((name, "before") for name in MIXING), ("cut and joined", "after"), ("mean", "after")]
+)
+def test_what_relates_tokens_beside_the_sites_is_refused(name, place, decoder, capture, inputs) -> None:
+    ids, positions = inputs()
+    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site") as refusal:
+        capture(Mixed(decoder(), MIXING[name], place), (ids.clamp(max=30), positions), PASSES)
+    assert refusal.value.node != "output"
+
+
+@pytest.mark.parametrize("tokens", [7, 64])
+@pytest.mark.parametrize("name", [name for name in MIXING if "far" not in name and "forty" not in name])
+def test_a_capture_of_fixed_length_is_refused_too(name, tokens, decoder, capture, inputs) -> None:
+    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+        capture(Mixed(decoder(), MIXING[name], "before"), inputs(tokens=tokens), PASSES, dynamic=False)
+
+
+@pytest.mark.parametrize("name", ["padded by one", "cut and joined", "roll"])
+def test_a_shift_of_one_token_is_refused(name, decoder, capture, inputs) -> None:
+    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+        capture(Mixed(decoder(), MIXING[name], "before"), inputs(tokens=1), PASSES, dynamic=False)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_tokens_apart_is_let_alone(name, decoder, capture, inputs) -> None:
+    ids, positions = inputs()
+    for place, dynamic, tokens in (("before", True, 11), ("after", False, 11), ("before", False, 1)):
+        given = (ids[:, :tokens].contiguous(), positions[:, :tokens].contiguous())
+        _, counts = capture(Mixed(decoder(), APART[name], place), given, PASSES, dynamic=dynamic)
+        assert counts == [2, 0]
+
+
+@pytest.mark.parametrize("keep", [slice(-1, None), slice(-2, -1), slice(None, 1)])
+def test_an_output_of_one_token_is_let_alone(keep, decoder, capture, inputs) -> None:
+    model = decoder()
+    capture(lambda ids, positions: model(ids, positions)[:, keep], inputs(), CANONICAL_PASSES)
+
+
+@pytest.mark.parametrize("name", ["mean", "softmax over tokens", "padded by one", "roll", "cut and joined"])
+def test_what_cannot_be_run_is_refused_by_its_calls(name, decoder, capture, inputs) -> None:
+    model = Mixed(decoder(), MIXING[name], "before")
+
+    def short_table(ids: Tensor, positions: Tensor) -> Tensor:
+        return model(ids, positions) + torch.ones(3, 1)[ids // 20]  # no example of ids is that small
+
+    ids, positions = inputs()
+    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+        capture(short_table, (ids, positions), PASSES)
+    model.mix = APART["routed"]
+    capture(short_table, (ids, positions), PASSES)
+
+
+@torch.no_grad()
+def test_contract_7_a_token_shift_is_refused_by_the_raw_backend(decoder, inputs) -> None:
+    torch._dynamo.reset()
+    model = Mixed(decoder(), MIXING["padded by one"], "before")
+    fast = torch.compile(
+        model, backend="kvpass", fullgraph=True, dynamic=True, options={"policy": "full", "compiler": "eager"}
+    )
+    with pytest.raises(Exception, match="pad moves tokens"), kvpass.session():
+        fast(*inputs())

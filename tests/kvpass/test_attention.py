@@ -1,0 +1,88 @@
+"""The transformers door: a window that a model puts in its mask alone is refused, one among the arguments is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import kvpass
+from kvpass.testing import assert_close, random_ids
+
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+IN_MASK_ONLY = {
+    "phimoe": ({**EXPERTS, "num_experts_per_tok": 2, "sliding_window": 8}, "layers.0", "sliding window of 8"),
+    "qwen2_moe": (
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 16,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        "layers.1",
+        "sliding window of 8",
+    ),
+    "llama4_text": (
+        {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 32, "attention_chunk_size": 8, "use_qk_norm": False},
+        "layers.0",
+        "chunked_attention",
+    ),
+}
+WITHOUT_WINDOW = {
+    "phimoe": {**EXPERTS, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": False, "sliding_window": 8},
+    "qwen2": {"use_sliding_window": False, "sliding_window": 8},
+    "qwen3": {"use_sliding_window": False, "sliding_window": 8},
+}
+AS_ARGUMENT = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "mistral": {"sliding_window": 8},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def tiny(model_type, options):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**TINY, **options})
+    config.initializer_range = 0.1
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("model_type", IN_MASK_ONLY)
+def test_contract_7_a_window_in_the_mask_alone_is_refused(model_type):
+    options, layer, reason = IN_MASK_ONLY[model_type]
+    fast = kvpass.compile(tiny(model_type, options), policy="full", backend="eager")
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=reason) as refusal:
+        fast(random_ids(1, 20))
+    assert layer in refusal.value.module_path
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"), [*WITHOUT_WINDOW.items(), *AS_ARGUMENT.items()], ids=lambda value: str(value)[:40]
+)
+@torch.no_grad()
+def test_contract_1_full_attention_and_windows_among_the_arguments_are_exact_beyond_the_window(model_type, options):
+    model = tiny(model_type, options)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(2, 24)
+    first = fast(ids[:, :20])
+    second = fast(ids[:, 20:21].contiguous(), past_key_values=first.past_key_values)
+    assert_close("logits", torch.cat([first.logits, second.logits], 1), model(ids[:, :21]).logits, atol=1e-4)
