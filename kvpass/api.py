@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,20 @@ def load_cache(path: str | Path, model: Any, *, device: torch.device | str | Non
         ValueError: the model was not compiled by kvpass.
         OSError: the file cannot be read.
     """
+    return restore_cache(path, read_metadata(path), model, device=device)
+
+
+def restore_cache(
+    path: str | Path, metadata: Mapping[str, Any], model: Any, *, device: torch.device | str | None = None
+) -> CompressedCache:
+    """Like :func:`load_cache`, for a caller who has read the file's metadata and so found it undamaged."""
     if not isinstance(model, CompressedModel):
         raise ValueError(f"model of type {type(model).__name__}: must be what kvpass.compile returned")
     runtime = model._kvpass
-    metadata = read_metadata(path)
     runtime.identity.check(metadata["model"])
     if metadata["policy"] != runtime.policy.spec:
         raise CacheMismatchError(f"the cache has policy {metadata['policy']}, the model {runtime.policy.spec}")
-    budget = None if metadata["budget"] is None else Budget(**metadata["budget"])
+    budget = Budget.from_dict(metadata["budget"])
     if budget != runtime.budget:
         raise CacheMismatchError(f"the cache has budget {budget}, the model {runtime.budget}")
     with torch.inference_mode(False):

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from transformers import Cache
 
+from kvpass.cache_face import CacheFace
 from kvpass.cache_file import write_cache_file
 from kvpass.config import Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
 from kvpass.identity import Identity
 from kvpass.policies.base import Policy
-from kvpass.prompt_record import PromptRecord
+from kvpass.prompt_record import PromptRecord, StoreRecord, by_layer, layer_ids
 from kvpass.recompress import NOT_DUE
 from kvpass.ring import Ring
-from kvpass.store import CACHED_DYNAMIC, PREFILL_DYNAMIC, Store
+from kvpass.store import Store
+from kvpass.turn import Turn
 from kvpass.version import __version__
 
 
-class CompressedCache(Cache):
+class CompressedCache(CacheFace):
     """Keys and values that were worth keeping, as a ``transformers`` cache.
 
     Made by a model that ``kvpass.compile`` returned; comes back in ``output.past_key_values``.
@@ -44,8 +44,6 @@ class CompressedCache(Cache):
         stores: the layers that share the budget, one store per KV geometry. rings: the layers with a sliding window.
     """
 
-    layers: list[Any]
-
     def __init__(self, policy: Policy, budget: Budget | None, identity: Identity | None = None) -> None:
         super().__init__(layers=[])
         self._weights = None if identity is None else weakref.ref(identity.weights)
@@ -58,6 +56,7 @@ class CompressedCache(Cache):
         self.layout: Layout | None = None
         self.stores: list[Store] = []
         self.rings: list[Ring] = []
+        self._turns: list[Turn] = []
         self.columns = 0
         self.start = torch.empty(0, dtype=torch.int64)
         self.reusable = False
@@ -110,16 +109,8 @@ class CompressedCache(Cache):
         self._seen_columns = torch.tensor(n, dtype=torch.int64, device=self._device)
         self.start = self._first_column - extra
         self.columns = n - extra
-        self.record = PromptRecord(
-            start=self.start,
-            columns=self.columns,
-            entries=torch.tensor(self._budgets),
-            window=window - (self._first_column - (n - window)).clamp(min=0),
-            stores=stores,
-            rings=tuple(ring.group for ring in self.rings),
-            nbytes=self.nbytes,
-            ring_nbytes=sum(ring.nbytes for ring in self.rings),
-        )
+        held = window - (self._first_column - (n - window)).clamp(min=0)
+        self.record = self._record(torch.tensor(self._budgets), held, stores)
 
     # -- decode and extend ------------------------------------------------------------------------------------------
 
@@ -137,7 +128,8 @@ class CompressedCache(Cache):
             CacheMismatchError: the graph's model has another layout than the one that filled the cache.
         """
         self._check_layout(layout)
-        state = self._state([store.cached_state for store in self.stores])
+        turns = [turn.state for turn in self._turns] or [{}] * len(self.stores)
+        state = self._state([{**store.cached_state, **turn} for store, turn in zip(self.stores, turns, strict=True)])
         return {**state, "seen": self._seen_columns, "first": self._first_column}
 
     def advance(self, tokens: int) -> None:
@@ -160,7 +152,7 @@ class CompressedCache(Cache):
         Returns:
             whether there is such a row; the extend graph must then observe the turn.
         """
-        if self.budget is None or not self.stores or self.stores[0].evicts:
+        if occasion == float("inf") or self.budget is None or not self.stores or self.stores[0].evicts:
             return False
         heads = sum(store.geometry.layers * store.geometry.kv_heads for store in self.stores)
         held = sum((store.lengths.sum((1, 2)) for store in self.stores), torch.tensor(tokens * heads)).cpu()
@@ -169,37 +161,42 @@ class CompressedCache(Cache):
         if not bool(due.any()):
             return False
         window = torch.where(due, budgets.clamp(max=self.policy.window), NOT_DUE)
-        for store in self.stores:
-            store.begin_turn(window)
+        self._turns = [Turn(store, window) for store in self.stores]
+        self._every_row_due = bool(due.all())
         return True
 
     def end_turn(self) -> None:
         """Forget what :meth:`begin_turn` prepared."""
-        for store in self.stores:
-            store.end_turn()
+        self._turns = []
 
-    def recompress(self) -> None:
+    def recompress(self) -> PromptRecord | None:
         """Cut the rows that were due to their budget, by what the turn's queries saw; the others stay as they are.
 
-        ``record`` is renewed when all rows were due.
+        Returns:
+            when all rows were due the new record, which is then the cache's.
         """
         budgets = torch.tensor(self._budgets, device=self._device)
         window = budgets.clamp(max=self.policy.window)
         seen = self.columns - self.start
-        done = [store.recompress(budgets - window, seen) for store in self.stores]
-        every_row = all(bool((store.cached_state["turn_window"] != NOT_DUE).all()) for store in self.stores)
+        done = [turn.finish(budgets - window, seen) for turn in self._turns]
         self.stores = [store for store, _ in done]
-        if every_row:
-            self.record = PromptRecord(
-                start=self.start,
-                columns=self.columns,
-                entries=budgets,
-                window=window,
-                stores=tuple(record for _, record in done),
-                rings=tuple(ring.group for ring in self.rings),
-                nbytes=self.nbytes,
-                ring_nbytes=sum(ring.nbytes for ring in self.rings),
-            )
+        if not self._every_row_due:
+            return None
+        self.record = self._record(budgets, window, tuple(record for _, record in done))
+        return self.record
+
+    def _record(self, entries: Tensor, window: Tensor, stores: tuple[StoreRecord, ...]) -> PromptRecord:
+        """What was just kept: entries and window of each row, int64 ``[B]``, and what the stores say."""
+        return PromptRecord(
+            start=self.start,
+            columns=self.columns,
+            entries=entries,
+            window=window,
+            stores=stores,
+            rings=tuple(ring.group for ring in self.rings),
+            nbytes=self.nbytes,
+            ring_nbytes=sum(ring.nbytes for ring in self.rings),
+        )
 
     def _state(self, stores: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         named = [(f"store{i}", state) for i, state in enumerate(stores)]
@@ -218,14 +215,6 @@ class CompressedCache(Cache):
         return made is identity.weights and self.policy == policy and self.budget == budget
 
     @property
-    def is_empty(self) -> bool:
-        return self.columns == 0
-
-    @property
-    def batch_size(self) -> int:
-        return self.start.numel()
-
-    @property
     def geometry(self) -> Geometry:
         """KV geometry of the layers that share the budget.
 
@@ -238,7 +227,7 @@ class CompressedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes the cache's storages occupy, spare slots, tail capacity, rings, positions and offsets included."""
+        """Bytes the cache's storages occupy: spare slots, tail capacity, rings, positions and all tables included."""
         if self.is_empty:
             return 0
         starts = (self.start, self._first_column)
@@ -257,7 +246,7 @@ class CompressedCache(Cache):
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """Index, among all attention sites of the model, of each layer that shares the budget, ascending."""
-        return tuple(sorted(layer for store in self.stores for layer in store.group.layers))
+        return layer_ids([store.group for store in self.stores])
 
     @property
     def lengths(self) -> Tensor:
@@ -265,17 +254,15 @@ class CompressedCache(Cache):
 
         L counts ``layer_ids``; heads that a layer of another geometry does not have hold 0.
         """
-        self._known_layout()
-        return by_layer([store.group.layers for store in self.stores], [store.lengths for store in self.stores], 0)
+        pools = self._known_layout().pools
+        return by_layer(pools, [store.lengths for store in self.stores], 0, (self.batch_size, 0, 0))
 
     @property
     def positions(self) -> Tensor:
         """True positions of the entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``."""
-        self._known_layout()
+        pools = self._known_layout().pools
         seen = self.columns - self.start
-        return by_layer(
-            [store.group.layers for store in self.stores], [store.positions(seen) for store in self.stores], -1
-        )
+        return by_layer(pools, [store.positions(seen) for store in self.stores], -1, (self.batch_size, 0, 0, 0))
 
     @property
     def attention_mask(self) -> Tensor:
@@ -318,9 +305,12 @@ class CompressedCache(Cache):
         Args:
             notes: what the caller wants to find in the file's metadata again; anything JSON can say.
         Raises:
-            ValueError: the cache is empty, or the model that filled it is gone or was compiled by the raw backend.
+            ValueError: the cache is empty, a call on it was interrupted, or the model that filled it is gone or was
+                compiled by the raw backend.
         """
         layout = self._known_layout()
+        if self.interrupted:
+            raise ValueError(f"{self!r} cannot be saved: a call on it was interrupted; reset it")
         identity = None if self._identity is None else self._identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
@@ -378,37 +368,6 @@ class CompressedCache(Cache):
         cache.reusable = metadata["reusable"]
         return cache
 
-    # -- the transformers cache interface ---------------------------------------------------------------------------
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, padding columns included as in every transformers cache; never the number of kept entries."""
-        return self.columns
-
-    def get_max_length(self, layer_idx: int | None = 0) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.columns + int(query_length), 0
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: kvpass has compiled the model itself; ``generate`` must not try to."""
-        return False
-
-    @property
-    def is_initialized(self) -> bool:
-        return not self.is_empty
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * len(self)
-
-    def __len__(self) -> int:
-        groups = () if self.layout is None else (*self.layout.pools, *self.layout.rings)
-        return sum(group.geometry.layers for group in groups)
-
     def __repr__(self) -> str:
         return (
             f"CompressedCache(policy={self.policy.name!r}, budget={self.budget}, tokens={self.columns}, "
@@ -428,51 +387,7 @@ class CompressedCache(Cache):
         self.start, self._first_column = self.start[index], self._first_column[index]
         self._budgets = [self._budgets[row] for row in index.tolist()]
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row ``beam_idx[i]`` was (beam search)."""
-        self._pick_rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``."""
-        self._pick_rows(torch.arange(self.batch_size, device=indices.device)[indices])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times, neighbours."""
-        self._pick_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Not possible: the entries a shorter cache would need may be gone."""
-        raise NotImplementedError("a compressed cache cannot be cropped; assisted generation is not supported")
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("a CompressedCache is filled by compiled graphs, only in the model that made it")
-
     def _known_layout(self) -> Layout:
         if self.layout is None or self.is_empty:
             raise ValueError("the cache is empty: no prompt has been prefilled into it")
         return self.layout
-
-
-def by_layer(layers: Sequence[Sequence[int]], parts: Sequence[Tensor], fill: float) -> Tensor:
-    """Tensors ``[B, L_i, ...]`` of several groups of layers as one, layers ascending, smaller ones filled up.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if not parts:
-        raise ValueError("no layer shares the budget: all have sliding windows")
-    if len(parts) == 1:
-        return parts[0]
-    sizes = [max(extents) for extents in zip(*(part.shape[2:] for part in parts), strict=True)]
-    padded = []
-    for part in parts:
-        missing = [size - extent for size, extent in zip(sizes, part.shape[2:], strict=True)]
-        padded.append(pad(part, [edge for extra in reversed(missing) for edge in (0, extra)], value=fill))
-    order = torch.tensor([layer for group in layers for layer in group]).argsort()
-    return torch.cat(padded, 1)[:, order.to(parts[0].device)]
-
-
-def dynamic_dims(state: Mapping[str, Tensor], phase: str) -> dict[str, Set[int]]:
-    """Dimensions of the state that a graph of ``phase`` treats as symbols, by name."""
-    table = PREFILL_DYNAMIC if phase == "prefill" else CACHED_DYNAMIC
-    return {name: table.get(name.split("_", 1)[-1], set()) for name in state}

@@ -161,6 +161,11 @@ class Budget:
             "or bytes such as '512MiB'"
         )
 
+    @classmethod
+    def from_dict(cls, budget: Mapping[str, Any] | None) -> Budget | None:
+        """The budget whose ``dataclasses.asdict`` this is, also after a trip through JSON; None stays None."""
+        return None if budget is None else cls(**budget)
+
     def entries(self, prompt_length: int, token_bytes: int) -> int:
         """Entries per KV head per layer for a prompt of ``prompt_length`` real tokens, window included.
 

@@ -37,16 +37,24 @@ Recorder = Callable[[Callable[[], None]], Recording]
 """Captures what a function launches, without running it."""
 
 
-class CudaRecorder:
-    """Records with ``torch.cuda.graph``; all recordings share one memory pool."""
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+"""Where a device records: one stream each, because cuBLAS keeps a workspace for every stream that it has worked on."""
 
-    def __init__(self) -> None:
+
+class CudaRecorder:
+    """Records what is launched on ``device`` with ``torch.cuda.graph``; all recordings share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        if device not in _STREAMS:
+            _STREAMS[device] = torch.cuda.Stream(device)
+        self.stream = _STREAMS[device]
 
     def __call__(self, function: Callable[[], None]) -> Recording:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
+            # the outer context gives device and stream back also where the inner one cannot end its capture
+            with torch.cuda.stream(self.stream), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 function()
         except RuntimeError as error:
             raise CaptureError(

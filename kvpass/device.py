@@ -1,12 +1,13 @@
 """The ``kvpass::`` operators on CUDA: kernels for what reads keys and values, the policies' tensor functions beside.
 
-Same contracts as :mod:`kvpass.reference`. No value of the device is read on the host: the start columns of a padded
-prompt come on the CPU, everything else stays where it is. Kernels are imported when an operator first runs.
+Same contracts as :mod:`kvpass.reference`. No operator reads a value of the device on the host: the start columns of a
+padded prompt come on the CPU, everything else stays where it is. :func:`index_pool`, once a pool is packed, reads one.
+Kernels are imported when an operator first runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor
 from kvpass import reference
 from kvpass.observation import Observation
 from kvpass.policies.base import Policy
-from kvpass.sliding import keep_newest
 
 SPLIT_TOKENS = 8
 """Up to so many new tokens the pool is split among programs; more give each block of queries enough work of its own."""
+FEWEST_TILES = 2
+"""Tiles a layer has at least: a graph would take the one tile, or none, of its first pool for the size of all."""
 
 
 def prompt_attention(
@@ -32,6 +34,7 @@ def prompt_attention(
     sliding_window: int | None = None,
 ) -> Tensor:
     """As :func:`kvpass.reference.prompt_attention`."""
+    q, k, v = readable(q, k, v)
     return _attend_prompt(q, k, v, _on(q, start), scale, softcap, sinks, sliding_window)[0]
 
 
@@ -48,12 +51,12 @@ def observe_attention(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`kvpass.reference.observe_attention`; statistics of all rows come from one launch each."""
+    q, k, v = readable(q, k, v)
     first = _on(q, start)
     out, lse = _attend_prompt(q, k, v, first, scale, softcap, sinks)
     statistics = SiteStatistics(q, k, v, first, lse, scale, policy.window, softcap)
 
-    def observe(rows: slice, column: int, window: int) -> Observation:
-        live = (rows, slice(None), slice(column, None))
+    def observe(live: reference.Live, window: int) -> Observation:
         return KernelObservation(
             q[live], k[live], v[live], scale, window, layer, num_layers, softcap, sinks, site=statistics, live=live
         )
@@ -87,6 +90,7 @@ def cascade_step(
     keep, rank, place = reference.recut(slots, ledger, scores, weight, entries, first, layer, policy)
     source = assign_slots(keep, slots[reference.OWNER])
     order = rank.int().contiguous(), place.int().contiguous()
+    k, v = readable(k, v)
     gather_winners(source, k, v, *order, traces, first, pool_k, pool_v, slots, slot_traces, layer)
     reference.keep_window(window_traces, tail_k, tail_v, k, v, traces, layer, min(policy.window, k.shape[2]))
 
@@ -100,9 +104,14 @@ def pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_traces: Tensor, off
 
 def index_pool(offsets: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
     """How :func:`attend_cache` divides a packed pool among programs: see :func:`kvpass.kernels.tile_map.tile_map`."""
-    from kvpass.kernels.tile_map import tile_map
+    from kvpass.kernels.tile_map import NO_TILE, tile_map
 
-    return tile_map(offsets, kv_heads)
+    tiles, tile_offsets = tile_map(offsets, kv_heads)
+    missing = FEWEST_TILES - tiles.shape[1]
+    if missing > 0:
+        nothing = tiles.new_tensor([NO_TILE, NO_TILE, 0, 0])
+        tiles = torch.cat([tiles, nothing.expand(tiles.shape[0], missing, 4)], 1)
+    return tiles, tile_offsets
 
 
 def attend_cache(
@@ -130,27 +139,17 @@ def attend_cache(
     from kvpass.kernels.ragged_decode import attend_ragged
     from kvpass.kernels.ragged_extend import attend_extend
 
+    q, k, v = readable(q, k, v)
+    sinks = None if sinks is None else sinks.contiguous()
     tail = (tail_k, tail_v, tail_start, tail_used)
     if q.shape[2] <= SPLIT_TOKENS:
         return attend_ragged(q, k, v, pool_k, pool_v, tiles, tile_offsets, *tail, layer, scale, softcap, sinks)
     return attend_extend(q, k, v, pool_k, pool_v, offsets, *tail, layer, scale, softcap, sinks)
 
 
-def fill_ring(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    ring_k: Tensor,
-    ring_v: Tensor,
-    scale: float,
-    layer: int,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """As :func:`kvpass.sliding.fill_ring`."""
-    keep_newest(ring_k, ring_v, k, v, torch.arange(k.shape[2], device=k.device), layer)
-    return prompt_attention(q, k, v, start, scale, softcap, sinks, ring_k.shape[3])
+def readable(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as kernels read them, the last dim contiguous; what is so already is not copied."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _on(tensor: Tensor, start: Tensor) -> Tensor:
@@ -168,12 +167,11 @@ def _attend_prompt(
     sliding_window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, N, Dv]`` and log-sum-exp fp32 ``[B, H, N]``, by FlashAttention where it takes the site."""
-    from kvpass.kernels.prefill_attention import flash_attention_varlen, prefill_attention
+    from kvpass.kernels.prefill_attention import flash_attention_varlen, flash_takes, prefill_attention
 
-    plain = softcap is None and sinks is None
-    equal = q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0
-    if q.is_cuda and plain and equal and q.dtype in (torch.float16, torch.bfloat16):
+    if softcap is None and sinks is None and flash_takes(q, v):
         return flash_attention_varlen(q, k, v, first, scale, sliding_window)
+    sinks = None if sinks is None else sinks.contiguous()
     return prefill_attention(q, k, v, first, scale, sliding_window, softcap, sinks)
 
 
@@ -181,7 +179,8 @@ def _attend_prompt(
 class SiteStatistics:
     """Statistics of all rows of a site, each computed when a policy first asks; fp32, zero in padding.
 
-    Attributes: as of :class:`Observation`; first: first real column, int64 ``[B]``; lse: log-sum-exp ``[B, H, N]``.
+    Attributes: as of :class:`Observation`; first: first real column, int64 ``[B]``; lse: log-sum-exp ``[B, H, N]``;
+        sums: those over rows, by their number.
     """
 
     q: Tensor
@@ -192,39 +191,30 @@ class SiteStatistics:
     scale: float
     window: int
     softcap: float | None
+    sums: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
     def mean(self) -> Tensor:
-        from kvpass.kernels.window_statistics import window_statistics
-
-        return window_statistics(
-            self.q, self.k, self.first, self.lse, self.scale, self.window, softcap=self.softcap
-        ).mean
+        known = vars(self).get("spread")
+        return self._over(self.window)[0] if known is None else known[0]
 
     @cached_property
-    def spread(self) -> tuple[Tensor, Tensor]:
-        """Variance and entropy, which only CAKE needs, and which it needs together."""
+    def spread(self) -> tuple[Tensor, ...]:
+        """Mean, variance and entropy in one pass: who asks for a mean too should ask for it after this."""
+        return self._over(self.window, spread=True)
+
+    def _over(self, window: int, spread: bool = False) -> tuple[Tensor, ...]:
         from kvpass.kernels.window_statistics import window_statistics
 
-        found = window_statistics(
-            self.q,
-            self.k,
-            self.first,
-            self.lse,
-            self.scale,
-            self.window,
-            softcap=self.softcap,
-            variance=True,
-            entropy=True,
-        )
-        assert found.variance is not None and found.entropy is not None
-        return found.variance, found.entropy
+        site = (self.q, self.k, self.first, self.lse, self.scale, window)
+        found = window_statistics(*site, softcap=self.softcap, variance=spread, entropy=spread)
+        return tuple(x for x in (found.mean, found.variance, found.entropy) if x is not None)
 
     @cached_property
     def last_row(self) -> Tensor:
-        from kvpass.kernels.window_statistics import window_statistics
-
-        return window_statistics(self.q, self.k, self.first, self.lse, self.scale, 0, softcap=self.softcap).mean
+        if self.window <= 1:
+            return self.mean
+        return self._over(window=0)[0]
 
     @cached_property
     def value_norm(self) -> Tensor:
@@ -232,14 +222,13 @@ class SiteStatistics:
 
         return value_norms(self.v, self.first)
 
-    @cached_property
-    def column_sum(self) -> Tensor:
-        return self.recent_sum(self.k.shape[2])
-
     def recent_sum(self, rows: int) -> Tensor:
         from kvpass.kernels.window_statistics import column_sums
 
-        return column_sums(self.q, self.k, self.first, self.lse, self.scale, rows, softcap=self.softcap)
+        if rows not in self.sums:
+            site = (self.q, self.k, self.first, self.lse, self.scale, rows)
+            self.sums[rows] = column_sums(*site, softcap=self.softcap)
+        return self.sums[rows]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -247,7 +236,7 @@ class KernelObservation(Observation):
     """An observation whose statistics are cut out of those of the whole site."""
 
     site: SiteStatistics
-    live: tuple[slice, slice, slice]
+    live: reference.Live
 
     @property
     def mean(self) -> Tensor:
@@ -255,11 +244,11 @@ class KernelObservation(Observation):
 
     @property
     def variance(self) -> Tensor:
-        return self.site.spread[0][self.live]
+        return self.site.spread[1][self.live]
 
     @property
     def entropy(self) -> Tensor:
-        return self.site.spread[1][self.live]
+        return self.site.spread[2][self.live]
 
     @property
     def last_row(self) -> Tensor:
@@ -271,7 +260,7 @@ class KernelObservation(Observation):
 
     @property
     def column_sum(self) -> Tensor:
-        return self.site.column_sum[self.live]
+        return self.recent_sum(self.site.k.shape[2])
 
     def recent_sum(self, rows: int) -> Tensor:
         return self.site.recent_sum(rows)[self.live]

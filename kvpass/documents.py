@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import kvpass
+from kvpass.api import restore_cache
 from kvpass.backend import Compiler
 from kvpass.cache import CompressedCache
 from kvpass.cache_file import read_metadata
 from kvpass.config import Budget
 from kvpass.errors import CacheFileError
-from kvpass.eval.run import load_model
-from kvpass.policies import resolve
+from kvpass.loading import load_model
+from kvpass.policies import from_spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +80,9 @@ class Document:
         if "model" not in notes or "dtype" not in notes:
             raise CacheFileError(path, "is a cache that names no model: kvpass.load_cache reads it")
         made, tokenizer = load_model(model or notes["model"], dtype=notes["dtype"], device=device)
-        options = json.loads(metadata["policy"])
-        policy = resolve(options.pop("policy"), **options)
-        budget = None if metadata["budget"] is None else Budget(**metadata["budget"])
+        policy, budget = from_spec(metadata["policy"]), Budget.from_dict(metadata["budget"])
         fast = kvpass.compile(made, policy=policy, budget=budget, backend=backend)
-        return cls(fast, tokenizer, kvpass.load_cache(path, fast), notes)
+        return cls(fast, tokenizer, restore_cache(path, metadata, fast), notes)
 
     def ask(self, question: str, *, new_tokens: int = 64) -> str:
         """The model's continuation, greedily, of the text followed by the question.

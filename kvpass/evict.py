@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.decode import survivors
+from kvpass.observation import attention_weights
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import Slots
 
@@ -92,14 +93,8 @@ def attend_evict(
         values = values.masked_fill(~live[..., None], 0.0)
         query = q[:, :, step].float().unflatten(1, (kv_heads, h // kv_heads))
         logits = torch.einsum("bkgd,bksd->bkgs", query, keys) * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = torch.where(live[:, :, None], logits, float("-inf"))
-        if sinks is None:
-            attention = logits.softmax(-1)
-        else:
-            extra = sinks.float().view(1, kv_heads, -1, 1).expand(b, -1, -1, 1)
-            attention = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
+        extra = None if sinks is None else sinks.view(kv_heads, -1, 1)
+        attention = attention_weights(logits, ~live[:, :, None], softcap, extra)
         outputs.append(torch.einsum("bkgs,bksd->bkgd", attention, values).flatten(1, 2))
 
         slots = Slots(positions, places, torch.where(live, remembered, 0.0), norm)

@@ -14,13 +14,14 @@ from torch.fx import GraphModule
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvpass.backend import Phase, PhaseCompiler, bind_cache
+from kvpass.backend import Phase, PhaseCompiler
 from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.identity import Identity
 from kvpass.padding import first_real_column
-from kvpass.policies.base import Policy
+from kvpass.phases import append, continued, prefill
+from kvpass.policies import Policy, resolve_budget
 from kvpass.prompt_record import PromptRecord
 from kvpass.recompress import OCCASIONS, Recompress
 from kvpass.report import Report
@@ -66,7 +67,8 @@ class CompressedModel:
 
         Args:
             input_ids: int64 ``[B, T]``. With an empty cache (or none) this is the prompt, left-padded if at all.
-            attention_mask: ``[B, tokens seen + T]``; zeros may only stand before the prompt's first real token.
+            attention_mask: ``[B, tokens seen + T]``; zeros may only stand before the prompt's first real token. Of a
+                decode step's only the shape is read, so as not to wait for the device.
             position_ids: true positions ``[B, T]``; by default counted from the first real token.
             past_key_values: a :class:`CompressedCache` of this model, or None or any empty cache for a new prompt.
             logits_to_keep: compute logits of the last so many positions only; 0 = all.
@@ -134,15 +136,37 @@ class CompressedModel:
         cache.reusable = True
         return cache
 
+    @property
+    def policy(self) -> Policy:
+        """What decides which entries are kept."""
+        return self._kvpass.policy
+
+    @property
+    def budget(self) -> Budget | None:
+        """How much of each prompt is kept; None for a policy that keeps everything."""
+        return self._kvpass.budget
+
+    def set_budget(self, budget: Budget | int | float | str | None) -> None:
+        """Another budget for the prompts to come; compiled graphs stay, since none knows the budget.
+
+        Caches made before keep theirs: they are refused as of another model until it is set again. The report of the
+        last prompt is gone.
+
+        Raises:
+            ValueError: unreadable, below window + 1, missing, or given to a policy that has none; nothing changed.
+        """
+        self._kvpass.budget = resolve_budget(self._kvpass.policy, budget)
+        self._kvpass.last_prompt = None
+
     def report(self) -> Report:
         """What the last prompt kept, per layer and head, and what was compiled.
 
         Raises:
-            ValueError: no prompt has been prefilled yet.
+            ValueError: no prompt has been prefilled yet, or none since the budget was set.
         """
         runtime = self._kvpass
         if runtime.last_prompt is None:
-            raise ValueError("nothing to report: no prompt has been prefilled by this model yet")
+            raise ValueError("nothing to report: no prompt has been prefilled by this model with this budget yet")
         return Report(
             policy=runtime.policy,
             budget=runtime.budget,
@@ -198,11 +222,12 @@ def _prefill(
         start = start + extra
         position_ids = None if position_ids is None else torch.cat([position_ids, position_ids], 1)
     columns = torch.arange(ids.shape[1], device=ids.device)
-    cache.begin_prefill(start, ids.shape[1], extra)
-    positions = (columns - start.to(ids.device)[:, None]).clamp(min=0)
-    logits = _call(model, "prefill", cache, ids, _positions(position_ids, positions), logits_to_keep)
-    cache.finish_prefill()
-    return logits
+    positions = _positions(position_ids, (columns - start.to(ids.device)[:, None]).clamp(min=0))
+
+    def run() -> Tensor:
+        return _call(model, "prefill", ids, positions, logits_to_keep)
+
+    return prefill(cache, start, ids.shape[1], run, extra)
 
 
 def _continue(
@@ -217,41 +242,39 @@ def _continue(
     b, t = input_ids.shape
     if not cache.belongs_to(runtime.policy, runtime.budget, runtime.identity):
         raise CacheMismatchError(f"past_key_values={cache!r} belongs to another model")
-    if cache.interrupted:
-        raise CacheMismatchError(f"{cache!r}: a call on it was interrupted, its entries are lost; reset it")
-    if input_ids.device != cache.device:
-        raise CacheMismatchError(f"input_ids on {input_ids.device}, the cache on {cache.device}: use cache.to()")
-    if b != cache.batch_size:
-        raise CacheMismatchError(f"input_ids has {b} rows, the cache {cache.batch_size}")
+    cache = continued(cache, b, input_ids.device)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
             raise CacheMismatchError(
                 f"attention_mask of shape {list(attention_mask.shape)}: must be [{b}, {cache.columns + t}], "
                 "tokens in the cache and new ones"
             )
-        if t > 1 and not bool(attention_mask[:, cache.columns :].all()):
-            raise ValueError("attention_mask has zeros among the new tokens: padding is possible only before a prompt")
-    if cache.reusable:
-        cache = cache.clone()
+        if t > 1:
+            _check_mask(attention_mask.to(cache.device).bool(), cache)
     ids = input_ids.clone(memory_format=torch.contiguous_format)
     columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
-    positions = columns - cache.start[:, None]
-    cache.ensure_room(t)
-    phase: Phase = "decode" if t == 1 else "extend"
-    given = _positions(position_ids, positions)
-    observed = t > 1 and cache.begin_turn(t, OCCASIONS[runtime.recompress])
-    cache.interrupted = cache.overwrites
-    try:
-        logits = _call(model, phase, cache, ids, given, 0 if t == 1 else logits_to_keep, observed)
-        cache.interrupted = True
-        cache.advance(t)
-        if observed:
-            cache.recompress()
-            runtime.last_prompt = cache.record
-        cache.interrupted = False
-    finally:
-        cache.end_turn()
+    positions = _positions(position_ids, columns - cache.start[:, None])
+
+    def run(phase: Phase, observed: bool) -> Tensor:
+        return _call(model, phase, ids, positions, 0 if t == 1 else logits_to_keep, observed)
+
+    logits, record = append(cache, t, run, OCCASIONS[runtime.recompress])
+    if record is not None:
+        runtime.last_prompt = record
     return cache, logits
+
+
+def _check_mask(given: Tensor, cache: CompressedCache) -> None:
+    """Whether a bool mask ``[B, columns + T]`` says of the columns what the cache knows."""
+    old, new = given.split([cache.columns, given.shape[1] - cache.columns], 1)
+    if not bool(new.all()):
+        raise ValueError("attention_mask has zeros among the new tokens: padding is possible only before a prompt")
+    wrong = (old != cache.attention_mask.bool()).any(1).nonzero()
+    if wrong.numel():
+        raise CacheMismatchError(
+            f"attention_mask: row {int(wrong[0])} hides other columns than the prompt's mask did; "
+            "what the cache holds cannot be hidden or shown later"
+        )
 
 
 def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
@@ -265,7 +288,6 @@ def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
 def _call(
     model: Any,
     phase: Phase,
-    cache: CompressedCache,
     ids: Tensor,
     positions: Tensor,
     logits_to_keep: int,
@@ -281,8 +303,7 @@ def _call(
         if phase != "decode":
             torch._dynamo.mark_dynamic(tensor, 1, min=2, max=MAX_TOKENS)
     try:
-        with bind_cache(cache):
-            return function(ids, positions)
+        return function(ids, positions)
     except BackendCompilerFailed as failure:
         inner = failure.inner_exception
         raise (inner if isinstance(inner, ValueError) else failure) from None

@@ -12,6 +12,23 @@ from torch import Tensor
 _ROW_BLOCK = 512
 
 
+def attention_weights(logits: Tensor, hidden: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """Attention probabilities of fp32 logits ``[..., N]`` that have their scale and may be overwritten.
+
+    Args:
+        hidden: bool, broadcast to the logits of the last columns, as many as it has: those that get no attention.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` when given.
+        sinks: one more logit, broadcast to ``[..., 1]``, that takes part in the softmax and is dropped.
+    """
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits[..., -hidden.shape[-1] :].masked_fill_(hidden, float("-inf"))
+    if sinks is None:
+        return logits.softmax(-1)
+    sinks = sinks.float().expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+
+
 @dataclass(frozen=True, eq=False)
 class Observation:
     """One site after prefill, rows of equal length and without padding.
@@ -74,13 +91,8 @@ class Observation:
         q = self.queries[:, heads, first - offset : last - offset].float()
         k = self.keys[:, kv_head].float()
         logits = torch.einsum("bgrd,bnd->bgrn", q, k) * self.scale
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        logits = logits.masked_fill(self.hidden(kv_head, first, last), float("-inf"))
-        if self.sinks is None:
-            return logits.softmax(-1)
-        sinks = self.sinks[heads].float()[None, :, None, None].expand(*logits.shape[:3], 1)
-        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+        sinks = None if self.sinks is None else self.sinks[heads, None, None]
+        return attention_weights(logits, self.hidden(kv_head, first, last), self.softcap, sinks)
 
     def hidden(self, kv_head: int, first: int, last: int) -> Tensor:
         """Columns that prompt rows ``first <= i < last`` do not attend to, bool, broadcast to ``[B, G, rows, N]``."""

@@ -1,10 +1,16 @@
-"""What was kept of a prompt."""
+"""What was kept of a prompt, and its layers put in one order.
+
+Legend: B batch, L layers, K KV heads, E pool slots.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpass.config import LayerGroup
 
@@ -49,3 +55,31 @@ class PromptRecord:
     rings: tuple[LayerGroup, ...]
     nbytes: int
     ring_nbytes: int
+
+    def lengths(self, store: StoreRecord) -> Tensor:
+        """Entries that the layers of a store kept, window included, int64 ``[B, L, K]``."""
+        return store.kept + self.window[:, None, None]
+
+
+def layer_ids(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
+    """Index, among all attention sites of the model, of each layer of the groups, ascending."""
+    return tuple(sorted(layer for group in groups for layer in group.layers))
+
+
+def by_layer(groups: Sequence[LayerGroup], parts: Sequence[Tensor], fill: float, empty: tuple[int, ...]) -> Tensor:
+    """Tensors ``[B, L_i, ...]`` of several groups as one, layers as in :func:`layer_ids`, smaller ones filled up.
+
+    Args:
+        empty: shape of the result when there are no groups: all layers have sliding windows.
+    """
+    if not parts:
+        return torch.full(empty, fill)
+    if len(parts) == 1:
+        return parts[0]
+    sizes = [max(extents) for extents in zip(*(part.shape[2:] for part in parts), strict=True)]
+    padded = []
+    for part in parts:
+        missing = [size - extent for size, extent in zip(sizes, part.shape[2:], strict=True)]
+        padded.append(pad(part, [edge for extra in reversed(missing) for edge in (0, extra)], value=fill))
+    order = torch.tensor([layer for group in groups for layer in group.layers]).argsort()
+    return torch.cat(padded, 1)[:, order.to(parts[0].device)]

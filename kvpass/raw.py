@@ -9,7 +9,8 @@ in the graph and go on from the tokens seen, and rows must not be padded. A sess
         logits = compiled(prompt_ids, positions)       # prefill: the prompt is compressed into session.cache
         logits = compiled(next_id, next_position)      # decode against it
 
-Use ``fullgraph=True``: without it Dynamo may give up on a call and run it in eager mode, uncompressed.
+Use ``fullgraph=True``: without it Dynamo may give up on a call and run it in eager mode, uncompressed. A batch size is
+captured and compiled when a session first has it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
-from kvpass.backend import Phase, PhaseCompiler, bind_cache, check_compiler
+from kvpass.backend import Phase, PhaseCompiler, check_compiler
 from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
@@ -33,6 +34,7 @@ from kvpass.graphs.bind_state import example_value, size_reader
 from kvpass.graphs.offset_positions import counts_positions
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.padding import first_real_column
+from kvpass.phases import append, continued, prefill
 from kvpass.policies import resolve, resolve_budget
 
 _SESSION: ContextVar[Session | None] = ContextVar("kvpass_session", default=None)
@@ -44,11 +46,12 @@ class Session:
 
     Attributes:
         attention_mask: ``[B, N]`` of the prompt, zeros before its real tokens; None when nothing is padded.
-        cache: the compressed cache; None before the prompt was prefilled.
+        cache: the compressed cache; None before the prompt was prefilled. Of a reusable one the session reads a copy.
     """
 
     attention_mask: Tensor | None = None
     cache: CompressedCache | None = None
+    _owner: Tensor | tuple[str, ...] | None = field(default=None, repr=False)
 
 
 @contextmanager
@@ -74,18 +77,20 @@ def kvpass_backend(
     """Dynamo backend registered as ``"kvpass"``.
 
     Args:
-        options: ``policy``, ``budget``, ``compiler`` (``"inductor"`` or ``"eager"``) and options of the policy.
+        options: ``policy``, ``budget``, ``compiler`` (``"inductor"`` or ``"eager"``), ``cuda_graphs`` as
+            ``kvpass.compile`` has it, and options of the policy.
     Raises:
         UnsupportedAttentionError: an attention call is not understood (Dynamo wraps it in BackendCompilerFailed).
     """
     given = dict(options or {})
-    policy = resolve(given.pop("policy", "lava"), **{k: v for k, v in given.items() if k not in ("budget", "compiler")})
-    compiler = check_compiler("compiler", given.get("compiler", "inductor"))
+    budget, cuda_graphs = given.pop("budget", None), given.pop("cuda_graphs", True)
+    compiler = check_compiler("compiler", given.pop("compiler", "inductor"))
+    policy = resolve(given.pop("policy", "lava"), **given)
     module = RawModule(
         captured=gm,
         example_inputs=example_inputs,
-        budget=resolve_budget(policy, given.get("budget")),
-        compiler=PhaseCompiler(policy=policy, compiler=compiler),
+        budget=resolve_budget(policy, budget),
+        compiler=PhaseCompiler(policy=policy, compiler=compiler, cuda_graphs=cuda_graphs),
         context=TracingContext.get(),
     )
     return module.__call__
@@ -109,8 +114,12 @@ class RawModule:
         self.compiler = compiler
         self.context = context
         self.callables: dict[Phase, Callable[..., Any]] = {}
-        rows, _, tokens, _ = example_value(find_sites(self.captured.gm)[0].q).shape
-        self.rows, self.tokens = size_reader(captured, rows), size_reader(captured, tokens)
+        sites = find_sites(self.captured.gm)
+        self.paths = tuple(site.module_path for site in sites)
+        query = example_value(sites[0].q)
+        self.device = query.device
+        self.rows = int(query.shape[0])  # guards a symbolic batch: the state that enters the graph is of this size
+        self.tokens = size_reader(captured, query.shape[2])
 
     def __call__(self, *inputs: Any) -> Any:
         active = _SESSION.get()
@@ -118,24 +127,37 @@ class RawModule:
             raise RuntimeError('a module compiled with backend="kvpass" runs inside `with kvpass.session():`')
         if torch.is_grad_enabled():
             raise RuntimeError("kvpass has no backward pass: call the module under torch.no_grad()")
-        rows, tokens = self.rows(inputs), self.tokens(inputs)
+        with torch.inference_mode(False), torch.no_grad():
+            return self._call(active, inputs)
+
+    def _call(self, active: Session, inputs: tuple[Any, ...]) -> Any:
+        tokens, owner = self.tokens(inputs), self._owner(inputs)
         if active.cache is None:
             cache = CompressedCache(self.compiler.policy, self.budget)
-            cache.begin_prefill(self._start(active.attention_mask, rows, tokens), tokens)
-            result = self._run("prefill", cache, inputs)
-            cache.finish_prefill()
-            active.cache = cache
-            return result
-        cache = active.cache
-        if rows != cache.batch_size:
-            raise CacheMismatchError(f"the call has {rows} rows, the session's cache {cache.batch_size}")
-        cache.ensure_room(tokens)
-        result = self._run("decode" if tokens == 1 else "extend", cache, inputs)
-        cache.advance(tokens)
+            start = self._start(active.attention_mask, tokens)
+            result = prefill(cache, start, tokens, lambda: self._run("prefill", inputs))
+        else:
+            self._check_owner(active, active.cache, owner)
+            cache = continued(active.cache, self.rows, self.device)
+            result, _ = append(cache, tokens, lambda phase, observed: self._run(phase, inputs))
+        active.cache, active._owner = cache, owner
         return result
 
-    def _start(self, attention_mask: Tensor | None, rows: int, tokens: int) -> Tensor:
-        start = first_real_column(attention_mask, rows, tokens)
+    def _owner(self, inputs: tuple[Any, ...]) -> Tensor | tuple[str, ...]:
+        """What calls of this module have in common, whatever graph they run: the first parameter, or else its sites."""
+        return next((value for value in inputs if isinstance(value, nn.Parameter)), self.paths)
+
+    def _check_owner(self, active: Session, cache: CompressedCache, owner: Tensor | tuple[str, ...]) -> None:
+        known = active._owner
+        same = known is None or known is owner or (isinstance(known, tuple) and known == owner)
+        if not same or (cache.policy, cache.budget) != (self.compiler.policy, self.budget):
+            raise CacheMismatchError(
+                f"{cache!r} of this session was not filled by this graph's weights, policy and budget: another module "
+                "was called, or a graph break cuts this one in two (fullgraph=True says where)"
+            )
+
+    def _start(self, attention_mask: Tensor | None, tokens: int) -> Tensor:
+        start = first_real_column(attention_mask, self.rows, tokens)
         if self.counts_positions and bool(start.any()):
             raise ValueError(
                 "attention_mask pads rows on the left, but the decoder counts its own positions from the first column: "
@@ -143,9 +165,8 @@ class RawModule:
             )
         return start
 
-    def _run(self, phase: Phase, cache: CompressedCache, inputs: tuple[Any, ...]) -> Any:
-        with bind_cache(cache):
-            if phase not in self.callables:
-                with tracing(self.context):
-                    self.callables[phase] = self.compiler.compile(self.captured, self.example_inputs, phase)
-            return self.callables[phase](*inputs)
+    def _run(self, phase: Phase, inputs: tuple[Any, ...]) -> Any:
+        if phase not in self.callables:
+            with tracing(self.context):
+                self.callables[phase] = self.compiler.compile(self.captured, self.example_inputs, phase)
+        return self.callables[phase](*inputs)

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpass.observation import Observation
+from kvpass.observation import Observation, attention_weights
 from kvpass.policies.base import Policy
 
+Live = tuple[slice, slice, slice]
+"""Rows of the batch that begin at the same column, all heads, and their real columns."""
 _ROW_BLOCK = 512
 _EMPTY = -1
 OWNER, RANK, POSITION, PLACE = 0, 1, 2, 3
@@ -88,14 +90,10 @@ def _blocked_attention(
             last = min(first + _ROW_BLOCK, n)
             near = slice(max(first - reach + 1, 0), last)
             logits = q[:, heads, first:last].float() @ k[:, kv_head, None, near].float().mT * scale
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
             distance = columns[first:last, None] - columns[near]
-            logits = logits.masked_fill((distance < 0) | (distance >= reach), float("-inf"))
-            if sinks is not None:
-                extra = sinks[heads].float()[:, None, None].expand(*logits.shape[:3], 1)
-                logits = torch.cat([logits, extra], -1)
-            attention = logits.softmax(-1)[..., : near.stop - near.start]
+            hidden = (distance < 0) | (distance >= reach)
+            extra = None if sinks is None else sinks[heads, None, None]
+            attention = attention_weights(logits, hidden, softcap, extra)
             out[:, heads, first:last] = (attention @ v[:, kv_head, None, near].float()).to(q.dtype)
     return out
 
@@ -142,20 +140,19 @@ def observe_attention(
     """
     out = prompt_attention(q, k, v, start, scale, softcap, sinks)
 
-    def observe(rows: slice, column: int, window: int) -> Observation:
-        live = (rows, slice(None), slice(column, None))
+    def observe(live: Live, window: int) -> Observation:
         return Observation(q[live], k[live], v[live], scale, window, layer, num_layers, softcap, sinks)
 
     return out, *judge_prompt(k, start, policy, observe)
 
 
 def judge_prompt(
-    k: Tensor, start: Tensor, policy: Policy, observe: Callable[[slice, int, int], Observation]
+    k: Tensor, start: Tensor, policy: Policy, observe: Callable[[Live, int], Observation]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, traces and layer weight of one site, rows that begin at the same column together.
 
     Args:
-        observe: (rows, first real column, window) -> what the policy may look at.
+        observe: (where the rows' real columns are, window) -> what the policy may look at.
     """
     b, kv_heads, n, _ = k.shape
     scores = k.new_full((b, kv_heads, n), float("-inf"), dtype=torch.float32)
@@ -165,7 +162,7 @@ def judge_prompt(
     for rows, column in row_groups(start):
         live = (rows, slice(None), slice(column, n))
         window = min(policy.window, n - column)
-        obs = observe(rows, column, window)
+        obs = observe(live, window)
         site_scores = policy.score(obs)
         scores[rows, :, column : n - window] = site_scores
         traces[MASS][live] = obs.mass
@@ -338,6 +335,7 @@ def attend_cache(
     tail_v[layer, :, :, used : used + t] = v
     out = q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
     bounds, starts = offsets.tolist(), tail_start.tolist()
+    future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
     for row in range(b):
         for kv_head in range(kv_heads):
             segment = layer * kv_heads + kv_head
@@ -347,14 +345,6 @@ def attend_cache(
             values = torch.cat([pool_v[row, kept], tail_v[live]]).float()
             heads = slice(kv_head * group, (kv_head + 1) * group)
             logits = (q[row, heads].float() @ keys.T) * scale
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
-            logits[..., -t:].masked_fill_(future, float("-inf"))
-            if sinks is None:
-                probs = logits.softmax(-1)
-            else:
-                extra = sinks[heads].float()[:, None, None].expand(group, t, 1)
-                probs = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
-            out[row, heads] = (probs @ values).to(q.dtype)
+            extra = None if sinks is None else sinks[heads, None, None]
+            out[row, heads] = (attention_weights(logits, future, softcap, extra) @ values).to(q.dtype)
     return out

@@ -15,10 +15,9 @@ from rich.table import Table
 from torch import Tensor
 
 from kvpass.backend import CompileRecord
-from kvpass.cache import by_layer
 from kvpass.config import Budget
 from kvpass.policies.base import Policy
-from kvpass.prompt_record import PromptRecord
+from kvpass.prompt_record import PromptRecord, by_layer, layer_ids
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,17 +34,18 @@ class Report:
     compiled: Sequence[CompileRecord]
 
     @property
-    def layer_ids(self) -> list[int]:
-        """Index, among all attention sites of the model, of each layer that shares the budget."""
-        return sorted(layer for store in self.prompt.stores for layer in store.group.layers)
+    def layer_ids(self) -> tuple[int, ...]:
+        """Index, among all attention sites of the model, of each layer that shares the budget, ascending."""
+        return layer_ids([store.group for store in self.prompt.stores])
 
     @property
     def lengths(self) -> Tensor:
         """Entries kept right after the prompt, window included, int64 ``[B, L, K]``, layers as in ``layer_ids``.
 
-        Heads that a layer of another KV geometry does not have hold 0, here and in ``bytes_kept``.
+        Heads that a layer of another KV geometry does not have hold 0, here and in ``bytes_kept``. When all layers have
+        sliding windows there is no such layer: L and K are 0, here and elsewhere.
         """
-        return self._by_layer([store.kept + self.prompt.window[:, None, None] for store in self.prompt.stores], 0)
+        return self._by_layer([self.prompt.lengths(store) for store in self.prompt.stores], 0)
 
     @property
     def attention_mass(self) -> Tensor:
@@ -60,9 +60,8 @@ class Report:
     @property
     def bytes_kept(self) -> Tensor:
         """Bytes of the kept entries, int64 ``[B, L, K]``; ``nbytes`` adds spare slots, tail capacity and indices."""
-        window = self.prompt.window[:, None, None]
         return self._by_layer(
-            [(store.kept + window) * store.group.geometry.entry_bytes for store in self.prompt.stores], 0
+            [self.prompt.lengths(store) * store.group.geometry.entry_bytes for store in self.prompt.stores], 0
         )
 
     @property
@@ -71,10 +70,12 @@ class Report:
         return int(self.prompt_lengths.sum()) * sum(store.group.geometry.token_bytes for store in self.prompt.stores)
 
     def _by_layer(self, parts: Sequence[Tensor], fill: float) -> Tensor:
-        return by_layer([store.group.layers for store in self.prompt.stores], parts, fill)
+        rows = self.prompt.start.numel()
+        return by_layer([store.group for store in self.prompt.stores], parts, fill, (rows, 0, 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON; tensors as nested lists ``[B][L][K]``."""
+        """Plain numbers, ready for JSON; tensors as nested lists ``[B][L][K]``, ``layer_weights`` as ``[B][L]``."""
+        weights = [store.weights[..., None] for store in self.prompt.stores]
         return {
             "policy": self.policy.name,
             "policy_options": asdict(self.policy),
@@ -83,16 +84,14 @@ class Report:
             "prompt_tokens": self.prompt_lengths.tolist(),
             "pools": [asdict(store.group) for store in self.prompt.stores],
             "rings": [asdict(group) for group in self.prompt.rings],
-            "layers": self.layer_ids,
-            "lengths": self.lengths.tolist() if self.prompt.stores else [],
-            "bytes_kept": self.bytes_kept.tolist() if self.prompt.stores else [],
+            "layers": list(self.layer_ids),
+            "lengths": self.lengths.tolist(),
+            "bytes_kept": self.bytes_kept.tolist(),
             "nbytes": self.prompt.nbytes,
             "ring_nbytes": self.prompt.ring_nbytes,
             "bytes_full": self.bytes_full,
-            "window_attention_mass": self.attention_mass.tolist() if self.prompt.stores else [],
-            "layer_weights": self._by_layer([store.weights for store in self.prompt.stores], 0).tolist()
-            if self.prompt.stores
-            else [],
+            "window_attention_mass": self.attention_mass.tolist(),
+            "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
             "compiled": [asdict(record) for record in self.compiled],
         }
 
@@ -140,7 +139,7 @@ class Report:
         """Site, entries ``[B, K]``, bytes and attention mass ``[B, K]`` of each layer that shares the budget."""
         found = []
         for store in self.prompt.stores:
-            lengths = store.kept + self.prompt.window[:, None, None]
+            lengths = self.prompt.lengths(store)
             for index, layer in enumerate(store.group.layers):
                 size = int(lengths[:, index].sum()) * store.group.geometry.entry_bytes
                 found.append((layer, lengths[:, index], size, store.mass[:, index]))

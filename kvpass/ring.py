@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ class Ring:
     Args:
         group: the layers, their geometry and window. rows: B.
     """
-
-    ROW_DIM: ClassVar = {"ring_k": 1, "ring_v": 1}
-    """Tensors of a ring and the dimension of each that counts rows of the batch."""
 
     def __init__(self, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         if group.sliding_window is None:

@@ -6,7 +6,7 @@ Legend: B batch, N prompt columns, L layers of this geometry, K KV heads, D head
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import ClassVar
 
 import torch
@@ -18,7 +18,6 @@ from kvpass.device import index_pool
 from kvpass.evict import EMPTY, SLOT_POSITION, first_slots
 from kvpass.policies.base import Policy
 from kvpass.prompt_record import StoreRecord
-from kvpass.recompress import NOT_DUE, select_held
 from kvpass.reference import MASS, MEMORY, OWNER, PLACE, POSITION
 
 TAIL_STEP = 64
@@ -30,6 +29,12 @@ CACHED_DYNAMIC = {
     **{"table": {4}, "memory": {4}, "tiles": {1}, "turn_scores": {3}, "turn_masses": {3}},
 }
 """Dimensions of the state that change from prompt to prompt: graphs treat them as symbols and do not recompile."""
+
+
+def dynamic_dims(state: Mapping[str, Tensor], phase: str) -> dict[str, Set[int]]:
+    """Those dimensions in a graph of ``phase``, by names of the state with a prefix each."""
+    table = PREFILL_DYNAMIC if phase == "prefill" else CACHED_DYNAMIC
+    return {name: table.get(name.split("_", 1)[-1], set()) for name in state}
 
 
 class Store:
@@ -79,7 +84,6 @@ class Store:
         self.used = 0
         self._tail_bound = 0
         self._prefill: dict[str, Tensor] = {}
-        self._turn: dict[str, Tensor] = {}
 
     @property
     def row_dim(self) -> dict[str, int]:
@@ -113,13 +117,16 @@ class Store:
         def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         self._prefill = {
             "pool_k": empty(b, slots, g.key_dim),
             "pool_v": empty(b, slots, g.value_dim),
             "slots": torch.full((4, b, slots), -1, dtype=torch.int32, device=device),
-            "slot_traces": torch.zeros(2, b, slots, dtype=torch.float32, device=device),
-            "ledger": torch.zeros(b, g.layers, dtype=torch.float64, device=device),
-            "window_traces": torch.zeros(2, b, g.layers, g.kv_heads, max(window, 1), device=device),
+            "slot_traces": zeros(2, b, slots),
+            "ledger": zeros(b, g.layers, dtype=torch.float64),
+            "window_traces": zeros(2, b, g.layers, g.kv_heads, max(window, 1)),
             "tail_k": empty(g.layers, b, g.kv_heads, tail, g.key_dim),
             "tail_v": empty(g.layers, b, g.kv_heads, tail, g.value_dim),
             "offsets": empty(b, g.layers * g.kv_heads + 1, dtype=torch.int32),
@@ -148,7 +155,7 @@ class Store:
         del self._start
         return StoreRecord(
             group=self.group,
-            kept=self._pool_lengths,
+            kept=self.pool_lengths,
             mass=mass[:, :heads].view(-1, g.layers, g.kv_heads) + state["window_traces"][MASS].sum(-1),
             weights=state["ledger"],
             positions=self.pool_positions,
@@ -159,6 +166,11 @@ class Store:
         """Tables by which the kernels divide the pool among programs; the CPU and ``attend_evict`` need none."""
         if self.offsets.is_cuda and not self.evicts:
             self.tiles, self.tile_offsets = index_pool(self.offsets, self.geometry.kv_heads)
+
+    @property
+    def _tables(self) -> list[str]:
+        """Names of what :meth:`_index_pool` made."""
+        return [name for name in ("tiles", "tile_offsets") if hasattr(self, name)]
 
     def _begin_evicting(self, state: dict[str, Tensor]) -> None:
         """Tables for a policy that evicts while decoding: who sits where, and how many entries each head may hold."""
@@ -177,7 +189,7 @@ class Store:
             columns,
             min(self.policy.window, columns),
         )
-        kept = self._pool_lengths.transpose(0, 1)
+        kept = self.pool_lengths.transpose(0, 1)
         available = (columns - first - self.policy.window).clamp(min=0)
         self.quota = torch.stack([self.policy.decode_quota(layer, state["entries"], available) for layer in kept])
         self.next_position = columns - first
@@ -192,8 +204,8 @@ class Store:
         """The buffers decode and extend graphs read, the tail being appended to in place."""
         names = ["pool_k", "pool_v", "offsets", "tail_k", "tail_v"]
         names += ["table", "memory", "quota", "next_position"] if self.evicts else ["tail_start", "tail_used"]
-        names += [name for name in ("tiles", "tile_offsets") if hasattr(self, name)]
-        return {name: getattr(self, name) for name in names} | self._turn
+        names += self._tables
+        return {name: getattr(self, name) for name in names}
 
     def ensure_room(self, tokens: int) -> None:
         """Grow the tail, a bucket at a time, so that ``tokens`` more fit."""
@@ -202,15 +214,16 @@ class Store:
         if needed <= old_capacity:
             return
         capacity = -(-needed // TAIL_STEP) * TAIL_STEP
+        grown: dict[str, Tensor] = {}
         if self.evicts:
             capacity = min(capacity, self._tail_bound)
             extra = (0, capacity - old_capacity)
-            self.table, self.memory = pad(self.table, extra, value=EMPTY), pad(self.memory, extra)
+            grown = {"table": pad(self.table, extra, value=EMPTY), "memory": pad(self.memory, extra)}
         for name in ("tail_k", "tail_v"):
             old: Tensor = getattr(self, name)
-            grown = old.new_empty(*old.shape[:3], capacity, old.shape[4])
-            grown[:, :, :, :old_capacity] = old
-            setattr(self, name, grown)
+            grown[name] = old.new_empty(*old.shape[:3], capacity, old.shape[4])
+            grown[name][:, :, :, :old_capacity] = old
+        vars(self).update(grown)  # all or none: memory may run out on the way
 
     def advance(self, tokens: int) -> None:
         """Count tokens whose rows a graph has appended to the tail."""
@@ -236,92 +249,18 @@ class Store:
             setattr(self, name, tensor.index_select(dim, index.to(tensor.device)))
         self._index_pool()
 
-    # -- a turn that is compressed again ----------------------------------------------------------------------------
-
-    def begin_turn(self, window: Tensor) -> None:
-        """Have the next extend graph say what its queries see of the entries held, the new tokens included.
+    def holding(self, tensors: Mapping[str, Tensor], used: int) -> Store:
+        """A store of the same layers that holds other entries.
 
         Args:
-            window: newest tokens of each row that will be kept, int64 ``[B]``, ``NOT_DUE`` for rows left as they are.
+            tensors: one for each name in ``row_dim``. used: tail slots in use.
         """
-        g, device = self.geometry, self.offsets.device
-        slots = int(self._pool_lengths.max()) + self.tail_k.shape[3]
-        shape = (self.rows, g.layers, g.kv_heads, slots)
-        self._turn = {
-            "turn_scores": torch.full(shape, float("-inf"), dtype=torch.float32, device=device),
-            "turn_masses": torch.zeros(shape, dtype=torch.float32, device=device),
-            "turn_ledger": torch.zeros(self.rows, g.layers, dtype=torch.float64, device=device),
-            "turn_window": window.to(device),
-        }
-
-    def end_turn(self) -> None:
-        """Forget what :meth:`begin_turn` asked for."""
-        self._turn = {}
-
-    def recompress(self, entries: Tensor, seen: Tensor) -> tuple[Store, StoreRecord]:
-        """A store of what stays after the turn, in buffers of its own, and the record of it; this one is not changed.
-
-        Args:
-            entries: evictable entries per KV head per layer on average, int64 ``[B]``.
-            seen: real tokens seen of each row, the turn's included, int64 ``[B]``.
-        """
-        turn, device = self._turn, self.offsets.device
-        window = turn["turn_window"]
-        available = (seen - window).clamp(min=0)
-        stay = select_held(turn["turn_scores"], turn["turn_ledger"], entries, available, self.policy)
         twin = copy.copy(self)
-        twin.end_turn()
-        due = window != NOT_DUE
-        tails = torch.where(due, window, self.used - self.tail_start)
-        twin.used = int(tails.max())
-        twin.tail_used = torch.tensor(twin.used, dtype=torch.int64, device=device)
-        twin.tail_start = twin.used - tails
-        kept = torch.where(due[:, None], stay.sum(3).flatten(1), self.offsets.diff(dim=1))
-        twin.offsets = pad(kept.cumsum(1), (1, 0)).int()
-        slots = max(2, int(twin.offsets[:, -1].max()))
-        twin.pool_positions = torch.full((self.rows, slots), EMPTY, dtype=torch.int32, device=device)
-        for name in ("k", "v"):
-            pool, tail = getattr(self, f"pool_{name}"), getattr(self, f"tail_{name}")
-            setattr(twin, f"pool_{name}", pool.new_empty(self.rows, slots, pool.shape[2]))
-            setattr(twin, f"tail_{name}", tail.new_empty(*tail.shape[:3], twin.used + TAIL_STEP, tail.shape[4]))
-        for row, (is_due, length) in enumerate(zip(due.tolist(), tails.tolist(), strict=True)):
-            self._move_row(twin, row, length, stay[row].flatten(0, 1) if is_due else None, int(seen[row]))
+        twin.used = used
+        vars(twin).update(tensors)
+        twin.tail_used = torch.tensor(used, dtype=torch.int64, device=twin.offsets.device)
         twin._index_pool()
-        masses = turn["turn_masses"]
-        line = torch.arange(masses.shape[3], device=device)
-        last = (self.lengths - window[:, None, None])[..., None]
-        held = stay | ((line >= last) & (line < self.lengths[..., None]))
-        return twin, StoreRecord(
-            group=self.group,
-            kept=twin._pool_lengths,
-            mass=(masses * held).sum(3),
-            weights=turn["turn_ledger"],
-            positions=twin.pool_positions,
-            offsets=twin.offsets,
-        )
-
-    def _move_row(self, twin: Store, row: int, tail: int, stay: Tensor | None, seen: int) -> None:
-        """Copy one row's newest ``tail`` tokens, and the pool or (``stay`` bool ``[L*K, S]``) what stays of all."""
-        newest = slice(self.used - tail, self.used)
-        for old, new in ((self.tail_k, twin.tail_k), (self.tail_v, twin.tail_v)):
-            new[:, row, :, twin.used - tail : twin.used] = old[:, row, :, newest]
-        first = int(self.tail_start[row])
-        appended = torch.arange(first, self.used, device=self.offsets.device) + (seen - self.used)
-        sources, targets = self.offsets[row].tolist(), twin.offsets[row].tolist()
-        for segment in range(len(sources) - 1):
-            source, target = slice(*sources[segment : segment + 2]), slice(*targets[segment : segment + 2])
-            layer, head = divmod(segment, self.geometry.kv_heads)
-            live = (layer, row, head, slice(first, self.used))
-            for name, rest in (
-                ("pool_k", self.tail_k[live]),
-                ("pool_v", self.tail_v[live]),
-                ("pool_positions", appended.int()),
-            ):
-                held = getattr(self, name)[row, source]
-                if stay is not None:
-                    every = torch.cat([held, rest])
-                    held = every[stay[segment, : every.shape[0]]]
-                getattr(twin, name)[row, target] = held
+        return twin
 
     # -- files and devices ------------------------------------------------------------------------------------------
 
@@ -360,11 +299,7 @@ class Store:
         store = cls(group, policy)
         store.used, store._tail_bound = facts["used"], facts["tail_bound"]
         store._check(tensors)
-        for name in store.row_dim:
-            setattr(store, name, tensors[name])
-        store.tail_used = torch.tensor(store.used, dtype=torch.int64, device=store.tail_k.device)
-        store._index_pool()
-        return store
+        return store.holding(tensors, store.used)
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
         if tensors.keys() != self.row_dim.keys():
@@ -405,8 +340,8 @@ class Store:
         twin = copy.copy(self)
         for name in (*self.row_dim, "tail_used"):
             setattr(twin, name, getattr(self, name).to(device, copy=True))
-        for name in ("tiles", "tile_offsets"):
-            vars(twin).pop(name, None)
+        for name in self._tables:
+            delattr(twin, name)
         twin._index_pool()
         return twin
 
@@ -419,18 +354,19 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes the storages occupy, spare slots, tail capacity, positions and offsets included."""
-        return sum(getattr(self, name).untyped_storage().nbytes() for name in self.row_dim)
+        """Bytes the storages occupy: spare slots, tail capacity, positions and all tables included."""
+        names = (*self.row_dim, *self._tables)
+        return sum(getattr(self, name).untyped_storage().nbytes() for name in names)
 
     @property
     def lengths(self) -> Tensor:
         """Entries held per row, layer and KV head, window and appended tokens included; int64 ``[B, L, K]``."""
         if self.evicts:
             return (self.table[SLOT_POSITION] >= 0).sum(-1).transpose(0, 1)
-        return self._pool_lengths + (self.used - self.tail_start)[:, None, None]
+        return self.pool_lengths + (self.used - self.tail_start)[:, None, None]
 
     @property
-    def _pool_lengths(self) -> Tensor:
+    def pool_lengths(self) -> Tensor:
         """Entries of each segment of the pool, int64 ``[B, L, K]``."""
         g = self.geometry
         return self.offsets.diff(dim=1).long().view(-1, g.layers, g.kv_heads)
@@ -447,7 +383,7 @@ class Store:
             last = torch.iinfo(torch.int64).max
             held = torch.where(held < 0, last, held).sort(-1).values[..., : int(lengths.max())]
             return torch.where(held == last, -1, held)
-        pool_lengths = self._pool_lengths
+        pool_lengths = self.pool_lengths
         result = lengths.new_full((*lengths.shape, int(lengths.max())), -1)
         heads = self.geometry.kv_heads
         for row in range(lengths.shape[0]):

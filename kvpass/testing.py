@@ -1,8 +1,9 @@
-"""What tests share: tiny models of every family, random prompts, and a comparison that names the tensor."""
+"""What tests share: tiny models of every family, random prompts and caches, a comparison that names the tensor."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -174,6 +175,95 @@ def left_pad(prompts: list[Tensor], pad: int = 0) -> tuple[Tensor, Tensor]:
 def assert_close(label: str, actual: Tensor, expected: Tensor, *, atol: float, rtol: float = 0.0) -> None:
     """``torch.testing.assert_close`` whose message begins with the name of the tensor."""
     torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol, msg=lambda text: f"{label}: {text}")
+
+
+@dataclass
+class DecodeCase:
+    """Arguments of one ``attend_cache`` call, by the names of its kernels; what none of them may read is NaN."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pool_k: Tensor
+    pool_v: Tensor
+    offsets: Tensor
+    tail_k: Tensor
+    tail_v: Tensor
+    tail_start: Tensor
+    tail_used: Tensor
+    layer: int
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What the call may write, and what it must not."""
+        return [self.pool_k, self.pool_v, self.tail_k, self.tail_v]
+
+
+def decode_case(
+    lengths: list[list[int]],
+    *,
+    group: int = 2,
+    dim: int = 32,
+    value_dim: int | None = None,
+    tokens: int = 1,
+    slots: int = 24,
+    used: int = 5,
+    start: list[int] | None = None,
+    layers: int = 3,
+    layer: int = 1,
+    dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
+    sinks: bool = False,
+    scale: float | None = None,
+    seed: int = 0,
+) -> DecodeCase:
+    """Random arguments on the CPU.
+
+    Args:
+        lengths: pool entries of the attended layer, by row and KV head; the other layers hold a few of NaN.
+        group: query heads of a KV head. dim, value_dim: head dims; tokens: new ones; scale: by default ``dim**-0.5``.
+        slots: of the tail, of which those from ``start[row]`` up to ``used`` hold entries.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows, kv_heads = len(lengths), len(lengths[0])
+    first = [0] * rows if start is None else start
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    segments = torch.full((rows, layers, kv_heads), 2)
+    segments[:, layer] = torch.tensor(lengths)
+    offsets = torch.nn.functional.pad(segments.flatten(1).cumsum(1), (1, 0)).int()
+    entries = int(offsets[:, -1].max()) + 3
+    pools, tails = [], []
+    for size in (dim, dim if value_dim is None else value_dim):
+        pool = torch.full((rows, entries, size), torch.nan, dtype=dtype)
+        tail = torch.full((layers, rows, kv_heads, slots, size), torch.nan, dtype=dtype)
+        for row in range(rows):
+            begin, end = offsets[row, layer * kv_heads], offsets[row, (layer + 1) * kv_heads]
+            pool[row, begin:end] = random(int(end - begin), size)
+            tail[layer, row, :, first[row] : used] = random(kv_heads, used - first[row], size)
+        pools.append(pool)
+        tails.append(tail)
+    return DecodeCase(
+        q=random(rows, tokens, group * kv_heads, dim).transpose(1, 2),
+        k=random(rows, tokens, kv_heads, dim).transpose(1, 2),
+        v=random(rows, tokens, kv_heads, pools[1].shape[2]).transpose(1, 2),
+        pool_k=pools[0],
+        pool_v=pools[1],
+        offsets=offsets,
+        tail_k=tails[0],
+        tail_v=tails[1],
+        tail_start=torch.tensor(first),
+        tail_used=torch.tensor(used),
+        layer=layer,
+        scale=dim**-0.5 if scale is None else scale,
+        softcap=softcap,
+        sinks=random(group * kv_heads) * 3 if sinks else None,
+    )
 
 
 class MaskedOracle:

@@ -20,18 +20,19 @@ PACKAGE = ROOT / "kvpass"
 LAYERS = """
     errors config padding version
     observation builtin kernels prompt_record cache_file identity
-    scheduler decode
+    scheduler decode loading
     policies released
     reference evict plan loss recompress
     sliding
     device
     ops
     graphs attention
-    store ring
+    store ring cache_face
+    turn
     cache
     cuda_graphs
     backend
-    report
+    report phases
     model raw
     generation
     api

@@ -99,7 +99,8 @@ class Cake(Policy):
         check_choice("evict_during_decode", self.evict_during_decode, (True, False))
 
     def score(self, obs: Observation) -> Tensor:
-        mean, variance = obs.mean[..., : obs.evictable], obs.variance[..., : obs.evictable]
+        # in this order: on a device one pass over the keys gives the variance and then the mean too
+        variance, mean = obs.variance[..., : obs.evictable], obs.mean[..., : obs.evictable]
         match self.indicator:
             case "sum":
                 worth = mean + self.gamma * variance

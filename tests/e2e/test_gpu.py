@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpass
-from kvpass import device, reference, sliding
+from kvpass import device, reference
 from kvpass.cuda_graphs import CudaRecorder
 from kvpass.policies import POLICIES, resolve
 from kvpass.testing import assert_close, kept_columns, left_pad, random_ids, tiny_model
@@ -186,14 +186,14 @@ def test_a_ring_is_filled_and_attended(dtype, softcap, with_sinks, slots):
     rings = [torch.zeros(1, STARTS.numel(), KV_HEADS, slots, 64, device=PLACE, dtype=dtype) for _ in range(2)]
     twins = [exact(ring) for ring in rings]
     prompt = [*site(dtype), STARTS]
-    expected = sliding.fill_ring(*map(exact, prompt), *twins, 0.2, 0, *map(exact, options))
-    check("prompt", device.fill_ring(*prompt, *rings, 0.2, 0, *options), expected, ERROR[dtype])
+    fill, attend = torch.ops.kvpass.fill_ring.default, torch.ops.kvpass.attend_ring.default
+    expected = fill(*map(exact, prompt), *twins, 0.2, 0, *map(exact, options))
+    check("prompt", fill(*prompt, *rings, 0.2, 0, *options), expected, ERROR[dtype])
     seen, first = torch.tensor(TOKENS, device=PLACE), STARTS.to(PLACE)
     new = site(dtype, tokens=3, seed=5)
-    expected = sliding.attend_ring(*map(exact, new), *twins, seen.cpu(), first.cpu(), 0.2, 0, *map(exact, options))
-    check("new", sliding.attend_ring(*new, *rings, seen, first, 0.2, 0, *options), expected, ERROR[dtype])
-    for ring, twin in zip(rings, twins, strict=True):
-        assert torch.equal(exact(ring), twin)
+    expected = attend(*map(exact, new), *twins, seen.cpu(), first.cpu(), 0.2, 0, *map(exact, options))
+    check("new", attend(*new, *rings, seen, first, 0.2, 0, *options), expected, ERROR[dtype])
+    assert all(torch.equal(exact(ring), twin) for ring, twin in zip(rings, twins, strict=True))
 
 
 # -- contracts ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import kvpass
 from kvpass.observation import Observation
 from kvpass.policies import resolve
 from kvpass.recompress import NOT_DUE, fill_shares, observe_held, select_held
+from kvpass.store import Store
 from kvpass.testing import MaskedOracle, Transcript, assert_close, kept_columns, left_pad, random_ids, tiny_model
 
 WINDOW, BUDGET = 8, 20
@@ -223,6 +224,30 @@ def test_a_saved_cache_is_compressed_again_like_the_live_one(tmp_path):
     turn = random_ids(2, 12, seed=2)
     logits = [fast(turn, past_key_values=cache).logits for cache in (live, loaded)]
     assert torch.equal(*logits) and torch.equal(live.positions, loaded.positions)
+
+
+def test_the_report_is_of_the_last_prompt_until_all_rows_are_compressed_again(tmp_path):
+    _, fast = compiled(recompress="every_turn", policy="snapkv")
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 6)])
+    older = fast(ids, attention_mask=mask).past_key_values
+    older.save(tmp_path / "cache.kv")
+    loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
+    fast(random_ids(1, 45, seed=2))
+    for cache in (older, loaded):
+        fast(random_ids(2, 5, seed=3), past_key_values=cache)
+        assert cache.lengths.sum((1, 2)).tolist() == [6 * BUDGET, 6 * 11], "only one row was above its budget"
+        assert fast.report().prompt_lengths.tolist() == [45]
+    fast(random_ids(2, 40, seed=3), past_key_values=loaded)
+    assert fast.report().prompt_lengths.tolist() == [105, 51]
+
+
+def test_a_turn_that_is_never_compressed_does_not_look_at_lengths(monkeypatch):
+    """They live on the device, and it would have to be waited for."""
+    _, fast = compiled()
+    cache = fast(random_ids(1, 50)).past_key_values
+    monkeypatch.delattr(Store, "lengths")
+    fast(random_ids(1, 12), past_key_values=cache)
+    assert cache.columns == 62
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
+from kvpass import evict, reference
 from kvpass.testing import assert_close, kept_columns, left_pad, random_ids, tiny_model
 
 NEW = 8
@@ -151,6 +152,134 @@ def test_a_raw_module_needs_a_session_and_no_grad(decoder):
         fast(*arguments)
 
 
+def options_of(**options):
+    return {"policy": "snapkv", "budget": 16, "window": 8, "compiler": "eager", **options}
+
+
+def by_hand(fast, cache, ids):
+    """A session in which ``fast`` goes on from a cache, whose state it leaves in ``session.cache``."""
+    with torch.no_grad(), kvpass.session() as session:
+        session.cache = cache
+        positions = torch.arange(cache.columns, cache.columns + ids.shape[1]).expand(ids.shape[0], -1)
+        logits = fast(ids, positions.contiguous())
+    return logits, session.cache
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+def test_an_interrupted_step_is_refused_or_did_not_happen(decoder, policy, monkeypatch):
+    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options_of(policy=policy))
+    ids, token = random_ids(1, 40), random_ids(1, 1, seed=1)
+    with torch.no_grad(), kvpass.session() as session:
+        fast(ids, torch.arange(40)[None])
+    cache = session.cache
+    expected, _ = by_hand(fast, cache.clone(), token)
+    module, name = (evict, "survivors") if policy == "h2o" else (reference, "attend_cache")
+    original, calls = getattr(module, name), []
+
+    def second_is_interrupted(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, second_is_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        by_hand(fast, cache, token)
+    if policy == "h2o":
+        with pytest.raises(kvpass.CacheMismatchError, match="interrupted"):
+            by_hand(fast, cache, token)
+    else:
+        assert torch.equal(by_hand(fast, cache, token)[0], expected)
+
+
+def test_a_reusable_cache_stays_as_it_is(decoder):
+    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options_of())
+    with torch.no_grad(), kvpass.session() as session:
+        fast(random_ids(1, 40), torch.arange(40)[None])
+    cache, question = session.cache, random_ids(1, 5, seed=1)
+    cache.reusable = True
+    found = [by_hand(fast, cache, question) for _ in range(2)]
+    assert torch.equal(found[0][0], found[1][0])
+    assert [part.columns for part in (cache, found[0][1], found[1][1])] == [40, 45, 45]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_prompt_in_inference_mode_is_continued_outside(compiler):
+    torch.manual_seed(0)
+    decoder = Decoder(False, layers=1).eval()
+    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options_of(compiler=compiler))
+    logits = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with kvpass.session():
+            with mode():
+                fast(random_ids(1, 40), torch.arange(40)[None])
+            with torch.no_grad():
+                logits.append(fast(random_ids(1, 1, seed=1), torch.tensor([[40]])))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(("compiler", "pieces"), [("eager", [20, 1, 3]), ("inductor", [20])])
+def test_every_batch_size_is_compiled_for_itself(compiler, pieces):
+    torch.manual_seed(0)
+    decoder = Decoder(False, layers=1).eval()
+    unlimited = options_of(budget=10**6, compiler=compiler)
+    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=unlimited)
+    for rows in (2, 3, 4, 3):
+        ids = random_ids(rows, sum(pieces), seed=rows)
+        positions = torch.arange(sum(pieces)).expand(rows, -1)
+        given = zip(ids.split(pieces, 1), positions.split(pieces, 1), strict=True)
+        with torch.no_grad(), kvpass.session():
+            found = [fast(*(part.contiguous() for part in piece)) for piece in given]
+        assert_close("logits", torch.cat(found, 1), decoder(ids, positions), atol=1e-4)
+
+
+class Broken(Decoder):
+    """Dynamo makes two graphs of it."""
+
+    def forward(self, ids, positions):
+        angles = positions[:, None, :, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        x = self.embed(ids)
+        x = x + self.blocks[0](x, cos, sin)
+        torch._dynamo.graph_break()
+        return self.head(x + self.blocks[1](x, cos, sin))
+
+
+def test_contract_7_a_graph_break_does_not_mix_two_graphs_in_one_cache():
+    fast = torch.compile(Broken(False, layers=2).eval(), backend="kvpass", options=options_of())
+    with torch.no_grad(), kvpass.session() as session:
+        with pytest.raises(kvpass.CacheMismatchError, match="fullgraph=True"):
+            fast(random_ids(1, 30), torch.arange(30)[None])
+        assert session.cache.get_seq_length() == 30
+
+
+@pytest.mark.parametrize("difference", ["weights", "policy", "budget"])
+def test_a_session_refuses_another_module_of_the_same_layout(decoder, difference):
+    other = decoder if difference != "weights" else Decoder(decoder.blocks[0].repeat).eval()
+    changed = {"policy": {"policy": "tova"}, "budget": {"budget": 20}}.get(difference, {})
+    first, second = (
+        torch.compile(module, backend="kvpass", fullgraph=True, options=options_of(**options))
+        for module, options in ((decoder, {}), (other, changed))
+    )
+    token, position = random_ids(1, 1, seed=1), torch.tensor([[40]])
+    with torch.no_grad(), kvpass.session() as session:
+        first(random_ids(1, 40), torch.arange(40)[None])
+        expected = by_hand(first, session.cache.clone(), token)[0]
+        with pytest.raises(kvpass.CacheMismatchError, match="another module"):
+            second(token, position)
+        assert torch.equal(first(token, position), expected)
+
+
+def test_cuda_graphs_can_be_switched_off(decoder):
+    found = []
+    for cuda_graphs in (True, False):
+        torch._dynamo.reset()
+        fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options_of(cuda_graphs=cuda_graphs))
+        with torch.no_grad(), kvpass.session():
+            found.append(fast(random_ids(1, 40), torch.arange(40)[None]))
+    assert torch.equal(*found)
+
+
 def test_a_session_refuses_another_batch_and_another_module(decoder):
     fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"})
     with torch.no_grad(), kvpass.session() as session:
@@ -159,7 +288,7 @@ def test_a_session_refuses_another_batch_and_another_module(decoder):
             fast(random_ids(1, 1), torch.tensor([[40]]))
         other = Decoder(False, layers=2).eval()
         stranger = torch.compile(other, backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"})
-        with pytest.raises(kvpass.CacheMismatchError, match="layout"):
+        with pytest.raises(kvpass.CacheMismatchError, match="another module"):
             stranger(random_ids(2, 1), torch.full((2, 1), 40))
         assert session.cache.get_seq_length() == 40
 

@@ -157,15 +157,55 @@ def test_an_interrupted_step_on_an_appending_cache_did_not_happen(monkeypatch, t
     assert torch.equal(fast(new, past_key_values=cache).logits, expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_memory_that_runs_out_while_a_tail_grows_leaves_the_cache_usable(monkeypatch, tokens):
+    _, fast = compiled()
+    cache = fast(random_ids(1, 50)).past_key_values
+    fast(random_ids(1, 64, seed=1), past_key_values=cache)
+    new = random_ids(1, tokens, seed=2)
+    expected = fast(new, past_key_values=cache.clone()).logits
+    original, calls = torch.Tensor.new_empty, []
+
+    def second_fails(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", second_fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            fast(new, past_key_values=cache)
+    assert torch.equal(fast(new, past_key_values=cache).logits, expected)
+
+
+def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatch):
+    _, fast = compiled(recompress="every_turn")
+    cache = fast(random_ids(1, 50)).past_key_values
+    token = random_ids(1, 1, seed=1)
+    expected = fast(token, past_key_values=cache.clone()).logits
+    original = type(cache).begin_turn
+
+    def interrupted(*args):
+        original(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(cache), "begin_turn", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fast(random_ids(1, 12), past_key_values=cache)
+    assert torch.equal(fast(token, past_key_values=cache).logits, expected)
+
+
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
-def test_a_cache_whose_entries_were_half_overwritten_is_refused_until_it_is_reset(monkeypatch, family, policy):
+def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_path, family, policy):
     from kvpass import evict, sliding
 
     _, fast = compiled(family, tiny_model(family), policy=policy)
     ids, token = random_ids(1, 50), random_ids(1, 1, seed=1)
     cache, other = fast(ids).past_key_values, fast(ids).past_key_values
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
-    target = (sliding, "attend_ring") if family == "gemma3" else (evict, "attend_evict")
+    target = (sliding, "keep_newest") if family == "gemma3" else (evict, "survivors")
     with monkeypatch.context() as patch:
         Interrupt(patch, target, 1)
         with pytest.raises(KeyboardInterrupt):
@@ -173,6 +213,9 @@ def test_a_cache_whose_entries_were_half_overwritten_is_refused_until_it_is_rese
     for broken in (cache, cache.clone()):
         with pytest.raises(kvpass.CacheMismatchError, match="interrupted"):
             fast(token, past_key_values=broken)
+        with pytest.raises(ValueError, match="cannot be saved: a call on it was interrupted"):
+            broken.save(tmp_path / "cache.kv")
+    assert list(tmp_path.iterdir()) == []
     assert torch.equal(fast(token, past_key_values=other).logits, expected)
     cache.reset()
     fast(ids, past_key_values=cache)
@@ -234,6 +277,22 @@ def test_16_bit_models_keep_16_bit_caches_and_say_the_same(dtype, policy):
     assert int(kept.lengths.sum()) == 2 * 2 * 2 * 20 and bool(
         torch.isfinite(tight(new, past_key_values=kept).logits).all()
     )
+
+
+@pytest.mark.parametrize("policy", ["lava", "h2o"])
+def test_the_default_dtype_of_the_process_changes_nothing(policy):
+    found = []
+    for default in (torch.float32, torch.bfloat16):
+        _, fast = compiled(policy=policy)
+        torch.set_default_dtype(default)
+        try:
+            cache = fast(random_ids(1, 50)).past_key_values
+            logits = fast(random_ids(1, 5, seed=1), past_key_values=cache).logits
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append((cache.positions, fast.report().attention_mass, logits))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("policy", ["lava", "h2o"])

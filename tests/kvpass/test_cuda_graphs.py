@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from kvpass import cuda_graphs
-from kvpass.cuda_graphs import GraphedStep
+from kvpass.cuda_graphs import CaptureError, CudaRecorder, GraphedStep
 
 
 class Recorder:
@@ -95,3 +96,55 @@ def test_few_captures_are_kept_and_the_least_used_goes_first(monkeypatch):
     step((torch.ones(1), weight), [states[1]])
     step((torch.ones(1), weight), [states[1]])
     assert recorder.recorded == 4, "the least used one should have been dropped"
+
+
+class Devices:
+    """Pretends two devices: which stream is current, and what is recorded on which."""
+
+    def __init__(self, monkeypatch):
+        self.home = self.current = SimpleNamespace(device=torch.device("cuda", 0))
+        self.recorded, self.streams, self.fails = [], [], False
+        monkeypatch.setattr(cuda_graphs, "_STREAMS", {})
+        for name in ("Stream", "stream", "graph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        for name in ("CUDAGraph", "graph_pool_handle"):
+            monkeypatch.setattr(torch.cuda, name, object)
+
+    def Stream(self, device):
+        self.streams.append(SimpleNamespace(device=device))
+        return self.streams[-1]
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, recording, pool, stream):
+        self.recorded.append(stream.device.index)
+        self.current = stream
+        yield
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.current = self.home
+
+
+def test_a_step_is_recorded_on_the_device_it_runs_on(monkeypatch):
+    devices, launched = Devices(monkeypatch), []
+    recorders = [CudaRecorder(torch.device("cuda", index)) for index in (0, 1, 1)]
+    for index in (1, 0, 2):
+        recorders[index](lambda: launched.append(devices.current.device.index))
+    assert launched == devices.recorded == [1, 0, 1]
+    assert len(devices.streams) == 2, "one stream a device"
+    assert devices.current is devices.home
+
+
+def test_a_capture_that_fails_leaves_the_current_stream_alone(monkeypatch):
+    devices = Devices(monkeypatch)
+    devices.fails = True
+    with pytest.raises(CaptureError, match="cuda_graphs=False"):
+        CudaRecorder(torch.device("cuda", 1))(lambda: None)
+    assert devices.current is devices.home

@@ -98,6 +98,51 @@ def test_opcheck_attend_evict():
     torch.library.opcheck(OPS.attend_evict.default, (q, k, v, *state, SCALE, 1, policy))
 
 
+def test_opcheck_observe_held():
+    q, _, _ = qkv(n=2)
+    held = [tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for tensor in decode_state()]
+    scores, masses = torch.full((2, 2, 2, 16), float("-inf")), torch.zeros(2, 2, 2, 16)
+    found = (scores, masses, torch.zeros(2, 2, dtype=torch.float64), torch.tensor([2, 2]))
+    policy = resolve("snapkv", window=2).spec
+    torch.library.opcheck(OPS.observe_held.default, (q, *held, *found, SCALE, 1, 2, policy))
+
+
+def test_opcheck_the_ring_operators():
+    rings = [torch.zeros(2, 2, 2, 7, 8) for _ in range(2)]
+    torch.library.opcheck(OPS.fill_ring.default, (*qkv(), torch.tensor([0, 3]), *rings, SCALE, 1))
+    seen, first = torch.tensor(40), torch.tensor([0, 3])
+    torch.library.opcheck(OPS.attend_ring.default, (*qkv(n=3), *rings, seen, first, SCALE, 1))
+
+
+@pytest.mark.parametrize("window", [1, 4, 64])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sinks": torch.linspace(-1, 2, 4)}], ids=["plain", "capped"])
+def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, options):
+    """A padded prompt, then one token and three at once, each query brute force over the columns it may see."""
+    q, k, v = qkv(n=27, dv=6)
+    start, rings = torch.tensor([0, 20]), [torch.full((2, 2, 2, window, dim), float("nan")) for dim in (8, 6)]
+    for ring in rings:
+        ring[1] = 0.0
+    parts = [slice(0, 23), slice(23, 24), slice(24, 27)]
+    outs = [OPS.fill_ring.default(*(x[:, :, parts[0]] for x in (q, k, v)), start, *rings, SCALE, 1, **options)]
+    for part in parts[1:]:
+        new = (x[:, :, part] for x in (q, k, v))
+        outs.append(OPS.attend_ring.default(*new, *rings, torch.tensor(part.start), start, SCALE, 1, **options))
+    out = torch.cat(outs, 2)
+    for row, first in enumerate(start.tolist()):
+        assert not out[row, :, :first].any()
+        for head in range(4):
+            for i in range(first, 27):
+                seen = slice(max(first, i - window + 1), i + 1)
+                logits = k[row, head // 2, seen].double() @ q[row, head, i].double() * SCALE
+                if options:
+                    logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+                weights = logits.exp()
+                total = weights.sum() + (options["sinks"][head].double().exp() if options else 0.0)
+                expected = weights / total @ v[row, head // 2, seen].double()
+                assert_close(f"row {row}, head {head}, column {i}", out[row, head, i].double(), expected, atol=1e-5)
+    assert all(ring[0].isnan().all() for ring in rings), "a ring of another layer changed"
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
 def test_prompt_attention_equals_brute_force_row_by_row(heads, options):

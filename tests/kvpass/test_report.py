@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import torch
+
 import kvpass
 from kvpass.testing import left_pad, random_ids, tiny_model
 
@@ -34,6 +36,22 @@ def test_the_dictionary_is_json_and_adds_up():
     assert numbers["bytes_full"] == (60 + 33) * 6 * entry
     assert sum(sum(map(sum, row)) for row in numbers["bytes_kept"]) == 2 * 16 * 6 * entry
     assert all(weight > 0 for row in numbers["layer_weights"] for weight in row)
+
+
+def test_a_model_whose_layers_all_slide_keeps_nothing_under_the_budget():
+    fast = kvpass.compile(tiny_model("mistral_sliding"), budget=16, window=8, backend="eager")
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 33)])
+    cache = fast(ids, attention_mask=mask).past_key_values
+    found = fast.report()
+    assert found.lengths.shape == found.bytes_kept.shape == found.attention_mass.shape == (2, 0, 0)
+    assert cache.lengths.shape == (2, 0, 0) and cache.positions.shape == (2, 0, 0, 0) and cache.layer_ids == ()
+    assert found.lengths.dtype == found.bytes_kept.dtype == cache.positions.dtype == torch.int64
+    assert found.bytes_full == found.bytes_kept.sum() == 0 and found.layer_ids == ()
+    numbers = json.loads(json.dumps(found.to_dict()))
+    assert (
+        numbers["lengths"] == numbers["layer_weights"] == [[], []] and numbers["ring_nbytes"] == cache.nbytes - 2 * 16
+    )
+    assert "ring of 24" in str(found)
 
 
 def test_the_picture_is_written(tmp_path):

@@ -1,0 +1,85 @@
+"""What transformers asks of a cache: sizes, and rows picked by a search."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from kvpass.config import Layout
+
+
+class CacheFace(Cache):
+    """A cache as ``generate`` knows it; its entries are a subclass's affair.
+
+    Attributes:
+        columns: tokens seen, padding included. start: first real column of each row, int64 ``[B]``.
+        layout: where the sites' entries live; None before a prompt was prefilled.
+    """
+
+    layers: list[Any]
+    columns: int
+    start: Tensor
+    layout: Layout | None
+
+    def _pick_rows(self, index: Tensor) -> None:
+        """Row i becomes what row ``index[i]`` was."""
+        raise NotImplementedError
+
+    @property
+    def is_empty(self) -> bool:
+        return self.columns == 0
+
+    @property
+    def batch_size(self) -> int:
+        return self.start.numel()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, padding columns included as in every transformers cache; never the number of kept entries."""
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = 0) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.columns + int(query_length), 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: kvpass has compiled the model itself; ``generate`` must not try to."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return not self.is_empty
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self)
+
+    def __len__(self) -> int:
+        groups = () if self.layout is None else (*self.layout.pools, *self.layout.rings)
+        return sum(group.geometry.layers for group in groups)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row ``beam_idx[i]`` was (beam search)."""
+        self._pick_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``."""
+        self._pick_rows(torch.arange(self.batch_size, device=indices.device)[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times, neighbours."""
+        self._pick_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Not possible: the entries a shorter cache would need may be gone."""
+        raise NotImplementedError("a compressed cache cannot be cropped; assisted generation is not supported")
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("a CompressedCache is filled by compiled graphs, only in the model that made it")

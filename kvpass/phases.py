@@ -1,0 +1,74 @@
+"""How a call begins and ends on a cache, through either door: fill it, or append to it and survive a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kvpass.backend import Phase, bind_cache
+from kvpass.cache import CompressedCache
+from kvpass.errors import CacheMismatchError
+from kvpass.prompt_record import PromptRecord
+
+R = TypeVar("R")
+
+
+def prefill(cache: CompressedCache, start: Tensor, columns: int, run: Callable[[], R], extra: int = 0) -> R:
+    """Fill the cache with a prompt; whatever happens before the end leaves it empty.
+
+    Args:
+        start: first real column of each row, int64 ``[B]`` on the CPU. columns: N, the first ``extra`` of them not
+            counted as seen. run: calls the prefill graph, which finds the cache bound.
+    """
+    cache.begin_prefill(start, columns, extra)
+    with bind_cache(cache):
+        result = run()
+    cache.finish_prefill()
+    return result
+
+
+def continued(cache: CompressedCache, rows: int, device: torch.device) -> CompressedCache:
+    """The cache that a call of ``rows`` rows on ``device`` appends to: this one, or a copy of a reusable one.
+
+    Raises:
+        CacheMismatchError: the call does not fit, or an interrupted one has spoiled the cache.
+    """
+    if cache.interrupted:
+        raise CacheMismatchError(f"{cache!r}: a call on it was interrupted, its entries are lost; reset it")
+    if device != cache.device:
+        raise CacheMismatchError(f"input_ids on {device}, the cache on {cache.device}: use cache.to()")
+    if rows != cache.batch_size:
+        raise CacheMismatchError(f"the call has {rows} rows, the cache {cache.batch_size}")
+    return cache.clone() if cache.reusable else cache
+
+
+def append(
+    cache: CompressedCache, tokens: int, run: Callable[[Phase, bool], R], occasion: float = float("inf")
+) -> tuple[R, PromptRecord | None]:
+    """Append T tokens. A call that fails did not happen, or where entries were overwritten the cache is refused later.
+
+    Args:
+        cache: from :func:`continued`. run: calls the graph of a phase, which finds the cache bound; its second argument
+            says whether the graph must observe the turn. occasion: rows that then hold more than so many budgets are
+            compressed again.
+    Returns:
+        what ``run`` returned, and the record of what was kept when all rows were compressed again.
+    """
+    cache.ensure_room(tokens)
+    record = None
+    try:
+        observed = tokens > 1 and cache.begin_turn(tokens, occasion)
+        cache.interrupted = cache.overwrites
+        with bind_cache(cache):
+            result = run("decode" if tokens == 1 else "extend", observed)
+        cache.interrupted = True
+        cache.advance(tokens)
+        if observed:
+            record = cache.recompress()
+        cache.interrupted = False
+    finally:
+        cache.end_turn()
+    return result, record
