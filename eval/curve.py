@@ -17,7 +17,8 @@ from kvpass.eval.records import Row
 from kvpass.eval.run import SCOPES, BudgetValue, EvalSettings, Evaluation
 from kvpass.policies import POLICIES
 
-BUDGETS: tuple[BudgetValue, ...] = (0.03, 0.06, 0.12, 0.25, 0.5, 1.0)
+BUDGETS: tuple[BudgetValue, ...] = (0.03, 0.06, 0.12, 0.25, 0.5)
+"""Up to the whole cache, which is ``full``: every policy keeps everything then (contract 1)."""
 WINDOW = 8
 """Of policies that observe or protect a window: the default of 32 is more than 3 % of a short prompt."""
 

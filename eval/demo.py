@@ -28,7 +28,7 @@ from kvpass.eval.systems import storage_bytes
 BUDGETS = (36, 40, 64)
 POLICIES = ("lava", "snapkv", "streaming_llm")
 """With their default options."""
-_LONGEST = 16000
+_LONGEST = 10000
 _TIMED = 16
 
 

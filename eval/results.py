@@ -169,7 +169,8 @@ def _curve_part(rows: Sequence[Row], s: ResultsSettings) -> list[str]:
         f"Texts of {s.length} tokens hide eight facts among decoys; {rows[0].samples} questions a point, exact answers",
         "in percent, 95 % Wilson intervals (questions that share a text are taken as independent). Scope `prompt`: the",
         "question is compressed with the text, all but its last token. Scope `context`: the text is compressed before",
-        "the question is known. Budgets are shares of the entries. Options other than defaults stand behind the names.",
+        "the question is known. Budgets are shares of the entries; at 100 % every policy is `full` (contract 1).",
+        "Options other than defaults stand behind the names.",
         "",
         "![accuracy against budget](curve.png)",
         "",
@@ -185,11 +186,11 @@ def _ordering(rows: Sequence[Row]) -> list[str]:
     for scope in dict.fromkeys(row.scope for row in rows):
         scores: dict[str, list[float]] = {}
         for row in rows:
-            if row.scope == scope and row.budget not in ("all", "1.0"):
+            if row.scope == scope and row.budget != "all":
                 scores.setdefault(row.policy, []).append(100 * row.score)
         means = sorted(((sum(values) / len(values), policy) for policy, values in scores.items()), reverse=True)
         ranked = ", ".join(f"{policy} {mean:.1f}" for mean, policy in means)
-        lines += [f"Mean over the budgets below 100 %, scope `{scope}`: {ranked}.", ""]
+        lines += [f"Mean over these budgets, scope `{scope}`: {ranked}.", ""]
     return lines
 
 

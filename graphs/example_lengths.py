@@ -42,10 +42,12 @@ class Lengths:
 
     Attributes:
         longest: by preference; the first that can be evaluated decides the window. short: to try beside it.
+        undecided: why a mask that fits at all of these may still have a window.
     """
 
     longest: tuple[int, ...]
     short: tuple[int, ...] = ()
+    undecided: str | None = None
 
 
 def numbers_of(calls: Collection[Node], products: Collection[Node] = (), *, scaled: bool = True) -> set[int]:
@@ -110,10 +112,8 @@ def example_lengths(tokens: Dim, tensors: Collection[Tensor], numbers: Collectio
     tables = {size for value in tensors for size in value.shape if size > EXAMPLE_LENGTHS[-1]}
     longest = [stored] if stored and stored >= reach else [max(needed, floor), *sorted(tables, reverse=True), needed]
     if longest[0] > MAX_EXAMPLE_TOKENS:
-        raise NotCausalError(
-            f"deciding whether its mask has a sliding window needs an example of {longest[0]} tokens, "
-            f"more than {MAX_EXAMPLE_TOKENS}"
-        )
+        needs = f"deciding whether its mask has a sliding window needs an example of {longest[0]} tokens"
+        return Lengths(EXAMPLE_LENGTHS[1:], EXAMPLE_LENGTHS[:1], f"{needs}, more than {MAX_EXAMPLE_TOKENS}")
     short = tuple(length for length in EXAMPLE_LENGTHS if length < min(longest))
     return Lengths(tuple(dict.fromkeys(length for length in longest if length <= longest[0])), short)
 

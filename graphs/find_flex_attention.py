@@ -119,6 +119,7 @@ class _Flex:
             heads,
             self.node.name,
             self.like,
+            indexed=True,
         )
         shortest = (*lengths.longest, *lengths.short)[-1]
         zeros = torch.zeros(product_shape(shortest), dtype=torch.float64, device=self.like.device)

@@ -1,7 +1,8 @@
 """The runner of graph passes, which knows nothing of any pass.
 
-A pass is a function ``verb_object_pass(gm) -> int`` that changes a Dynamo graph in place and says how many sites it
-changed; its settings are bound with ``functools.partial`` where the list is built (``kvpass.backend``). In order:
+A pass is a function ``verb_object_pass(gm) -> int`` that changes a Dynamo graph in place and says how many sites (or
+places) it changed, or that only checks it and says 0; its settings are bound with ``functools.partial`` where the list
+is built (``kvpass.backend``). In order:
 
 ==========================  =====================================================================================
 ``specialize_floats``       floats that Dynamo made symbolic -> numbers
@@ -12,11 +13,14 @@ changed; its settings are bound with ``functools.partial`` where the list is bui
 ``strip_repeat_kv``         K and V of a site before they were repeated to the query heads
 ``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
 ``check_no_raw_attention``  fail closed: attention or other token mixing that is no site
+``check_token_mixing``      fail closed: what a token brings to the sites or the output depends on other tokens
 ``check_positions``         mark positions the decoder counts by itself; fail closed on what no offset makes right
-``check_sites``             fail closed: refused sites, sliding windows, mixed geometry, layers without a site
+``check_sites``             fail closed: no site, refused sites, mixed dtypes, layers without a site
 ``offset_positions``        extend and decode: marked positions go on from the tokens seen
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
-``rewrite_attention``       ``kvpass::site`` -> prefill ops with the cascade, or attention against the cache
+``rewrite_prefill``         ``kvpass::site`` -> prefill ops with the cascade
+``rewrite_cached``          ``kvpass::site`` -> attention against the cache
+``rewrite_evicting``        the same for a policy that evicts while decoding
 ==========================  =====================================================================================
 """
 

@@ -294,6 +294,8 @@ def prove_band(
     first = Band(window, slopes[-1])
     if not all(first.is_close(Band(window, other)) for other in slopes):
         raise NotCausalError("its mask adds a bias to the logits")
+    if lengths.undecided is not None:
+        raise NotCausalError(lengths.undecided)
     return first, longest
 
 

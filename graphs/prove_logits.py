@@ -51,6 +51,8 @@ def prove_logits(
     heads: int,
     name: str,
     like: Tensor,
+    *,
+    indexed: bool = False,
 ) -> LogitRule:
     """Scale, soft-capping and mask of an attention call.
 
@@ -58,6 +60,8 @@ def prove_logits(
         lengths: values of the token symbol to try.
         count: tokens at such a value. product_shape: shape of the products there. heads: query heads.
         name: of the node, for messages. like: the recorded products.
+        indexed: whether the logits are told by index which row and head a product is of; else a mask by head
+            broadcasts to whatever products it is given, and those of one head show all.
     Raises:
         NotCausalError: with the reason.
     """
@@ -73,20 +77,21 @@ def prove_logits(
         return result
 
     def mask(at: tuple[int, ...], length: int, start: int) -> Tensor:
+        at = at if math.prod(product_shape(length)) > _MAX_EXAMPLE else ()
         return run(length, start, _part(full(length, 0.0), at), at)
 
     parts = _parts(product_shape(max(lengths.longest)))
+    parts = parts if indexed else parts[:1]
     found = [prove_band(partial(mask, at), lengths, count, heads, name, floor) for at in parts]
     band, longest = found[0][0], min(length for _, length in found)
     if len(parts) > 1 and any(other.slopes is not None or other.window != band.window for other, _ in found):
         raise NotCausalError("its mask is another one for other heads or rows")
     rule: LogitRule | None = None
     for length in (*lengths.short, longest):
+        at = parts[0] if math.prod(product_shape(length)) > _MAX_EXAMPLE else ()
         for start in starts_of(length):
-            for at in parts:
-                rule = _check_rule(
-                    partial(run, length, start), _part(full(length, 0.0), at), at, rule, band, name, floor
-                )
+            zeros = _part(full(length, 0.0), at)
+            rule = _check_rule(partial(run, length, start), zeros, at, rule, band, name, floor)
     assert rule is not None
     return rule
 

@@ -218,7 +218,7 @@ def evaluate(
 def curve(
     samples: Annotated[int, typer.Option(help="Questions a point, several on each text.")] = 24,
     length: Annotated[int, typer.Option(help="Prompt length in tokens.")] = 512,
-    budgets: Annotated[str | None, typer.Option(help="Budgets, separated by commas; 3 to 100 % by default.")] = None,
+    budgets: Annotated[str | None, typer.Option(help="Budgets, separated by commas; 3 to 50 % by default.")] = None,
     policies: Annotated[str | None, typer.Option(help="Policies as in 'kvpass eval'; all by default.")] = None,
     scope: Annotated[str, typer.Option(help="'prompt', 'context' or both.")] = "prompt,context",
     output: Annotated[Path, typer.Option(help="Folder for picture, table and samples; a rerun goes on there.")] = (

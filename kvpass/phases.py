@@ -39,7 +39,7 @@ def continued(cache: CompressedCache, rows: int, device: torch.device) -> Compre
     if cache.interrupted:
         raise CacheMismatchError(f"{cache!r}: a call on it was interrupted, its entries are lost; reset it")
     if device != cache.device:
-        raise CacheMismatchError(f"input_ids on {device}, the cache on {cache.device}: use cache.to()")
+        raise CacheMismatchError(f"the call is on {device}, the cache on {cache.device}: use cache.to()")
     if rows != cache.batch_size:
         raise CacheMismatchError(f"the call has {rows} rows, the cache {cache.batch_size}")
     return cache.clone() if cache.reusable else cache

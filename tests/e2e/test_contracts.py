@@ -153,10 +153,13 @@ def test_contract_2_kept_entries_are_exactly_the_budget(policy, budget):
                 assert set(range(n - min(8, n), n)) <= set(positions.tolist()), "the window was not kept"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_contract_2_nbytes_is_what_the_storages_occupy(family):
+@pytest.mark.parametrize(
+    ("family", "place"), [("llama", "cpu"), ("gemma3", "cpu"), pytest.param("llama", "cuda", marks=pytest.mark.gpu)]
+)
+def test_contract_2_nbytes_is_what_the_storages_occupy(family, place):
     _, fast = compiled(family, budget=20)
-    cache = fast(random_ids(2, PROMPT)).past_key_values
+    fast.to(place)
+    cache = fast(random_ids(2, PROMPT).to(place)).past_key_values
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for part in (cache, *cache.stores, *cache.rings)
@@ -164,8 +167,13 @@ def test_contract_2_nbytes_is_what_the_storages_occupy(family):
         if isinstance(tensor, torch.Tensor) and tensor.ndim > 0
     }
     assert cache.nbytes == sum(storages.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_contract_2_nbytes_does_not_grow_with_the_prompt(family):
+    _, fast = compiled(family, budget=20)
+    cache, bigger = (fast(random_ids(2, tokens)).past_key_values for tokens in (PROMPT, 2000))
     full = 2 * PROMPT * cache.geometry.layers * cache.geometry.kv_heads * cache.geometry.entry_bytes
-    bigger = fast(random_ids(2, 2000)).past_key_values
     assert bigger.nbytes == cache.nbytes < full * 2000 / PROMPT
 
 

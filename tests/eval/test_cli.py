@@ -87,7 +87,7 @@ def test_policies_lists_every_registered_policy_with_its_options():
         (("demo", "--facts", "0"), "facts=0: must be between 1 and 512"),
         (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
         (("demo", "--tokens", "64"), "tokens=64: must be above 64"),
-        (("demo", "--tokens", "17000"), "tokens=17000: must be above 64, the largest budget, and at most 16000"),
+        (("demo", "--tokens", "11000"), "tokens=11000: must be above 64, the largest budget, and at most 10000"),
         (("demo", "--output", "/no/such/folder/map.png"), "there is no folder"),
         (("demo", "--output", "map.txt"), "output='map.txt': must end in .png"),
         (("demo", "--backend", "jit"), "backend='jit'"),

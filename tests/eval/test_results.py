@@ -97,7 +97,7 @@ def test_the_page_has_every_part_and_is_not_measured_twice(tmp_path, monkeypatch
     answered = [json.loads(line) for line in (tmp_path / "work" / "curve" / "samples.jsonl").open()]
     right = [r["score"] for r in answered if (r["label"], r["scope"]) == ("full", "prompt")]
     assert f"| `full` | {100 * sum(right) / 4:.1f} (" in text
-    assert "Mean over the budgets below 100 %, scope `context`:" in text
+    assert "Mean over these budgets, scope `context`:" in text
 
     def again(*_):
         raise AssertionError("measured twice")

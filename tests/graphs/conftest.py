@@ -11,33 +11,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
+from kvpass.backend import CANONICAL_PASSES
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import copy_graph
-from kvpass.graphs.check_no_raw_attention import check_no_raw_attention_pass
-from kvpass.graphs.find_attention import find_attention_pass
-from kvpass.graphs.find_eager_attention import find_eager_attention_pass
-from kvpass.graphs.find_flash_attention import find_flash_attention_pass
-from kvpass.graphs.find_flex_attention import find_flex_attention_pass
-from kvpass.graphs.fold_alibi import fold_alibi_pass
-from kvpass.graphs.offset_positions import check_positions_pass
 from kvpass.graphs.passes import GraphPass
-from kvpass.graphs.specialize_floats import specialize_floats_pass
-from kvpass.graphs.strip_repeat_kv import strip_repeat_kv_pass
 
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 2, 8, 50
 TOKENS = 11
-ALL_PASSES = (
-    specialize_floats_pass,
-    find_attention_pass,
-    find_flash_attention_pass,
-    find_flex_attention_pass,
-    find_eager_attention_pass,
-    strip_repeat_kv_pass,
-    fold_alibi_pass,
-    check_no_raw_attention_pass,
-    check_positions_pass,
-)
-
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -94,7 +74,7 @@ def token_inputs(batch: int = 2, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
 def run_capture(
     function: Callable[..., Tensor],
     inputs: Sequence[Any],
-    passes: Sequence[GraphPass] = ALL_PASSES,
+    passes: Sequence[GraphPass] = CANONICAL_PASSES,
     *,
     dynamic: bool = True,
     execute: bool = True,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,6 +52,19 @@ def bent(score, b, h, i, j):
     return score + (j - i) * (j - i) * 0.1
 
 
+def near_as_float(score, b, h, i, j):
+    return torch.where((i >= j) & ((i - j).float() < 512.0), score, -float("inf"))
+
+
+def near_in_all_heads_but_one(score, b, h, i, j):
+    return torch.where((i >= j) & ((h < 1) | (i - j < 640)), score, -float("inf"))
+
+
+def scaled_far_away(score, b, h, i, j):
+    far = (torch.log(i + 1.0) / math.log(200)).clamp(min=1.0)
+    return torch.where(i >= j, score * far, -float("inf"))
+
+
 def blocks(q: Tensor, mask) -> BlockMask:
     return create_block_mask(mask, None, None, q.shape[2], q.shape[2], device="cpu")
 
@@ -95,6 +110,21 @@ def test_a_window_of_more_than_a_block_is_measured_and_remembered_for_one_token(
     for tokens in (T, 1):
         gm, _ = run([windowed], capture, execute=False, tokens=tokens, dynamic=tokens > 1)
         assert [site.sliding_window for site in find_sites(gm)] == [150]
+
+
+def test_a_window_compared_with_a_float_is_measured(capture) -> None:
+    gm, _ = run([lambda q, k, v: attend(q, k, v, score_mod=near_as_float)], capture, execute=False)
+    assert [site.sliding_window for site in find_sites(gm)] == [512]
+
+
+@pytest.mark.parametrize(("score_mod", "heads"), [(near_in_all_heads_but_one, 40), (scaled_far_away, 2)])
+def test_what_differs_at_the_length_that_decides_is_refused(score_mod, heads, capture) -> None:
+    def many(x: Tensor) -> Tensor:
+        q = x.transpose(1, 2)
+        return flex_attention(q, q, q, score_mod=score_mod)
+
+    with pytest.raises(UnsupportedAttentionError, match=r"not causal|for other heads|not a multiple"):
+        capture(many, [torch.randn(2, T, heads, D)], PASSES)
 
 
 def test_a_fixed_length_is_enough_for_a_causal_mask(capture) -> None:
