@@ -20,15 +20,16 @@ def compiled():
 
 @pytest.fixture
 def compile_once(compiled, monkeypatch):
-    """Most of the time would go into tracing the same policies again."""
+    """Most of the time would go into tracing the same policies on the same model again."""
     original = kvpass.compile
 
     def remembered(model, *, policy, budget, backend):
         assert backend == "eager"
-        if policy not in compiled:
-            compiled[policy] = original(model, policy=policy, budget=budget, backend=backend)
-        compiled[policy].set_budget(budget)
-        return compiled[policy]
+        key = type(model), policy
+        if key not in compiled:
+            compiled[key] = original(model, policy=policy, budget=budget, backend=backend)
+        compiled[key].set_budget(budget)
+        return compiled[key]
 
     monkeypatch.setattr(kvpass, "compile", remembered)
 
