@@ -66,15 +66,17 @@ def check_token_mixing_pass(gm: GraphModule) -> int:
             raise refuse(node, reason)
     if tokens == 1:
         return 0
+    unread = ""
     try:
         if isinstance(tokens, int) and tokens > _MAX_FIXED_TOKENS:
             raise EvaluationError(f"an example of {tokens} tokens is too long")
         culprit = _Trial(gm, flow, live, batch, tokens).culprit()
     except EvaluationError as error:
         log.info("whether tokens are kept apart is read from the calls: %s", error)
+        unread = f" (read from the call, because no example shows it: {error})"
         culprit = next((node for node in live if node in fed and mixing_reduction(node, fed, tokens)), None)
     if culprit is not None:
-        raise refuse(culprit, f"its result {shape_of(culprit) or ''} {_REASON}".replace("  ", " "))
+        raise refuse(culprit, f"its result {shape_of(culprit) or ''} {_REASON}{unread}".replace("  ", " "))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from torch._logging import trace_structured
@@ -24,15 +25,19 @@ def diff_ops(before: Counter[str], after: Counter[str]) -> str:
     )
 
 
-def dump_artifact(name: str, text: str) -> None:
-    """Emit ``text`` to the structured trace, and to ``$KVPASS_DUMP/<name>.txt`` when that variable names a folder."""
+def dump_artifact(name: str, text: Callable[[], str]) -> None:
+    """Emit a text to the structured trace, and to ``$KVPASS_DUMP/<name>.txt`` when that variable names a folder.
+
+    Args:
+        text: makes it; not called when nobody reads it.
+    """
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"kvpass.{name}", "encoding": "string"},
-        payload_fn=lambda: text,
+        payload_fn=text,
     )
     folder = os.environ.get("KVPASS_DUMP")
     if folder:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        (path / f"{name}.txt").write_text(text + "\n")
+        (path / f"{name}.txt").write_text(text() + "\n")

@@ -60,19 +60,20 @@ def pass_name(graph_pass: GraphPass) -> str:
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> list[PassRecord]:
     """Apply ``passes`` in order, lint after each, dump before/after graphs as ``<label>.<i>.<pass>.before|after``."""
     records = []
+    text = partial(gm.print_readable, print_output=False)
     for index, graph_pass in enumerate(passes):
         name = pass_name(graph_pass)
         artifact = f"{label}.{index}.{name}"
         before = count_ops(gm)
-        dump_artifact(f"{artifact}.before", gm.print_readable(print_output=False))
+        dump_artifact(f"{artifact}.before", text)
         began = time.perf_counter()
         sites = graph_pass(gm)
         gm.graph.lint()
-        gm.recompile()
         seconds = time.perf_counter() - began
         op_diff = diff_ops(before, count_ops(gm))
-        dump_artifact(f"{artifact}.after", gm.print_readable(print_output=False))
-        dump_artifact(f"{artifact}.ops", op_diff)
+        dump_artifact(f"{artifact}.after", text)
+        dump_artifact(f"{artifact}.ops", partial(str, op_diff))
         log.info("%s: %d sites changed in %.3f s", artifact, sites, seconds)
         records.append(PassRecord(name=name, sites=sites, seconds=seconds, op_diff=op_diff))
+    gm.recompile()
     return records
