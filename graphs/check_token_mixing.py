@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError, concrete, evaluate, example_sizes
+from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError, concrete, evaluate, example_sizes, hinted_sizes
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
@@ -105,7 +105,7 @@ class _Trial:
 
     def __init__(self, gm: GraphModule, flow: DataFlow, live: Sequence[Node], batch: Dim, tokens: Dim) -> None:
         self.gm, self.flow, self.batch, self.tokens = gm, flow, batch, tokens
-        self.sizes = example_sizes([batch], [tokens], EXAMPLE_LENGTHS[0])
+        self.sizes = hinted_sizes(gm) | example_sizes([batch], [tokens], EXAMPLE_LENGTHS[0])
         self.rows, self.length = int(concrete(batch, self.sizes)), int(concrete(tokens, self.sizes))
         self.output = gm.graph.output_node()
         self.inputs = [node for node in live if node.op == "placeholder" and not is_scalar(node)]
@@ -198,8 +198,13 @@ class _Trial:
                 return False
         if any(dim == self.tokens for dim in shape):
             return True
-        touched = torch.tensor([bool(value.any()) for value in moved])  # else it may come from one token only
-        return not bool(torch.stack(self.patterns)[touched].all(0).any())
+        return not any(self._one_token_each(moved, axis) for axis in range(max(before.ndim, 1)))
+
+    def _one_token_each(self, moved: list[Tensor], axis: int) -> bool:
+        """Whether each place on an axis, as that of the last few tokens, may come from a single token."""
+        patterns = torch.stack(self.patterns)
+        touched = torch.stack([torch.atleast_1d(value).movedim(axis, 0).flatten(1).any(1).cpu() for value in moved])
+        return bool((patterns[:, None] | ~touched[..., None]).all(0).any(-1).all())
 
 
 def _apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -51,6 +51,13 @@ def example_sizes(batch: Iterable[Dim], tokens: Iterable[Dim], length: int) -> d
     return dict.fromkeys(symbols_of(batch), EXAMPLE_BATCH) | dict.fromkeys(symbols_of(tokens), length)
 
 
+def hinted_sizes(gm: GraphModule) -> dict[sympy.Symbol, int]:
+    """Values that the symbols of scalar inputs had when the graph was captured."""
+    symbols = [recorded(node) for node in gm.graph.find_nodes(op="placeholder")]
+    nodes = [value.node for value in symbols if isinstance(value, torch.SymInt)]
+    return {node.expr: int(node.hint) for node in nodes if node.expr.is_Symbol and node.hint is not None}
+
+
 def random_like(value: Tensor, sizes: SizeMap) -> Tensor:
     """Random numbers of the shape and dtype of a recorded tensor, always the same ones: 1e-3 to 1e4, both signs, 0."""
     shape = concrete(tuple(value.shape), sizes)

@@ -256,7 +256,7 @@ def _continue(
     positions = _positions(position_ids, columns - cache.start[:, None])
 
     def run(phase: Phase, observed: bool) -> Tensor:
-        return _call(model, phase, ids, positions, 0 if t == 1 else logits_to_keep, observed)
+        return _call(model, phase, ids, positions, logits_to_keep, observed)
 
     logits, record = append(cache, t, run, OCCASIONS[runtime.recompress])
     if record is not None:
@@ -294,14 +294,15 @@ def _call(
     observed: bool = False,
 ) -> Tensor:
     runtime: Runtime = model._kvpass
+    if logits_to_keep >= ids.shape[1]:
+        logits_to_keep = 0
     key = (phase, ids.shape[0], logits_to_keep, observed)
     function = runtime.functions.get(key)
     if function is None:
         function = runtime.functions[key] = _compile_phase(model, phase, logits_to_keep)
-    for tensor in (ids, positions):
-        torch._dynamo.mark_static(tensor, 0)
-        if phase != "decode":
-            torch._dynamo.mark_dynamic(tensor, 1, min=2, max=MAX_TOKENS)
+    if phase != "decode":
+        for tensor in (ids, positions):
+            torch._dynamo.mark_dynamic(tensor, 1, min=max(2, logits_to_keep + 1), max=MAX_TOKENS)
     try:
         return function(ids, positions)
     except BackendCompilerFailed as failure:
@@ -325,7 +326,8 @@ def _compile_phase(model: Any, phase: Phase, logits_to_keep: int) -> Callable[..
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         return runtime.compiler.compile(runtime.compiler.canonicalize(gm), example_inputs, phase)
 
-    return torch.compile(_own_code(step), backend=backend, fullgraph=True)
+    # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
+    return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
 
 
 def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 
 import pytest
@@ -151,9 +152,22 @@ def test_generate_asks_for_the_logits_of_the_last_position_only(fast):
 def test_logits_to_keep_and_use_cache(model, fast):
     ids = random_ids(2, 30)
     expected = model(ids).logits
-    for keep in (0, 1, 5):
-        assert_close(f"keep {keep}", fast(ids, logits_to_keep=keep).logits, expected[:, -keep or None :], atol=1e-4)
+    for keep in (5, 0, 1, 30, 99):
+        assert_close(f"keep {keep}", fast(ids, logits_to_keep=keep).logits, expected[:, -keep:], atol=1e-4)
     assert fast(ids, use_cache=False).past_key_values is None
+
+
+def test_a_mixture_of_experts_is_captured_for_any_logits_to_keep(monkeypatch, tmp_path):
+    model = tiny_model("mixtral")
+    fast = kvpass.compile(model, budget=1000, window=8, backend="eager")
+    ids = random_ids(1, 30)
+    expected = model(ids).logits
+    monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
+    for keep in (0, 1, 5, 2):
+        assert_close(f"keep {keep}", fast(ids, logits_to_keep=keep).logits, expected[:, -keep:], atol=1e-4)
+    captured = [path.read_text() for path in tmp_path.glob("capture.*.specialize_floats.before.txt")]
+    symbols = [set(re.findall(r"Sym\((\w+)\)", text)) for text in captured]
+    assert [len(names) for names in symbols] == [1] * 4, "only the prompt length is a symbol"
 
 
 def test_a_streamer_and_stopping_criteria_work():
