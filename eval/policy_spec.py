@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,19 +60,15 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
             key, equals, value = option.partition("=")
             if not equals:
                 raise ValueError(f"policies={text!r}: {option!r} must be an option such as window=8")
-            found[-1][1].append((key.strip(), _value(value.strip())))
+            found[-1][1].append((key.strip(), typed(value.strip())))
     if not found:
         raise ValueError(f"policies={text!r}: name at least one policy")
     return tuple(PolicySpec(name, tuple(options)) for name, options in found)
 
 
-def _value(text: str) -> Any:
-    """A number, a truth value or None as Python writes them, else the text."""
-    if text in ("True", "False", "None"):
-        return {"True": True, "False": False, "None": None}[text]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+def typed(text: str) -> Any:
+    """What a text means as a Python literal (a number, a truth value, None), else the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -268,7 +268,7 @@ def _moves(gm: GraphModule, operand: Operand, base: Node, chain: Sequence[Node])
 
 def _batch_sizes(gm: GraphModule) -> set[Dim]:
     """Sizes of the first axis of the inputs that have tokens as their second."""
-    tokens = token_sizes(gm)
+    tokens = token_sizes(gm.graph.nodes)
     shapes = [shape for node in gm.graph.nodes if node.op == "placeholder" and (shape := shape_of(node))]
     return {shape[0] for shape in shapes if len(shape) > 1 and shape[1] in tokens}
 

@@ -12,20 +12,21 @@ from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.emit_site import SLOPES
 from kvpass.graphs.fx_utils import (
     MATMULS,
+    SOFTMAX,
     DataFlow,
     Dim,
     is_module_tensor,
-    module_path_of,
+    refuse,
     shape_of,
     submodule_of,
     symbols_of,
     target_name,
+    token_sizes,
     value_inputs,
 )
 from kvpass.graphs.rewrite_attention import SITE, find_sites
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
-_SOFTMAX = {"softmax", "_softmax", "_safe_softmax", "Softmax"}
 _RECURRENT = re.compile(r"lstm|gru|rnn_(tanh|relu)|(.*_)?scan(_.*)?|causal_conv1d.*", re.IGNORECASE)
 _MATMUL = {*MATMULS, "baddbmm"}
 
@@ -56,7 +57,7 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
             or _token_product(flow, node, tokens)
         )
         if reason is not None:
-            raise UnsupportedAttentionError(module_path_of(node), node.name, reason)
+            raise refuse(node, reason)
     return 0
 
 
@@ -66,9 +67,7 @@ def _batch_and_tokens(gm: GraphModule, live: Collection[Node]) -> tuple[Dim | No
     if sites:
         shapes = [shape for site in sites if (shape := shape_of(site.q)) is not None]
         return shapes[0][0], {shape[2] for shape in shapes}
-    inputs = [node for node in live if node.op == "placeholder" and not is_module_tensor(node)]
-    shapes = [shape for node in inputs if (shape := shape_of(node))]
-    return None, {dim for shape in shapes for dim in (shape[1:2] or shape)}
+    return None, token_sizes(live)
 
 
 def _named_attention(gm: GraphModule, node: Node) -> str | None:
@@ -122,7 +121,7 @@ def _couples_tokens(node: Node, batch: Dim | None, tokens: set[Dim]) -> str | No
 
 def _softmax_matmul(node: Node, tokens: set[Dim]) -> str | None:
     shape = shape_of(node)
-    if target_name(node) not in _SOFTMAX or not shape or len(shape) < 2 or node.op == "placeholder":
+    if target_name(node) not in SOFTMAX or not shape or len(shape) < 2 or node.op == "placeholder":
         return None
     seen, stack = {node}, [node]
     while stack:

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.prove_logits import LogitRule
-from kvpass.graphs.rewrite_attention import SITE, find_sites
+from kvpass.graphs.rewrite_attention import SITE
 
 SLOPES = "kvpass_slopes"
 """Key in the meta of a site whose logits grow with the position of the key, until ``fold_alibi`` has run."""
@@ -22,7 +22,7 @@ def emit_site(gm: GraphModule, call: Node, q: Node, k: Node, v: Node, rule: Logi
     """
     options: dict[str, Any] = {"sliding_window": rule.band.window, "softcap": rule.softcap}
     given = {name: value for name, value in options.items() if value is not None}
-    site = gm.graph.call_function(SITE, (q, k, v, rule.scale, len(find_sites(gm))), given)
+    site = gm.graph.call_function(SITE, (q, k, v, rule.scale), given)
     b, h, t, _ = recorded(q).shape
     example = recorded(q).new_empty(b, t, h, recorded(v).shape[3]).transpose(1, 2)
     site.meta = {"example_value": example, SLOPES: rule.band.slopes}

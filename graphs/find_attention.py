@@ -7,7 +7,7 @@ Before::
 
 After, when the mask is proved causal (the sub-graph of the mask is gone)::
 
-    out = kvpass.site(q, k, v, scale, layer)
+    out = kvpass.site(q, k, v, scale)
 """
 
 from __future__ import annotations
@@ -19,17 +19,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.emit_site import emit_site
 from kvpass.graphs.example_lengths import NotCausalError
-from kvpass.graphs.fx_utils import (
-    DataFlow,
-    Dim,
-    erase_dead_nodes,
-    module_path_of,
-    recorded,
-    shape_of,
-)
+from kvpass.graphs.fx_utils import DataFlow, Dim, erase_dead_nodes, recorded, refuse, shape_of
 from kvpass.graphs.prove_causal import Band, mask_part, prove_causal, settle
 from kvpass.graphs.prove_logits import LogitRule
 from kvpass.graphs.rewrite_attention import find_sites
@@ -70,7 +62,7 @@ def find_attention_pass(gm: GraphModule) -> int:
     if not raw:
         return 0
     if find_sites(gm):
-        raise _refuse(raw[0], "some attention calls of this graph are canonical sites and some are not")
+        raise refuse(raw[0], "some attention calls of this graph are canonical sites and some are not")
     flow = DataFlow(gm)
     proofs: dict[tuple[Any, ...], Band] = {}
     bands = [_check(gm, flow, node, proofs) for node in raw]
@@ -88,10 +80,6 @@ def _bind(node: Node) -> dict[str, Any]:
     return bound.arguments
 
 
-def _refuse(node: Node, reason: str) -> UnsupportedAttentionError:
-    return UnsupportedAttentionError(module_path_of(node), node.name, reason)
-
-
 def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, ...], Band]) -> Band:
     """What the mask of a call does that is proved causal self-attention.
 
@@ -104,18 +92,18 @@ def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, 
     heads = q[1]
     assert isinstance(heads, int)
     if call["dropout_p"] != 0.0:
-        raise _refuse(node, f"dropout_p={call['dropout_p']}; only 0.0 is possible in a compressed cache")
+        raise refuse(node, f"dropout_p={call['dropout_p']}; only 0.0 is possible in a compressed cache")
     if not (call["scale"] is None or isinstance(call["scale"], int | float)):
-        raise _refuse(node, f"scale is computed by node {call['scale']}, not a number")
+        raise refuse(node, f"scale is computed by node {call['scale']}, not a number")
     mask, is_causal = call["attn_mask"], call["is_causal"]
     if not isinstance(is_causal, bool):
-        raise _refuse(node, f"is_causal is computed by node {is_causal}, not a constant")
+        raise refuse(node, f"is_causal is computed by node {is_causal}, not a constant")
     if mask is None:
         if is_causal or q[2] == 1:
             return settle(Band(None), node, heads, q[2])
-        raise _refuse(node, "it is not causal: no mask and is_causal=False")
+        raise refuse(node, "it is not causal: no mask and is_causal=False")
     if is_causal:
-        raise _refuse(node, "both attn_mask and is_causal=True are given")
+        raise refuse(node, "both attn_mask and is_causal=True are given")
     try:
         part = mask_part(gm, flow, node, mask, call["query"])
         key = (mask, q, tuple(part.calls))
@@ -124,7 +112,7 @@ def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, 
         band = proofs[key]
         return settle(band, node, heads, q[2], part.tensors.values(), part.numbers())
     except NotCausalError as error:
-        raise _refuse(node, str(error)) from error
+        raise refuse(node, str(error)) from error
 
 
 def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -> tuple[Dim, ...]:
@@ -137,23 +125,23 @@ def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -
     for name, operand in (("query", query), ("key", key), ("value", value)):
         shape = shape_of(operand) if isinstance(operand, Node) else None
         if shape is None or len(shape) != 4:
-            raise _refuse(node, f"{name} has shape {shape}; [batch, heads, tokens, head_dim] is needed")
+            raise refuse(node, f"{name} has shape {shape}; [batch, heads, tokens, head_dim] is needed")
         shapes.append(shape)
     q, k, v = shapes
     if k[0] != q[0] or v[0] != q[0]:
-        raise _refuse(node, f"batch sizes differ: query {q}, key {k}, value {v}")
+        raise refuse(node, f"batch sizes differ: query {q}, key {k}, value {v}")
     if k[2] != q[2] or v[2] != q[2]:
-        raise _refuse(
+        raise refuse(
             node,
             f"{q[2]} queries read {k[2]} keys and {v[2]} values: a decoder with a cache of its own, or cross-attention",
         )
     if k[3] != q[3] or not isinstance(q[3], int):
-        raise _refuse(node, f"head dims of query {q[3]} and key {k[3]} must be equal and static")
+        raise refuse(node, f"head dims of query {q[3]} and key {k[3]} must be equal and static")
     heads, kv_heads = q[1], k[1]
     if not (isinstance(heads, int) and isinstance(kv_heads, int)) or v[1] != kv_heads or heads % kv_heads:
-        raise _refuse(node, f"{heads} query heads cannot share {kv_heads} key heads and {v[1]} value heads")
+        raise refuse(node, f"{heads} query heads cannot share {kv_heads} key heads and {v[1]} value heads")
     if kv_heads not in (1, heads) and enable_gqa is not True:
-        raise _refuse(node, f"{heads} query heads on {kv_heads} key heads without enable_gqa=True")
+        raise refuse(node, f"{heads} query heads on {kv_heads} key heads without enable_gqa=True")
     return q
 
 

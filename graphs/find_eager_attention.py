@@ -8,7 +8,7 @@ Before::
 
 After, when the logits are proved to be scaled products in a causal mask and the weights their softmax::
 
-    out = kvpass.site(q, k, v, scale, layer)
+    out = kvpass.site(q, k, v, scale)
 
 Structure proposes and evaluation proves: the products before and after a softmax are found by walking the graph, and
 what lies between them is evaluated (``prove_logits``), never recognised by its spelling.
@@ -24,19 +24,19 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.attention_operands import Heads, Product, heads_of, product_of
 from kvpass.graphs.emit_site import emit_site
 from kvpass.graphs.example_lengths import NotCausalError
 from kvpass.graphs.examples import concrete
 from kvpass.graphs.fx_utils import (
     MATMULS,
+    SOFTMAX,
     DataFlow,
     Dim,
     erase_dead_nodes,
     is_module_tensor,
-    module_path_of,
     recorded,
+    refuse,
     shape_of,
     target_name,
     token_sizes,
@@ -44,8 +44,6 @@ from kvpass.graphs.fx_utils import (
 )
 from kvpass.graphs.prove_causal import MaskPart, settle, starts_of
 from kvpass.graphs.prove_logits import LogitRule, prove_logits, snap
-
-_SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,10 @@ def find_eager_attention_pass(gm: GraphModule) -> int:
         UnsupportedAttentionError: two products around a softmax that are not proved causal self-attention.
     """
     split_baddbmm(gm)
-    tokens = token_sizes(gm)
+    tokens = token_sizes(gm.graph.nodes)
     found = 0
     proofs: dict[str, LogitRule] = {}
-    for softmax in [node for node in gm.graph.nodes if target_name(node) in _SOFTMAX]:
+    for softmax in [node for node in gm.graph.nodes if target_name(node) in SOFTMAX]:
         flow = DataFlow(gm)
         try:
             match = _match(gm, flow, softmax, tokens)
@@ -77,7 +75,7 @@ def find_eager_attention_pass(gm: GraphModule) -> int:
                 continue
             rule = _prove(gm, flow, match, proofs)
         except NotCausalError as error:
-            raise UnsupportedAttentionError(module_path_of(softmax), softmax.name, str(error)) from error
+            raise refuse(softmax, str(error)) from error
         _replace(gm, flow, match, rule)
         found += 1
     return found

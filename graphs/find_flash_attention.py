@@ -7,7 +7,7 @@ Before (``[B, T, H, D]``, whether the library's function is in the graph or, as 
 
 After::
 
-    out = kvpass.site(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, layer, left + 1).transpose(1, 2)
+    out = kvpass.site(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, left + 1).transpose(1, 2)
 
 Calls on packed sequences, of that library and of ``torch.nn.attention.varlen``, are refused.
 """
@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.emit_site import emit_site
 from kvpass.graphs.find_attention import check_heads
-from kvpass.graphs.fx_utils import module_path_of
+from kvpass.graphs.fx_utils import refuse
 from kvpass.graphs.insert_nodes import insert_method
 from kvpass.graphs.prove_causal import Band
 from kvpass.graphs.prove_logits import LogitRule
@@ -50,7 +49,7 @@ def find_flash_attention_pass(gm: GraphModule) -> int:
         name = _called(node)
         if _PACKED.fullmatch(name):
             reason = f"{name} attends over packed sequences, whose bounds are data; give it a batch of equal lengths"
-            raise UnsupportedAttentionError(module_path_of(node), node.name, reason)
+            raise refuse(node, reason)
         if _OPERATOR.fullmatch(name) or name == "flash_attn_func":
             _replace(gm, node, _arguments(node))
             found += 1
@@ -85,36 +84,33 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _replace(gm: GraphModule, node: Node, call: dict[str, Any]) -> None:
-    def refuse(reason: str) -> UnsupportedAttentionError:
-        return UnsupportedAttentionError(module_path_of(node), node.name, reason)
-
     operands = [call.pop(name) for name in ("q", "k", "v")]
     for name, value in call.items():
         if name not in _KNOWN and (name not in _UNUSED or (_UNUSED[name] is False and value)):
-            raise refuse(f"{name}={value} is not understood")
+            raise refuse(node, f"{name}={value} is not understood")
         if name == "alibi_slopes" and value is not None:
-            raise refuse("alibi_slopes add a bias to the logits")
+            raise refuse(node, "alibi_slopes add a bias to the logits")
     left, right = call.get("window_size", (call.get("window_size_left", -1), call.get("window_size_right", -1)))
     if not isinstance(left, int) or not isinstance(right, int):
-        raise refuse(f"window_size=({left}, {right}) is no pair of ints")
+        raise refuse(node, f"window_size=({left}, {right}) is no pair of ints")
     dropout, scale, softcap = call.get("dropout_p", 0.0), call.get("softmax_scale"), call.get("softcap", 0.0)
     if dropout != 0.0:
-        raise refuse(f"dropout_p={dropout}; only 0.0 is possible in a compressed cache")
+        raise refuse(node, f"dropout_p={dropout}; only 0.0 is possible in a compressed cache")
     if not (scale is None or isinstance(scale, int | float)) or not isinstance(softcap, int | float):
-        raise refuse("softmax_scale or softcap is computed in the graph, not a number")
+        raise refuse(node, "softmax_scale or softcap is computed in the graph, not a number")
     with gm.graph.inserting_before(node):
         q, k, v = (insert_method(gm, "transpose", operand, 1, 2) for operand in operands)
         shape = check_heads(node, q, k, v, True)
         if call.get("causal") is not True and shape[2] != 1:
-            raise refuse("it is not causal")
+            raise refuse(node, "it is not causal")
         scale = int(shape[3]) ** -0.5 if scale is None else float(scale)
         band = Band(None if left < 0 else left + 1)
         site = emit_site(gm, node, q, k, v, LogitRule(scale, float(softcap) or None, band))
         out = insert_method(gm, "transpose", site, 1, 2)
-    replace_output(gm, node, out, refuse)
+    replace_output(gm, node, out)
 
 
-def replace_output(gm: GraphModule, node: Node, out: Node, refuse: Any) -> None:
+def replace_output(gm: GraphModule, node: Node, out: Node) -> None:
     """Let ``out`` take the place of a call that returns its output alone, or first of a tuple whose rest is unused."""
     picks = [user for user in node.users if user.target is operator.getitem]
     if len(picks) != len(node.users):
@@ -123,6 +119,6 @@ def replace_output(gm: GraphModule, node: Node, out: Node, refuse: Any) -> None:
         if user.args[1] == 0:
             user.replace_all_uses_with(out)
         elif user.users:
-            raise refuse(f"{user.name} reads more of its result than the output")
+            raise refuse(node, f"{user.name} reads more of its result than the output")
         gm.graph.erase_node(user)
     gm.graph.erase_node(node)

@@ -6,7 +6,7 @@ Before (``score_mod`` and ``mask_mod`` are sub-graphs; the block mask is the tup
 
 After, when mask, blocks and scores together are proved causal::
 
-    out = kvpass.site(q, k, v, scale, layer)
+    out = kvpass.site(q, k, v, scale)
 
 Both functions and the tables of the blocks are evaluated on small examples; a table that is an input proves nothing.
 """
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.emit_site import emit_site
 from kvpass.graphs.example_lengths import NotCausalError, NotEvaluatedError, example_lengths, numbers_of
 from kvpass.graphs.examples import SizeMap, concrete, example_sizes
@@ -33,8 +32,8 @@ from kvpass.graphs.fx_utils import (
     Dim,
     erase_dead_nodes,
     is_scalar,
-    module_path_of,
     recorded,
+    refuse,
     shape_of,
     submodule_of,
     target_name,
@@ -62,7 +61,7 @@ def find_flex_attention_pass(gm: GraphModule) -> int:
                 raise NotCausalError("its scale is computed in the graph, not a number")
             rule = _Flex(gm, flow, node, call, shape).prove(float(call["scale"]))
         except NotCausalError as error:
-            raise UnsupportedAttentionError(module_path_of(node), node.name, str(error)) from error
+            raise refuse(node, str(error)) from error
         _replace(gm, flow, node, call, rule)
     return len(calls)
 
@@ -214,9 +213,5 @@ def _replace(gm: GraphModule, flow: DataFlow, node: Node, call: dict[str, Any], 
     between = flow.needed([part for part in node.all_input_nodes if part not in (q, k, v)])
     with gm.graph.inserting_before(node):
         site = emit_site(gm, node, q, k, v, replace(rule, scale=snap(rule.scale, int(recorded(q).shape[3]))))
-
-    def refuse(reason: str) -> UnsupportedAttentionError:
-        return UnsupportedAttentionError(module_path_of(node), node.name, reason)
-
-    replace_output(gm, node, site, refuse)
+    replace_output(gm, node, site)
     erase_dead_nodes(gm, between)

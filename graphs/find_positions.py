@@ -22,10 +22,10 @@ from kvpass.graphs.fx_utils import (
     Dim,
     is_module_tensor,
     is_scalar,
-    module_path_of,
     module_tensor,
     mutated_inputs,
     recorded,
+    refuse,
     shape_of,
     storage_of,
     symbols_of,
@@ -79,7 +79,7 @@ def refuse_positions(node: Node, origin: Node, why: str) -> UnsupportedAttention
         f"positions are made in the graph, by {origin.name} from the length of the input; against a cache they "
         f"would start at 0 again, and {why}. Pass positions in as an input of the decoder"
     )
-    return UnsupportedAttentionError(module_path_of(node), node.name, reason)
+    return refuse(node, reason)
 
 
 class Search:
@@ -279,7 +279,7 @@ def example_of(
         value = evaluate(gm, node, [source for source in sources if source not in known], known, sizes)
     except EvaluationError as error:
         reason = f"{node.name} depends on the token count and cannot be evaluated: {error}"
-        raise UnsupportedAttentionError(module_path_of(user), user.name, reason) from error
+        raise refuse(user, reason) from error
     return value
 
 

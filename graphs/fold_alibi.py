@@ -2,14 +2,14 @@
 
 Before (ALiBi: Press et al. 2022, "Train short, test long", section 3; found by the proof of the mask)::
 
-    out = kvpass.site(q, k, v, scale, layer)                # + slope[h] * position of the key
+    out = kvpass.site(q, k, v, scale)                # + slope[h] * position of the key
 
 After::
 
     order = arange(T)
     q = cat([q, slope / scale, slope / scale], -1)
     k = cat([k, order // 256 * 256, order % 256], -1)       # two columns: 16-bit keys hold neither part inexactly
-    out = kvpass.site(q, k, v, scale, layer)
+    out = kvpass.site(q, k, v, scale)
 
 An entry then carries its position, whatever is evicted around it. Only differences of positions count, since a softmax
 does not see what is added to all its logits: columns serve as positions, so left padding does no harm. ``order`` is

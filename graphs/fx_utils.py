@@ -39,6 +39,9 @@ _FILLED = {"full": 1, "new_full": 2, "full_like": 1}
 MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}
 """Names of products of two tensors."""
 
+SOFTMAX = {"softmax", "_softmax", "_safe_softmax", "Softmax"}
+"""Names of the softmax, as function, method, operator and module."""
+
 _SHAPE_OF_FIRST = re.compile(r"(new_(ones|zeros|full|empty)|(ones|zeros|full|empty|rand|randn)_like)")
 _SHAPE_OF_SECOND = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
 _INPLACE_OPERATORS = set("iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split())
@@ -303,9 +306,9 @@ def _erase_idle_vmap(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
-def token_sizes(gm: GraphModule) -> set[Dim]:
-    """Sizes that the inputs of the decoder have along the tokens: second axis, or the only one."""
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder" and not is_module_tensor(node)]
+def token_sizes(nodes: Iterable[Node]) -> set[Dim]:
+    """Sizes that inputs of the decoder have along the tokens: second axis, or the only one."""
+    inputs = [node for node in nodes if node.op == "placeholder" and not is_module_tensor(node)]
     return {dim for node in inputs if (shape := shape_of(node)) for dim in (shape[1:2] or shape)}
 
 

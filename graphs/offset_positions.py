@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.find_positions import Entry, Search, example_of, find_positions, refuse_positions
 from kvpass.graphs.fold_alibi import RELATIVE
@@ -35,9 +34,9 @@ from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
     dim_of,
-    module_path_of,
     mutated_inputs,
     recorded,
+    refuse,
     shape_of,
     storage_of,
     symbols_of,
@@ -99,7 +98,7 @@ def offset_positions_pass(gm: GraphModule, *, seen: Node) -> int:
         operands = node.all_input_nodes
         for index, refusal in node.meta.pop(_MARK):
             if refusal is not None:
-                raise UnsupportedAttentionError(module_path_of(node), node.name, refusal)
+                raise refuse(node, refusal)
             sources = flow.sources([operands[index]], before=node)
             key = (operands[index], *sources)
             if key not in done:

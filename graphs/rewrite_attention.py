@@ -2,7 +2,7 @@
 
 Before::
 
-    out = kvpass.site(q, k, v, scale, layer)
+    out = kvpass.site(q, k, v, scale)
 
 After, prefill (once per layer, and one ``pack`` at the end of the graph)::
 
@@ -35,7 +35,7 @@ import kvpass.ops  # noqa: F401 (registers the operators)
 from kvpass.config import Layout, SiteShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import example_value
-from kvpass.graphs.fx_utils import module_path_of
+from kvpass.graphs.fx_utils import module_path_of, refuse
 
 SITE = torch.ops.kvpass.site.default
 
@@ -57,16 +57,16 @@ class Site:
 
     @classmethod
     def of(cls, node: Node, layer: int) -> Site:
-        names = ["q", "k", "v", "scale", "layer", "sliding_window", "softcap", "sinks", "refusal"]
+        names = ["q", "k", "v", "scale", "sliding_window", "softcap", "sinks", "refusal"]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        return cls(node=node, **{**given, "layer": layer})  # type: ignore[arg-type]
+        return cls(node=node, layer=layer, **given)  # type: ignore[arg-type]
 
     @property
     def module_path(self) -> str:
         return module_path_of(self.node)
 
     def refuse(self, reason: str) -> UnsupportedAttentionError:
-        return UnsupportedAttentionError(self.module_path, self.node.name, reason)
+        return refuse(self.node, reason)
 
 
 def find_sites(gm: GraphModule) -> list[Site]:

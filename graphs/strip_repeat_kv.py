@@ -4,11 +4,11 @@ Before::
 
     rows = k[:, :, None].expand(B, K, G, T, D)      # or repeat_interleave(k, G, dim=1), or any other way
     k_repeated = rows.reshape(B, H, T, D)
-    out = kvpass.site(q, k_repeated, v_repeated, scale, layer)
+    out = kvpass.site(q, k_repeated, v_repeated, scale)
 
 After::
 
-    out = kvpass.site(q, k, v, scale, layer)
+    out = kvpass.site(q, k, v, scale)
 
 The repeat is recognised by evaluating it: query head h must read KV head h // G. A tensor repeated in any other order,
 or one for which this cannot be seen, stays as it is: right, but with a cache of H heads.

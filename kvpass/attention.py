@@ -98,8 +98,7 @@ def kvpass_attention(
     if is_causal is False:
         refusal = "the attention is not causal"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = getattr(module, "layer_idx", 0) or 0
-    out = torch.ops.kvpass.site.default(query, key, value, scale, layer, sliding_window, softcap, s_aux, refusal)
+    out = torch.ops.kvpass.site.default(query, key, value, scale, sliding_window, softcap, s_aux, refusal)
     return out.transpose(1, 2), None
 
 

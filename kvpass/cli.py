@@ -113,7 +113,7 @@ def bench(
     from kvpass.backend import check_compiler
     from kvpass.eval.bench import Bench, BenchSettings
     from kvpass.eval.bench_report import plot, tables
-    from kvpass.eval.policy_spec import parse_policies
+    from kvpass.eval.policy_spec import parse_policies, typed
 
     with _bad_values():
         for option, folder in (("json", json_path and json_path.absolute().parent), ("plots", plots)):
@@ -126,7 +126,7 @@ def bench(
                 dtype=dtype,
                 contexts=_numbers("contexts", contexts),
                 batches=_numbers("batches", batches),
-                budget=_budget(budget),
+                budget=typed(budget),
                 window=window,
                 policies=parse_policies(policies),
                 systems=None if systems is None else _names(systems),
@@ -184,7 +184,7 @@ def evaluate(
 ) -> None:
     """Score tasks under policies and budgets, sample by sample; an interrupted run goes on where it stopped."""
     from kvpass.backend import check_compiler
-    from kvpass.eval.policy_spec import parse_policies
+    from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.eval.records import rich_table
     from kvpass.eval.run import EvalSettings, Evaluation
 
@@ -194,7 +194,7 @@ def evaluate(
                 model=model,
                 tasks=_names(tasks),
                 policies=parse_policies(policies),
-                budgets=tuple(_budget(text) for text in _names(budgets)),
+                budgets=tuple(typed(text) for text in _names(budgets)),
                 scopes=_names(scope),
                 samples=samples,
                 length=length,
@@ -233,14 +233,14 @@ def curve(
     """Draw accuracy against budget for all policies on the built-in model, question-aware and question-agnostic."""
     from kvpass.backend import check_compiler
     from kvpass.eval.curve import BUDGETS, Curve, CurveSettings, default_policies
-    from kvpass.eval.policy_spec import parse_policies
+    from kvpass.eval.policy_spec import parse_policies, typed
 
     with _bad_values():
         checked = Curve(
             CurveSettings(
                 samples=samples,
                 length=length,
-                budgets=BUDGETS if budgets is None else tuple(_budget(text) for text in _names(budgets)),
+                budgets=BUDGETS if budgets is None else tuple(typed(text) for text in _names(budgets)),
                 policies=default_policies() if policies is None else parse_policies(policies),
                 scopes=_names(scope),
                 output=output,
@@ -290,7 +290,7 @@ def compress(
     """Compress a document into a file that 'kvpass ask' answers questions from."""
     from kvpass.backend import check_compiler
     from kvpass.documents import Document
-    from kvpass.eval.policy_spec import parse_policies
+    from kvpass.eval.policy_spec import parse_policies, typed
 
     with _bad_values():
         chosen = parse_policies(policy)
@@ -302,7 +302,7 @@ def compress(
             typer.get_text_stream("stdin").read() if str(document) == "-" else _text(document),
             model=model,
             policy=chosen[0].name,
-            budget=_budget(budget) if kvpass.POLICIES[chosen[0].name].needs_budget else None,
+            budget=typed(budget) if kvpass.POLICIES[chosen[0].name].needs_budget else None,
             window=window,
             options=dict(chosen[0].options),
             dtype=dtype,
@@ -367,13 +367,3 @@ def _text(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"document={str(path)!r}: {error}") from None
-
-
-def _budget(text: str) -> int | float | str:
-    """A budget as typed: an int, a float, or bytes left as text for the library to read."""
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text

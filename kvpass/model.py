@@ -311,7 +311,7 @@ def _call(
 
 
 def _compile_phase(model: Any, phase: Phase, logits_to_keep: int) -> Callable[..., Tensor]:
-    runtime: Runtime = model._kvpass
+    compiler = model._kvpass.compiler  # Dynamo keeps every backend for good: it must not keep the model
     original = types.MethodType(original_class(model).forward, model)
 
     def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ def _compile_phase(model: Any, phase: Phase, logits_to_keep: int) -> Callable[..
         ).logits
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        return runtime.compiler.compile(runtime.compiler.canonicalize(gm), example_inputs, phase)
+        return compiler.compile(compiler.canonicalize(gm), example_inputs, phase)
 
     # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
     return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)

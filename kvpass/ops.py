@@ -80,7 +80,6 @@ def _site(
     k: Tensor,
     v: Tensor,
     scale: float,
-    layer: int,
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -164,7 +163,7 @@ def _fake_nothing(*args: Any) -> None:
 
 
 _define(
-    "site(Tensor q, Tensor k, Tensor v, float scale, int layer, int? sliding_window=None, float? softcap=None, "
+    "site(Tensor q, Tensor k, Tensor v, float scale, int? sliding_window=None, float? softcap=None, "
     "Tensor? sinks=None, str? refusal=None) -> Tensor",
     _site,
     _fake_output,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch._guards import TracingContext
@@ -52,39 +54,47 @@ def step_logits(model, ids, new):
 
 
 class EveryPolicy:
-    """One capture of a model for all policies: phases are rewritten per policy from the same captured graphs."""
+    """One capture of a model for all policies and budgets: phases are rewritten per policy from the same graphs."""
 
-    def __init__(self, model, policies, budget=UNLIMITED):
-        self.policy, self.budget = None, budget
+    def __init__(self, model, policies):
+        self.policy, self.budget = None, None
 
         def step(input_ids, position_ids):
             return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
 
         def backend(gm, example_inputs):
-            captured = {name: self.raw(gm, example_inputs, name) for name in policies}
-            return lambda *inputs: captured[self.policy](*inputs)
+            captured = RawModule(gm, example_inputs, None, self.compiler(policies[0]), TracingContext.get())
+            modules = {}
+
+            def run(*inputs):
+                key = (self.policy, self.budget)
+                if key not in modules:
+                    modules[key] = copy.copy(captured)
+                    modules[key].compiler, modules[key].callables = self.compiler(self.policy), {}
+                    needed = modules[key].compiler.policy.needs_budget
+                    modules[key].budget = Budget.parse(self.budget) if needed else None
+                return modules[key](*inputs)
+
+            return run
 
         torch._dynamo.reset()
         self.model = kvpass.compile(model, budget=UNLIMITED)
         self.model.__class__ = type(model)
         self.step = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
 
-    def raw(self, gm, example_inputs, name):
-        policy = resolve(name, window=8, **OPTIONS.get(name, {}))
-        compiler = PhaseCompiler(policy=policy, compiler="eager")
-        budget = Budget.parse(self.budget) if policy.needs_budget else None
-        return RawModule(gm, example_inputs, budget, compiler, TracingContext.get())
+    def compiler(self, name):
+        return PhaseCompiler(policy=resolve(name, window=8, **OPTIONS.get(name, {})), compiler="eager")
 
     @torch.no_grad()
-    def run(self, policy, pieces, mask):
+    def run(self, policy, budget, pieces, mask):
         """Logits of prompt and further pieces, and the cache."""
-        self.policy = policy
+        self.policy, self.budget = policy, budget
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         logits, seen = [], 0
         with kvpass.session(mask[:, : pieces[0].shape[1]]) as session:
             for piece in pieces:
                 end = seen + piece.shape[1]
-                logits.append(self.step(piece, positions[:, seen:end].contiguous()))
+                logits.append(self.step(piece.contiguous(), positions[:, seen:end].contiguous()))
                 seen = end
         return torch.cat(logits, 1), session.cache
 
@@ -106,18 +116,39 @@ def test_contract_1_unlimited_budget_is_identity_in_every_family(family):
 
 
 @pytest.mark.parametrize(("family", "policies"), [*SOME.items(), *EXHAUSTIVE])
-def test_contract_1_unlimited_budget_is_identity_under_every_policy(family, policies):
+def test_contracts_1_and_4_identity_and_padded_rows_as_alone_under_every_policy(family, policies):
     model = tiny_model(family)
     every = EveryPolicy(model, policies)
-    ids, new = random_ids(2, PROMPT, seed=1), random_ids(2, 7, seed=2)
-    with torch.no_grad():
-        expected = model(torch.cat([ids, new], 1)).logits
     for policy in policies:
-        pieces = [ids, *new[:, :3].split(1, 1), new[:, 3:]]
-        logits, cache = every.run(policy, [piece.contiguous() for piece in pieces], torch.ones(2, PROMPT + 7).long())
-        assert_close(f"{family}, {policy}", logits, expected, atol=1e-4)
-        assert cache.policy.name == policy
-        assert all(int(store.lengths.min()) == PROMPT + 7 for store in cache.stores)
+        assert_identical_without_a_limit(model, every, policy)
+        assert_padded_rows_equal_alone(every, policy)
+
+
+def assert_identical_without_a_limit(model, every, policy):
+    ids, new = random_ids(3, PROMPT, seed=1), random_ids(3, 7, seed=2)
+    pieces = [ids, *new[:, :3].split(1, 1), new[:, 3:]]
+    logits, cache = every.run(policy, UNLIMITED, pieces, torch.ones(3, PROMPT + 7).long())
+    with torch.no_grad():
+        assert_close(policy, logits, model(torch.cat([ids, new], 1)).logits, atol=1e-4)
+    assert cache.policy.name == policy
+    assert all(int(store.lengths.min()) == PROMPT + 7 for store in cache.stores)
+
+
+def assert_padded_rows_equal_alone(every, policy):
+    prompts = [random_ids(1, n, seed=n)[0] for n in (PROMPT, 37, 10)]
+    new = random_ids(3, 4, seed=1)
+    ids, mask = left_pad(prompts)
+    width = ids.shape[1]
+    logits, cache = every.run(policy, 16, [ids, *new.split(1, 1)], torch.cat([mask, torch.ones_like(new)], 1))
+    for row, prompt in enumerate(prompts):
+        n = prompt.numel()
+        pieces = [prompt[None], *new[row : row + 1].split(1, 1)]
+        expected, alone = every.run(policy, 16, pieces, torch.ones(1, n + 4).long())
+        label = f"{policy}, row {row}"
+        assert_close(label, logits[row, width - n :], expected[0], atol=1e-4)
+        kept = kept_columns(cache, width + 4)[row]
+        assert torch.equal(kept[..., width - n :], kept_columns(alone, n + 4)[0]), f"{label} keeps other entries"
+        assert not kept[..., : width - n].any(), f"{label} keeps padding"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -175,27 +206,6 @@ def test_contract_2_nbytes_does_not_grow_with_the_prompt(family):
     cache, bigger = (fast(random_ids(2, tokens)).past_key_values for tokens in (PROMPT, 2000))
     full = 2 * PROMPT * cache.geometry.layers * cache.geometry.kv_heads * cache.geometry.entry_bytes
     assert bigger.nbytes == cache.nbytes < full * 2000 / PROMPT
-
-
-@pytest.mark.parametrize(("family", "policies"), [*SOME.items(), *EXHAUSTIVE])
-def test_contract_4_padded_rows_keep_what_they_keep_alone_under_every_policy(family, policies):
-    every = EveryPolicy(tiny_model(family), policies, budget=16)
-    prompts = [random_ids(1, n, seed=n)[0] for n in (PROMPT, 37, 10)]
-    new = random_ids(3, 4, seed=1)
-    ids, mask = left_pad(prompts)
-    mask = torch.cat([mask, torch.ones_like(new)], 1)
-    width = ids.shape[1]
-    for policy in policies:
-        logits, cache = every.run(policy, [ids, *(token.contiguous() for token in new.split(1, 1))], mask)
-        for row, prompt in enumerate(prompts):
-            n = prompt.numel()
-            pieces = [prompt[None], *(token.contiguous() for token in new[row : row + 1].split(1, 1))]
-            expected, alone = every.run(policy, pieces, torch.ones(1, n + 4).long())
-            label = f"{family}, {policy}, row {row}"
-            assert_close(label, logits[row, width - n :], expected[0], atol=1e-4)
-            kept = kept_columns(cache, width + 4)[row]
-            assert torch.equal(kept[..., width - n :], kept_columns(alone, n + 4)[0]), f"{label} keeps other entries"
-            assert not kept[..., : width - n].any(), f"{label} keeps padding"
 
 
 def test_contract_4_padding_invariance_compiled():

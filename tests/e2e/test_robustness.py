@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -380,3 +382,14 @@ def test_a_compiled_model_is_no_assistant_either():
     model, fast = compiled()
     with pytest.raises(NotImplementedError, match="assisted generation is not supported"):
         greedy(model, random_ids(1, 40), assistant_model=fast)
+
+
+def test_a_compiled_model_that_nobody_holds_is_freed():
+    model = tiny_model("llama")
+    fast = kvpass.compile(model, budget=20, window=8, backend="eager")
+    cache = fast(random_ids(1, 30)).past_key_values
+    fast(random_ids(1, 1), past_key_values=cache)
+    known = weakref.ref(fast), weakref.ref(cache)
+    del fast, cache
+    gc.collect()
+    assert [held() for held in known] == [None, None]
