@@ -56,7 +56,7 @@ def decode_state(b=2, layers=2, k=2, d=8, dv=8, used=5, capacity=9, seed=1):
 
 def test_opcheck_site_and_observe_attention():
     q, k, v = qkv()
-    torch.library.opcheck(OPS.site.default, (q, k, v, SCALE, 0))
+    torch.library.opcheck(OPS.site.default, (q, k, v, SCALE))
     spec = resolve("lava", window=8).spec
     args = (q, k, v, torch.tensor([0, 3]), SCALE, 0, 2, spec)
     torch.library.opcheck(OPS.observe_attention.default, args)
@@ -268,4 +268,4 @@ def test_a_full_pool_raises_instead_of_dropping_entries():
 def test_site_equals_sdpa_with_grouped_heads():
     q, k, v = qkv()
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
-    assert_close("site", OPS.site.default(q, k, v, SCALE, 0), expected, atol=1e-5)
+    assert_close("site", OPS.site.default(q, k, v, SCALE), expected, atol=1e-5)
