@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +66,12 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
 
 
 def typed(text: str) -> Any:
-    """What a text means as a Python literal (a number, a truth value, None), else the text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    """A number, a truth value or None as Python writes them, else the text."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
