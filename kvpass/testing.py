@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,10 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+import kvpass
 from kvpass.api import copy_structure
 from kvpass.cache import CompressedCache
+from kvpass.policies import POLICIES
 
 VOCABULARY = 128
 
@@ -153,6 +156,27 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def compiled_once(
+    family: str = "llama", *, budget: int | float | str | None, layers: int | None = None, **options: Any
+) -> tuple[PreTrainedModel, Any]:
+    """A tiny model and its compiled copy, shared by all tests that change nothing of it but the budget.
+
+    Args:
+        layers: of the model, if not as many as :data:`FAMILIES` has. options: of ``kvpass.compile``.
+    """
+    model, fast = _compiled_once(family, layers, tuple(sorted(options.items())))
+    fast.set_budget(budget)
+    return model, fast
+
+
+@functools.lru_cache(maxsize=24)
+def _compiled_once(family: str, layers: int | None, options: tuple[tuple[str, Any], ...]) -> Any:
+    changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
+    model, given = tiny_model(family, **changes), dict(options)
+    needed = POLICIES[given.get("policy", "lava")].needs_budget
+    return model, kvpass.compile(model, budget=1.0 if needed else None, **given)
 
 
 def random_ids(rows: int, tokens: int, *, seed: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import kvpass
 from kvpass import evict, reference
 from kvpass.plan import plan
-from kvpass.testing import assert_close, kept_columns, left_pad, random_ids, tiny_model
+from kvpass.testing import assert_close, compiled_once, kept_columns, left_pad, random_ids, tiny_model
 
 RULES = {
     "cake": {"tau1": 1.6, "tau2": 0.4, "window": 6},
@@ -18,6 +18,11 @@ RULES = {
     "vatp": {"window": 6, "indicator": "h2o", "sinks": 2},
 }
 BUDGET, STEPS = 16, 24
+
+
+def compiled(**options):
+    """A compiled model that is shared with other tests."""
+    return compiled_once("llama", **options)[1]
 
 
 def kept(cache, columns):
@@ -49,7 +54,7 @@ def recording(monkeypatch):
 def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, policy, tokens, parity):
     options = {**RULES[policy], "parity": parity}
     calls = recording(monkeypatch)
-    fast = kvpass.compile(tiny_model("llama"), policy=policy, budget=BUDGET, backend="eager", **options)
+    fast = compiled(policy=policy, budget=BUDGET, backend="eager", **options)
     cache = fast(random_ids(1, tokens), logits_to_keep=1).past_key_values
     first = kept(cache, tokens)
     steps = []
@@ -72,7 +77,7 @@ def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, polic
 def test_a_compiled_prefill_keeps_what_plan_says(monkeypatch, policy, parity):
     calls = recording(monkeypatch)
     options = {"window": 8, "parity": parity}
-    fast = kvpass.compile(tiny_model("llama"), policy=policy, budget=BUDGET, backend="eager", **options)
+    fast = compiled(policy=policy, budget=BUDGET, backend="eager", **options)
     cache = fast(random_ids(2, 50), logits_to_keep=1).past_key_values
     q, k, v = (torch.stack([call[i] for call in calls]) for i in range(3))
     expected = plan(policy, q, k, v, budget=BUDGET, **options)
@@ -97,7 +102,7 @@ def test_the_cache_keeps_its_size_for_any_output_length(backend):
 
 @pytest.mark.parametrize("policy", list(RULES))
 def test_several_tokens_at_once_evict_as_one_after_another(policy):
-    fast = kvpass.compile(tiny_model("llama"), policy=policy, budget=BUDGET, backend="eager", **RULES[policy])
+    fast = compiled(policy=policy, budget=BUDGET, backend="eager", **RULES[policy])
     ids, new = random_ids(2, 40), random_ids(2, 7, seed=1)
     together, single = fast(ids).past_key_values, fast(ids).past_key_values
     logits = fast(new, past_key_values=together).logits
@@ -108,7 +113,7 @@ def test_several_tokens_at_once_evict_as_one_after_another(policy):
 
 @pytest.mark.parametrize("policy", list(RULES))
 def test_rows_of_a_padded_batch_evict_as_they_do_alone(policy):
-    fast = kvpass.compile(tiny_model("llama"), policy=policy, budget=BUDGET, backend="eager", **RULES[policy])
+    fast = compiled(policy=policy, budget=BUDGET, backend="eager", **RULES[policy])
     prompts = [random_ids(1, n, seed=n)[0] for n in (40, 21, 9)]
     new = random_ids(3, 20, seed=1)
     ids, mask = left_pad(prompts)
@@ -128,7 +133,7 @@ def test_rows_of_a_padded_batch_evict_as_they_do_alone(policy):
 
 def test_eviction_while_decoding_can_be_turned_off():
     options = {**RULES["h2o"], "evict_during_decode": False}
-    fast = kvpass.compile(tiny_model("llama"), policy="h2o", budget=BUDGET, backend="eager", **options)
+    fast = compiled(policy="h2o", budget=BUDGET, backend="eager", **options)
     cache = fast(random_ids(1, 40)).past_key_values
     for step in range(10):
         fast(random_ids(1, 1, seed=step), past_key_values=cache)
@@ -136,7 +141,7 @@ def test_eviction_while_decoding_can_be_turned_off():
 
 
 def test_an_evicting_cache_can_be_cloned_reordered_and_reset():
-    fast = kvpass.compile(tiny_model("llama"), policy="h2o", budget=BUDGET, window=6, backend="eager")
+    fast = compiled(policy="h2o", budget=BUDGET, window=6, backend="eager")
     ids, token = random_ids(2, 40), random_ids(2, 1, seed=3)
     cache = fast(ids).past_key_values
     twin = cache.clone()

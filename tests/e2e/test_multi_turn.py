@@ -12,7 +12,16 @@ from kvpass.observation import Observation
 from kvpass.policies import resolve
 from kvpass.recompress import NOT_DUE, fill_shares, observe_held, select_held
 from kvpass.store import Store
-from kvpass.testing import MaskedOracle, Transcript, assert_close, kept_columns, left_pad, random_ids, tiny_model
+from kvpass.testing import (
+    MaskedOracle,
+    Transcript,
+    assert_close,
+    compiled_once,
+    kept_columns,
+    left_pad,
+    random_ids,
+    tiny_model,
+)
 
 WINDOW, BUDGET = 8, 20
 LIKE_A_PROMPT = {
@@ -32,9 +41,8 @@ LIKE_A_PROMPT = {
 
 
 def compiled(family="llama", policy="lava", **options):
-    model = tiny_model(family)
-    given_options = {"budget": BUDGET, "window": WINDOW, "backend": "eager", **options}
-    return model, kvpass.compile(model, policy=policy, **given_options)
+    """A model and its compiled copy, both shared with other tests."""
+    return compiled_once(family, policy=policy, **{"budget": BUDGET, "window": WINDOW, "backend": "eager", **options})
 
 
 def shapes(model):
@@ -176,9 +184,9 @@ def test_a_prompt_below_its_budget_grows_to_it_and_a_tiny_fraction_budget_is_hel
     for tokens, expected in ((5, 8), (12, 20), (2, 20), (50, 20)):
         fast(random_ids(1, tokens, seed=tokens), past_key_values=cache)
         assert cache.lengths.unique().tolist() == [expected] or int(cache.lengths.sum()) == 6 * expected
-    _, fraction = compiled(recompress="every_turn", budget=1.0)
-    cache = fraction(random_ids(1, 5)).past_key_values
-    fraction(random_ids(1, 20), past_key_values=cache)
+    fast.set_budget(1.0)
+    cache = fast(random_ids(1, 5)).past_key_values
+    fast(random_ids(1, 20), past_key_values=cache)
     assert int(cache.lengths.sum()) == 6 * 5, "the whole of 5 tokens is a budget below the window"
 
 
@@ -264,7 +272,7 @@ def test_a_turn_that_is_never_compressed_does_not_look_at_lengths(monkeypatch):
 )
 def test_what_cannot_be_compressed_again_is_refused_when_compiling(options, message):
     with pytest.raises(ValueError, match=message):
-        compiled(**{"recompress": "every_turn", **options})
+        kvpass.compile(tiny_model("llama"), **{"budget": BUDGET, "recompress": "every_turn", **options})
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------

@@ -12,15 +12,19 @@ from transformers import AutoModelForCausalLM
 
 import kvpass
 from kvpass.backend import PhaseCompiler
-from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
+from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
 
 NEW = 6
-LAYERS = {"num_hidden_layers": 2}
+OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
 
 
-def compiled(family="llama", model=None, **options):
-    model = model or tiny_model(family, **LAYERS)
-    return model, kvpass.compile(model, **{"budget": 20, "window": 8, "backend": "eager", **options})
+def compiled(family="llama", **options):
+    """A model and its compiled copy, both shared with other tests."""
+    return compiled_once(family, layers=2 if family == "llama" else None, **OPTIONS | options)
+
+
+def compile_anew(model=None, **options):
+    return kvpass.compile(model or tiny_model("llama", num_hidden_layers=2), **OPTIONS | options)
 
 
 def greedy(model, ids, **options):
@@ -33,11 +37,10 @@ def greedy(model, ids, **options):
 @pytest.mark.parametrize(("family", "policy"), [("llama", "lava"), ("gemma3", "h2o")])
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
 def test_threads_on_one_compiled_model_do_not_mix_caches(family, policy, warm):
-    model = tiny_model(family)
+    model, alone = compiled(family, policy=policy)
     prompts = [random_ids(1, 40 + 7 * i, seed=i) for i in range(3)]
-    _, alone = compiled(model=model, policy=policy)
     expected = [greedy(alone, ids) for ids in prompts]
-    _, fast = compiled(model=model, policy=policy)
+    fast = compile_anew(model, policy=policy)
     if warm:
         greedy(fast, prompts[0])
     results: dict[int, list[torch.Tensor]] = {i: [] for i in range(3)}
@@ -132,14 +135,13 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch
 
 
 def test_an_interrupt_while_compiling_leaves_the_model_usable(monkeypatch):
-    _, fast = compiled()
+    fast = compile_anew()
     ids = random_ids(1, 50)
     with monkeypatch.context() as patch:
         Interrupt(patch, (PhaseCompiler, "compile"), 1)
         with pytest.raises(KeyboardInterrupt):
             fast(ids)
-    _, fresh = compiled(model=None)
-    assert torch.equal(greedy(fast, ids), greedy(fresh, ids))
+    assert torch.equal(greedy(fast, ids), greedy(compiled()[1], ids))
 
 
 @pytest.mark.parametrize("recompress", ["never", "every_turn"])
@@ -203,7 +205,7 @@ def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatc
 def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_path, family, policy):
     from kvpass import evict, sliding
 
-    _, fast = compiled(family, tiny_model(family), policy=policy)
+    _, fast = compiled(family, policy=policy)
     ids, token = random_ids(1, 50), random_ids(1, 1, seed=1)
     cache, other = fast(ids).past_key_values, fast(ids).past_key_values
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
@@ -239,11 +241,11 @@ def test_prompts_of_any_length_with_a_budget_above_them(policy, tokens):
 def test_a_model_of_one_layer(policy):
     model = tiny_model("llama", num_hidden_layers=1)
     options = {"tau1": 1.0, "tau2": 1.0} if policy == "cake" else {}
-    _, full = compiled(model=model, policy=policy, budget=100, **options)
+    fast = compile_anew(model, policy=policy, budget=100, **options)
     ids = random_ids(2, 40)
-    assert torch.equal(greedy(full, ids), greedy(model, ids))
-    _, tight = compiled(model=model, policy=policy, **options)
-    assert int(tight(ids).past_key_values.lengths.sum()) == 2 * 2 * 20
+    assert torch.equal(greedy(fast, ids), greedy(model, ids))
+    fast.set_budget(20)
+    assert int(fast(ids).past_key_values.lengths.sum()) == 2 * 2 * 20
 
 
 def test_the_tail_grows_as_far_as_it_must():
@@ -264,8 +266,8 @@ def test_the_tail_grows_as_far_as_it_must():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("policy", ["lava", "h2o"])
 def test_16_bit_models_keep_16_bit_caches_and_say_the_same(dtype, policy):
-    model = tiny_model("llama", dtype=dtype, **LAYERS)
-    _, fast = compiled(model=model, policy=policy, budget=64)
+    model = tiny_model("llama", dtype=dtype, num_hidden_layers=2)
+    fast = compile_anew(model, policy=policy, budget=64)
     ids, new = random_ids(2, 40), random_ids(2, 5, seed=1)
     with torch.no_grad():
         expected = model(torch.cat([ids, new], 1)).logits
@@ -274,18 +276,17 @@ def test_16_bit_models_keep_16_bit_caches_and_say_the_same(dtype, policy):
     assert logits.dtype == dtype == cache.stores[0].pool_k.dtype == cache.stores[0].tail_v.dtype
     tolerance = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
     assert_close("logits", logits.float(), expected[:, 40:].float(), atol=tolerance)
-    _, tight = compiled(model=model, policy=policy)
-    kept = tight(ids).past_key_values
-    assert int(kept.lengths.sum()) == 2 * 2 * 2 * 20 and bool(
-        torch.isfinite(tight(new, past_key_values=kept).logits).all()
-    )
+    fast.set_budget(20)
+    kept = fast(ids).past_key_values
+    assert int(kept.lengths.sum()) == 2 * 2 * 2 * 20
+    assert bool(torch.isfinite(fast(new, past_key_values=kept).logits).all())
 
 
 @pytest.mark.parametrize("policy", ["lava", "h2o"])
 def test_the_default_dtype_of_the_process_changes_nothing(policy):
     found = []
     for default in (torch.float32, torch.bfloat16):
-        _, fast = compiled(policy=policy)
+        fast = compile_anew(policy=policy)
         torch.set_default_dtype(default)
         try:
             cache = fast(random_ids(1, 50)).past_key_values
@@ -300,7 +301,7 @@ def test_the_default_dtype_of_the_process_changes_nothing(policy):
 @pytest.mark.parametrize("policy", ["lava", "h2o"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_any_grad_mode_and_changes_between_them(mode, policy):
-    _, fast = compiled("gemma3", tiny_model("gemma3"), policy=policy)
+    _, fast = compiled("gemma3", policy=policy)
     ids = random_ids(2, 40)
     expected = greedy(fast, ids)
     beams = greedy(fast, ids, num_beams=2)
@@ -317,16 +318,15 @@ def test_any_grad_mode_and_changes_between_them(mode, policy):
 
 
 def test_a_state_dict_goes_round():
-    model, fast = compiled()
-    other = tiny_model("llama", seed=1, **LAYERS)
+    model, other = (tiny_model("llama", seed=seed, num_hidden_layers=2) for seed in range(2))
+    fast = compile_anew(model)
     ids = random_ids(1, 40)
     before = greedy(fast, ids)
     assert fast.state_dict().keys() == model.state_dict().keys()
     saved = {name: tensor.clone() for name, tensor in fast.state_dict().items()}
     fast.load_state_dict(other.state_dict())
-    _, fresh = compiled(model=other)
     changed = greedy(fast, ids)
-    assert torch.equal(changed, greedy(fresh, ids)) and not torch.equal(changed, before)
+    assert torch.equal(changed, greedy(compile_anew(other), ids)) and not torch.equal(changed, before)
     fast.load_state_dict(saved)
     assert torch.equal(greedy(fast, ids), before)
 
@@ -337,9 +337,8 @@ def test_a_model_loaded_with_a_device_map(tmp_path):
     model.save_pretrained(tmp_path)
     mapped = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu").eval()
     mapped.generation_config.eos_token_id = None
-    _, again = compiled(model=mapped)
     ids = random_ids(2, 40)
-    assert torch.equal(greedy(again, ids), greedy(fast, ids))
+    assert torch.equal(greedy(compile_anew(mapped), ids), greedy(fast, ids))
 
 
 # -- every kind of generation -----------------------------------------------------------------------------------------
@@ -357,7 +356,7 @@ def test_a_model_loaded_with_a_device_map(tmp_path):
     ids=str,
 )
 def test_beams_and_several_sequences_equal_the_uncompressed_model(policy, options):
-    model, fast = compiled("gemma3", tiny_model("gemma3"), policy=policy, budget=100)
+    model, fast = compiled("gemma3", policy=policy, budget=100)
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (33, 20)])
     results = []
     for subject in (model, fast):
@@ -385,8 +384,7 @@ def test_a_compiled_model_is_no_assistant_either():
 
 
 def test_a_compiled_model_that_nobody_holds_is_freed():
-    model = tiny_model("llama")
-    fast = kvpass.compile(model, budget=20, window=8, backend="eager")
+    fast = compile_anew(tiny_model("llama"))
     cache = fast(random_ids(1, 30)).past_key_values
     fast(random_ids(1, 1), past_key_values=cache)
     known = weakref.ref(fast), weakref.ref(cache)
