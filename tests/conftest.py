@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is imported
@@ -30,6 +32,14 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 # Machines differ and are shared, so no example has a time limit; everybody gets the same examples.
 hypothesis.settings.register_profile("kvpass", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("kvpass")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage() -> Iterator[None]:
+    """What a module leaves for good (Dynamo's caches, libraries, shared models) is not searched for garbage again."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

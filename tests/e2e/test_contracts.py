@@ -21,7 +21,7 @@ POLICIES = sorted(kvpass.POLICIES)
 PROMPT, NEW = 61, 12
 SOME = {family: ["lava", *POLICIES[i::7]] if i < 7 else ["lava"] for i, family in enumerate(FAMILIES)}
 """Policies tried on each family: all on some family, and all on every family under ``-m exhaustive``."""
-COMPILED = {"llama", "gpt2", "mixtral", "gemma3", "gpt_oss", "bloom"}
+COMPILED = {"llama", "gemma3", "gpt_oss"}
 """Families that Inductor compiles in every run; all of them under ``-m exhaustive``."""
 MASKED = ["llama", "gpt_neox", "gemma2", "gpt_oss"]
 """Families compared with the masked oracle in every run."""
@@ -139,10 +139,11 @@ def assert_padded_rows_equal_alone(every, policy):
     new = random_ids(3, 4, seed=1)
     ids, mask = left_pad(prompts)
     width = ids.shape[1]
-    logits, cache = every.run(policy, 16, [ids, *new.split(1, 1)], torch.cat([mask, torch.ones_like(new)], 1))
+    pieces = [ids, *new.split(1, 1)]
+    logits, cache = every.run(policy, 16, pieces, torch.cat([mask, torch.ones_like(new)], 1))
     for row, prompt in enumerate(prompts):
         n = prompt.numel()
-        pieces = [prompt[None], *new[row : row + 1].split(1, 1)]
+        pieces = [prompt[None], *new[row : row + 1].split(2, 1)]  # two at a time: no capture of one token
         expected, alone = every.run(policy, 16, pieces, torch.ones(1, n + 4).long())
         label = f"{policy}, row {row}"
         assert_close(label, logits[row, width - n :], expected[0], atol=1e-4)
@@ -151,7 +152,7 @@ def assert_padded_rows_equal_alone(every, policy):
         assert not kept[..., : width - n].any(), f"{label} keeps padding"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
 def test_contract_1_identity_in_bf16(family):
     model, fast = compiled(family, backend="inductor", dtype=torch.bfloat16)
     ids, new = random_ids(2, PROMPT, seed=1), random_ids(2, 7, seed=2)

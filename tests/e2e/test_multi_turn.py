@@ -95,19 +95,19 @@ def test_generate_twice_appends_and_equals_the_masked_model(family, whole):
 def test_a_turn_is_judged_like_a_prompt_when_nothing_was_lost_before(policy):
     """A first prompt below the budget is kept whole, so that turn and prompt together are just one prompt."""
     options = LIKE_A_PROMPT[policy]
-    _, again = compiled(policy=policy, recompress="every_turn", budget=30, **options)
-    _, once = compiled(policy=policy, budget=30, **options)
+    _, fast = compiled(policy=policy, recompress="every_turn", budget=30, **options)
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (50, 47)])
-    cache = again(ids[:, :28], attention_mask=mask[:, :28]).past_key_values
-    again(ids[:, 28:], past_key_values=cache)
-    expected = once(ids, attention_mask=mask).past_key_values
+    cache = fast(ids[:, :28], attention_mask=mask[:, :28]).past_key_values
+    fast(ids[:, 28:], past_key_values=cache)
+    report = fast.report()
+    expected = fast(ids, attention_mask=mask).past_key_values
+    prompt_report = fast.report()
     assert torch.equal(cache.lengths, expected.lengths)
     assert torch.equal(cache.positions, expected.positions)
-    report, prompt_report = again.report(), once.report()
     assert_close("mass", report.attention_mass, prompt_report.attention_mass, atol=1e-5)
     assert torch.equal(report.lengths, prompt_report.lengths)
     token = random_ids(2, 1, seed=3)
-    logits = [fast(token, past_key_values=held).logits for fast, held in ((again, cache), (once, expected))]
+    logits = [fast(token, past_key_values=held).logits for held in (cache, expected)]
     assert_close("logits", *logits, atol=1e-5)
 
 
@@ -272,7 +272,9 @@ def test_a_turn_that_is_never_compressed_does_not_look_at_lengths(monkeypatch):
 )
 def test_what_cannot_be_compressed_again_is_refused_when_compiling(options, message):
     with pytest.raises(ValueError, match=message):
-        kvpass.compile(tiny_model("llama"), **{"budget": BUDGET, "recompress": "every_turn", **options})
+        kvpass.compile(
+            tiny_model("llama"), **{"budget": BUDGET, "window": WINDOW, "recompress": "every_turn", **options}
+        )
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
