@@ -120,7 +120,7 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     out = tmp_path / "out.json"
     result = invoke(
         "bench", "--model", micro, "--contexts", "96,64", "--budget", 24, "--window", 8, "--policies", "lava",
-        "--systems", "hf-eager,full", "--new-tokens", 4, "--repeats", 2, "--backend", "eager",
+        "--systems", "hf-eager,hf-static,full", "--new-tokens", 4, "--repeats", 2, "--backend", "eager",
         "--json", out, "--plots", tmp_path,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -136,7 +136,7 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     entry_bytes = 2 * 8 * 4
     assert run["budget"] == {"entries": 24, "bytes": 24 * 2 * 2 * entry_bytes}
     systems = {record["name"]: record for record in run["systems"]}
-    assert list(systems) == ["hf-eager", "lava", "full"]
+    assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
     for record in systems.values():
         assert len(record["prefill_s"]["all"]) == 2
         assert [len(steps) for steps in record["decode_ms"]["all"]] == [4, 4]
@@ -154,10 +154,13 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     assert systems["hf-eager"]["scoring"] is None
     assert 0 < systems["lava"]["scoring"]["share"] < 1
     assert systems["hf-eager"]["cache_bytes"] == 100 * 2 * 2 * entry_bytes
-    assert [systems[name]["attended_bytes"] for name in ("hf-eager", "full")] == [100 * 2 * 2 * entry_bytes] * 2
+    assert [systems[name]["attended_bytes"] for name in ("hf-eager", "hf-static", "full")] == [
+        100 * 2 * 2 * entry_bytes
+    ] * 3
     assert systems["lava"]["attended_bytes"] == (24 + 4) * 2 * 2 * entry_bytes
     assert systems["full"]["cache_bytes"] >= systems["hf-eager"]["cache_bytes"]
     assert systems["lava"]["cache_bytes"] < systems["full"]["cache_bytes"]
+    assert systems["hf-static"]["same_tokens_as_hf_eager"]
     assert systems["full"]["same_tokens_as_hf_eager"]
     assert systems["lava"]["decode_speedup"]["hf-eager"] == pytest.approx(
         systems["hf-eager"]["decode_ms"]["median"] / systems["lava"]["decode_ms"]["median"]
