@@ -43,7 +43,7 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
     """
     for site in find_sites(gm):
         if site.node.meta.get(SLOPES) is not None:
-            raise site.refuse("its logits grow with the position of the key, and nothing has folded that")
+            raise refuse(site.node, "its logits grow with the position of the key, and nothing has folded that")
     flow = DataFlow(gm)
     live = flow.sources([gm.graph.output_node()])
     batch, tokens = _batch_and_tokens(gm, live)

@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from kvpass.graphs.emit_site import SLOPES
-from kvpass.graphs.fx_utils import recorded
+from kvpass.graphs.fx_utils import recorded, refuse
 from kvpass.graphs.insert_nodes import insert_function, insert_method
 from kvpass.graphs.rewrite_attention import find_sites
 
@@ -44,7 +44,7 @@ def fold_alibi_pass(gm: GraphModule) -> int:
         if slopes is None:
             continue
         if site.softcap is not None:
-            raise site.refuse("a bias that grows with the position (ALiBi) beside soft-capping cannot be folded")
+            raise refuse(site.node, "a bias that grows with the position (ALiBi) beside soft-capping cannot be folded")
         key = recorded(site.k)
         with gm.graph.inserting_before(site.node), key.fake_mode:
             tokens = insert_method(gm, "size", site.k, 2)

@@ -61,16 +61,17 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
     """Apply ``passes`` in order, lint after each, dump before/after graphs as ``<label>.<i>.<pass>.before|after``."""
     records = []
     text = partial(gm.print_readable, print_output=False)
+    before = count_ops(gm)
     for index, graph_pass in enumerate(passes):
         name = pass_name(graph_pass)
         artifact = f"{label}.{index}.{name}"
-        before = count_ops(gm)
         dump_artifact(f"{artifact}.before", text)
         began = time.perf_counter()
         sites = graph_pass(gm)
         gm.graph.lint()
         seconds = time.perf_counter() - began
-        op_diff = diff_ops(before, count_ops(gm))
+        after = count_ops(gm)
+        op_diff, before = diff_ops(before, after), after
         dump_artifact(f"{artifact}.after", text)
         dump_artifact(f"{artifact}.ops", partial(str, op_diff))
         log.info("%s: %d sites changed in %.3f s", artifact, sites, seconds)

@@ -65,9 +65,6 @@ class Site:
     def module_path(self) -> str:
         return module_path_of(self.node)
 
-    def refuse(self, reason: str) -> UnsupportedAttentionError:
-        return refuse(self.node, reason)
-
 
 def find_sites(gm: GraphModule) -> list[Site]:
     """The canonical sites in execution order; layers are numbered in that order."""
@@ -96,10 +93,10 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
     dtypes = {}
     for site in sites:
         if site.refusal is not None:
-            raise site.refuse(site.refusal)
+            raise refuse(site.node, site.refusal)
         dtypes[site.layer] = example_value(site.k).dtype
         if dtypes[site.layer] != dtypes[0]:
-            raise site.refuse(f"keys of {dtypes[site.layer]} beside {dtypes[0]} in the first layer")
+            raise refuse(site.node, f"keys of {dtypes[site.layer]} beside {dtypes[0]} in the first layer")
     return 0
 
 
