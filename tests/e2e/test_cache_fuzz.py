@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvpass
-from kvpass.testing import MaskedOracle, Transcript, assert_close, kept_columns, left_pad, random_ids, tiny_model
+from kvpass.masked_oracle import MaskedOracle, Transcript, kept_columns
+from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
 
 EXAMPLES, STEPS = 10, 14
 BUDGET, WINDOW = 14, 5

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.testing import MaskedOracle, assert_close, kept_columns, left_pad, random_ids, tiny_model
+from kvpass.masked_oracle import MaskedOracle, kept_columns
+from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
 
 POLICIES = {"lava": {}, "h2o": {"window": 8}, "cake": {"tau1": 1.0, "tau2": 1.0}}
 

@@ -7,8 +7,9 @@ import torch
 
 import kvpass
 from kvpass import evict, reference
+from kvpass.masked_oracle import kept_columns
 from kvpass.plan import plan
-from kvpass.testing import assert_close, compiled_once, kept_columns, left_pad, random_ids, tiny_model
+from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
 
 RULES = {
     "cake": {"tau1": 1.6, "tau2": 0.4, "window": 6},

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvpass
 from kvpass import device, reference
 from kvpass.cuda_graphs import CudaRecorder
+from kvpass.masked_oracle import kept_columns
 from kvpass.policies import POLICIES, resolve
-from kvpass.testing import assert_close, kept_columns, left_pad, random_ids, tiny_model
+from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
 
 pytestmark = pytest.mark.gpu
 

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import kvpass
-from kvpass.observation import Observation
-from kvpass.policies import resolve
-from kvpass.recompress import NOT_DUE, fill_shares, observe_held, select_held
+from kvpass.masked_oracle import MaskedOracle, Transcript, kept_columns
 from kvpass.store import Store
-from kvpass.testing import (
-    MaskedOracle,
-    Transcript,
-    assert_close,
-    compiled_once,
-    kept_columns,
-    left_pad,
-    random_ids,
-    tiny_model,
-)
+from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
 
 WINDOW, BUDGET = 8, 20
 LIKE_A_PROMPT = {
@@ -95,19 +82,19 @@ def test_generate_twice_appends_and_equals_the_masked_model(family, whole):
 def test_a_turn_is_judged_like_a_prompt_when_nothing_was_lost_before(policy):
     """A first prompt below the budget is kept whole, so that turn and prompt together are just one prompt."""
     options = LIKE_A_PROMPT[policy]
-    _, fast = compiled(policy=policy, recompress="every_turn", budget=30, **options)
+    _, again = compiled(policy=policy, recompress="every_turn", budget=30, **options)
+    _, once = compiled(policy=policy, budget=30, **options)
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (50, 47)])
-    cache = fast(ids[:, :28], attention_mask=mask[:, :28]).past_key_values
-    fast(ids[:, 28:], past_key_values=cache)
-    report = fast.report()
-    expected = fast(ids, attention_mask=mask).past_key_values
-    prompt_report = fast.report()
+    cache = again(ids[:, :28], attention_mask=mask[:, :28]).past_key_values
+    again(ids[:, 28:], past_key_values=cache)
+    expected = once(ids, attention_mask=mask).past_key_values
     assert torch.equal(cache.lengths, expected.lengths)
     assert torch.equal(cache.positions, expected.positions)
+    report, prompt_report = again.report(), once.report()
     assert_close("mass", report.attention_mass, prompt_report.attention_mass, atol=1e-5)
     assert torch.equal(report.lengths, prompt_report.lengths)
     token = random_ids(2, 1, seed=3)
-    logits = [fast(token, past_key_values=held).logits for held in (cache, expected)]
+    logits = [fast(token, past_key_values=held).logits for fast, held in ((again, cache), (once, expected))]
     assert_close("logits", *logits, atol=1e-5)
 
 
@@ -275,132 +262,3 @@ def test_what_cannot_be_compressed_again_is_refused_when_compiling(options, mess
         kvpass.compile(
             tiny_model("llama"), **{"budget": BUDGET, "window": WINDOW, "recompress": "every_turn", **options}
         )
-
-
-# -- the parts --------------------------------------------------------------------------------------------------------
-
-
-def ragged(seed=0, t=5, window=4, heads=4, kv_heads=2, dim=6):
-    """Arguments of ``observe_held`` for one layer of two, one row, with the entries of each head beside."""
-    torch.manual_seed(seed)
-    lengths, used, start = torch.tensor([7, 3, 5, 11]), 6, 2
-    offsets = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()[None]
-    pool_k, pool_v = torch.randn(1, 26, dim), torch.randn(1, 26, dim)
-    tail_k, tail_v = torch.randn(2, 1, kv_heads, 16, dim), torch.randn(2, 1, kv_heads, 16, dim)
-    q = torch.randn(1, heads, t, dim)
-    keys, values = [], []
-    for head in range(kv_heads):
-        kept = slice(*offsets[0, 2 + head : 4 + head].tolist())
-        keys.append(torch.cat([pool_k[0, kept], tail_k[1, 0, head, start : used + t]]))
-        values.append(torch.cat([pool_v[0, kept], tail_v[1, 0, head, start : used + t]]))
-    held = (pool_k, pool_v, offsets, tail_k, tail_v, torch.tensor([start]), torch.tensor(used))
-    found = (
-        torch.full((1, 2, kv_heads, 30), float("-inf")),
-        torch.zeros(1, 2, kv_heads, 30),
-        torch.zeros(1, 2).double(),
-    )
-    return q, held, found, keys, values
-
-
-def attention_of(q, keys, rows):
-    """Causal softmax of the last ``rows`` queries over the entries of one KV head, ``[G, rows, n]``."""
-    n = keys.shape[0]
-    logits = q[:, -rows:] @ keys.T * 0.3
-    future = torch.arange(n) > torch.arange(n - rows, n)[:, None]
-    return logits.masked_fill(future, float("-inf")).softmax(-1)
-
-
-@pytest.mark.parametrize(("t", "window"), [(5, 4), (4, 4), (2, 4), (5, 0)])
-def test_every_head_is_scored_over_its_own_entries(t, window):
-    q, held, (scores, masses, ledger), keys, values = ragged(t=t)
-    policy = resolve("lava", window=window, pool=None)
-    observe_held(q, *held, scores, masses, ledger, torch.tensor([window]), 0.3, 1, 2, policy)
-    assert bool((scores[:, 0] == float("-inf")).all()) and not bool(masses[:, 0].any()), "another layer was written"
-    every = []
-    for head in range(2):
-        a = attention_of(q[0, 2 * head : 2 * head + 2], keys[head], max(min(window, t), 1)).mean(1)
-        n = keys[head].shape[0]
-        norm = values[head].abs().sum(-1)[: n - min(window, t)].max()
-        worth = (a.amax(0) * norm)[: n - window]
-        assert_close(f"scores of head {head}", scores[0, 1, head, : n - window], worth, atol=1e-5)
-        assert bool((scores[0, 1, head, n - window :] == float("-inf")).all())
-        assert_close(f"mass of head {head}", masses[0, 1, head, :n], a.mean(0), atol=1e-5)
-        every.append(worth)
-    p = torch.cat(every).double()
-    p = p / p.sum()
-    entropy = -(p * p.log()).sum() / torch.tensor(float(p.numel())).double().log()
-    assert_close("weight", ledger[0, 1], entropy, atol=1e-5)
-
-
-def test_the_weight_of_a_layer_takes_all_its_heads():
-    q, held, (scores, masses, ledger), keys, _ = ragged(t=5)
-    policy = resolve("cake", window=4, tau1=1.5, tau2=0.5, evict_during_decode=False)
-    observe_held(q, *held, scores, masses, ledger, torch.tensor([4]), 0.3, 1, 2, policy)
-    h = v = 0.0
-    for head in range(2):
-        a = attention_of(q[0, 2 * head : 2 * head + 2], keys[head], 4)[..., :-4].double()
-        h, v = h - (a * (a + 1e-10).log()).sum(), v + a.var(1).sum()
-    assert_close("weight", ledger[0, 1], h ** (1 / 1.5) * v ** (1 / 0.5), atol=1e-5)
-
-
-def test_sinks_and_softcap_take_part():
-    q, held, (scores, masses, ledger), keys, _ = ragged(t=5)
-    policy = resolve("snapkv", window=4, pool=None)
-    sinks = torch.randn(4)
-    observe_held(q, *held, scores, masses, ledger, torch.tensor([4]), 0.3, 1, 2, policy, 2.0, sinks)
-    for head in range(2):
-        heads = slice(2 * head, 2 * head + 2)
-        logits = 2.0 * torch.tanh(q[0, heads, -4:] @ keys[head].T * 0.3 / 2.0)
-        n = keys[head].shape[0]
-        logits = logits.masked_fill(torch.arange(n) > torch.arange(n - 4, n)[:, None], float("-inf")).exp()
-        a = logits / (logits.sum(-1, keepdim=True) + sinks[heads].exp()[:, None, None])
-        assert_close(f"scores of head {head}", scores[0, 1, head, : n - 4], a.mean((0, 1))[:-4], atol=1e-5)
-
-
-def test_a_row_that_is_not_due_is_not_looked_at():
-    q, held, found, _, _ = ragged()
-    observe_held(q, *held, *found, torch.tensor([NOT_DUE]), 0.3, 1, 2, resolve("lava", window=4))
-    assert bool((found[0] == float("-inf")).all()) and not bool(found[1].any()) and not bool(found[2].any())
-
-
-def shares(layers):
-    return st.lists(st.integers(0, 40), min_size=layers, max_size=layers)
-
-
-@given(st.integers(1, 6).flatmap(lambda layers: st.tuples(shares(layers), shares(layers))))
-def test_no_layer_gets_more_than_it_holds_and_the_total_is_exact(pair):
-    budgets, held = (torch.tensor(values)[None] for values in pair)
-    filled = fill_shares(budgets, held)
-    assert int(filled.sum()) == min(int(budgets.sum()), int(held.sum()))
-    assert bool((filled <= held).all()) and bool((filled >= torch.minimum(budgets, held)).all())
-
-
-@pytest.mark.parametrize("policy", ["snapkv", "lava", "ada_snapkv", "pyramidkv"])
-def test_the_selection_is_exact_and_keeps_the_best_of_every_head(policy):
-    torch.manual_seed(0)
-    chosen = resolve(policy, window=WINDOW)
-    scores = torch.rand(2, 3, 2, 40)
-    for row in range(2):
-        for layer in range(3):
-            for head in range(2):
-                scores[row, layer, head, int(torch.randint(2, 40, ())) :] = float("-inf")
-    held = (scores > float("-inf")).sum((2, 3))
-    for entries in (0, 3, 9, 100):
-        stay = select_held(
-            scores, torch.rand(2, 3).double(), torch.tensor([entries] * 2), torch.tensor([60] * 2), chosen
-        )
-        total = torch.minimum(held.sum(1), torch.tensor(6 * entries))
-        assert torch.equal(stay.sum((1, 2, 3)), total)
-        worst = torch.where(stay, scores, float("inf")).amin(-1)
-        best_lost = torch.where(stay, float("-inf"), scores).amax(-1)
-        assert bool((best_lost <= worst).all()), "a head lost an entry better than one it kept"
-    uniform = select_held(
-        scores, torch.zeros(2, 3).double(), torch.tensor([2] * 2), torch.tensor([60] * 2), resolve("snapkv")
-    )
-    assert bool((uniform.sum(-1) == 2).all())
-
-
-def test_an_observation_hides_the_future_only():
-    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 6, 4)
-    hidden = Observation(q, k, k, 1.0, 3, 0, 1).hidden(0, 4, 6)
-    assert hidden.tolist() == [[False] * 5 + [True], [False] * 6]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kvpass
-from kvpass.testing import assert_close, kept_columns, left_pad, random_ids
+from kvpass.masked_oracle import kept_columns
+from kvpass.testing import assert_close, left_pad, random_ids
 
 VOCABULARY, LONGEST = 128, 96
 PROMPT, NEW = 37, 11

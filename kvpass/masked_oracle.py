@@ -1,0 +1,141 @@
+"""What compressed models are compared with: the uncompressed model, whose tokens may look only at chosen entries."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from kvpass.api import copy_structure
+from kvpass.cache import CompressedCache
+
+
+class MaskedOracle:
+    """The uncompressed model in eager mode, whose later tokens may look only at chosen prompt entries.
+
+    Keeps everything and masks, so it shares no code with the compressed path: new tokens attend, per layer and KV
+    head, to the kept positions of the prompt and causally to each other; prompt tokens attend to the whole prompt.
+    Sliding windows, soft-capping and sinks are the model's own.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = copy_structure(model)
+        for module in self.model.modules():
+            if getattr(module, "config", None) is not None:
+                module.config._attn_implementation = _ORACLE_NAME
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, mask: Tensor, keep: Tensor) -> Tensor:
+        """Logits of every token, ``[B, S, vocabulary]``.
+
+        Args:
+            ids: prompt and new tokens, ``[B, S]``, left-padded. mask: ``[B, S]``.
+            keep: bool ``[B, L, K, N]`` over the prompt's columns.
+        """
+        s = ids.shape[1]
+        n = keep.shape[3]
+        seen = torch.cat([keep, torch.ones(*keep.shape[:3], s - n, dtype=torch.bool)], 3)
+        new_rows = torch.arange(s)[:, None] >= n
+        return self.logits_seen(ids, mask, seen[:, :, :, None, :] | ~new_rows)
+
+    @torch.no_grad()
+    def logits_seen(self, ids: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
+        """The same where every token may have another view: ``seen`` bool ``[B, L, K, S, S]``, rows look at columns.
+
+        What lies in the future or in padding stays hidden whatever ``seen`` says; a token always sees itself.
+        """
+        s = ids.shape[1]
+        causal = torch.ones(s, s, dtype=torch.bool).tril() & mask[:, None, None, :].bool()
+        allowed = causal[:, None] & seen
+        allowed |= torch.eye(s, dtype=torch.bool)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        _ORACLE_MASKS[:] = list(allowed.unbind(1))
+        return self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
+
+_ORACLE_NAME = "kvpass_masked_oracle"
+_ORACLE_MASKS: list[Tensor] = []
+
+
+def _masked_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    group = query.shape[1] // key.shape[1]
+    allowed = _ORACLE_MASKS[module.layer_idx].repeat_interleave(group, 1)  # type: ignore[index]
+    if sliding_window is not None:
+        rows = torch.arange(query.shape[2])
+        allowed = allowed & (rows[:, None] - rows < sliding_window)
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~allowed, float("-inf"))
+    if s_aux is not None:
+        logits = torch.cat([logits, s_aux[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    return (logits.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
+
+
+AttentionInterface.register(_ORACLE_NAME, _masked_attention)
+
+
+class Transcript:
+    """All tokens that went through a cache, and what each of them could see: the oracle's side of a test.
+
+    Args:
+        oracle: of the model. ids, mask: the prompt, int64 ``[B, N]``. Of the cache only :func:`kept_columns` is read.
+    """
+
+    def __init__(self, oracle: MaskedOracle, ids: Tensor, mask: Tensor, layers: int, kv_heads: int) -> None:
+        self.oracle = oracle
+        self.ids, self.mask = ids, mask
+        self.seen = torch.ones(ids.shape[0], layers, kv_heads, ids.shape[1], ids.shape[1], dtype=torch.bool)
+
+    def append(self, new: Tensor, kept: Tensor) -> None:
+        """Tokens ``[B, T]`` that see ``kept`` ``[B, L, K, columns so far]``, each other causally, and themselves."""
+        t = new.shape[1]
+        rows = torch.cat([kept, torch.ones(*kept.shape[:3], t, dtype=torch.bool)], 3)[:, :, :, None]
+        self.seen = torch.cat([torch.nn.functional.pad(self.seen, (0, t)), rows.expand(-1, -1, -1, t, -1)], 3)
+        self.ids = torch.cat([self.ids, new], 1)
+        self.mask = torch.cat([self.mask, torch.ones_like(new)], 1)
+
+    def logits(self) -> Tensor:
+        """What the uncompressed model says to every token, ``[B, S, vocabulary]``."""
+        return self.oracle.logits_seen(self.ids, self.mask, self.seen)
+
+    def pick_rows(self, index: Tensor) -> None:
+        """Row i becomes what row ``index[i]`` was."""
+        self.ids, self.mask, self.seen = self.ids[index], self.mask[index], self.seen[index]
+
+    def clone(self) -> Transcript:
+        """An independent copy."""
+        return copy.copy(self)
+
+
+def kept_columns(cache: CompressedCache, columns: int) -> Tensor:
+    """Which prompt columns a cache keeps, bool ``[B, L, K, columns]``; every real one in layers with a sliding window.
+
+    L counts all layers of the model, which have the same number of KV heads.
+    """
+    real = torch.arange(columns, device=cache.start.device) >= cache.start[:, None]
+    assert cache.layout is not None
+    heads = (*cache.layout.pools, *cache.layout.rings)[0].geometry.kv_heads
+    keep = real[:, None, None].repeat(1, len(cache), heads, 1)
+    if cache.stores:
+        positions = cache.positions
+        live = positions + cache.start[:, None, None, None]
+        live = torch.where((positions >= 0) & (live < columns), live, columns)
+        chosen = torch.zeros(*positions.shape[:3], columns + 1, dtype=torch.bool, device=live.device)
+        keep[:, list(cache.layer_ids)] = chosen.scatter(3, live, True)[..., :columns]
+    return keep
