@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.source import LocalSource
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
@@ -30,6 +31,23 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 def placeholders(gm: GraphModule) -> list[Node]:
     """Inputs of the graph, in order."""
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def fake_inputs(example_inputs: Sequence[Any], context: TracingContext) -> list[Any]:
+    """Inputs of a captured graph as fake tensors of the mode its backend works in, with the symbols of the capture.
+
+    To be called in the trace: Dynamo forgets afterwards which sizes of which tensor were symbols.
+    """
+    mode = context.fake_mode
+    assert mode is not None
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        known = context.tensor_to_context[value]
+        return mode.from_tensor(value, symbolic_context=known, source=known.tensor_source)
+
+    return [fake(value) for value in example_inputs]
 
 
 def add_state_placeholders(

@@ -1,8 +1,8 @@
 """The Dynamo backend: passes over the captured graph, then Inductor (or nothing, for debugging).
 
-One capture recipe serves three phases that differ only in the rewrite: *prefill* (empty cache), *extend* (several
-tokens against a cache) and *decode* (one token). The compiled callable takes the state of the cache as extra inputs;
-which cache is decided per call through :func:`bind_cache`, so calls on different caches never mix.
+One capture serves phases that differ only in the rewrite: *prefill* (empty cache), *extend* (several tokens against a
+cache) and *decode* (one token). The compiled callable takes the state of the cache as extra inputs; which cache is
+decided per call through :func:`bind_call`, so calls on different caches never mix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from kvpass.graphs.find_eager_attention import find_eager_attention_pass
 from kvpass.graphs.find_flash_attention import find_flash_attention_pass
 from kvpass.graphs.find_flex_attention import find_flex_attention_pass
 from kvpass.graphs.fold_alibi import fold_alibi_pass
+from kvpass.graphs.late_guards import compile_guarded
 from kvpass.graphs.offset_positions import check_positions_pass, offset_positions_pass
 from kvpass.graphs.passes import PassRecord, run_passes
 from kvpass.graphs.rewrite_attention import (
@@ -78,7 +79,17 @@ CANONICAL_PASSES = (
 INDUCTOR_CONFIG = {"triton.decompose_sort_ops": True} if hasattr(inductor_config.triton, "decompose_sort_ops") else {}
 """Sorting (in MoE routers) with 16-bit indices would compile short and long prompts separately."""
 
-_CACHE: ContextVar[CompressedCache] = ContextVar("kvpass_cache")
+
+@dataclass(frozen=True)
+class Call:
+    """What a graph is called for; an ``observed`` extension also collects what the turn's queries see."""
+
+    cache: CompressedCache
+    phase: Phase
+    observed: bool = False
+
+
+_CALL: ContextVar[Call] = ContextVar("kvpass_call")
 
 
 def check_compiler(option: str, name: str) -> Compiler:
@@ -94,18 +105,18 @@ def check_compiler(option: str, name: str) -> Compiler:
 
 
 @contextmanager
-def bind_cache(cache: CompressedCache) -> Iterator[None]:
-    """Graphs called inside read and write ``cache``."""
-    token = _CACHE.set(cache)
+def bind_call(call: Call) -> Iterator[None]:
+    """Graphs called inside run the phase of ``call`` on its cache."""
+    token = _CALL.set(call)
     try:
         yield
     finally:
-        _CACHE.reset(token)
+        _CALL.reset(token)
 
 
-def bound_cache() -> CompressedCache:
-    """The cache of the innermost :func:`bind_cache`."""
-    return _CACHE.get()
+def bound_call() -> Call:
+    """The call of the innermost :func:`bind_call`."""
+    return _CALL.get()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +167,10 @@ class PhaseCompiler:
         passes = (*CANONICAL_PASSES, partial(check_sites_pass, expected=self.layers))
         return CanonicalGraph(gm, run_passes(gm, passes, label=f"capture.{len(self.records)}"))
 
-    def compile(self, captured: CanonicalGraph, example_inputs: Sequence[Any], phase: Phase) -> Callable[..., Any]:
-        """Rewrite a copy of the graph for ``phase`` and compile it; called in a Dynamo trace, with a cache bound."""
+    def compile(self, captured: CanonicalGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Rewrite a copy of the graph for the bound call and compile it, in the Dynamo trace that captured it."""
         began = time.perf_counter()
-        cache = bound_cache()
+        cache, phase = bound_call().cache, bound_call().phase
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
 
@@ -169,7 +180,8 @@ class PhaseCompiler:
             return cache.cached_state(layout)
 
         state = state_of(cache)
-        nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state, phase), _fake_mode())
+        fake_mode = _fake_mode()
+        nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state, phase), fake_mode)
         if phase == "prefill":
             rewrite = partial(rewrite_prefill_pass, state=nodes, layout=layout, policy=self.policy.spec)
         elif self.policy.decode_rule() is not None:
@@ -182,8 +194,9 @@ class PhaseCompiler:
         rewritten = run_passes(gm, [*offset, *decompose, rewrite], label=f"{phase}.{len(self.records)}")
         compiled: Callable[..., Any] = gm.forward
         if self.compiler == "inductor":
-            compiled = cast(
-                Callable[..., Any], compile_fx(gm, [*example_inputs, *fakes], config_patches=INDUCTOR_CONFIG)
+            examples = [*example_inputs, *fakes]
+            compiled = compile_guarded(
+                partial(compile_fx, gm, examples, config_patches=INDUCTOR_CONFIG), examples, fake_mode.shape_env
             )
         self.records.append(
             CompileRecord(
@@ -196,10 +209,10 @@ class PhaseCompiler:
                 passes=(*captured.passes, *rewritten),
             )
         )
-        observes = any(name.endswith("_turn_scores") for name in state)
-        if device.type == "cuda" and phase != "prefill" and not observes and self._captures(layout, phase):
+        repeated = phase != "prefill" and not bound_call().observed
+        if device.type == "cuda" and repeated and self._captures(layout, phase):
             return self._graphed(captured, compiled, state_of, device)
-        return lambda *inputs: compiled(*inputs, *state_of(bound_cache()).values())
+        return lambda *inputs: compiled(*inputs, *state_of(bound_call().cache).values())
 
     def _captures(self, layout: Layout, phase: Phase) -> bool:
         """Whether steps of this phase are captured as CUDA graphs; says so when they are asked for but cannot be."""
@@ -224,7 +237,7 @@ class PhaseCompiler:
         tokens = size_reader(captured.gm, example_value(find_sites(captured.gm)[0].q).shape[2])
 
         def run(*inputs: Any) -> Any:
-            state = list(state_of(bound_cache()).values())
+            state = list(state_of(bound_call().cache).values())
             if tokens(inputs) > MAX_CAPTURED_TOKENS:
                 return compiled(*inputs, *state)
             return step(inputs, state)

@@ -14,8 +14,9 @@ from torch.fx import GraphModule
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvpass.backend import Phase, PhaseCompiler
+from kvpass.backend import PhaseCompiler
 from kvpass.cache import CompressedCache
+from kvpass.captured import CapturedDecoder
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.identity import Identity
@@ -34,9 +35,10 @@ _IGNORED = {"use_cache", "return_dict", "cache_position", "output_attentions", "
 
 @dataclass(kw_only=True)
 class Runtime:
-    """What a compiled model carries beside its modules: policy, budget and the callables compiled so far.
+    """What a compiled model carries beside its modules: policy, budget and the decoders captured so far.
 
-    ``identity`` is by what its caches are known.
+    ``identity`` is by what its caches are known. ``decoders`` are kept by batch size, ``logits_to_keep`` and whether
+    they take one token.
     """
 
     policy: Policy
@@ -44,7 +46,7 @@ class Runtime:
     compiler: PhaseCompiler
     identity: Identity
     recompress: Recompress = "never"
-    functions: dict[tuple[Phase, int, int, bool], Callable[..., Tensor]] = field(default_factory=dict)
+    decoders: dict[tuple[int, int, bool], Callable[..., Tensor]] = field(default_factory=dict)
     last_prompt: PromptRecord | None = None
 
 
@@ -224,10 +226,7 @@ def _prefill(
     columns = torch.arange(ids.shape[1], device=ids.device)
     positions = _positions(position_ids, (columns - start.to(ids.device)[:, None]).clamp(min=0))
 
-    def run() -> Tensor:
-        return _call(model, "prefill", ids, positions, logits_to_keep)
-
-    return prefill(cache, start, ids.shape[1], run, extra)
+    return prefill(cache, start, ids.shape[1], lambda: _call(model, ids, positions, logits_to_keep), extra)
 
 
 def _continue(
@@ -255,10 +254,9 @@ def _continue(
     columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
     positions = _positions(position_ids, columns - cache.start[:, None])
 
-    def run(phase: Phase, observed: bool) -> Tensor:
-        return _call(model, phase, ids, positions, logits_to_keep, observed)
-
-    logits, record = append(cache, t, run, OCCASIONS[runtime.recompress])
+    logits, record = append(
+        cache, t, lambda: _call(model, ids, positions, logits_to_keep), OCCASIONS[runtime.recompress]
+    )
     if record is not None:
         runtime.last_prompt = record
     return cache, logits
@@ -285,32 +283,25 @@ def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
     return given.expand(computed.shape[0], -1).clone(memory_format=torch.contiguous_format)
 
 
-def _call(
-    model: Any,
-    phase: Phase,
-    ids: Tensor,
-    positions: Tensor,
-    logits_to_keep: int,
-    observed: bool = False,
-) -> Tensor:
-    runtime: Runtime = model._kvpass
-    if logits_to_keep >= ids.shape[1]:
+def _call(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
+    decoders = model._kvpass.decoders
+    rows, tokens = ids.shape
+    if logits_to_keep >= tokens:
         logits_to_keep = 0
-    key = (phase, ids.shape[0], logits_to_keep, observed)
-    function = runtime.functions.get(key)
-    if function is None:
-        function = runtime.functions[key] = _compile_phase(model, phase, logits_to_keep)
-    if phase != "decode":
+    key = (rows, logits_to_keep, tokens == 1)
+    if key not in decoders:
+        decoders[key] = _decoder(model, logits_to_keep)
+    if tokens > 1:
         for tensor in (ids, positions):
             torch._dynamo.mark_dynamic(tensor, 1, min=max(2, logits_to_keep + 1), max=MAX_TOKENS)
     try:
-        return function(ids, positions)
+        return decoders[key](ids, positions)
     except BackendCompilerFailed as failure:
         inner = failure.inner_exception
         raise (inner if isinstance(inner, ValueError) else failure) from None
 
 
-def _compile_phase(model: Any, phase: Phase, logits_to_keep: int) -> Callable[..., Tensor]:
+def _decoder(model: Any, logits_to_keep: int) -> Callable[..., Tensor]:
     compiler = model._kvpass.compiler  # Dynamo keeps every backend for good: it must not keep the model
     original = types.MethodType(original_class(model).forward, model)
 
@@ -324,7 +315,9 @@ def _compile_phase(model: Any, phase: Phase, logits_to_keep: int) -> Callable[..
         ).logits
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        return compiler.compile(compiler.canonicalize(gm), example_inputs, phase)
+        decoder = CapturedDecoder(gm, example_inputs, compiler)
+        decoder.function()  # now, so that Dynamo checks what the compiler assumes
+        return decoder.__call__
 
     # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
     return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvpass.backend import Phase, bind_cache
+from kvpass.backend import Call, bind_call
 from kvpass.cache import CompressedCache
 from kvpass.errors import CacheMismatchError
 from kvpass.prompt_record import PromptRecord
@@ -21,10 +21,10 @@ def prefill(cache: CompressedCache, start: Tensor, columns: int, run: Callable[[
 
     Args:
         start: first real column of each row, int64 ``[B]`` on the CPU. columns: N, the first ``extra`` of them not
-            counted as seen. run: calls the prefill graph, which finds the cache bound.
+            counted as seen. run: calls the graph, which finds the call bound.
     """
     cache.begin_prefill(start, columns, extra)
-    with bind_cache(cache):
+    with bind_call(Call(cache, "prefill")):
         result = run()
     cache.finish_prefill()
     return result
@@ -46,14 +46,13 @@ def continued(cache: CompressedCache, rows: int, device: torch.device) -> Compre
 
 
 def append(
-    cache: CompressedCache, tokens: int, run: Callable[[Phase, bool], R], occasion: float = float("inf")
+    cache: CompressedCache, tokens: int, run: Callable[[], R], occasion: float = float("inf")
 ) -> tuple[R, PromptRecord | None]:
     """Append T tokens. A call that fails did not happen, or where entries were overwritten the cache is refused later.
 
     Args:
-        cache: from :func:`continued`. run: calls the graph of a phase, which finds the cache bound; its second argument
-            says whether the graph must observe the turn. occasion: rows that then hold more than so many budgets are
-            compressed again.
+        cache: from :func:`continued`. run: calls the graph, which finds the call bound. occasion: rows that then hold
+            more than so many budgets are compressed again.
     Returns:
         what ``run`` returned, and the record of what was kept when all rows were compressed again.
     """
@@ -62,8 +61,8 @@ def append(
     try:
         observed = tokens > 1 and cache.begin_turn(tokens, occasion)
         cache.interrupted = cache.overwrites
-        with bind_cache(cache):
-            result = run("decode" if tokens == 1 else "extend", observed)
+        with bind_call(Call(cache, "decode" if tokens == 1 else "extend", observed)):
+            result = run()
         cache.interrupted = True
         cache.advance(tokens)
         if observed:

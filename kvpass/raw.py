@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
-from kvpass.backend import Phase, PhaseCompiler, check_compiler
+from kvpass.backend import PhaseCompiler, check_compiler
 from kvpass.cache import CompressedCache
+from kvpass.captured import CapturedDecoder
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.graphs.bind_state import example_value, size_reader
@@ -86,40 +86,26 @@ def kvpass_backend(
     budget, cuda_graphs = given.pop("budget", None), given.pop("cuda_graphs", True)
     compiler = check_compiler("compiler", given.pop("compiler", "inductor"))
     policy = resolve(given.pop("policy", "lava"), **given)
-    module = RawModule(
-        captured=gm,
-        example_inputs=example_inputs,
-        budget=resolve_budget(policy, budget),
-        compiler=PhaseCompiler(policy=policy, compiler=compiler, cuda_graphs=cuda_graphs),
-        context=TracingContext.get(),
-    )
-    return module.__call__
+    resolved = resolve_budget(policy, budget)
+    phases = PhaseCompiler(policy=policy, compiler=compiler, cuda_graphs=cuda_graphs)
+    return RawModule(CapturedDecoder(gm, example_inputs, phases), resolved).__call__
 
 
 class RawModule:
-    """One captured graph, compiled per phase when a session first needs it."""
+    """One captured decoder, called on the cache of the session it is in."""
 
-    def __init__(
-        self,
-        captured: GraphModule,
-        example_inputs: list[Any],
-        budget: Budget | None,
-        compiler: PhaseCompiler,
-        context: TracingContext,
-    ) -> None:
-        self.captured = compiler.canonicalize(captured)
-        self.counts_positions = counts_positions(self.captured.gm)
-        self.example_inputs = example_inputs
+    def __init__(self, decoder: CapturedDecoder, budget: Budget | None) -> None:
+        self.decoder = decoder
+        self.policy = decoder.compiler.policy
         self.budget = budget
-        self.compiler = compiler
-        self.context = context
-        self.callables: dict[Phase, Callable[..., Any]] = {}
-        sites = find_sites(self.captured.gm)
+        graph = decoder.graph.gm
+        self.counts_positions = counts_positions(graph)
+        sites = find_sites(graph)
         self.paths = tuple(site.module_path for site in sites)
         query = example_value(sites[0].q)
         self.device = query.device
         self.rows = int(query.shape[0])  # guards a symbolic batch: the state that enters the graph is of this size
-        self.tokens = size_reader(captured, query.shape[2])
+        self.tokens = size_reader(graph, query.shape[2])
 
     def __call__(self, *inputs: Any) -> Any:
         active = _SESSION.get()
@@ -133,13 +119,13 @@ class RawModule:
     def _call(self, active: Session, inputs: tuple[Any, ...]) -> Any:
         tokens, owner = self.tokens(inputs), self._owner(inputs)
         if active.cache is None:
-            cache = CompressedCache(self.compiler.policy, self.budget)
+            cache = CompressedCache(self.policy, self.budget)
             start = self._start(active.attention_mask, tokens)
-            result = prefill(cache, start, tokens, lambda: self._run("prefill", inputs))
+            result = prefill(cache, start, tokens, lambda: self.decoder(*inputs))
         else:
             self._check_owner(active, active.cache, owner)
             cache = continued(active.cache, self.rows, self.device)
-            result, _ = append(cache, tokens, lambda phase, observed: self._run(phase, inputs))
+            result, _ = append(cache, tokens, lambda: self.decoder(*inputs))
         active.cache, active._owner = cache, owner
         return result
 
@@ -150,7 +136,7 @@ class RawModule:
     def _check_owner(self, active: Session, cache: CompressedCache, owner: Tensor | tuple[str, ...]) -> None:
         known = active._owner
         same = known is None or known is owner or (isinstance(known, tuple) and known == owner)
-        if not same or (cache.policy, cache.budget) != (self.compiler.policy, self.budget):
+        if not same or (cache.policy, cache.budget) != (self.policy, self.budget):
             raise CacheMismatchError(
                 f"{cache!r} of this session was not filled by this graph's weights, policy and budget: another module "
                 "was called, or a graph break cuts this one in two (fullgraph=True says where)"
@@ -164,9 +150,3 @@ class RawModule:
                 "prefill prompts of one length, or pass positions in"
             )
         return start
-
-    def _run(self, phase: Phase, inputs: tuple[Any, ...]) -> Any:
-        if phase not in self.callables:
-            with tracing(self.context):
-                self.callables[phase] = self.compiler.compile(self.captured, self.example_inputs, phase)
-        return self.callables[phase](*inputs)

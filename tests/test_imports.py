@@ -32,11 +32,13 @@ LAYERS = """
     cache
     cuda_graphs
     backend
+    captured
     report phases
     model raw
     generation
     api
-    kvpass testing
+    kvpass masked_oracle
+    testing
     eval
     documents
     cli lm_eval

@@ -6,14 +6,15 @@ import copy
 
 import pytest
 import torch
-from torch._guards import TracingContext
 
 import kvpass
 from kvpass.backend import PhaseCompiler
+from kvpass.captured import CapturedDecoder
 from kvpass.config import Budget
+from kvpass.masked_oracle import MaskedOracle, kept_columns
 from kvpass.policies import resolve
 from kvpass.raw import RawModule
-from kvpass.testing import FAMILIES, MaskedOracle, assert_close, kept_columns, left_pad, random_ids, tiny_model
+from kvpass.testing import FAMILIES, assert_close, left_pad, random_ids, tiny_model
 
 UNLIMITED = 10**6
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
@@ -63,16 +64,16 @@ class EveryPolicy:
             return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
 
         def backend(gm, example_inputs):
-            captured = RawModule(gm, example_inputs, None, self.compiler(policies[0]), TracingContext.get())
+            captured = CapturedDecoder(gm, example_inputs, self.compiler(policies[0]))
             modules = {}
 
             def run(*inputs):
                 key = (self.policy, self.budget)
                 if key not in modules:
-                    modules[key] = copy.copy(captured)
-                    modules[key].compiler, modules[key].callables = self.compiler(self.policy), {}
-                    needed = modules[key].compiler.policy.needs_budget
-                    modules[key].budget = Budget.parse(self.budget) if needed else None
+                    decoder = copy.copy(captured)
+                    decoder.compiler, decoder.functions = self.compiler(self.policy), {}
+                    needed = decoder.compiler.policy.needs_budget
+                    modules[key] = RawModule(decoder, Budget.parse(self.budget) if needed else None)
                 return modules[key](*inputs)
 
             return run
@@ -143,7 +144,7 @@ def assert_padded_rows_equal_alone(every, policy):
     logits, cache = every.run(policy, 16, pieces, torch.cat([mask, torch.ones_like(new)], 1))
     for row, prompt in enumerate(prompts):
         n = prompt.numel()
-        pieces = [prompt[None], *new[row : row + 1].split(2, 1)]  # two at a time: no capture of one token
+        pieces = [prompt[None], *new[row : row + 1].split(1, 1)]
         expected, alone = every.run(policy, 16, pieces, torch.ones(1, n + 4).long())
         label = f"{policy}, row {row}"
         assert_close(label, logits[row, width - n :], expected[0], atol=1e-4)

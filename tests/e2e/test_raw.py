@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
-from kvpass import evict, reference
-from kvpass.testing import assert_close, kept_columns, left_pad, random_ids, tiny_model
+from kvpass import backend, evict, reference
+from kvpass.masked_oracle import kept_columns
+from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
 
 NEW = 8
 
@@ -305,3 +306,26 @@ def test_an_unknown_compiler_is_refused(decoder):
 def test_contract_7_a_session_in_which_nothing_was_compressed_says_so(decoder):
     with pytest.raises(RuntimeError, match="nothing was compressed"), torch.no_grad(), kvpass.session():
         decoder(random_ids(1, 40), torch.arange(40)[None])
+
+
+def test_lengths_that_a_phase_was_not_compiled_for_are_refused(decoder, monkeypatch):
+    """Dynamo has captured the module for any length and checks nothing that a compiler assumes later."""
+
+    def short_or_long(gm, examples, **_):
+        ids = next(value for value in examples if isinstance(value, torch.Tensor) and not value.is_floating_point())
+        bool(ids.shape[1] < 50)
+        return gm.forward
+
+    monkeypatch.setattr(backend, "compile_fx", short_or_long)
+    options = {"policy": "lava", "budget": 20, "window": 8, "compiler": "inductor"}
+    fast = torch.compile(decoder, backend="kvpass", options=options, fullgraph=True, dynamic=True)
+
+    def run(ids):
+        with torch.no_grad(), kvpass.session() as session:
+            return fast(ids, torch.arange(ids.shape[1])[None].contiguous()), session.cache.lengths
+
+    short = run(random_ids(1, 40))
+    with pytest.raises(ValueError, match=r"sizes of this call .* < 50"):
+        run(random_ids(1, 60))
+    for found, expected in zip(run(random_ids(1, 40)), short, strict=True):
+        assert torch.equal(found, expected)

@@ -65,6 +65,30 @@ def test_threads_on_one_compiled_model_do_not_mix_caches(family, policy, warm):
         assert len(found) == 3 and all(torch.equal(one, expected[i]) for one in found), f"thread {i}"
 
 
+def test_threads_that_need_a_phase_at_once_compile_it_once():
+    _, alone = compiled()
+    fast = compile_anew()
+    prompts = [random_ids(1, 40 + 7 * i, seed=i) for i in range(3)]
+    question = random_ids(1, 9, seed=9)
+    caches = [fast(ids).past_key_values for ids in prompts]
+    gate = threading.Barrier(3)
+    answers = {}
+
+    def ask(i):
+        gate.wait()
+        answers[i] = fast(question, past_key_values=caches[i]).logits
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [record.phase for record in fast.report().compiled] == ["prefill", "extend"]
+    for i, ids in enumerate(prompts):
+        expected = alone(question, past_key_values=alone(ids).past_key_values).logits
+        assert torch.equal(answers[i], expected), f"thread {i}"
+
+
 def test_interleaved_turns_of_two_conversations_do_not_mix():
     _, fast = compiled(recompress="every_turn")
     turns = [[random_ids(1, n, seed=10 * who + n) for n in (40, 12, 1, 25, 1)] for who in range(2)]

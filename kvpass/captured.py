@@ -1,0 +1,45 @@
+"""One Dynamo capture of a decoder, whose phases are made from it when a call first needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._dynamo.convert_frame import compile_lock
+from torch._guards import TracingContext, tracing
+from torch.fx import GraphModule
+
+from kvpass.backend import Phase, PhaseCompiler, bound_call
+from kvpass.graphs.bind_state import fake_inputs
+
+
+class CapturedDecoder:
+    """Called in place of the captured graph, inside :func:`~kvpass.backend.bind_call`.
+
+    Args:
+        gm, example_inputs: as Dynamo gives them to a backend, in whose trace this must be made.
+
+    Raises:
+        UnsupportedAttentionError: an attention call is not understood.
+    """
+
+    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> None:
+        self.graph = compiler.canonicalize(gm)
+        self.compiler = compiler
+        self._context = TracingContext.get()
+        self._inputs = fake_inputs(example_inputs, self._context)
+        self.functions: dict[tuple[Phase, bool], Callable[..., Any]] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.function()(*inputs)
+
+    def function(self) -> Callable[..., Any]:
+        """The compiled callable of the bound call."""
+        call = bound_call()
+        key = (call.phase, call.observed)
+        if key in self.functions:
+            return self.functions[key]
+        with compile_lock, tracing(self._context):
+            if key not in self.functions:
+                self.functions[key] = self.compiler.compile(self.graph, self._inputs)
+        return self.functions[key]
