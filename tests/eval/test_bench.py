@@ -20,24 +20,6 @@ from kvpass.eval.policy_spec import parse_policies
 from kvpass.eval.systems import HfEager, HfStatic, Kvpass, has_kvpress
 from kvpass.policies import resolve
 
-MICRO = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-
-
-@pytest.fixture
-def micro(tmp_path):
-    path = tmp_path / "micro.json"
-    path.write_text(json.dumps(MICRO))
-    return str(path)
-
 
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch):
@@ -139,9 +121,9 @@ def test_options_of_a_policy_reach_it_and_are_part_of_its_name(micro):
     assert (cake.tau1, cake.window, tova.window) == (1.6, 8, 0)
 
 
-def test_models_whose_layers_share_no_budget_are_refused(tmp_path):
+def test_models_whose_layers_share_no_budget_are_refused(micro_sizes, tmp_path):
     path = tmp_path / "sliding.json"
-    path.write_text(json.dumps({**MICRO, "model_type": "mistral", "sliding_window": 16}))
+    path.write_text(json.dumps({"model_type": "mistral", "sliding_window": 16, **micro_sizes}))
     with pytest.raises(ValueError, match="a mistral model with sliding windows"):
         Bench(settings(str(path)))
 
@@ -179,17 +161,15 @@ def test_the_same_answer_whatever_the_cache_is_repeated_in(micro):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-def test_weights_that_a_step_reads():
+def test_weights_that_a_step_reads(micro_sizes):
     def model(**options):
-        return LlamaForCausalLM(LlamaConfig(**{k: v for k, v in MICRO.items() if k != "model_type"}, **options))
+        return LlamaForCausalLM(LlamaConfig(**micro_sizes, **options))
 
     apart, tied = model(tie_word_embeddings=False), model(tie_word_embeddings=True)
     table = 64 * 32 * 4
     assert weight_bytes(apart) == apart.num_parameters() * 4 - table
     assert weight_bytes(tied) == tied.num_parameters() * 4 == weight_bytes(apart)
-    experts = MixtralForCausalLM(
-        MixtralConfig(**{k: v for k, v in MICRO.items() if k != "model_type"}, num_local_experts=2)
-    )
+    experts = MixtralForCausalLM(MixtralConfig(**micro_sizes, num_local_experts=2))
     assert weight_bytes(experts) is None
 
 

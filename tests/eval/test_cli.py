@@ -14,26 +14,15 @@ from kvpass.cli import app
 from kvpass.eval import bench_measure, demo
 from kvpass.eval.needle_text import Task, sample
 
-MICRO = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-
 
 def invoke(*words: object):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture
-def micro(tmp_path):
+def micro(micro_sizes, tmp_path):
     path = tmp_path / "micro.json"
-    path.write_text(json.dumps(MICRO))
+    path.write_text(json.dumps({**micro_sizes, "model_type": "llama", "num_hidden_layers": 2}))
     return path
 
 

@@ -64,7 +64,7 @@ def test_a_paired_difference_has_the_interval_of_its_spread():
     assert share == pytest.approx(2 / 3)
 
 
-def settings(tmp_path):
+def settings(tmp_path, micro):
     output = tmp_path / "docs"
     output.mkdir(exist_ok=True)
     return ResultsSettings(
@@ -76,19 +76,19 @@ def settings(tmp_path):
         grid_samples=20,
         grid_length=512,
         loss_prompts=2,
-        bench_model="tiny",
-        bench_context=300,
+        bench_model=micro,
+        bench_context=200,
         repeats=1,
         backend="eager",
     )
 
 
-def test_the_page_has_every_part_and_is_not_measured_twice(tmp_path, monkeypatch):
+def test_the_page_has_every_part_and_is_not_measured_twice(micro, tmp_path, monkeypatch):
     monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
     monkeypatch.setattr(results, "GRID_POLICIES", ("full", "streaming_llm"))
     monkeypatch.setattr(results, "GRID_BUDGET", 0.3)
     console = Console(quiet=True)
-    page = Results(settings(tmp_path)).run(console)
+    page = Results(settings(tmp_path, micro)).run(console)
     text = page.read_text()
     for heading in ("Accuracy against budget", "Needle by length and depth", "Layer attention output loss", "costs"):
         assert heading in text
@@ -104,7 +104,7 @@ def test_the_page_has_every_part_and_is_not_measured_twice(tmp_path, monkeypatch
 
     monkeypatch.setattr(results.Bench, "run", again)
     monkeypatch.setattr("kvpass.eval.answer.Answerer.answers", again)
-    assert Results(settings(tmp_path)).run(console).read_text() == text
+    assert Results(settings(tmp_path, micro)).run(console).read_text() == text
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path):
