@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpass.api import resolve_budget
 from kvpass.backend import Compiler
 from kvpass.eval.models import BenchModel, find_model
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.systems import KVPRESS_TWINS, has_kvpress
+from kvpass.policies import resolve_budget
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BASELINES = ("hf-eager", "hf-static", "full", "kvpress")

@@ -121,19 +121,14 @@ class Demo:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("", total=(2 + len(POLICIES) * len(BUDGETS)) * self.settings.facts)
+            model = kvpass.compile(self.model, policy="full", backend=self.settings.backend)
             answers = [
                 self._ask(self.model, Answers("transformers", None), progress, task),
-                self._ask(
-                    kvpass.compile(self.model, policy="full", backend=self.settings.backend),
-                    Answers("kvpass full", None),
-                    progress,
-                    task,
-                ),
+                self._ask(model, Answers("kvpass full", None), progress, task),
             ]
             for policy in POLICIES:
-                model = kvpass.compile(self.model, policy=policy, budget=min(BUDGETS), backend=self.settings.backend)
                 for budget in BUDGETS:
-                    model.set_budget(budget)
+                    model.set_policy(policy, budget)
                     answers.append(self._ask(model, Answers(f"kvpass {policy}", budget), progress, task))
                     if (policy, budget) == ("lava", min(BUDGETS)):
                         model.report().plot(self.settings.output)

@@ -146,9 +146,8 @@ class Evaluation:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as progress:
             bar = progress.add_task("", total=total, completed=total - waiting)
-            for spec in dict.fromkeys(condition.spec for condition in self.conditions if condition.waiting):
-                own = [c for c in self.conditions if c.spec == spec and c.waiting]
-                self._run_policy(spec, own, progress, bar)
+            if waiting:
+                self._answer(progress, bar)
         output, records = self.settings.output, self._records()
         rows = summarize(records)
         (output / "results.md").write_text(results_markdown(rows), encoding="utf-8")
@@ -168,11 +167,9 @@ class Evaluation:
             )
         ]
 
-    def _run_policy(self, spec: PolicySpec, conditions: Sequence[_Condition], progress: Progress, bar: Any) -> None:
-        """All conditions of one policy with one compiled model: the budget is no part of its graphs."""
-        model = kvpass.compile(
-            self.model, policy=spec.resolve(), budget=conditions[0].budget, backend=self.settings.backend
-        )
+    def _answer(self, progress: Progress, bar: Any) -> None:
+        """What waits, with one compiled model: the decoder is captured once for all policies."""
+        model = kvpass.compile(self.model, policy="full", backend=self.settings.backend)
         answerer = Answerer(
             model=model,
             tokenizer=self.tokenizer,
@@ -180,8 +177,11 @@ class Evaluation:
             batch=self.settings.batch,
             hold=self.settings.hold,
         )
-        for condition in conditions:
-            model.set_budget(condition.budget)
+        for condition in self.conditions:
+            if not condition.waiting:
+                continue
+            spec = condition.spec
+            model.set_policy(spec.resolve(), condition.budget)
             progress.update(bar, description=f"{spec} {condition.budget or ''} {condition.scope} {condition.task.name}")
             samples = [self.samples[condition.task.name][record["index"]] for record in condition.waiting]
             requests = [Request(prompt=prompt, max_new_tokens=sample.max_new_tokens) for sample, prompt in samples]

@@ -20,9 +20,9 @@ from kvpass.config import Budget
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.identity import Identity
 from kvpass.model import CompressedModel, Runtime, compressed_class
-from kvpass.policies import Policy, resolve, resolve_budget
-from kvpass.policies.cake import temperatures
-from kvpass.recompress import Recompress, check_recompress
+from kvpass.policies import Policy
+from kvpass.recompress import Recompress
+from kvpass.rules import read_rules
 
 
 def compile(
@@ -40,7 +40,8 @@ def compile(
 
     Parameters and buffers are shared with ``model``, which is left as it was; modules and config are new objects. The
     copy is of the model's own class, so ``generate``, pipelines and plain calls work as before; graphs are compiled on
-    first use, one per phase and batch size.
+    first use, one per phase and batch size. Policy and budget can be changed later: ``model.set_policy``,
+    ``model.set_budget``.
 
     Args:
         model: a causal language model of transformers, in eval mode.
@@ -78,10 +79,8 @@ def compile(
     if not model.can_generate() or "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
         raise ValueError(f"{type(model).__name__} is no causal language model with a logits_to_keep argument")
     compiler = check_compiler("backend", backend)
-    options = policy_options if window is None else {"window": window, **policy_options}
-    if policy == "cake" and not {"tau1", "tau2"} & options.keys():
-        options["tau1"], options["tau2"] = temperatures(str(model.config.name_or_path), budget)
-    resolved = resolve(policy, **options)
+    name = str(model.config.name_or_path)
+    rules = read_rules(policy, budget, recompress, window=window, options=policy_options, model_name=name)
     compiled = copy_structure(model)
     compiled.__class__ = compressed_class(type(model))
     if type(model)._can_set_attn_implementation():  # else its own attention is found in the graph
@@ -90,12 +89,9 @@ def compile(
             if config is not None:
                 config._attn_implementation = ATTENTION_NAME
     compiled._kvpass = Runtime(
-        policy=resolved,
-        budget=resolve_budget(resolved, budget),
+        rules=rules,
         identity=Identity(compiled),
-        recompress=check_recompress(recompress, resolved),
         compiler=PhaseCompiler(
-            policy=resolved,
             compiler=compiler,
             layers=model.config.get_text_config().num_hidden_layers,
             cuda_graphs=cuda_graphs,
@@ -133,16 +129,16 @@ def restore_cache(
     """Like :func:`load_cache`, for a caller who has read the file's metadata and so found it undamaged."""
     if not isinstance(model, CompressedModel):
         raise ValueError(f"model of type {type(model).__name__}: must be what kvpass.compile returned")
-    runtime = model._kvpass
+    runtime, rules = model._kvpass, model._kvpass.rules
     runtime.identity.check(metadata["model"])
-    if metadata["policy"] != runtime.policy.spec:
-        raise CacheMismatchError(f"the cache has policy {metadata['policy']}, the model {runtime.policy.spec}")
+    if metadata["policy"] != rules.policy.spec:
+        raise CacheMismatchError(f"the cache has policy {metadata['policy']}, the model {rules.policy.spec}")
     budget = Budget.from_dict(metadata["budget"])
-    if budget != runtime.budget:
-        raise CacheMismatchError(f"the cache has budget {budget}, the model {runtime.budget}")
+    if budget != rules.budget:
+        raise CacheMismatchError(f"the cache has budget {budget}, the model {rules.budget}")
     with torch.inference_mode(False):
         tensors = read_tensors(path, runtime.identity.weights.device if device is None else device)
         try:
-            return CompressedCache.restore(runtime.policy, runtime.budget, runtime.identity, metadata, tensors)
+            return CompressedCache.restore(rules.policy, rules.budget, runtime.identity, metadata, tensors)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise CacheFileError(path, f"holds no cache: {error!r}") from error

@@ -121,8 +121,9 @@ def bound_call() -> Call:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileRecord:
-    """One compiled graph: its phase, batch size, sites, layout of their entries, seconds and what each pass did."""
+    """One compiled graph: spec of its policy, phase, batch size, sites, layout of entries, seconds, what passes did."""
 
+    policy: str
     phase: Phase
     batch: int
     sites: int
@@ -145,13 +146,12 @@ class PhaseCompiler:
     """Turns a captured graph into a callable of one phase that reads and writes the bound cache.
 
     Attributes:
-        policy: decides what is kept. compiler: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is.
+        compiler: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is.
         layers: attention layers the model is known to have; None when unknown.
         cuda_graphs: on CUDA, capture decode steps (and extensions of up to 8 tokens) once and replay them.
         records: one entry per compiled graph, appended here.
     """
 
-    policy: Policy
     compiler: Compiler
     layers: int | None = None
     cuda_graphs: bool = True
@@ -167,10 +167,15 @@ class PhaseCompiler:
         passes = (*CANONICAL_PASSES, partial(check_sites_pass, expected=self.layers))
         return CanonicalGraph(gm, run_passes(gm, passes, label=f"capture.{len(self.records)}"))
 
-    def compile(self, captured: CanonicalGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Rewrite a copy of the graph for the bound call and compile it, in the Dynamo trace that captured it."""
+    def compile(self, captured: CanonicalGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Rewrite a copy of the graph for the bound call and compile it, in the Dynamo trace that captured it.
+
+        Args:
+            inputs: of the captured graph, fake; the state of the cache follows them.
+        """
         began = time.perf_counter()
         cache, phase = bound_call().cache, bound_call().phase
+        policy = cache.policy
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
 
@@ -183,23 +188,24 @@ class PhaseCompiler:
         fake_mode = _fake_mode()
         nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state, phase), fake_mode)
         if phase == "prefill":
-            rewrite = partial(rewrite_prefill_pass, state=nodes, layout=layout, policy=self.policy.spec)
-        elif self.policy.decode_rule() is not None:
-            rewrite = partial(rewrite_evicting_pass, state=nodes, layout=layout, policy=self.policy.spec)
+            rewrite = partial(rewrite_prefill_pass, state=nodes, layout=layout, policy=policy.spec)
+        elif policy.decode_rule() is not None:
+            rewrite = partial(rewrite_evicting_pass, state=nodes, layout=layout, policy=policy.spec)
         else:
             impl = "native" if self.compiler == "inductor" else "reference"
-            rewrite = partial(rewrite_cached_pass, state=nodes, layout=layout, impl=impl, policy=self.policy.spec)
+            rewrite = partial(rewrite_cached_pass, state=nodes, layout=layout, impl=impl, policy=policy.spec)
         decompose = [decompose_linear_pass] if phase == "decode" and self.compiler == "inductor" else []
         offset = [] if phase == "prefill" else [partial(offset_positions_pass, seen=nodes["seen"])]
         rewritten = run_passes(gm, [*offset, *decompose, rewrite], label=f"{phase}.{len(self.records)}")
         compiled: Callable[..., Any] = gm.forward
         if self.compiler == "inductor":
-            examples = [*example_inputs, *fakes]
+            examples = [*inputs, *fakes]
             compiled = compile_guarded(
                 partial(compile_fx, gm, examples, config_patches=INDUCTOR_CONFIG), examples, fake_mode.shape_env
             )
         self.records.append(
             CompileRecord(
+                policy=policy.spec,
                 phase=phase,
                 batch=cache.batch_size,
                 sites=rewritten[-1].sites,
@@ -210,16 +216,16 @@ class PhaseCompiler:
             )
         )
         repeated = phase != "prefill" and not bound_call().observed
-        if device.type == "cuda" and repeated and self._captures(layout, phase):
+        if device.type == "cuda" and repeated and self._captures(layout, phase, policy):
             return self._graphed(captured, compiled, state_of, device)
         return lambda *inputs: compiled(*inputs, *state_of(bound_call().cache).values())
 
-    def _captures(self, layout: Layout, phase: Phase) -> bool:
+    def _captures(self, layout: Layout, phase: Phase, policy: Policy) -> bool:
         """Whether steps of this phase are captured as CUDA graphs; says so when they are asked for but cannot be."""
         if not self.cuda_graphs or self.compiler != "inductor":
             return False
-        if self.policy.decode_rule() is not None:
-            log.warning("no CUDA graph for %s: policy %r evicts while decoding", phase, self.policy.name)
+        if policy.decode_rule() is not None:
+            log.warning("no CUDA graph for %s: policy %r evicts while decoding", phase, policy.name)
             return False
         if phase == "extend" and layout.rings:
             log.warning("no CUDA graph for extend: layers with a sliding window overwrite their rings")

@@ -1,4 +1,4 @@
-"""One Dynamo capture of a decoder, whose phases are made from it when a call first needs them."""
+"""One Dynamo capture of a decoder, from which the phases of every policy are made when a call first needs them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from kvpass.backend import Phase, PhaseCompiler, bound_call
 from kvpass.graphs.bind_state import fake_inputs
+from kvpass.policies.base import Policy
 
 
 class CapturedDecoder:
@@ -25,10 +26,10 @@ class CapturedDecoder:
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> None:
         self.graph = compiler.canonicalize(gm)
-        self.compiler = compiler
+        self._compiler = compiler
         self._context = TracingContext.get()
         self._inputs = fake_inputs(example_inputs, self._context)
-        self.functions: dict[tuple[Phase, bool], Callable[..., Any]] = {}
+        self._functions: dict[tuple[Policy, Phase, bool], Callable[..., Any]] = {}
 
     def __call__(self, *inputs: Any) -> Any:
         return self.function()(*inputs)
@@ -36,10 +37,10 @@ class CapturedDecoder:
     def function(self) -> Callable[..., Any]:
         """The compiled callable of the bound call."""
         call = bound_call()
-        key = (call.phase, call.observed)
-        if key in self.functions:
-            return self.functions[key]
+        key = (call.cache.policy, call.phase, call.observed)
+        if key in self._functions:
+            return self._functions[key]
         with compile_lock, tracing(self._context):
-            if key not in self.functions:
-                self.functions[key] = self.compiler.compile(self.graph, self._inputs)
-        return self.functions[key]
+            if key not in self._functions:
+                self._functions[key] = self._compiler.compile(self.graph, self._inputs)
+        return self._functions[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from kvpass.padding import first_real_column
 from kvpass.phases import append, continued, prefill
 from kvpass.policies import Policy, resolve_budget
 from kvpass.prompt_record import PromptRecord
-from kvpass.recompress import OCCASIONS, Recompress
+from kvpass.recompress import OCCASIONS
 from kvpass.report import Report
+from kvpass.rules import Rules, read_rules
 
 MAX_TOKENS = 2**24
 """Longest prompt: positions stay exact in fp32."""
@@ -35,17 +36,15 @@ _IGNORED = {"use_cache", "return_dict", "cache_position", "output_attentions", "
 
 @dataclass(kw_only=True)
 class Runtime:
-    """What a compiled model carries beside its modules: policy, budget and the decoders captured so far.
+    """What a compiled model carries beside its modules: its rules and the decoders captured so far.
 
     ``identity`` is by what its caches are known. ``decoders`` are kept by batch size, ``logits_to_keep`` and whether
     they take one token.
     """
 
-    policy: Policy
-    budget: Budget | None
+    rules: Rules
     compiler: PhaseCompiler
     identity: Identity
-    recompress: Recompress = "never"
     decoders: dict[tuple[int, int, bool], Callable[..., Tensor]] = field(default_factory=dict)
     last_prompt: PromptRecord | None = None
 
@@ -141,12 +140,12 @@ class CompressedModel:
     @property
     def policy(self) -> Policy:
         """What decides which entries are kept."""
-        return self._kvpass.policy
+        return self._kvpass.rules.policy
 
     @property
     def budget(self) -> Budget | None:
         """How much of each prompt is kept; None for a policy that keeps everything."""
-        return self._kvpass.budget
+        return self._kvpass.rules.budget
 
     def set_budget(self, budget: Budget | int | float | str | None) -> None:
         """Another budget for the prompts to come; compiled graphs stay, since none knows the budget.
@@ -157,23 +156,52 @@ class CompressedModel:
         Raises:
             ValueError: unreadable, below window + 1, missing, or given to a policy that has none; nothing changed.
         """
-        self._kvpass.budget = resolve_budget(self._kvpass.policy, budget)
+        rules = self._kvpass.rules
+        self._kvpass.rules = replace(rules, budget=resolve_budget(rules.policy, budget))
+        self._kvpass.last_prompt = None
+
+    def set_policy(
+        self,
+        policy: str | Policy,
+        budget: Budget | int | float | str | None = None,
+        *,
+        window: int | None = None,
+        **policy_options: Any,
+    ) -> None:
+        """Another policy and budget for the prompts to come, as ``kvpass.compile`` takes them.
+
+        The decoder is not captured again, only its graphs are compiled for the policy when it first needs them; those
+        of earlier policies stay. Caches made before and the report are treated as by :meth:`set_budget`.
+
+        Raises:
+            ValueError: an argument is out of range, or the policy cannot recompress as this model does; nothing
+                changed.
+        """
+        self._kvpass.rules = read_rules(
+            policy,
+            budget,
+            self._kvpass.rules.recompress,
+            window=window,
+            options=policy_options,
+            model_name=str(self.config.name_or_path),  # type: ignore[attr-defined]
+        )
         self._kvpass.last_prompt = None
 
     def report(self) -> Report:
-        """What the last prompt kept, per layer and head, and what was compiled.
+        """What the last prompt kept, per layer and head, and what was compiled for its policy.
 
         Raises:
-            ValueError: no prompt has been prefilled yet, or none since the budget was set.
+            ValueError: no prompt has been prefilled yet, or none since policy or budget were set.
         """
         runtime = self._kvpass
         if runtime.last_prompt is None:
-            raise ValueError("nothing to report: no prompt has been prefilled by this model with this budget yet")
+            raise ValueError("nothing to report: this model has prefilled no prompt yet with its policy and budget")
+        policy = runtime.rules.policy
         return Report(
-            policy=runtime.policy,
-            budget=runtime.budget,
+            policy=policy,
+            budget=runtime.rules.budget,
             prompt=runtime.last_prompt,
-            compiled=tuple(runtime.compiler.records),
+            compiled=tuple(record for record in runtime.compiler.records if record.policy == policy.spec),
         )
 
 
@@ -193,10 +221,11 @@ def _refuse_assistance(kwargs: dict[str, Any], default: Any) -> None:
 
 
 def _new_cache(runtime: Runtime, given: Cache | None) -> CompressedCache:
+    rules = runtime.rules
     if given is None:
-        return CompressedCache(runtime.policy, runtime.budget, runtime.identity)
+        return CompressedCache(rules.policy, rules.budget, runtime.identity)
     if isinstance(given, CompressedCache):
-        if not given.belongs_to(runtime.policy, runtime.budget, runtime.identity):
+        if not given.belongs_to(rules.policy, rules.budget, runtime.identity):
             raise CacheMismatchError(f"past_key_values={given!r} belongs to another model")
         return given
     if given.get_seq_length() > 0:
@@ -204,7 +233,7 @@ def _new_cache(runtime: Runtime, given: Cache | None) -> CompressedCache:
             f"past_key_values is a {type(given).__name__} with {given.get_seq_length()} tokens; "
             "a kvpass model continues only on a CompressedCache of its own"
         )
-    return CompressedCache(runtime.policy, runtime.budget, runtime.identity)
+    return CompressedCache(rules.policy, rules.budget, runtime.identity)
 
 
 def _prefill(
@@ -238,8 +267,9 @@ def _continue(
     logits_to_keep: int,
 ) -> tuple[CompressedCache, Tensor]:
     runtime: Runtime = model._kvpass
+    rules = runtime.rules
     b, t = input_ids.shape
-    if not cache.belongs_to(runtime.policy, runtime.budget, runtime.identity):
+    if not cache.belongs_to(rules.policy, rules.budget, runtime.identity):
         raise CacheMismatchError(f"past_key_values={cache!r} belongs to another model")
     cache = continued(cache, b, input_ids.device)
     if attention_mask is not None:
@@ -254,9 +284,7 @@ def _continue(
     columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
     positions = _positions(position_ids, columns - cache.start[:, None])
 
-    logits, record = append(
-        cache, t, lambda: _call(model, ids, positions, logits_to_keep), OCCASIONS[runtime.recompress]
-    )
+    logits, record = append(cache, t, lambda: _call(model, ids, positions, logits_to_keep), OCCASIONS[rules.recompress])
     if record is not None:
         runtime.last_prompt = record
     return cache, logits

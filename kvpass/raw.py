@@ -35,7 +35,7 @@ from kvpass.graphs.offset_positions import counts_positions
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.padding import first_real_column
 from kvpass.phases import append, continued, prefill
-from kvpass.policies import resolve, resolve_budget
+from kvpass.policies import Policy, resolve, resolve_budget
 
 _SESSION: ContextVar[Session | None] = ContextVar("kvpass_session", default=None)
 
@@ -87,17 +87,15 @@ def kvpass_backend(
     compiler = check_compiler("compiler", given.pop("compiler", "inductor"))
     policy = resolve(given.pop("policy", "lava"), **given)
     resolved = resolve_budget(policy, budget)
-    phases = PhaseCompiler(policy=policy, compiler=compiler, cuda_graphs=cuda_graphs)
-    return RawModule(CapturedDecoder(gm, example_inputs, phases), resolved).__call__
+    decoder = CapturedDecoder(gm, example_inputs, PhaseCompiler(compiler=compiler, cuda_graphs=cuda_graphs))
+    return RawModule(decoder, policy, resolved).__call__
 
 
 class RawModule:
     """One captured decoder, called on the cache of the session it is in."""
 
-    def __init__(self, decoder: CapturedDecoder, budget: Budget | None) -> None:
-        self.decoder = decoder
-        self.policy = decoder.compiler.policy
-        self.budget = budget
+    def __init__(self, decoder: CapturedDecoder, policy: Policy, budget: Budget | None) -> None:
+        self.decoder, self.policy, self.budget = decoder, policy, budget
         graph = decoder.graph.gm
         self.counts_positions = counts_positions(graph)
         sites = find_sites(graph)

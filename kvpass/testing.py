@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import kvpass
-from kvpass.policies import POLICIES
+from kvpass.backend import Compiler
+from kvpass.recompress import Recompress
 
 VOCABULARY = 128
 
@@ -156,24 +157,30 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 
 
 def compiled_once(
-    family: str = "llama", *, budget: int | float | str | None, layers: int | None = None, **options: Any
+    family: str = "llama",
+    *,
+    layers: int | None = None,
+    backend: Compiler = "inductor",
+    recompress: Recompress = "never",
+    policy: str = "lava",
+    budget: int | float | str | None,
+    **options: Any,
 ) -> tuple[PreTrainedModel, Any]:
-    """A tiny model and its compiled copy, shared by all tests that change nothing of it but the budget.
+    """A tiny model and its compiled copy, shared by all tests that change nothing of it but policy and budget.
 
     Args:
-        layers: of the model, if not as many as :data:`FAMILIES` has. options: of ``kvpass.compile``.
+        layers: of the model, if not as many as :data:`FAMILIES` has. options: of the policy.
     """
-    model, fast = _compiled_once(family, layers, tuple(sorted(options.items())))
-    fast.set_budget(budget)
+    model, fast = _compiled_once(family, layers, backend, recompress)
+    fast.set_policy(policy, budget, **options)
     return model, fast
 
 
 @functools.lru_cache(maxsize=24)
-def _compiled_once(family: str, layers: int | None, options: tuple[tuple[str, Any], ...]) -> Any:
+def _compiled_once(family: str, layers: int | None, backend: Compiler, recompress: Recompress) -> Any:
     changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
-    model, given = tiny_model(family, **changes), dict(options)
-    needed = POLICIES[given.get("policy", "lava")].needs_budget
-    return model, kvpass.compile(model, budget=1.0 if needed else None, **given)
+    model = tiny_model(family, **changes)
+    return model, kvpass.compile(model, policy="snapkv", budget=1.0, backend=backend, recompress=recompress)
 
 
 def random_ids(rows: int, tokens: int, *, seed: int = 0) -> Tensor:

@@ -23,7 +23,7 @@ LAYERS = """
     scheduler decode loading
     policies released
     reference evict plan loss recompress
-    sliding
+    sliding rules
     device
     ops
     graphs attention

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 import kvpass
-from kvpass.backend import PhaseCompiler
-from kvpass.captured import CapturedDecoder
-from kvpass.config import Budget
 from kvpass.masked_oracle import MaskedOracle, kept_columns
-from kvpass.policies import resolve
-from kvpass.raw import RawModule
 from kvpass.testing import FAMILIES, assert_close, left_pad, random_ids, tiny_model
 
 UNLIMITED = 10**6
@@ -55,49 +48,22 @@ def step_logits(model, ids, new):
 
 
 class EveryPolicy:
-    """One capture of a model for all policies and budgets: phases are rewritten per policy from the same graphs."""
+    """A compiled model under any policy and budget."""
 
-    def __init__(self, model, policies):
-        self.policy, self.budget = None, None
+    def __init__(self, model):
+        self.model = kvpass.compile(model, policy="full", backend="eager")
 
-        def step(input_ids, position_ids):
-            return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-
-        def backend(gm, example_inputs):
-            captured = CapturedDecoder(gm, example_inputs, self.compiler(policies[0]))
-            modules = {}
-
-            def run(*inputs):
-                key = (self.policy, self.budget)
-                if key not in modules:
-                    decoder = copy.copy(captured)
-                    decoder.compiler, decoder.functions = self.compiler(self.policy), {}
-                    needed = decoder.compiler.policy.needs_budget
-                    modules[key] = RawModule(decoder, Budget.parse(self.budget) if needed else None)
-                return modules[key](*inputs)
-
-            return run
-
-        torch._dynamo.reset()
-        self.model = kvpass.compile(model, budget=UNLIMITED)
-        self.model.__class__ = type(model)
-        self.step = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
-
-    def compiler(self, name):
-        return PhaseCompiler(policy=resolve(name, window=8, **OPTIONS.get(name, {})), compiler="eager")
-
-    @torch.no_grad()
     def run(self, policy, budget, pieces, mask):
         """Logits of prompt and further pieces, and the cache."""
-        self.policy, self.budget = policy, budget
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits, seen = [], 0
-        with kvpass.session(mask[:, : pieces[0].shape[1]]) as session:
-            for piece in pieces:
-                end = seen + piece.shape[1]
-                logits.append(self.step(piece.contiguous(), positions[:, seen:end].contiguous()))
-                seen = end
-        return torch.cat(logits, 1), session.cache
+        given = budget if kvpass.POLICIES[policy].needs_budget else None
+        self.model.set_policy(policy, given, window=8, **OPTIONS.get(policy, {}))
+        logits, cache, seen = [], None, 0
+        for piece in pieces:
+            seen += piece.shape[1]
+            out = self.model(piece, attention_mask=mask[:, :seen], past_key_values=cache)
+            cache = out.past_key_values
+            logits.append(out.logits)
+        return torch.cat(logits, 1), cache
 
 
 @pytest.mark.parametrize(
@@ -119,7 +85,7 @@ def test_contract_1_unlimited_budget_is_identity_in_every_family(family):
 @pytest.mark.parametrize(("family", "policies"), [*SOME.items(), *EXHAUSTIVE])
 def test_contracts_1_and_4_identity_and_padded_rows_as_alone_under_every_policy(family, policies):
     model = tiny_model(family)
-    every = EveryPolicy(model, policies)
+    every = EveryPolicy(model)
     for policy in policies:
         assert_identical_without_a_limit(model, every, policy)
         assert_padded_rows_equal_alone(every, policy)

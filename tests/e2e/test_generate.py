@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
@@ -352,7 +353,7 @@ def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(model
     assert fast.policy == resolve("lava", window=8) and fast.budget == kvpass.Budget.parse(16)
     fast.set_budget(24)
     assert fast.budget == kvpass.Budget.parse(24)
-    with pytest.raises(ValueError, match="with this budget"):
+    with pytest.raises(ValueError, match="no prompt yet with its policy and budget"):
         fast.report()
     after = fast(ids).past_key_values
     expected = kvpass.compile(model, budget=24, window=8, backend="eager")(ids).past_key_values
@@ -365,6 +366,53 @@ def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(model
     assert fast.budget == kvpass.Budget.parse(24)
     fast.set_budget(16)
     assert fast(token, past_key_values=before).past_key_values is before and before.lengths.sum() == 18 * 6
+
+
+def test_another_policy_holds_for_the_prompts_to_come_and_captures_nothing(model):
+    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
+    ids, token = random_ids(1, 60), random_ids(1, 1, seed=1)
+    before = fast(ids).past_key_values
+    fast(token, past_key_values=before)
+    counters.clear()
+    for policy, budget, options in (("snapkv", 24, {"pool": None, "window": 6}), ("h2o", 20, {"window": 6}), ("full", None, {})):
+        fast.set_policy(policy, budget, **options)
+        assert fast.policy == resolve(policy, **options)
+        with pytest.raises(ValueError, match="no prompt yet with its policy and budget"):
+            fast.report()
+        cache = fast(ids).past_key_values
+        logits = fast(token, past_key_values=cache).logits
+        assert not counters["stats"]["unique_graphs"], "captured again"
+        alone = kvpass.compile(model, policy=policy, budget=budget, backend="eager", **options)
+        expected = alone(ids).past_key_values
+        assert torch.equal(logits, alone(token, past_key_values=expected).logits), policy
+        assert torch.equal(cache.positions, expected.positions)
+        report = fast.report()
+        assert report.policy == fast.policy and [record.phase for record in report.compiled] == ["prefill", "decode"]
+        counters.clear()
+    with pytest.raises(kvpass.CacheMismatchError):
+        fast(token, past_key_values=before)
+    fast.set_policy("lava", 16, window=8)
+    assert fast(token, past_key_values=before).past_key_values is before
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "options", "message"),
+    [
+        ("lavva", 16, {}, "did you mean 'lava'"),
+        ("lava", None, {}, "needs one"),
+        ("lava", 16, {"window": 16}, r"window \+ 1 = 17"),
+        ("lava", 16, {"tau1": 1.0}, "not an option of policy 'lava'"),
+        ("full", 16, {}, "takes no budget"),
+        ("full", None, {}, "recompress='every_turn'"),
+    ],
+)
+def test_contract_10_a_policy_that_cannot_be_set_changes_nothing(model, policy, budget, options, message):
+    fast = kvpass.compile(model, budget=16, window=8, backend="eager", recompress="every_turn")
+    cache = fast(random_ids(1, 60)).past_key_values
+    with pytest.raises(ValueError, match=message):
+        fast.set_policy(policy, budget, **options)
+    assert fast.policy == resolve("lava", window=8) and fast.report().budget == fast.budget
+    fast(random_ids(1, 1), past_key_values=cache)
 
 
 def test_assisted_generation_is_refused(fast, model):

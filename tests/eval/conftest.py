@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -13,22 +14,44 @@ from kvpass import builtin
 from kvpass.eval.tasks import registry
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def micro_sizes():
+    """Sizes of a very small Llama, as its configuration names them."""
+    return {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+
+
+@pytest.fixture
+def micro(micro_sizes, tmp_path):
+    """Path of its configuration."""
+    path = tmp_path / "micro.json"
+    path.write_text(json.dumps({"model_type": "llama", **micro_sizes}))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
 def compiled():
     return {}
 
 
 @pytest.fixture
 def compile_once(compiled, monkeypatch):
-    """Most of the time would go into tracing the same policies on the same model again."""
+    """Most of the time would go into tracing the same model again."""
     original = kvpass.compile
 
-    def remembered(model, *, policy, budget, backend):
+    def remembered(model, *, policy, backend, budget=None):
         assert backend == "eager"
-        key = type(model), policy
+        key = type(model), model.num_parameters()
         if key not in compiled:
-            compiled[key] = original(model, policy=policy, budget=budget, backend=backend)
-        compiled[key].set_budget(budget)
+            compiled[key] = original(model, policy="full", backend=backend)
+        compiled[key].set_policy(policy, budget)
         return compiled[key]
 
     monkeypatch.setattr(kvpass, "compile", remembered)
