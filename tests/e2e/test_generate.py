@@ -374,7 +374,8 @@ def test_another_policy_holds_for_the_prompts_to_come_and_captures_nothing(model
     before = fast(ids).past_key_values
     fast(token, past_key_values=before)
     counters.clear()
-    for policy, budget, options in (("snapkv", 24, {"pool": None, "window": 6}), ("h2o", 20, {"window": 6}), ("full", None, {})):
+    others = [("snapkv", 24, {"pool": None, "window": 6}), ("h2o", 20, {"window": 6}), ("full", None, {})]
+    for policy, budget, options in others:
         fast.set_policy(policy, budget, **options)
         assert fast.policy == resolve(policy, **options)
         with pytest.raises(ValueError, match="no prompt yet with its policy and budget"):
