@@ -11,7 +11,6 @@ from torch.fx import GraphModule
 
 from kvpass.backend import Phase, PhaseCompiler, bound_call
 from kvpass.graphs.bind_state import fake_inputs
-from kvpass.policies.base import Policy
 
 
 class CapturedDecoder:
@@ -29,7 +28,7 @@ class CapturedDecoder:
         self._compiler = compiler
         self._context = TracingContext.get()
         self._inputs = fake_inputs(example_inputs, self._context)
-        self._functions: dict[tuple[Policy, Phase, bool], Callable[..., Any]] = {}
+        self._functions: dict[tuple[str, Phase, bool], Callable[..., Any]] = {}
 
     def __call__(self, *inputs: Any) -> Any:
         return self.function()(*inputs)
@@ -37,7 +36,7 @@ class CapturedDecoder:
     def function(self) -> Callable[..., Any]:
         """The compiled callable of the bound call."""
         call = bound_call()
-        key = (call.cache.policy, call.phase, call.observed)
+        key = (call.cache.policy.spec, call.phase, call.observed)
         if key in self._functions:
             return self._functions[key]
         with compile_lock, tracing(self._context):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -114,7 +115,7 @@ class Policy(ABC):
         """
         return torch.where((available <= entries)[:, None], entries[:, None], kept)
 
-    @property
+    @cached_property
     def spec(self) -> str:
         """Canonical text form; ``kvpass.policies.from_spec`` reads it back. It travels in op arguments."""
         return json.dumps({"policy": self.name, **dataclasses.asdict(self)}, sort_keys=True)
