@@ -33,18 +33,25 @@ def placeholders(gm: GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
-def fake_inputs(example_inputs: Sequence[Any], context: TracingContext) -> list[Any]:
-    """Inputs of a captured graph as fake tensors of the mode its backend works in, with the symbols of the capture.
+def backend_mode() -> FakeTensorMode:
+    """The fake mode that the backend of the present Dynamo trace works in."""
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        raise RuntimeError("the kvpass backend must be called by torch.compile, inside a Dynamo trace")
+    return context.fake_mode
+
+
+def fake_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+    """Inputs of a captured graph as fake tensors of :func:`backend_mode`, with the symbols of the capture.
 
     To be called in the trace: Dynamo forgets afterwards which sizes of which tensor were symbols.
     """
-    mode = context.fake_mode
-    assert mode is not None
+    mode, symbolic = backend_mode(), TracingContext.get().tensor_to_context
 
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        known = context.tensor_to_context[value]
+        known = symbolic[value]
         return mode.from_tensor(value, symbolic_context=known, source=known.tensor_source)
 
     return [fake(value) for value in example_inputs]

@@ -18,16 +18,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from kvpass.cache import CompressedCache
 from kvpass.config import Layout
 from kvpass.cuda_graphs import CudaRecorder, GraphedStep
-from kvpass.graphs.bind_state import add_state_placeholders, copy_graph, example_value, size_reader
+from kvpass.graphs.bind_state import add_state_placeholders, backend_mode, copy_graph, example_value, size_reader
 from kvpass.graphs.check_no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.check_token_mixing import check_token_mixing_pass
 from kvpass.graphs.decompose_linear import decompose_linear_pass
@@ -174,8 +172,8 @@ class PhaseCompiler:
             inputs: of the captured graph, fake; the state of the cache follows them.
         """
         began = time.perf_counter()
-        cache, phase = bound_call().cache, bound_call().phase
-        policy = cache.policy
+        call = bound_call()
+        cache, phase, policy = call.cache, call.phase, call.cache.policy
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
 
@@ -185,7 +183,7 @@ class PhaseCompiler:
             return cache.cached_state(layout)
 
         state = state_of(cache)
-        fake_mode = _fake_mode()
+        fake_mode = backend_mode()
         nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state, phase), fake_mode)
         if phase == "prefill":
             rewrite = partial(rewrite_prefill_pass, state=nodes, layout=layout, policy=policy.spec)
@@ -215,7 +213,7 @@ class PhaseCompiler:
                 passes=(*captured.passes, *rewritten),
             )
         )
-        repeated = phase != "prefill" and not bound_call().observed
+        repeated = phase != "prefill" and not call.observed
         if device.type == "cuda" and repeated and self._captures(layout, phase, policy):
             return self._graphed(captured, compiled, state_of, device)
         return lambda *inputs: compiled(*inputs, *state_of(bound_call().cache).values())
@@ -249,10 +247,3 @@ class PhaseCompiler:
             return step(inputs, state)
 
         return run
-
-
-def _fake_mode() -> FakeTensorMode:
-    context = TracingContext.try_get()
-    if context is None or context.fake_mode is None:
-        raise RuntimeError("the kvpass backend must be called by torch.compile, inside a Dynamo trace")
-    return context.fake_mode

@@ -26,8 +26,8 @@ class CapturedDecoder:
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> None:
         self.graph = compiler.canonicalize(gm)
         self._compiler = compiler
+        self._inputs = fake_inputs(example_inputs)
         self._context = TracingContext.get()
-        self._inputs = fake_inputs(example_inputs, self._context)
         self._functions: dict[tuple[str, Phase, bool], Callable[..., Any]] = {}
 
     def __call__(self, *inputs: Any) -> Any:
