@@ -1,9 +1,8 @@
-"""What users do to a model: threads, interrupts, odd sizes, dtypes, modes, and every kind of generation."""
+"""What users do to a model: interrupts, odd sizes, dtypes, modes, and every kind of generation."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 
 import pytest
@@ -29,82 +28,6 @@ def compile_anew(model=None, **options):
 
 def greedy(model, ids, **options):
     return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
-
-
-# -- concurrency ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("family", "policy"), [("llama", "lava"), ("gemma3", "h2o")])
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
-def test_threads_on_one_compiled_model_do_not_mix_caches(family, policy, warm):
-    model, alone = compiled(family, policy=policy)
-    prompts = [random_ids(1, 40 + 7 * i, seed=i) for i in range(3)]
-    expected = [greedy(alone, ids) for ids in prompts]
-    fast = compile_anew(model, policy=policy)
-    if warm:
-        greedy(fast, prompts[0])
-    results: dict[int, list[torch.Tensor]] = {i: [] for i in range(3)}
-    failures = []
-    gate = threading.Barrier(3)
-
-    def work(i):
-        try:
-            gate.wait()
-            for _ in range(3):
-                results[i].append(greedy(fast, prompts[i]))
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    for i, found in results.items():
-        assert len(found) == 3 and all(torch.equal(one, expected[i]) for one in found), f"thread {i}"
-
-
-def test_threads_that_need_a_phase_at_once_compile_it_once():
-    _, alone = compiled()
-    fast = compile_anew()
-    prompts = [random_ids(1, 40 + 7 * i, seed=i) for i in range(3)]
-    question = random_ids(1, 9, seed=9)
-    caches = [fast(ids).past_key_values for ids in prompts]
-    gate = threading.Barrier(3)
-    answers = {}
-
-    def ask(i):
-        gate.wait()
-        answers[i] = fast(question, past_key_values=caches[i]).logits
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [record.phase for record in fast.report().compiled] == ["prefill", "extend"]
-    for i, ids in enumerate(prompts):
-        expected = alone(question, past_key_values=alone(ids).past_key_values).logits
-        assert torch.equal(answers[i], expected), f"thread {i}"
-
-
-def test_interleaved_turns_of_two_conversations_do_not_mix():
-    _, fast = compiled(recompress="every_turn")
-    turns = [[random_ids(1, n, seed=10 * who + n) for n in (40, 12, 1, 25, 1)] for who in range(2)]
-
-    def talk(order):
-        caches, logits = [None, None], [[], []]
-        for who, turn in order:
-            out = fast(turns[who][turn], past_key_values=caches[who])
-            caches[who] = out.past_key_values
-            logits[who].append(out.logits[:, -1])
-        return [torch.cat(found) for found in logits]
-
-    interleaved = talk([(who, turn) for turn in range(5) for who in range(2)])
-    one_by_one = talk([(who, turn) for who in range(2) for turn in range(5)])
-    for who in range(2):
-        assert torch.equal(interleaved[who], one_by_one[who])
 
 
 # -- interrupts -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""Threads and conversations that share one compiled model."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import kvpass
+from kvpass.testing import compiled_once, random_ids, tiny_model
+
+OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
+
+
+def compiled(family="llama", **options):
+    """A model and its compiled copy, both shared with other tests."""
+    return compiled_once(family, layers=2 if family == "llama" else None, **OPTIONS | options)
+
+
+def compile_anew(model=None, **options):
+    return kvpass.compile(model or tiny_model("llama", num_hidden_layers=2), **OPTIONS | options)
+
+
+def greedy(model, ids):
+    return model.generate(ids, max_new_tokens=6, do_sample=False)
+
+
+def at_once(work):
+    """What ``work(0)``, ``work(1)`` and ``work(2)`` return, each called in a thread of its own at the same moment."""
+    gate = threading.Barrier(3)
+
+    def one(i):
+        gate.wait()
+        return work(i)
+
+    with ThreadPoolExecutor(3) as threads:
+        return list(threads.map(one, range(3)))
+
+
+@pytest.mark.parametrize(("family", "policy"), [("llama", "lava"), ("gemma3", "h2o")])
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+def test_threads_on_one_compiled_model_do_not_mix_caches(family, policy, warm):
+    model, alone = compiled(family, policy=policy)
+    prompts = [random_ids(1, 40 + 7 * i, seed=i) for i in range(3)]
+    expected = [greedy(alone, ids) for ids in prompts]
+    fast = compile_anew(model, policy=policy)
+    if warm:
+        greedy(fast, prompts[0])
+    results = at_once(lambda i: [greedy(fast, prompts[i]) for _ in range(3)])
+    for i, found in enumerate(results):
+        assert len(found) == 3 and all(torch.equal(one, expected[i]) for one in found), f"thread {i}"
+
+
+def test_threads_that_need_a_phase_at_once_compile_it_once():
+    _, alone = compiled()
+    fast = compile_anew()
+    prompts = [random_ids(1, 40 + 7 * i, seed=i) for i in range(3)]
+    question = random_ids(1, 9, seed=9)
+    caches = [fast(ids).past_key_values for ids in prompts]
+    answers = at_once(lambda i: fast(question, past_key_values=caches[i]).logits)
+    assert [record.phase for record in fast.report().compiled] == ["prefill", "extend"]
+    for i, ids in enumerate(prompts):
+        expected = alone(question, past_key_values=alone(ids).past_key_values).logits
+        assert torch.equal(answers[i], expected), f"thread {i}"
+
+
+def test_interleaved_turns_of_two_conversations_do_not_mix():
+    _, fast = compiled(recompress="every_turn")
+    turns = [[random_ids(1, n, seed=10 * who + n) for n in (40, 12, 1, 25, 1)] for who in range(2)]
+
+    def talk(order):
+        caches, logits = [None, None], [[], []]
+        for who, turn in order:
+            out = fast(turns[who][turn], past_key_values=caches[who])
+            caches[who] = out.past_key_values
+            logits[who].append(out.logits[:, -1])
+        return [torch.cat(found) for found in logits]
+
+    interleaved = talk([(who, turn) for turn in range(5) for who in range(2)])
+    one_by_one = talk([(who, turn) for who in range(2) for turn in range(5)])
+    for who in range(2):
+        assert torch.equal(interleaved[who], one_by_one[who])

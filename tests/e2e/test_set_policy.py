@@ -1,0 +1,87 @@
+"""Another budget, and another policy, on a model that is already compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import kvpass
+from kvpass.policies import resolve
+from kvpass.testing import random_ids, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(model):
+    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
+    ids, token = random_ids(1, 60), random_ids(1, 1, seed=1)
+    before = fast(ids).past_key_values
+    fast(token, past_key_values=before)
+    assert fast.policy == resolve("lava", window=8) and fast.budget == kvpass.Budget.parse(16)
+    fast.set_budget(24)
+    assert fast.budget == kvpass.Budget.parse(24)
+    with pytest.raises(ValueError, match="no prompt yet with its policy and budget"):
+        fast.report()
+    after = fast(ids).past_key_values
+    expected = kvpass.compile(model, budget=24, window=8, backend="eager")(ids).past_key_values
+    assert torch.equal(after.positions, expected.positions) and after.lengths.sum() == 24 * 6
+    assert fast.report().budget == fast.budget and len(fast.report().compiled) == 2
+    with pytest.raises(kvpass.CacheMismatchError):
+        fast(token, past_key_values=before)
+    with pytest.raises(ValueError, match="budget=8"):
+        fast.set_budget(8)
+    assert fast.budget == kvpass.Budget.parse(24)
+    fast.set_budget(16)
+    assert fast(token, past_key_values=before).past_key_values is before and before.lengths.sum() == 18 * 6
+
+
+def test_another_policy_holds_for_the_prompts_to_come_and_captures_nothing(model):
+    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
+    ids, token = random_ids(1, 60), random_ids(1, 1, seed=1)
+    before = fast(ids).past_key_values
+    fast(token, past_key_values=before)
+    counters.clear()
+    others = [("snapkv", 24, {"pool": None, "window": 6}), ("h2o", 20, {"window": 6}), ("full", None, {})]
+    for policy, budget, options in others:
+        fast.set_policy(policy, budget, **options)
+        assert fast.policy == resolve(policy, **options)
+        with pytest.raises(ValueError, match="no prompt yet with its policy and budget"):
+            fast.report()
+        cache = fast(ids).past_key_values
+        logits = fast(token, past_key_values=cache).logits
+        assert not counters["stats"]["unique_graphs"], "captured again"
+        alone = kvpass.compile(model, policy=policy, budget=budget, backend="eager", **options)
+        expected = alone(ids).past_key_values
+        assert torch.equal(logits, alone(token, past_key_values=expected).logits), policy
+        assert torch.equal(cache.positions, expected.positions)
+        report = fast.report()
+        assert report.policy == fast.policy and [record.phase for record in report.compiled] == ["prefill", "decode"]
+        counters.clear()
+    with pytest.raises(kvpass.CacheMismatchError):
+        fast(token, past_key_values=before)
+    fast.set_policy("lava", 16, window=8)
+    assert fast(token, past_key_values=before).past_key_values is before
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "options", "message"),
+    [
+        ("lavva", 16, {}, "did you mean 'lava'"),
+        ("lava", None, {}, "needs one"),
+        ("lava", 16, {"window": 16}, r"window \+ 1 = 17"),
+        ("lava", 16, {"tau1": 1.0}, "not an option of policy 'lava'"),
+        ("full", 16, {}, "takes no budget"),
+        ("full", None, {}, "recompress='every_turn'"),
+    ],
+)
+def test_contract_10_a_policy_that_cannot_be_set_changes_nothing(model, policy, budget, options, message):
+    fast = kvpass.compile(model, budget=16, window=8, backend="eager", recompress="every_turn")
+    cache = fast(random_ids(1, 60)).past_key_values
+    with pytest.raises(ValueError, match=message):
+        fast.set_policy(policy, budget, **options)
+    assert fast.policy == resolve("lava", window=8) and fast.report().budget == fast.budget
+    fast(random_ids(1, 1), past_key_values=cache)
