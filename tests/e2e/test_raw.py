@@ -204,7 +204,7 @@ def test_a_reusable_cache_stays_as_it_is(decoder):
     assert [part.columns for part in (cache, found[0][1], found[1][1])] == [40, 45, 45]
 
 
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_a_prompt_in_inference_mode_is_continued_outside(compiler):
     torch.manual_seed(0)
     decoder = Decoder(False, layers=1).eval()
@@ -219,9 +219,7 @@ def test_a_prompt_in_inference_mode_is_continued_outside(compiler):
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize(
-    ("compiler", "pieces"), [("eager", [20, 1, 3]), pytest.param("inductor", [20], marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("compiler", "pieces"), [("eager", [20, 1, 3]), ("inductor", [20])])
 def test_every_batch_size_is_compiled_for_itself(compiler, pieces):
     torch.manual_seed(0)
     decoder = Decoder(False, layers=1).eval()
