@@ -60,6 +60,8 @@ def module_path_of(node: Node) -> str:
     path = str(list(stack.values())[-1][0])
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path.removeprefix("L").removeprefix("G"))
     parts = [part for part in path.split(".") if part and part not in ("_modules", "self")]
+    if "__self__" in parts:  # a bound method was traced: its name stands before the module it is bound to
+        parts = parts[parts.index("__self__") + 1 :]
     return ".".join(parts)
 
 
