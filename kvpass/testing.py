@@ -24,7 +24,7 @@ _COMMON = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-_LLAMA_LIKE = {
+LLAMA_LIKE = {
     **_COMMON,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -41,24 +41,24 @@ _FALCON = {
     "new_decoder_architecture": False,
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", _LLAMA_LIKE),
-    "llama_mha": ("llama", {**_LLAMA_LIKE, "num_key_value_heads": 4}),
-    "qwen3": ("qwen3", {**_LLAMA_LIKE, "head_dim": 24}),
-    "mistral": ("mistral", {**_LLAMA_LIKE, "sliding_window": None}),
-    "phi3": ("phi3", {**_LLAMA_LIKE, "sliding_window": None}),
-    "mixtral": ("mixtral", {**_LLAMA_LIKE, "sliding_window": None, "num_local_experts": 4}),
-    "olmo2": ("olmo2", _LLAMA_LIKE),
-    "qwen2": ("qwen2", _LLAMA_LIKE),
+    "llama": ("llama", LLAMA_LIKE),
+    "llama_mha": ("llama", {**LLAMA_LIKE, "num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {**LLAMA_LIKE, "head_dim": 24}),
+    "mistral": ("mistral", {**LLAMA_LIKE, "sliding_window": None}),
+    "phi3": ("phi3", {**LLAMA_LIKE, "sliding_window": None}),
+    "mixtral": ("mixtral", {**LLAMA_LIKE, "sliding_window": None, "num_local_experts": 4}),
+    "olmo2": ("olmo2", LLAMA_LIKE),
+    "qwen2": ("qwen2", LLAMA_LIKE),
     "qwen3_moe": (
         "qwen3_moe",
-        {**_LLAMA_LIKE, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {**LLAMA_LIKE, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
-    "mistral_sliding": ("mistral", {**_LLAMA_LIKE, "sliding_window": 24}),
-    "gemma2": ("gemma2", {**_LLAMA_LIKE, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "mistral_sliding": ("mistral", {**LLAMA_LIKE, "sliding_window": 24}),
+    "gemma2": ("gemma2", {**LLAMA_LIKE, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}),
     "gemma3": (
         "gemma3_text",
         {
-            **_LLAMA_LIKE,
+            **LLAMA_LIKE,
             "head_dim": 16,
             "sliding_window": 24,
             "query_pre_attn_scalar": 16,
@@ -68,7 +68,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "gpt_oss",
         {
-            **_LLAMA_LIKE,
+            **LLAMA_LIKE,
             "head_dim": 16,
             "sliding_window": 24,
             "num_local_experts": 4,
@@ -77,18 +77,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
-    "phi": ("phi", _LLAMA_LIKE),
-    "starcoder2": ("starcoder2", {**_LLAMA_LIKE, "sliding_window": None}),
-    "granite": ("granite", _LLAMA_LIKE),
+    "phi": ("phi", LLAMA_LIKE),
+    "starcoder2": ("starcoder2", {**LLAMA_LIKE, "sliding_window": None}),
+    "granite": ("granite", LLAMA_LIKE),
     "cohere2": (
         "cohere2",
         {
-            **_LLAMA_LIKE,
+            **LLAMA_LIKE,
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         },
     ),
-    "smollm3": ("smollm3", {**_LLAMA_LIKE, "no_rope_layers": [1, 1, 0]}),
+    "smollm3": ("smollm3", {**LLAMA_LIKE, "no_rope_layers": [1, 1, 0]}),
     "gptj": ("gptj", {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "rotary_dim": 8}),
     "bloom": ("bloom", {**_COMMON, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
     "falcon": ("falcon", {**_FALCON, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False}),
@@ -96,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "deepseek_v3",
         {
-            **_LLAMA_LIKE,
+            **LLAMA_LIKE,
             "num_key_value_heads": 4,
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvpass.testing import FAMILIES
-
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
@@ -20,10 +18,3 @@ def test_the_example_runs_and_answers(tmp_path, monkeypatch, capsys):
     assert len(shown) == 2 and [line for line in printed.splitlines() if "482 913" in line] == shown
     assert "attention mass" in printed
     assert (tmp_path / "kept.png").exists()
-
-
-def test_the_table_of_decoders_names_every_family_of_the_tests():
-    section = README.read_text().split("## Decoders")[1].split("## Policies")[0]
-    words = set(re.findall(r"\w+", section))
-    variants = {"llama_mha": "llama", "mistral_sliding": "mistral", "falcon_alibi": "falcon"}
-    assert {variants.get(family, family) for family in FAMILIES} <= words

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import kvpass
+from kvpass.eval.support_table import listed, supported_row
 from kvpass.masked_oracle import MaskedOracle, kept_columns
 from kvpass.testing import FAMILIES, assert_close, left_pad, random_ids, tiny_model
 
+README = Path(__file__).resolve().parents[2] / "README.md"
 UNLIMITED = 10**6
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
 POLICIES = sorted(kvpass.POLICIES)
@@ -89,6 +93,7 @@ def test_contracts_1_and_4_identity_and_padded_rows_as_alone_under_every_policy(
     for policy in policies:
         assert_identical_without_a_limit(model, every, policy)
         assert_padded_rows_equal_alone(every, policy)
+    assert supported_row(family, every.model) in listed(README.read_text()), "see kvpass.eval.support_table"
 
 
 def assert_identical_without_a_limit(model, every, policy):
@@ -240,8 +245,9 @@ def test_contract_7_what_is_not_understood_fails_closed_with_path_and_reason():
     model = tiny_model("llama")
     model.model.layers[1].self_attn.is_causal = False
     fast = kvpass.compile(model, budget=20, window=8, backend="eager")
-    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"model\.layers\.1\.self_attn.*not causal"):
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"model\.layers\.1\.self_attn.*not causal") as refusal:
         fast(random_ids(1, PROMPT))
+    assert refusal.value.module_path == "model.layers.1.self_attn"
 
 
 def test_contract_7_the_report_states_sliding_layers_apart():

@@ -1,0 +1,141 @@
+"""The tables of decoders in README, made from what the tests' tiny models report.
+
+``python -m kvpass.eval.support_table README.md`` replaces them. The tests hold each family and each refusal
+against them, so they say what was found in the traced graphs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+import kvpass
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.eval.markdown import markdown_table
+from kvpass.model import CompressedModel
+from kvpass.testing import FAMILIES, LLAMA_LIKE, VOCABULARY, random_ids, tiny_model
+
+_FOUND_BY = {
+    "find_attention": "`scaled_dot_product_attention`, found in the graph",
+    "find_eager_attention": "matmul, softmax, matmul, found in the graph",
+}
+_VARIANTS = {
+    "llama_mha": "llama with as many KV heads as heads",
+    "mistral_sliding": "mistral with a sliding window",
+    "falcon_alibi": "falcon with ALiBi",
+}
+_HEADERS = ("decoder", "its attention is met by", "note"), ("refused", "because")
+_BEGIN, _END = "<!-- made by python -m kvpass.eval.support_table -->\n\n", "\n<!-- end -->"
+
+_TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+REFUSED: dict[str, dict[str, Any]] = {
+    "mamba": {**_TINY, "state_size": 4},
+    "rwkv": {**_TINY, "attention_hidden_size": 32},
+    "lfm2": {**LLAMA_LIKE, "full_attn_idxs": [1]},
+    "qwen3_next": {
+        **LLAMA_LIKE,
+        **_EXPERTS,
+        "num_hidden_layers": 4,
+        "num_experts": 2,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "mpt": {**_TINY, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256},
+    "llama4_text": {**LLAMA_LIKE, **_EXPERTS, "head_dim": 16, "intermediate_size_mlp": 32, "attention_chunk_size": 8},
+    "xlnet": {"vocab_size": VOCABULARY, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64},
+    "bert": {**_TINY, "num_attention_heads": 4, "intermediate_size": 64},
+    "t5": {**_TINY, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4},
+}
+"""Model types that fail closed, with a tiny configuration of each."""
+
+
+def supported_row(family: str, model: CompressedModel) -> list[str]:
+    """Name, how attention is met, and what is special, of a compiled model that has prefilled a prompt."""
+    prefill = model.report().compiled[0]
+    found = [_FOUND_BY[record.name] for record in prefill.passes if record.sites and record.name in _FOUND_BY]
+    config = model.config  # type: ignore[attr-defined]
+    groups = (*prefill.layout.pools, *prefill.layout.rings)
+    notes = {
+        "sliding layers keep a ring": bool(prefill.layout.rings),
+        "soft-capping": getattr(config, "attn_logit_softcapping", None) is not None,
+        "sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),  # type: ignore[attr-defined]
+        "ALiBi as two more columns of queries and keys": any(
+            record.name == "fold_alibi" and record.sites for record in prefill.passes
+        ),
+        "one KV head": all(group.geometry.kv_heads == 1 for group in groups),
+        "expanded heads are cached, as transformers does, not latent rows": hasattr(config, "kv_lora_rank"),
+    }
+    return [
+        _VARIANTS.get(family, family),
+        " and ".join(found) or "attention interface of transformers",
+        ", ".join(note for note, holds in notes.items() if holds),
+    ]
+
+
+def refused_row(model_type: str) -> list[str]:
+    """Model type, and why a tiny model of it is refused.
+
+    Raises:
+        AssertionError: it is not.
+    """
+    config = AutoConfig.for_model(model_type, **REFUSED[model_type])
+    torch.manual_seed(0)
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    model: PreTrainedModel = (AutoModelForCausalLM if causal else AutoModel).from_config(config).eval()
+    try:
+        kvpass.compile(model, policy="full", backend="eager")(random_ids(1, 20))
+    except UnsupportedAttentionError as refusal:
+        return [model_type, re.sub(r"\bs\d+\b", "tokens", refusal.reason)]
+    except ValueError as refusal:
+        return [model_type, str(refusal)]
+    raise AssertionError(f"{model_type} was not refused")
+
+
+def tables(supported: Iterable[list[str]], refused: Iterable[list[str]]) -> str:
+    """Both tables as Markdown; decoders of which the same is said share a row."""
+    return "\n".join(
+        markdown_table(header, _grouped(rows), left=len(header))
+        for header, rows in zip(_HEADERS, (supported, refused), strict=True)
+    )
+
+
+def listed(text: str) -> list[list[str]]:
+    """The rows of both tables in a text, a decoder each."""
+    lines = text.split(_BEGIN)[1].split(_END)[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    rows = [row for row in cells if len(row) > 1 and tuple(row) not in _HEADERS and row[0] != "---"]
+    return [[name, *said] for names, *said in rows for name in names.split(", ")]
+
+
+def _grouped(rows: Iterable[list[str]]) -> list[list[str]]:
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *said in rows:
+        names.setdefault(tuple(said), []).append(name)
+    return [[", ".join(alike), *said] for said, alike in names.items()]
+
+
+def main(readme: Annotated[Path, typer.Argument(help="File whose tables are replaced.")]) -> None:
+    """Compile a tiny model of every family, refuse what is refused, and write both tables."""
+    supported = []
+    for family in track(FAMILIES, description="families"):
+        fast = kvpass.compile(tiny_model(family), policy="full", backend="eager")
+        fast(random_ids(1, 20))
+        supported.append(supported_row(family, fast))
+    refused = [refused_row(model_type) for model_type in track(REFUSED, description="refused")]
+    head, rest = readme.read_text().split(_BEGIN)
+    readme.write_text(head + _BEGIN + tables(supported, refused) + _END + rest.split(_END)[1])
+
+
+if __name__ == "__main__":
+    typer.run(main)

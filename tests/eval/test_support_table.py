@@ -1,0 +1,33 @@
+"""README's tables of decoders say what the library does. The families' rows are held against it in test_contracts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpass.eval.support_table import REFUSED, listed, refused_row, tables
+from kvpass.testing import FAMILIES, LLAMA_LIKE
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_is_refused_is_listed_with_its_reason(model_type):
+    assert refused_row(model_type) in listed(README.read_text())
+
+
+def test_nothing_else_is_listed():
+    rows = [name for name, *_ in listed(README.read_text())]
+    assert len(rows) == len(set(rows)) == len(FAMILIES) + len(REFUSED)
+
+
+def test_decoders_of_which_the_same_is_said_share_a_row():
+    made = tables([["a", "x", ""], ["b", "y", "z"], ["c", "x", ""]], [["d", "no"]])
+    assert "| a, c | x |  |" in made and "| b | y | z |" in made and "| d | no |" in made
+
+
+def test_a_model_that_is_not_refused_cannot_be_listed_as_such(monkeypatch):
+    monkeypatch.setitem(REFUSED, "llama", LLAMA_LIKE)
+    with pytest.raises(AssertionError, match="llama was not refused"):
+        refused_row("llama")
