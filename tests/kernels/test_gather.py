@@ -74,6 +74,7 @@ def make_pool(rows: int, entries: int, dim: int, value_dim: int, dtype: torch.dt
         (2, 3, 40, 70, 80, 80, torch.float16),
         (2, 2, 33, 64, 192, 128, torch.float32),
         (1, 2, 100, 129, 100, 16, torch.bfloat16),
+        (1, 1, 4097, 300, 64, 64, torch.float32),
     ],
 )
 def test_gather_winners(

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = KernelConfig.of(4, 1, BLOCK_Q=32, BLOCK_K=16)
 UNEVEN = KernelConfig.of(4, 1, BLOCK_Q=16, BLOCK_K=64)
+LARGE = KernelConfig.of(4, 1, BLOCK_Q=256, BLOCK_K=256)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 
@@ -62,6 +63,7 @@ CASES = [
     Case(111, 80, heads=4, kv_heads=4, starts=(110, 31)),
     Case(111, 100, heads=4, kv_heads=1, config=SMALL),
     Case(513, 128, heads=1),
+    Case(4097, 64, heads=1, config=LARGE),
     Case(130, 192, dv=128, starts=(1,)),
     Case(65, 256, starts=(0,)),
     Case(65, 24, dv=40, starts=(64, 3), config=SMALL),

@@ -96,6 +96,10 @@ def test_empty_segments(lengths: list[list[int]], used: int) -> None:
     check(decode_case(lengths, used=used, tokens=2))
 
 
+def test_a_long_segment() -> None:
+    check(decode_case([[4097, 0]], dim=16))
+
+
 @pytest.mark.parametrize(
     ("slots", "used", "tokens", "start"),
     [

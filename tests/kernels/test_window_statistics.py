@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = KernelConfig.of(4, 1, BLOCK_K=16, BLOCK_R=16)
 WIDE = KernelConfig.of(4, 1, BLOCK_K=64, BLOCK_R=32)
+LARGE = KernelConfig.of(4, 1, BLOCK_K=256, BLOCK_R=32)
 ALL = {"variance": True, "entropy": True}
 
 
@@ -58,6 +59,7 @@ CASES = [
     Case(65, 128, window=200, heads=1, starts=(0, 20), rows=200),
     Case(70, 64, window=50, starts=(0, 25), rows=33, config=WIDE),
     Case(513, 64, window=32, heads=1, rows=30),
+    Case(4097, 64, window=32, heads=1, rows=30, config=LARGE),
     Case(40, 192, window=8, dv=128, rows=20),
     Case(40, 256, window=8, heads=1, rows=20),
     Case(40, 24, window=17, dv=40, starts=(39, 7), rows=5, config=WIDE),
