@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -327,6 +328,10 @@ def _call(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Te
     except BackendCompilerFailed as failure:
         inner = failure.inner_exception
         raise (inner if isinstance(inner, ValueError) else failure) from None
+    except ConstraintViolationError as violation:
+        raise ValueError(
+            f"the decoder does not take a prompt of any length, perhaps for a table of positions that ends: {violation}"
+        ) from violation
 
 
 def _decoder(model: Any, logits_to_keep: int) -> Callable[..., Tensor]:

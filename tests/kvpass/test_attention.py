@@ -75,6 +75,14 @@ def test_contract_7_a_window_in_the_mask_alone_is_refused(model_type):
     assert layer in refusal.value.module_path
 
 
+def test_contract_7_a_decoder_that_takes_some_lengths_only_is_refused():
+    """Its mask is cut from a table of 128 positions."""
+    options = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8}
+    fast = kvpass.compile(tiny("gpt_neo", options), policy="full", backend="eager")
+    with pytest.raises(ValueError, match=r"not take a prompt of any length(.|\n)* <= 128"):
+        fast(random_ids(1, 20))
+
+
 @pytest.mark.parametrize(
     ("model_type", "options"), [*WITHOUT_WINDOW.items(), *AS_ARGUMENT.items()], ids=lambda value: str(value)[:40]
 )
