@@ -35,15 +35,20 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Block sizes (in the order and under the names of the kernel's arguments), warps and pipeline stages."""
+    """Block sizes (in the order and under the names of the kernel's arguments), warps and pipeline stages.
+
+    Attributes:
+        least_arch: compute capability (80, 90...) from which on the registers suffice.
+    """
 
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int
+    least_arch: int = 80
 
     @classmethod
-    def of(cls, num_warps: int, num_stages: int, **blocks: int) -> KernelConfig:
-        return cls(tuple(blocks.items()), num_warps, num_stages)
+    def of(cls, num_warps: int, num_stages: int, *, least_arch: int = 80, **blocks: int) -> KernelConfig:
+        return cls(tuple(blocks.items()), num_warps, num_stages, least_arch)
 
     def __getitem__(self, block: str) -> int:
         return dict(self.blocks)[block]
@@ -108,12 +113,16 @@ def launch(
     Args:
         grid: a tuple, or a function from the dict of all arguments (blocks included) to a tuple.
         arguments: every argument but the blocks. The kernel must be safe to run twice: tuning does.
+        configs: of which those are left out that the device's registers do not suffice for, but never all.
         key: the arguments whose values decide which config is fastest.
     """
+    tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
+    if config is None and not is_interpreted(kernel):
+        major, minor = torch.cuda.get_device_capability(tensor.device)
+        configs = tuple(known for known in configs if known.least_arch <= 10 * major + minor) or configs[-1:]
     if config is None and (len(configs) == 1 or is_interpreted(kernel)):
         config = configs[0]
-    # Triton launches on the current device
-    with torch.cuda.device_of(next(value for value in arguments.values() if isinstance(value, Tensor))):
+    with torch.cuda.device_of(tensor):  # Triton launches on the current device
         if config is None:
             _tuned(kernel, configs, key)[grid](**arguments)
         else:

@@ -26,7 +26,7 @@ DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 HALF_CONFIGS = {
     64: (KernelConfig.of(8, 3, BLOCK_Q=128, BLOCK_K=64), KernelConfig.of(4, 3, BLOCK_Q=64, BLOCK_K=64)),
     128: (
-        KernelConfig.of(8, 2, BLOCK_Q=128, BLOCK_K=64),
+        KernelConfig.of(8, 2, least_arch=90, BLOCK_Q=128, BLOCK_K=64),
         KernelConfig.of(8, 2, BLOCK_Q=128, BLOCK_K=32),
         KernelConfig.of(4, 3, BLOCK_Q=64, BLOCK_K=32),
     ),

@@ -30,7 +30,7 @@ from kvpass.kernels.prefill_attention import (
 # By the block of the head dim. The window is the whole loop, so that its row block wants to be no larger.
 HALF_WINDOW_CONFIGS = {
     64: (KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=16)),
-    128: (KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=16)),
+    128: (KernelConfig.of(4, 3, BLOCK_K=128, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=16)),
     256: (KernelConfig.of(4, 2, BLOCK_K=64, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=64, BLOCK_R=16)),
 }
 HALF_SUM_CONFIGS = {

@@ -58,8 +58,9 @@ def a_few(cases: list[AotCase]) -> Iterator[tuple[AotCase, int]]:
         group = groups[kernel]
         for config in {case.config: None for case in group}:
             same = [case for case in group if case.config == config]
-            yield same[-1], 80
-            yield same[0], 90
+            for case, arch in ((same[-1], 80), (same[0], 80), (same[0], 90)):
+                if arch >= config.least_arch:
+                    yield case, arch
         yield all_ones(group[0]), 90
 
 
@@ -68,8 +69,8 @@ def compile_cases(exhaustive: bool) -> None:
     from kvpass.kernels.launch import compile_ahead
 
     cases = every_case()
-    chosen = [(case, arch) for case in cases for arch in ARCHITECTURES] if exhaustive else a_few(cases)
-    for case, arch in chosen:
+    every = ((case, arch) for case in cases for arch in ARCHITECTURES if arch >= case.config.least_arch)
+    for case, arch in every if exhaustive else a_few(cases):
         needs = dataclasses.asdict(compile_ahead(case, arch))
         print(json.dumps({"name": case.name, "config": str(case.config), "arch": arch, **needs}), flush=True)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kvpass.kernels import launch as module
 from kvpass.kernels.launch import KernelConfig, launch
 
 CONFIG = KernelConfig.of(4, 2, BLOCK=16)
@@ -53,3 +54,26 @@ def test_a_kernel_runs_where_its_tensors_are(
     assert (device, grid) == (expected, (7,))
     assert given == {**arguments, "BLOCK": 16, "num_warps": 4, "num_stages": 2}
     assert current == [0], "another device is current afterwards"
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((8, 0), [16]), ((9, 0), [64, 16]), ((7, 5), [16])])
+def test_a_config_that_needs_more_registers_than_the_device_has_is_left_out(
+    capability: tuple[int, int], expected: list[int], current: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = (KernelConfig.of(8, 2, least_arch=90, BLOCK=64), CONFIG)
+    offered: list[list[int]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(module, "is_interpreted", lambda kernel: False)
+
+    def tuned(kernel: Any, choices: tuple[KernelConfig, ...], key: tuple[str, ...]) -> Any:
+        offered.append([config["BLOCK"] for config in choices])
+        return kernel
+
+    monkeypatch.setattr(module, "_tuned", tuned)
+    kernel = Kernel(current)
+    with FakeTensorMode():
+        launch(kernel, (7,), {"q": torch.empty(3, device="cuda:0")}, configs)
+        launch(kernel, (7,), {"q": torch.empty(3, device="cuda:0")}, configs, config=configs[0])
+    (_, _, chosen), (_, _, pinned) = kernel.launches
+    assert (offered or [[chosen["BLOCK"]]])[0] == expected
+    assert pinned["BLOCK"] == 64, "what is asked for is used as it is"
