@@ -37,13 +37,14 @@ _BEGIN, _END = "<!-- made by python -m kvpass.eval.support_table -->\n\n", "\n<!
 _TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 REFUSED: dict[str, dict[str, Any]] = {
-    "mamba": {**_TINY, "state_size": 4},
+    "mamba": {**_TINY, "num_hidden_layers": 1, "state_size": 4},
     "rwkv": {**_TINY, "attention_hidden_size": 32},
     "lfm2": {**LLAMA_LIKE, "full_attn_idxs": [1]},
     "qwen3_next": {
         **LLAMA_LIKE,
         **_EXPERTS,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
         "num_experts": 2,
         "shared_expert_intermediate_size": 16,
         "linear_num_key_heads": 2,
