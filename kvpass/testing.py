@@ -145,11 +145,11 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     Weights are drawn wide enough (std 0.1) that attention is far from uniform, so that which entries are kept matters.
     """
     model_type, options = FAMILIES[family]
-    if Version(transformers.__version__) < Version("5.17"):
-        if family in {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"}:
-            options = {**options, "experts_implementation": "batched_mm"}  # its grouped_mm traces only in bf16
-        if family == "gemma2":
-            options = {**options, "attn_implementation": "eager"}  # its SDPA leaves the soft-capping out
+    experts = family in {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"}
+    if experts and Version(transformers.__version__) < Version("5.17"):
+        options = {**options, "experts_implementation": "batched_mm"}  # its grouped_mm traces only in bf16
+    if family == "gemma2":
+        options = {**options, "attn_implementation": "eager"}  # SDPA leaves soft-capping out, at least up to 5.17
     config = AutoConfig.for_model(model_type, **{**options, **changes})
     config.initializer_range = 0.1
     torch.manual_seed(seed)
