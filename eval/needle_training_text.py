@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 from kvpass.eval.needle_words import (
     ATTRIBUTES,
@@ -24,6 +25,9 @@ from kvpass.eval.needle_words import (
     make_sentence,
 )
 
+LONGEST_LIST = 3
+"""Values of one list at most."""
+
 
 class Kind(IntEnum):
     """What predicting a token teaches."""
@@ -31,7 +35,7 @@ class Kind(IntEnum):
     FILLER = 0
     FIRST = 1  # the first number of a fact's value: the step that matches the key
     REST = 2  # what follows it, and copies
-    LIST = 3  # all of a list's answer; its order cannot be known
+    LIST = 3  # all of a list's answer, whose values may come in any order
     VARIABLE = 4  # all of a variable's answer
     IGNORED = 5  # cannot be known
 
@@ -73,12 +77,14 @@ class TrainingText:
         words: ``<bos>`` first.
         kinds: one :class:`Kind` a word.
         starts: indices of words that begin a sentence.
+        others: for the index of a value in a list's answer, the values behind it: each would be as right there.
     """
 
     def __init__(self, length: int, rng: random.Random, mix: Mix) -> None:
         self.words: list[str] = ["<bos>"]
         self.kinds: list[Kind] = [Kind.IGNORED]
         self.starts: list[int] = []
+        self.others: dict[int, tuple[str, ...]] = {}
         self._rng, self._mix = rng, mix
         self._short = rng.random() < mix.short
         self._facts: list[Fact] = []
@@ -93,6 +99,7 @@ class TrainingText:
             self._body(length, draw)
         del self.words[length:], self.kinds[length:]
         self.starts = [start for start in self.starts if start < length]
+        self.others = {index: words for index, words in self.others.items() if index < length}
 
     def _add(self, words: Sequence[str], kinds: Sequence[Kind]) -> None:
         self.starts.append(len(self.words))
@@ -127,14 +134,17 @@ class TrainingText:
                 rng.choice(writers)()
             else:
                 self._filler()
-        questions = [self._questions_of_facts, self._questions_of_lists, self._questions_of_variables]
-        todo = [question for kind in questions for question in kind()]
+        todo: list[Callable[[], None]] = [
+            *(partial(self._ask, fact.question, [fact.value], Kind.FIRST) for fact in self._facts),
+            *(partial(self._ask_list, key, values) for key, values in self._lists.items()),
+            *(
+                partial(self._ask, Fact((word,), (), "variable").question, [chain_words(chain)], Kind.VARIABLE)
+                for word, chain in self._chains.items()
+            ),
+        ]
         rng.shuffle(todo)
         while len(self.words) < length:
-            if todo:
-                self._add(*todo.pop())
-            else:
-                self._filler()
+            (todo.pop() if todo else self._filler)()
 
     def _filler(self) -> None:
         rng = self._rng
@@ -162,7 +172,7 @@ class TrainingText:
         rng = self._rng
         if self._facts and rng.random() < 0.2:  # said again, or asked in the middle of the text
             fact = rng.choice(self._facts)
-            self._add(*_answered(fact.lead if rng.random() < 0.5 else fact.question, [fact.value], Kind.FIRST))
+            self._ask(fact.lead if rng.random() < 0.5 else fact.question, [fact.value], Kind.FIRST)
             return
         value = tuple(rng.choices(NUMBERS, k=1 + (rng.random() < self._mix.two)))
         key = self._key([fact.key for fact in self._facts])
@@ -171,11 +181,11 @@ class TrainingText:
 
     def _list(self) -> None:
         rng = self._rng
-        key = rng.choice(list(self._lists)) if self._lists and rng.random() < 0.6 else self._key(list(self._lists))
+        short = [key for key, values in self._lists.items() if len(values) < LONGEST_LIST]
+        key = rng.choice(short) if short and rng.random() < 0.8 else self._key(list(self._lists))
         values = self._lists.setdefault(key, [])
-        if len(values) < 3:
-            values.append(rng.choice([number for number in rng.sample(NUMBERS, 8) if number not in values]))
-            self._say(Fact(key, (values[-1],), "list"))
+        values.append(rng.choice([number for number in rng.sample(NUMBERS, 8) if number not in values]))
+        self._say(Fact(key, (values[-1],), "list"))
 
     def _variable(self) -> None:
         rng = self._rng
@@ -195,21 +205,21 @@ class TrainingText:
     def _say(self, fact: Fact) -> None:
         self._add(fact.sentence, [_kind_of(word) for word in fact.sentence])
 
-    def _questions_of_facts(self) -> list[tuple[list[str], list[Kind]]]:
-        return [_answered(fact.question, [fact.value], Kind.FIRST) for fact in self._facts]
+    def _ask_list(self, key: tuple[str, ...], values: Sequence[str]) -> None:
+        values = self._rng.sample(values, len(values))
+        question = Fact(key, (), "list").question
+        first = len(self.words) + len(question)
+        self._ask(question, [(value,) for value in values], Kind.LIST)
+        self.others |= {first + 2 * i: tuple(values[i + 1 :]) for i in range(len(values) - 1)}
 
-    def _questions_of_lists(self) -> list[tuple[list[str], list[Kind]]]:
-        found = []
-        for key, values in self._lists.items():
-            order = self._rng.sample(values, len(values))
-            found.append(_answered(Fact(key, (), "list").question, [(value,) for value in order], Kind.LIST))
-        return found
-
-    def _questions_of_variables(self) -> list[tuple[list[str], list[Kind]]]:
-        return [
-            _answered(Fact((word,), (), "variable").question, [chain_words(chain)], Kind.VARIABLE)
-            for word, chain in self._chains.items()
-        ]
+    def _ask(self, lead: Sequence[str], values: Sequence[tuple[str, ...]], first: Kind) -> None:
+        """Add words and the values that they ask for."""
+        rest = Kind.REST if first == Kind.FIRST else first
+        words, kinds = list(lead), [_kind_of(word) for word in lead]
+        for i, value in enumerate(values):
+            words += [*value, "," if i + 1 < len(values) else "."]
+            kinds += [first, *[rest] * len(value)]
+        self._add(words, kinds)
 
 
 _UNKNOWABLE = frozenset((*FIRST_WORDS, *SECOND_WORDS, *NUMBERS))
@@ -217,13 +227,3 @@ _UNKNOWABLE = frozenset((*FIRST_WORDS, *SECOND_WORDS, *NUMBERS))
 
 def _kind_of(word: str) -> Kind:
     return Kind.IGNORED if word in _UNKNOWABLE else Kind.FILLER
-
-
-def _answered(lead: Sequence[str], values: Sequence[tuple[str, ...]], first: Kind) -> tuple[list[str], list[Kind]]:
-    """A question with its answer: the words, and what each teaches."""
-    rest = Kind.REST if first == Kind.FIRST else first
-    words, kinds = list(lead), [_kind_of(word) for word in lead]
-    for i, value in enumerate(values):
-        words += [*value, "," if i + 1 < len(values) else "."]
-        kinds += [first, *[rest] * len(value)]
-    return words, kinds

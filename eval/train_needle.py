@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, Qwen3ForCausalLM
 
 from kvpass.eval.needle_model import IDS, POSITIONS, SHAPE, Shape, build, tokenizer
-from kvpass.eval.needle_training_text import Kind, Mix, TrainingText
+from kvpass.eval.needle_training_text import LONGEST_LIST, Kind, Mix, TrainingText
 
 WARMUP = 30
 SAVE_EVERY = 180.0  # seconds
@@ -69,6 +69,9 @@ _FEW_KEYS = Mix(
     questions=0.5,
 )
 _MORE_KEYS = Mix(copies=0.1, lists=0.2, short=0.4, density=(0.4, 1), attributes=2, clash=0.2, decoys=0.1, hops=1)
+_ONE_LIST = Mix(copies=0.02, lists=0.9, variables=0.03, density=(0.8, 1), attributes=1, clash=0, decoys=0)
+_FEW_LISTS = Mix(copies=0.02, lists=0.85, variables=0.03, density=(0.8, 1), attributes=2, clash=0.1, decoys=0.05)
+_MORE_LISTS = Mix(copies=0.02, lists=0.6, variables=0.05, density=(0.3, 1), decoys=0.1)
 STAGES = (
     Stage(64, 100, 4096, _FEW_KEYS, gaps=0.2),
     Stage(128, 170, 4096, _MORE_KEYS, gaps=0.3),
@@ -81,6 +84,24 @@ STAGES = (
     Stage(512, 101, mix=Mix(copies=0.03, lists=0.4, density=(0.08, 1)), rate=(0.5, 0.5)),
     Stage(2048, 32, mix=Mix(copies=0.02, lists=0.25, density=(0.02, 0.6)), rate=(0.5, 0.1)),
     Stage(4096, 12, mix=Mix(copies=0.02, lists=0.2, density=(0.01, 0.3)), reach=POSITIONS, rate=(0.1, 0.01)),
+    # not a value twice: learned from texts of little else
+    Stage(64, 500, 4096, _ONE_LIST, gaps=0.3, rate=(0.5, 0.1)),
+    Stage(64, 250, 4096, _FEW_LISTS, gaps=0.3, rate=(0.4, 0.2)),
+    Stage(128, 250, 4096, _MORE_LISTS, rate=(0.4, 0.2)),
+    Stage(256, 200, 4096, Mix(copies=0.02, lists=0.5, density=(0.15, 1)), rate=(0.3, 0.2)),
+    Stage(512, 120, mix=Mix(copies=0.02, lists=0.4, density=(0.06, 1)), rate=(0.3, 0.15)),
+    Stage(1024, 60, mix=Mix(copies=0.02, lists=0.35, density=(0.03, 1)), rate=(0.15, 0.08)),
+    Stage(64, 250, 4096, _FEW_LISTS, gaps=0.3, rate=(0.4, 0.2)),
+    Stage(128, 150, 4096, _MORE_LISTS, rate=(0.3, 0.15)),
+    Stage(512, 70, mix=Mix(copies=0.02, lists=0.4, density=(0.06, 1)), rate=(0.2, 0.1)),
+    Stage(128, 80, 4096, _MORE_LISTS, rate=(0.3, 0.15)),
+    Stage(512, 110, mix=Mix(copies=0.02, lists=0.5, density=(0.05, 1)), rate=(0.2, 0.05)),
+    Stage(1024, 30, mix=Mix(copies=0.02, lists=0.35, density=(0.03, 1)), rate=(0.1, 0.05)),
+    Stage(512, 90, mix=Mix(copies=0.02, lists=0.5, density=(0.03, 0.7)), rate=(0.15, 0.03)),
+    Stage(256, 50, mix=Mix(copies=0.02, lists=0.5, density=(0.06, 1)), rate=(0.4, 0.35)),
+    Stage(512, 110, mix=Mix(copies=0.02, lists=0.5, density=(0.03, 0.7)), rate=(0.35, 0.05)),
+    Stage(2048, 16, mix=Mix(copies=0.02, lists=0.35, density=(0.01, 0.4)), rate=(0.05, 0.02)),
+    Stage(4096, 8, mix=Mix(copies=0.02, lists=0.3, density=(0.008, 0.2)), reach=POSITIONS, rate=(0.02, 0.002)),
 )
 
 
@@ -96,13 +117,26 @@ class Progressed:
     first: float = 10.0  # smoothed loss of first numbers
 
 
-def batch(stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Texts of one step: ids, kinds (see :class:`~kvpass.eval.needle_text.Kind`) and positions, each int64 ``[B, T]``.
+@dataclass(frozen=True)
+class Batch:
+    """Texts of one step.
 
-    Of the filler a random part is kept, the rest is marked ``IGNORED``.
+    Attributes:
+        ids, kinds, positions: int64 ``[B, T]``; kinds as in :class:`~kvpass.eval.needle_training_text.Kind`, with a
+            random part of the filler marked ``IGNORED``.
+        others: int64 ``[B, T, 2]``, ids that are as right as that in ``ids``, -1 where there are fewer.
     """
+
+    ids: Tensor
+    kinds: Tensor
+    positions: Tensor
+    others: Tensor
+
+
+def batch(stage: Stage, seed: int, step: int) -> Batch:
+    """The texts of a step, which seed and step alone decide."""
     rng = random.Random(f"{seed}/{step}")
-    ids, kinds, positions = [], [], []
+    ids, kinds, positions, others = [], [], [], []
     for _ in range(max(1, stage.tokens // stage.length)):
         text = TrainingText(stage.length, rng, stage.mix)
         ids.append([IDS[word] for word in text.words])
@@ -110,7 +144,12 @@ def batch(stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
             [Kind.IGNORED if kind == Kind.FILLER and rng.random() > _FILLER_SHARE else kind for kind in text.kinds]
         )
         positions.append(_positions(text, stage, rng))
-    return torch.tensor(ids), torch.tensor(kinds), torch.tensor(positions)
+        others.append([_padded([IDS[word] for word in text.others.get(i, ())]) for i in range(stage.length)])
+    return Batch(*map(torch.tensor, (ids, kinds, positions, others)))
+
+
+def _padded(others: list[int]) -> list[int]:
+    return others + [-1] * (LONGEST_LIST - 1 - len(others))
 
 
 def _positions(text: TrainingText, stage: Stage, rng: random.Random) -> list[int]:
@@ -122,6 +161,16 @@ def _positions(text: TrainingText, stage: Stage, rng: random.Random) -> list[int
         for start, before, after in zip(starts, cuts, cuts[1:], strict=False):
             positions[start:] = [position + after - before for position in positions[start:]]
     return positions
+
+
+def set_cross_entropy(logits: Tensor, right: Tensor) -> Tensor:
+    """Minus the log-probability that any of the right ids is said, fp32 ``[N]``.
+
+    Args:
+        logits: fp32 ``[N, vocabulary]``. right: int64 ``[N, R]``, different ids, -1 for none.
+    """
+    logs = F.log_softmax(logits, -1).gather(1, right.clamp(min=0))
+    return -logs.masked_fill(right < 0, float("-inf")).logsumexp(1)
 
 
 class Run:
@@ -237,12 +286,15 @@ class Run:
         factor = start + (end - start) * self.at.stage_step / stage.steps
         for optimizer, rate in zip(self.optimizers, self._rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * factor * min(1.0, (self.at.step + 1) / WARMUP)
-        ids, kinds, positions = (x.to(self.device) for x in batch(stage, self.seed, self.at.step))
+        texts = batch(stage, self.seed, self.at.step)
+        ids, kinds, positions, others = (
+            x.to(self.device) for x in (texts.ids, texts.kinds, texts.positions, texts.others)
+        )
         wanted = kinds[:, 1:] != Kind.IGNORED
         hidden = forward(ids, positions)[:, :-1][wanted]
         with torch.autocast(self.device, torch.bfloat16):
             logits = self.model.lm_head(hidden)
-        loss = F.cross_entropy(logits.float(), ids[:, 1:][wanted], reduction="none")
+        loss = set_cross_entropy(logits.float(), torch.cat([ids[..., None], others], -1)[:, 1:][wanted])
         kind = kinds[:, 1:][wanted]
         weights = {Kind.FIRST: 1.0, Kind.REST: 1.0, Kind.LIST: 1.0, Kind.VARIABLE: 1.0, Kind.FILLER: 0.2}
         means = {k: loss[kind == k].mean() for k in weights if (kind == k).any()}

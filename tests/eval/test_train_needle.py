@@ -15,7 +15,7 @@ from kvpass.eval.needle_model import Shape, build, tokenizer
 from kvpass.eval.needle_text import sample
 from kvpass.eval.needle_training_text import Kind, Mix
 from kvpass.eval.needle_words import vocabulary
-from kvpass.eval.train_needle import STAGES, Run, Stage, batch
+from kvpass.eval.train_needle import STAGES, Run, Stage, batch, set_cross_entropy
 
 TINY = Shape(layers=2, hidden=64, heads=4, feed_forward=64)
 FACTS = Mix(copies=0.3, lists=0, variables=0, short=1, density=(0.7, 1), attributes=1, clash=0, two=0, decoys=0)
@@ -40,15 +40,17 @@ def lines(folder):
 
 def test_a_batch_depends_on_seed_and_step_alone():
     first, again = batch(STAGES[1], 0, 3), batch(STAGES[1], 0, 3)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert all(x.shape == (32, 128) and x.dtype == torch.int64 for x in first)
-    assert not torch.equal(first[0], batch(STAGES[1], 0, 4)[0])
-    assert not torch.equal(first[0], batch(STAGES[1], 1, 3)[0])
+    for name, tensor in vars(first).items():
+        assert torch.equal(tensor, getattr(again, name)), name
+        assert tensor.shape[:2] == (32, 128) and tensor.dtype == torch.int64, name
+    assert not torch.equal(first.ids, batch(STAGES[1], 0, 4).ids)
+    assert not torch.equal(first.ids, batch(STAGES[1], 1, 3).ids)
 
 
 def test_positions_jump_only_at_sentence_starts_and_stay_in_reach():
     stage = dataclasses.replace(STAGES[2], gaps=1.0, mix=Mix(copies=0.0))
-    ids, _, positions = batch(stage, 0, 0)
+    texts = batch(stage, 0, 0)
+    ids, positions = texts.ids, texts.positions
     jumps = positions[:, 1:] - positions[:, :-1]
     stop = vocabulary().index(".")
     assert jumps.min() == 1
@@ -57,17 +59,45 @@ def test_positions_jump_only_at_sentence_starts_and_stay_in_reach():
     assert (jumps > 1).any(1).float().mean() > 0.9
     assert positions.max() < stage.reach
     assert positions.max() > stage.reach / 2
-    still = batch(dataclasses.replace(stage, gaps=0.0), 0, 0)[2]
+    still = batch(dataclasses.replace(stage, gaps=0.0), 0, 0).positions
     assert torch.equal(still, torch.arange(256).expand(16, 256))
 
 
 def test_a_part_of_the_filler_is_left_out_and_nothing_else():
     stage = dataclasses.replace(STAGES[2], tokens=16384)
-    kinds = batch(stage, 0, 0)[1]
+    kinds = batch(stage, 0, 0).kinds
     assert 0.05 < (kinds == Kind.FILLER).float().mean() < 0.3
     assert (kinds == Kind.FIRST).sum() > 100
     assert (kinds == Kind.VARIABLE).sum() > 50
     assert (kinds == Kind.LIST).sum() > 50
+
+
+def test_any_value_of_a_list_that_is_still_to_come_is_right():
+    texts = batch(Stage(128, 1, 4096, Mix(copies=0.0, lists=1.0, density=(0.5, 1))), 0, 0)
+    words = vocabulary()
+    answers = 0
+    for ids, kinds, others in zip(texts.ids, texts.kinds, texts.others, strict=True):
+        said = [words[i] for i in ids]
+        for i, kind in enumerate(kinds):
+            also = [words[j] for j in others[i] if j >= 0]
+            if kind != Kind.LIST or said[i] in (",", "."):
+                assert not also
+                continue
+            end = said.index(".", i) if "." in said[i:] else None
+            if end is not None:
+                assert also == [word for word in said[i + 1 : end] if word != ","]
+                answers += len(also)
+    assert answers > 20
+
+
+def test_the_loss_of_a_set_is_that_of_all_its_members():
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    right = torch.tensor([[2, -1, -1], [0, 4, -1], [1, 3, 6]])
+    shares = logits.softmax(-1)
+    expected = [-sum(row[i] for i in members if i >= 0).log() for row, members in zip(shares, right, strict=True)]
+    torch.testing.assert_close(set_cross_entropy(logits, right), torch.stack(expected))
+    alone = torch.nn.functional.cross_entropy(logits, right[:, 0], reduction="none")
+    torch.testing.assert_close(set_cross_entropy(logits, right[:, :1]), alone)
 
 
 @pytest.mark.parametrize("shape", [Shape(), TINY])
