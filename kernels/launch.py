@@ -92,6 +92,13 @@ def is_interpreted(kernel: Any) -> bool:
 
 
 @functools.cache
+def _suited(configs: tuple[KernelConfig, ...], device: torch.device) -> tuple[KernelConfig, ...]:
+    """The configs that the registers of the device suffice for, the last one if there is none; asked once."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return tuple(config for config in configs if config.least_arch <= 10 * major + minor) or configs[-1:]
+
+
+@functools.cache
 def _tuned(kernel: Any, configs: tuple[KernelConfig, ...], key: tuple[str, ...]) -> Any:
     choices = [
         triton.Config(dict(config.blocks), num_warps=config.num_warps, num_stages=config.num_stages)
@@ -113,15 +120,12 @@ def launch(
     Args:
         grid: a tuple, or a function from the dict of all arguments (blocks included) to a tuple.
         arguments: every argument but the blocks. The kernel must be safe to run twice: tuning does.
-        configs: of which those are left out that the device's registers do not suffice for, but never all.
         key: the arguments whose values decide which config is fastest.
     """
     tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
-    if config is None and not is_interpreted(kernel):
-        major, minor = torch.cuda.get_device_capability(tensor.device)
-        configs = tuple(known for known in configs if known.least_arch <= 10 * major + minor) or configs[-1:]
-    if config is None and (len(configs) == 1 or is_interpreted(kernel)):
-        config = configs[0]
+    if config is None:
+        configs = configs[:1] if is_interpreted(kernel) else _suited(configs, tensor.device)
+        config = configs[0] if len(configs) == 1 else None
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
         if config is None:
             _tuned(kernel, configs, key)[grid](**arguments)

@@ -62,6 +62,7 @@ def test_a_config_that_needs_more_registers_than_the_device_has_is_left_out(
 ) -> None:
     configs = (KernelConfig.of(8, 2, least_arch=90, BLOCK=64), CONFIG)
     offered: list[list[int]] = []
+    module._suited.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(module, "is_interpreted", lambda kernel: False)
 
