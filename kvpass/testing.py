@@ -54,7 +54,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LLAMA_LIKE, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
     "mistral_sliding": ("mistral", {**LLAMA_LIKE, "sliding_window": 24}),
-    "gemma2": ("gemma2", {**LLAMA_LIKE, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "gemma2": (
+        "gemma2",
+        {
+            **LLAMA_LIKE,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+            "attn_implementation": "eager",  # SDPA leaves soft-capping out, at least up to transformers 5.17
+        },
+    ),
     "gemma3": (
         "gemma3_text",
         {
@@ -148,8 +157,6 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     experts = family in {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"}
     if experts and Version(transformers.__version__) < Version("5.17"):
         options = {**options, "experts_implementation": "batched_mm"}  # its grouped_mm traces only in bf16
-    if family == "gemma2":
-        options = {**options, "attn_implementation": "eager"}  # SDPA leaves soft-capping out, at least up to 5.17
     config = AutoConfig.for_model(model_type, **{**options, **changes})
     config.initializer_range = 0.1
     torch.manual_seed(seed)

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
+from kvpass.eval.support_table import REFUSED
 from kvpass.testing import assert_close, random_ids
 
 TINY = {
@@ -36,11 +37,7 @@ IN_MASK_ONLY = {
         "layers.1",
         "sliding window of 8",
     ),
-    "llama4_text": (
-        {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 32, "attention_chunk_size": 8, "use_qk_norm": False},
-        "layers.0",
-        "chunked_attention",
-    ),
+    "llama4_text": (REFUSED["llama4_text"], "layers.0", "chunked_attention"),
 }
 WITHOUT_WINDOW = {
     "phimoe": {**EXPERTS, "num_experts_per_tok": 2, "sliding_window": None},
