@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_heads, check_tensors
-from kvpass.kernels.prefill_attention import block_dim, logits_base2, stride_types
+from kvpass.kernels.prefill_attention import block_dim, logits_base2
 
 APPEND_BLOCK = 16
 """New entries that are attended (in the decode kernel) and appended at a time."""
@@ -153,24 +153,6 @@ def shared_arguments(
         "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
         "tail_start": tail_start, "tail_used": tail_used, **strides, "scale": scale, "softcap": softcap,
         "layer": layer, "rows": rows, "entries": pool_k.shape[1], "slots": tail_k.shape[3], "tokens": tokens,
-        **head_constants(kv_heads, heads // kv_heads, key_dim, value_dim), "BLOCK_T": APPEND_BLOCK,
+        "K": kv_heads, "G": heads // kv_heads, "D": key_dim, "DV": value_dim, "BD": block_dim(key_dim),
+        "BDV": block_dim(value_dim), "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip
-
-
-def head_constants(kv_heads: int, group: int, key_dim: int, value_dim: int) -> dict[str, int]:
-    """K, G and the head dims, with the blocks that hold them."""
-    return {
-        "K": kv_heads, "G": group, "D": key_dim, "DV": value_dim, "BD": block_dim(key_dim), "BDV": block_dim(value_dim)
-    }  # fmt: skip
-
-
-def aot_arguments(kind: str, key_dim: int, value_dim: int) -> tuple[dict[str, str], dict[str, Any]]:
-    """Ahead-of-time types and constants of :func:`shared_arguments`, for 8 KV heads of 4 query heads."""
-    types = {
-        **dict.fromkeys("q k v pool_k pool_v tail_k tail_v".split(), f"*{kind}:16"),
-        **dict.fromkeys(["tail_start", "tail_used"], "*i64:16"),
-        **stride_types("bht", {"q": key_dim, "k": key_dim, "v": value_dim}),
-        "scale": "fp32",
-        **dict.fromkeys("layer rows entries slots tokens".split(), "i32"),
-    }
-    return types, {**head_constants(8, 4, key_dim, value_dim), "BLOCK_T": APPEND_BLOCK}

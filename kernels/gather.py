@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_tensors
-from kvpass.kernels.launch import AotCase, KernelConfig, launch
-from kvpass.kernels.prefill_attention import AOT_HEAD_DIMS, DTYPES, block_dim, stride_types
+from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.prefill_attention import block_dim
 
 OWNER, RANK, POSITION, PLACE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 EMPTY = -1
@@ -251,31 +251,3 @@ def _permute_part(
     launch(_permute_kernel, grid, arguments, _PACK_CONFIGS, config=config)
     part = scratch[: rows * entries * width].view(rows, entries, width)
     pool[:, :, first : first + width].copy_(part)
-
-
-def aot_cases() -> list[AotCase]:
-    """Every dtype and head dim."""
-    cases = []
-    for dtype, kind in DTYPES.items():
-        for dim, value_dim in AOT_HEAD_DIMS[dtype]:
-            types = {
-                **dict.fromkeys("k v pool_k pool_v".split(), f"*{kind}:16"),
-                **dict.fromkeys("source rank place slots".split(), "*i32:16"),
-                **dict.fromkeys("traces slot_traces".split(), "*fp32:16"),
-                **stride_types("bhn", {"k": dim, "v": value_dim}),
-                "start": "*i64:16",
-                **dict.fromkeys("layer rows entries columns".split(), "i32"),
-            }
-            constants = {"K": 8, "D": dim, "DV": value_dim, "BD": block_dim(dim), "BDV": block_dim(value_dim)}
-            name = f"gather {kind} D={dim} Dv={value_dim}"
-            cases += [AotCase(name, _gather_kernel, types, constants, config) for config in _CONFIGS]
-            types = {
-                **dict.fromkeys(["pool", "scratch"], f"*{kind}:16"),
-                "permutation": "*i64:16",
-                **dict.fromkeys(["first", "width"], "i32:16"),
-                "entries": "i32",
-            }
-            name = f"permute {kind} D={dim}"
-            constants = {"D": dim, "BW": 32}
-            cases += [AotCase(name, _permute_kernel, types, constants, config) for config in _PACK_CONFIGS]
-    return cases

@@ -1,4 +1,4 @@
-"""What the Triton launchers share: a block configuration, the choice of one, and compilation without a GPU.
+"""What the Triton launchers share: a block configuration, and the choice of one.
 
 The contract of a kernel file (prefill_attention.py is an example):
 
@@ -7,17 +7,13 @@ The contract of a kernel file (prefill_attention.py is an example):
   it to :func:`launch` with the configs that suit the shape: a config given is used as it is (the pinned mode of
   tests), else the interpreter takes the first one, and CUDA the fastest by ``triton.autotune``, timed once per key and
   dtype and remembered on disk. Keys hold head dims and the like, never batch or prompt length: all rows round alike;
-* ``aot_cases() -> list[AotCase]``: one case per kernel, config, dtype and head dim that is shipped. It touches no
-  device, and works only where Triton does not interpret (run it in a subprocess without ``TRITON_INTERPRET``).
+* no launcher reads a value of its tensors on the host, so that ``tests/kernels/test_compile_ahead.py`` can call it
+  without a device and compile what it would launch.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +21,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-
-_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
 @dataclass(frozen=True)
@@ -55,35 +46,6 @@ class KernelConfig:
 
     def __str__(self) -> str:
         return " ".join([*(f"{n}={s}" for n, s in self.blocks), f"warps={self.num_warps} stages={self.num_stages}"])
-
-
-@dataclass(frozen=True)
-class AotCase:
-    """One specialisation of a kernel.
-
-    Attributes:
-        name: for the table, for instance ``"prefill fp16 D=128"``.
-        kernel: the ``@triton.jit`` function.
-        signature: argument -> ``"*fp16"``, ``"i32"``, ``"fp32"``...; a suffix ``":16"`` promises divisibility by 16, as
-            the JIT finds it for most pointers and strides. Every argument that is not in ``constexprs`` nor a block.
-        constexprs: argument -> value (None for an optional pointer not given).
-        config: adds the blocks, warps and stages.
-    """
-
-    name: str
-    kernel: Any
-    signature: Mapping[str, str]
-    constexprs: Mapping[str, Any]
-    config: KernelConfig
-
-
-@dataclass(frozen=True)
-class CompiledInfo:
-    """What one specialisation needs: shared memory per block in bytes, registers and spilled bytes per thread."""
-
-    shared_bytes: int
-    registers: int
-    spilled_bytes: int
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -132,39 +94,3 @@ def launch(
         else:
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
             kernel[grid](**arguments, **dict(config.blocks), **options)
-
-
-def compile_ahead(case: AotCase, arch: int) -> CompiledInfo:
-    """Compile for compute capability ``arch`` (80, 90...) with the ptxas that Triton ships; no GPU is needed.
-
-    Spilled bytes are the stack frame, which Triton's kernels use for nothing else.
-
-    Raises:
-        RuntimeError: the kernel was decorated for the interpreter, or an argument is missing from the case.
-    """
-    if is_interpreted(case.kernel):
-        raise RuntimeError(f"{case.name}: the kernel is interpreted; unset TRITON_INTERPRET before importing it")
-    constexprs = {**case.constexprs, **dict(case.config.blocks)}
-    names = list(case.kernel.arg_names)
-    given = {*case.signature, *constexprs}
-    if given != set(names):
-        raise RuntimeError(f"{case.name}: arguments {sorted(given ^ set(names))} are missing or unknown")
-    signature, attributes = {}, {}
-    for index, name in enumerate(names):
-        kind, _, divisor = case.signature.get(name, "constexpr").partition(":")
-        signature[name] = kind
-        if divisor:
-            attributes[(index,)] = [["tt.divisibility", int(divisor)]]
-    source = ASTSource(case.kernel, signature, constexprs, attributes)
-    options = {"num_warps": case.config.num_warps, "num_stages": case.config.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = os.path.join(folder, "kernel.cubin")
-        with open(cubin, "wb") as file:
-            file.write(compiled.asm["cubin"])
-        tool = knobs.nvidia.cuobjdump.path
-        usage = subprocess.run([tool, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
-    found = _USAGE.search(usage)
-    if found is None:
-        raise RuntimeError(f"{case.name}: no register count in the output of {tool}: {usage!r}")
-    return CompiledInfo(compiled.metadata.shared, int(found[1]), int(found[2]))

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_heads, check_tensors
-from kvpass.kernels.launch import AotCase, KernelConfig, launch
+from kvpass.kernels.launch import KernelConfig, launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -302,46 +302,3 @@ def flash_attention_varlen(
     out = out.unflatten(0, (b, n)).contiguous().masked_fill_(padding[:, :, None, None], 0.0)
     lse = lse.unflatten(1, (b, n)).transpose(0, 1).masked_fill(padding[:, None], float("-inf"))
     return out.transpose(1, 2), lse.contiguous()
-
-
-def stride_types(dims: str, names: dict[str, int]) -> dict[str, str]:
-    """Ahead-of-time types of the strides of tensors, given as name -> head dim."""
-    return {
-        f"stride_{name}{dim}": "i32:16" if head_dim % 16 == 0 else "i32"
-        for name, head_dim in names.items()
-        for dim in dims
-    }
-
-
-AOT_HEAD_DIMS = {
-    torch.float32: ((64, 64), (100, 100), (128, 128), (256, 256)),
-    torch.float16: ((64, 64), (80, 80), (100, 100), (128, 128), (192, 128), (256, 256)),
-    torch.bfloat16: ((64, 64), (128, 128), (256, 256)),
-}
-
-
-def aot_cases() -> list[AotCase]:
-    """Plain, and with all options at once. Types differ in few instructions, so that fp16 stands for bf16 in places."""
-    cases = []
-    for dtype, kind in DTYPES.items():
-        for d, dv in AOT_HEAD_DIMS[dtype]:
-            for options in (False, True):
-                signature = {
-                    **dict.fromkeys(("q", "k", "v", "out"), f"*{kind}:16"),
-                    "lse": "*fp32:16", "start": "*i64:16", "scale": "fp32", "tokens": "i32",
-                    **stride_types("bhn", {"q": d, "k": d, "v": dv}),
-                }  # fmt: skip
-                constexprs = {
-                    "HEADS": 32, "GROUP": 4, "D": d, "DV": dv,
-                    "BLOCK_D": block_dim(d), "BLOCK_DV": block_dim(dv), "PRECISION": precision(dtype),
-                }  # fmt: skip
-                if options:
-                    signature |= {"sinks": f"*{kind}:16", "softcap": "fp32", "sliding_window": "i32"}
-                else:
-                    constexprs |= {"sinks": None, "softcap": None, "sliding_window": None}
-                name = f"prefill_attention {kind} D={d} Dv={dv}" + " softcap sinks window" * options
-                cases += [
-                    AotCase(name, _prefill_kernel, signature, constexprs, config)
-                    for config in configs_for(dtype, d, dv)
-                ]
-    return cases

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.kernels.cached_attention import absorb_entries, aot_arguments, append_entries, check_call, shared_arguments
-from kvpass.kernels.launch import AotCase, KernelConfig, launch
-from kvpass.kernels.prefill_attention import AOT_HEAD_DIMS, DTYPES, FLOOR, LOG2E
+from kvpass.kernels.cached_attention import absorb_entries, append_entries, check_call, shared_arguments
+from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.prefill_attention import FLOOR, LOG2E
 
 TAIL_TILE = 64
 """Tail slots of one program."""
@@ -264,31 +264,3 @@ def attend_ragged(
     }
     launch(_merge_tiles, (rows * tokens * heads,), merge, _MERGE_CONFIGS)
     return out.transpose(1, 2)
-
-
-def aot_cases() -> list[AotCase]:
-    """Every config: for one query row a head and for many, plain and with soft-capping and sinks."""
-    cases = []
-    for dtype, kind in DTYPES.items():
-        for dim, value_dim in AOT_HEAD_DIMS[dtype]:
-            types, constants = aot_arguments(kind, dim, value_dim)
-            tiling = {"partial": "*fp32:16", "partial_ml": "*fp32:16", "num_tiles": "i32", "tail_tiles": "i32"}
-            for group_tokens, softcap in ((4, False), (64, False), (4, True)):
-                configs, block_rows = _choose(dtype, constants["BD"], constants["BDV"], group_tokens)
-                absent = {} if softcap else {"softcap": None}
-                signature = {**types, **tiling, "tiles": "*i32:16"} | ({"softcap": "fp32"} if softcap else {})
-                constexprs = {**constants, **absent, "TAIL_TILE": TAIL_TILE, "BLOCK_R": block_rows}
-                name = f"attend_tile {kind} D={dim} Dv={value_dim} rows={block_rows}" + " softcap" * softcap
-                cases += [AotCase(name, _attend_tile, signature, constexprs, config) for config in configs]
-            for sinks in (False, True):
-                signature = {
-                    **tiling, "tile_offsets": "*i32:16", "tail_used": "*i64:16", "out": f"*{kind}:16",
-                    **dict.fromkeys("layer rows tokens".split(), "i32"),
-                } | ({"sinks": f"*{kind}:16"} if sinks else {})  # fmt: skip
-                constexprs = {
-                    **{name: constants[name] for name in "K G DV BDV".split()}, "TAIL_TILE": TAIL_TILE,
-                    **({} if sinks else {"sinks": None}),
-                }  # fmt: skip
-                name = f"merge_tiles {kind} Dv={value_dim}" + " sinks" * sinks
-                cases += [AotCase(name, _merge_tiles, signature, constexprs, config) for config in _MERGE_CONFIGS]
-    return list({(case.name, case.config): case for case in cases}.values())

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.kernels.cached_attention import absorb_entries, aot_arguments, append_entries, check_call, shared_arguments
-from kvpass.kernels.launch import AotCase, KernelConfig, launch
-from kvpass.kernels.prefill_attention import AOT_HEAD_DIMS, DTYPES, LOG2E, block_dim
+from kvpass.kernels.cached_attention import absorb_entries, append_entries, check_call, shared_arguments
+from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.prefill_attention import LOG2E, block_dim
 
 _CONFIGS = (
     KernelConfig.of(8, 2, BLOCK_R=128, BLOCK_S=32),
@@ -142,21 +142,3 @@ def attend_extend(
     configs = _choose(q.dtype, shared["D"], shared["DV"])
     launch(_attend_queries, grid, arguments, configs, ("K", "D", "DV"), config)
     return out.transpose(1, 2)
-
-
-def aot_cases() -> list[AotCase]:
-    """Every config, plain and with soft-capping and sinks."""
-    cases = []
-    for dtype, kind in DTYPES.items():
-        for dim, value_dim in AOT_HEAD_DIMS[dtype]:
-            types, constants = aot_arguments(kind, dim, value_dim)
-            types |= {"layers": "i32", "offsets": "*i32:16", "out": f"*{kind}:16"}
-            for options in (False, True):
-                given = {"softcap": "fp32", "sinks": f"*{kind}:16"} if options else {}
-                absent = {} if options else {"softcap": None, "sinks": None}
-                name = f"attend_queries {kind} D={dim} Dv={value_dim}" + " softcap sinks" * options
-                cases += [
-                    AotCase(name, _attend_queries, {**types, **given}, {**constants, **absent}, config)
-                    for config in _choose(dtype, dim, value_dim)
-                ]
-    return cases

@@ -15,16 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.kernels.launch import AotCase, KernelConfig, launch
+from kvpass.kernels.launch import KernelConfig, launch
 from kvpass.kernels.prefill_attention import (
-    AOT_HEAD_DIMS,
-    DTYPES,
     LOG2E,
     block_dim,
     check_site,
     logits_base2,
     precision,
-    stride_types,
 )
 
 # By the block of the head dim. The window is the whole loop, so that its row block wants to be no larger.
@@ -341,42 +338,3 @@ def _site(
 
 def _blocks(columns: int, programs: int) -> Callable[[dict[str, int]], tuple[int, int]]:
     return lambda meta: (triton.cdiv(columns, meta["BLOCK_K"]), programs)
-
-
-def aot_cases() -> list[AotCase]:
-    """Every kernel with all its outputs (the window's also with the mean alone), with and without softcap."""
-    cases = []
-    for dtype, kind in DTYPES.items():
-        pointers = {**dict.fromkeys("qkv", f"*{kind}:16"), "lse": "*fp32:16", "start": "*i64:16"}
-        counts = dict.fromkeys(("tokens", "queries", "rows"), "i32")
-        for d, dv in AOT_HEAD_DIMS[dtype]:
-            site = {
-                **{name: pointers[name] for name in ("q", "k", "lse", "start")},
-                **counts, "scale": "fp32", "stride_lb": "i32", "stride_lh": "i32",
-                **stride_types("bhn", {"q": d, "k": d}),
-            }  # fmt: skip
-            constexprs = {
-                "KV_HEADS": 8, "GROUP": 4, "D": d, "BLOCK_D": block_dim(d), "PRECISION": precision(dtype)
-            }  # fmt: skip
-            extras = ("variance", "entropy")
-            for config in window_configs(dtype, d):
-                everything = {**site, **dict.fromkeys(("mean", *extras), "*fp32:16"), "softcap": "fp32"}
-                name = f"window_statistics {kind} D={d}"
-                cases.append(AotCase(name + " all", _window_kernel, everything, constexprs, config))
-                alone = {**site, "mean": "*fp32:16"}
-                absent = {**constexprs, **dict.fromkeys((*extras, "softcap"))}
-                cases.append(AotCase(name + " mean", _window_kernel, alone, absent, config))
-            for config in sum_configs(dtype, d):
-                signature = {**site, "out": "*fp32:16"}
-                name = f"column_sum {kind} D={d}"
-                cases.append(AotCase(name, _column_sum_kernel, signature, {**constexprs, "softcap": None}, config))
-                signature = {**signature, "softcap": "fp32"}
-                cases.append(AotCase(name + " softcap", _column_sum_kernel, signature, constexprs, config))
-            for config in NORM_CONFIGS:
-                signature = {
-                    "v": pointers["v"], "start": "*i64:16", "out": "*fp32:16", "tokens": "i32",
-                    **stride_types("bhn", {"v": dv}),
-                }  # fmt: skip
-                values = {"KV_HEADS": 8, "DV": dv, "BLOCK_DV": block_dim(dv)}
-                cases.append(AotCase(f"value_norm {kind} Dv={dv}", _value_norm_kernel, signature, values, config))
-    return cases

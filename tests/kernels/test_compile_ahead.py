@@ -1,78 +1,191 @@
-"""Every kernel compiles for the GPUs we ship to, within their shared memory and without spilling; no GPU is needed.
+"""Every launch compiles for the GPUs we ship to, within their shared memory and without spilling; no GPU is needed.
 
-The kernels are compiled in another process, because Triton's interpreter, which the other tests use, is chosen once and
+The launchers are called as the operators call them, on CPU tensors; what they would launch goes to Triton's compiler
+instead. That happens in another process, because Triton's interpreter, which the other tests use, is chosen once and
 for all when a kernel is imported. Run as a script, this file is that process.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
-    from kvpass.kernels.launch import AotCase
+    from kvpass.kernels.launch import KernelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = (80, 90)
 SHARED_KIB = {80: 163, 90: 227}
 SPILLED_BYTES = 16
 """Of the stack, per thread; a few bytes of it are no spill in a loop."""
+HEAD_DIMS = {
+    torch.float32: ((64, 64), (100, 100), (128, 128), (256, 256)),
+    torch.float16: ((64, 64), (80, 80), (100, 100), (128, 128), (192, 128), (256, 256)),
+    torch.bfloat16: ((64, 64), (128, 128), (256, 256)),
+}
+"""Of keys and values. Types differ in few instructions, so that fp16 stands for bf16 in places."""
+USUAL = {"rows": 2, "kv_heads": 8, "group": 4, "tokens": 133}
+ONES = dict.fromkeys(USUAL, 1)
+WINDOW = 32
 
 
-def every_case() -> list[AotCase]:
-    found = []
-    for path in sorted((ROOT / "kernels").glob("*.py")):
-        if "def aot_cases(" in path.read_text(encoding="utf-8"):
-            found += importlib.import_module(f"kvpass.kernels.{path.stem}").aot_cases()
-    return found
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher wanted to run: every argument but the blocks, tensors as their dtypes."""
+
+    kernel: Any
+    arguments: tuple[tuple[str, Any], ...]
+    configs: tuple[KernelConfig, ...]
+
+    def __str__(self) -> str:
+        given = dict(self.arguments)
+        dims = [f"{name}={given[name]}" for name in ("D", "DV", "BLOCK_R", "width") if name in given]
+        options = [name for name in ("softcap", "sinks", "variance") if given.get(name) is not None]
+        dtypes = {str(value).removeprefix("torch.") for value in given.values() if isinstance(value, torch.dtype)}
+        kind = dtypes & {"float16", "bfloat16"} or {"float32"}
+        return " ".join([self.kernel.__name__.strip("_"), *kind, *dims, *options])
 
 
-def all_ones(case: AotCase) -> AotCase:
-    """The case of a call whose sizes are all 1, which the JIT makes constants where a kernel does not forbid it."""
-    free = {param.name for param in case.kernel.params if not param.do_not_specialize}
-    ones = [name for name, kind in case.signature.items() if kind == "i32" and name in free]
-    return dataclasses.replace(
-        case,
-        name=f"{case.name}, sizes 1",
-        signature={name: kind for name, kind in case.signature.items() if name not in ones},
-        constexprs={**case.constexprs, **dict.fromkeys(ones, 1)},
-    )
+def import_kernels(launches: dict[Launch, None]) -> None:
+    """Import every kernel file of this checkout such that its launches are noted, each once, instead of run."""
+    package = ModuleType("kvpass")  # without what `import kvpass` loads: the kernels need none of it
+    package.__path__ = [str(ROOT / "kvpass")]
+    sys.modules["kvpass"] = package
+    from kvpass.kernels import launch as module
+
+    def note(kernel: Any, grid: Any, arguments: Any, configs: Any, key: Any = (), config: Any = None) -> None:
+        types = ((name, x.dtype if isinstance(x, torch.Tensor) else x) for name, x in arguments.items())
+        launches[Launch(kernel, tuple(types), configs)] = None
+
+    module.launch = note
 
 
-def a_few(cases: list[AotCase]) -> Iterator[tuple[AotCase, int]]:
+def call_everything(
+    dtype: torch.dtype, dims: tuple[int, int], options: bool, rows: int, kv_heads: int, group: int, tokens: int
+) -> None:
+    """Call every launcher with tensors of these sizes; with soft-capping, sinks and a sliding window, or plain."""
+    from kvpass.kernels import gather, prefill_attention, ragged_decode, ragged_extend, tile_map, window_statistics
+
+    heads, layers, entries, capacity = kv_heads * group, 2, 96, 128
+    extra = {"softcap": 20.0, "sinks": torch.zeros(heads, dtype=dtype)} if options else {}
+    capped = {"softcap": extra["softcap"]} if options else {}
+    start = torch.zeros(rows, dtype=torch.int64)
+
+    def site(count: int) -> list[torch.Tensor]:
+        sizes = ((heads, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]))
+        return [torch.zeros(rows, count, *size, dtype=dtype).transpose(1, 2) for size in sizes]
+
+    q, k, v = site(tokens)
+    lse = torch.zeros(rows, heads, tokens)
+    observed = (q, k, start, lse, 0.1)
+    sliding = 17 if options else None
+    prefill_attention.prefill_attention(q, k, v, start, 0.1, sliding, **extra)
+    window_statistics.window_statistics(*observed, WINDOW, variance=options, entropy=options, **capped)
+    window_statistics.column_sums(*observed, tokens, **capped)
+    window_statistics.value_norms(v, start)
+
+    pool = [torch.zeros(rows, entries, dim, dtype=dtype) for dim in dims]
+    tables = [torch.zeros(4, rows, entries, dtype=torch.int32), torch.zeros(2, rows, entries)]
+    order = [torch.zeros(rows, kv_heads, tokens, dtype=torch.int32) for _ in range(2)]
+    traces, source = torch.zeros(2, rows, kv_heads, tokens), torch.zeros(rows, entries, dtype=torch.int32)
+    offsets = torch.zeros(rows, layers * kv_heads + 1, dtype=torch.int32)
+    gather.gather_winners(source, k, v, *order, traces, start, *pool, *tables, layer=1)
+    gather.pack(*pool, *tables, offsets)
+
+    tail = [torch.zeros(layers, rows, kv_heads, capacity, dim, dtype=dtype) for dim in dims]
+    held = (*tail, start, torch.zeros((), dtype=torch.int64), 1, 0.1)
+    for count in (1, 16):
+        ragged_decode.attend_ragged(*site(count), *pool, *tile_map.tile_map(offsets, kv_heads), *held, **extra)
+    ragged_extend.attend_extend(*site(17), *pool, offsets, *held, **extra)
+
+
+def of_everything(launches: dict[Launch, None]) -> Iterator[tuple[Launch, KernelConfig, int]]:
+    """Every dtype, head dim, option and config for each architecture."""
+    for dtype, sizes in HEAD_DIMS.items():
+        for dims in sizes:
+            for options in (False, True):
+                call_everything(dtype, dims, options, **USUAL)
+    for launch in launches:
+        for config in launch.configs:
+            yield from ((launch, config, arch) for arch in ARCHITECTURES if arch >= config.least_arch)
+
+
+def of_a_few(launches: dict[Launch, None]) -> Iterator[tuple[Launch, KernelConfig, int]]:
     """bf16 at head dim 128: each config of each kernel once for each architecture, and each kernel with sizes of 1."""
-    groups: dict[Any, list[AotCase]] = {}
-    for case in cases:
-        dims = {case.constexprs[name] for name in ("D", "DV") if name in case.constexprs}
-        if dims == {128} and "*bf16:16" in case.signature.values():
-            groups.setdefault(case.kernel, []).append(case)
-    for kernel in {case.kernel: None for case in cases}:
-        group = groups[kernel]
-        for config in {case.config: None for case in group}:
-            same = [case for case in group if case.config == config]
-            if config.least_arch <= 80:
-                yield same[0], 80
-            yield same[-1], 90
-        yield all_ones(group[0]), 90
+    chosen: dict[Any, Launch] = {}
+    for options, arch in ((False, 80), (True, 90)):
+        launches.clear()
+        call_everything(torch.bfloat16, (128, 128), options, **USUAL)
+        chosen = {(launch.kernel, config): launch for launch in launches for config in launch.configs}
+        yield from ((launch, config, arch) for (_, config), launch in chosen.items() if arch >= config.least_arch)
+    launches.clear()
+    call_everything(torch.bfloat16, (128, 128), False, **ONES)
+    yield from ((launch, launch.configs[0], 90) for launch in {one.kernel: one for one in launches}.values())
 
 
-def compile_cases(exhaustive: bool) -> None:
-    """Print a JSON line for each compiled case."""
-    from kvpass.kernels.launch import compile_ahead
+class Driver:
+    """What Triton asks a driver when it compiles; ``device`` is the compute capability compiled for."""
 
-    cases = every_case()
-    every = ((case, arch) for case in cases for arch in ARCHITECTURES if arch >= case.config.least_arch)
-    for case, arch in every if exhaustive else a_few(cases):
-        needs = dataclasses.asdict(compile_ahead(case, arch))
-        print(json.dumps({"name": case.name, "config": str(case.config), "arch": arch, **needs}), flush=True)
+    device = 0
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.device, 32)
+
+
+def compile_ahead(launch: Launch, config: KernelConfig) -> dict[str, int]:
+    """Compile as the JIT would, with the ptxas that Triton ships.
+
+    Returns:
+        shared memory per block in bytes, registers and spilled bytes per thread. Spilled is the stack frame, which
+        Triton's kernels use for nothing else.
+    """
+    from triton import knobs
+    from triton.runtime.jit import MockTensor
+
+    arguments = {name: MockTensor.wrap_dtype(value) for name, value in launch.arguments}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    compiled = launch.kernel.warmup(grid=(1,), **arguments, **dict(config.blocks), **options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return {"shared_bytes": compiled.metadata.shared, "registers": int(found[1]), "spilled_bytes": int(found[2])}
+
+
+def main(exhaustive: bool) -> None:
+    """Print a JSON line for each compiled launch."""
+    launches: dict[Launch, None] = {}
+    import_kernels(launches)
+    from triton.runtime import driver
+
+    stand_in = Driver()
+    driver.set_active(stand_in)
+    for launch, config, arch in (of_everything if exhaustive else of_a_few)(launches):
+        stand_in.device = arch
+        row = {"name": str(launch), "config": str(config), "arch": arch, **compile_ahead(launch, config)}
+        print(json.dumps(row), flush=True)
 
 
 def run_compiler(folder: Path, *options: str) -> list[dict[str, Any]]:
@@ -90,6 +203,7 @@ def run_compiler(folder: Path, *options: str) -> list[dict[str, Any]]:
 
 
 def check(rows: list[dict[str, Any]]) -> None:
+    assert {row["arch"] for row in rows} == set(ARCHITECTURES)
     too_big = [row for row in rows if row["shared_bytes"] > SHARED_KIB[row["arch"]] * 1024]
     spilling = [row for row in rows if row["spilled_bytes"] > SPILLED_BYTES]
     assert not too_big, f"more shared memory than there is: {too_big}"
@@ -97,19 +211,17 @@ def check(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    # the kernels of this checkout, without what `import kvpass` loads: they need none of it
-    package = ModuleType("kvpass")
-    package.__path__ = [str(ROOT / "kvpass")]
-    sys.modules["kvpass"] = package
-    compile_cases("exhaustive" in sys.argv)
+    main("exhaustive" in sys.argv)
 else:
     import pytest
 
     @pytest.mark.slow
     def test_every_kernel_and_config_compiles(tmp_path: Path) -> None:
         rows = run_compiler(tmp_path)
-        assert {row["arch"] for row in rows} == set(ARCHITECTURES)
         check(rows)
+        source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kernels").glob("*.py"))
+        launched = set(re.findall(r"\blaunch\(_(\w+),", source))
+        assert {row["name"].split()[0] for row in rows} == launched, "a kernel is not called here"
 
     @pytest.mark.exhaustive
     @pytest.mark.timeout(3600)
