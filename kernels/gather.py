@@ -108,7 +108,7 @@ def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
     turn = is_free.cumsum(1, dtype=torch.int32)
     total = winners[:, -1:]
     fits = (total <= turn[:, -1:]).all()
-    if fits.is_cuda:
+    if not fits.is_cpu:
         torch._assert_async(fits, "more winners than free slots of the pool")
     elif not fits:
         row = int((total > turn[:, -1:]).int().argmax())

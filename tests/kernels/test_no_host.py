@@ -1,0 +1,133 @@
+"""What runs on a device reads no value of it on the host and mixes no devices: it works on tensors that have no values.
+
+Tensors on ``meta`` stand for those of the device. Reading one raises, and so does an operation on one of them and one
+of the host; the host's own are the start columns of a prompt. Kernels are not launched, only their arguments looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpass import device, evict, sliding
+from kvpass.kernels import gather, prefill_attention, ragged_decode, ragged_extend, window_statistics
+from kvpass.policies import POLICIES, resolve
+
+LAYERS, KV_HEADS, GROUP, DIM, WINDOW, TOKENS, CAPACITY = 3, 2, 2, 16, 4, 37, 64
+HEADS = KV_HEADS * GROUP
+OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "scissorhands"}}
+STARTS = torch.tensor([0, 9, 9])
+ROWS = STARTS.numel()
+EVICTING = [name for name in sorted(POLICIES) if resolve(name, window=WINDOW, **OPTIONS.get(name, {})).decode_rule()]
+
+
+def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def site(tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    return [on_device(ROWS, tokens, heads, DIM, dtype=dtype).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that would have been launched, all of whose tensors must be on the device."""
+    names: list[str] = []
+
+    def launch(kernel, grid, arguments, *rest, **options):
+        names.append(kernel.__name__)
+        elsewhere = [name for name, x in arguments.items() if isinstance(x, Tensor) and not x.is_meta]
+        assert not elsewhere, f"{kernel.__name__} is given {elsewhere} of the host"
+
+    module: ModuleType
+    for module in (gather, prefill_attention, ragged_decode, ragged_extend, window_statistics):
+        monkeypatch.setattr(module, "launch", launch)
+    yield names
+
+
+def check(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    assert (tensor.is_meta, tuple(tensor.shape), tensor.dtype) == (True, tuple(shape), dtype), name
+    assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["kernel", "flash"])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_prefill_up_to_its_packed_pool(
+    name: str, dtype: torch.dtype, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_attention, "flash_takes", lambda q, v: q.dtype == torch.bfloat16)
+    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    entries = 6 if policy.needs_budget else TOKENS
+    q, k, v = site(TOKENS, dtype)
+    out, scores, traces, weight = device.observe_attention(q, k, v, STARTS, 0.3, 1, LAYERS, policy)
+    assert ("_prefill_kernel" in launched) == (dtype == torch.float32)
+    check("output", out.transpose(1, 2), (ROWS, TOKENS, HEADS, DIM), dtype)
+    check("scores", scores, (ROWS, KV_HEADS, TOKENS), torch.float32)
+    check("traces", traces, (2, ROWS, KV_HEADS, TOKENS), torch.float32)
+    check("weight", weight, (ROWS,), torch.float64)
+    slots = policy.capacity(entries, LAYERS, KV_HEADS)
+    pool = [on_device(ROWS, slots, DIM, dtype=dtype) for _ in range(2)]
+    tables = [on_device(4, ROWS, slots, dtype=torch.int32), on_device(2, ROWS, slots)]
+    ledger = on_device(ROWS, LAYERS, dtype=torch.float64)
+    window = [on_device(2, ROWS, LAYERS, KV_HEADS, WINDOW)]
+    window += [on_device(LAYERS, ROWS, KV_HEADS, CAPACITY, DIM, dtype=dtype) for _ in range(2)]
+    limits = on_device(ROWS, dtype=torch.int64)
+    observed = (scores, traces, weight, limits, STARTS)
+    device.cascade_step(*pool, *tables, ledger, *window, k, v, *observed, layer=1, policy=policy)
+    device.pack(*pool, *tables, on_device(ROWS, LAYERS * KV_HEADS + 1, dtype=torch.int32))
+    assert {"_gather_kernel", "_permute_kernel"} <= set(launched)
+
+
+def cached(dtype: torch.dtype) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Pool, offsets and tails."""
+    pool = [on_device(ROWS, 50, DIM, dtype=dtype) for _ in range(2)]
+    tail = [on_device(LAYERS, ROWS, KV_HEADS, CAPACITY, DIM, dtype=dtype) for _ in range(2)]
+    return pool, on_device(ROWS, LAYERS * KV_HEADS + 1, dtype=torch.int32), tail
+
+
+OPTIONAL = pytest.mark.parametrize(
+    ("softcap", "sinks"), [(None, None), (5.0, on_device(HEADS))], ids=["plain", "softcap-sinks"]
+)
+
+
+@OPTIONAL
+@pytest.mark.parametrize(("tokens", "kernel"), [(1, "_attend_tile"), (8, "_attend_tile"), (9, "_attend_queries")])
+def test_a_step_on_the_cache(
+    tokens: int, kernel: str, softcap: float | None, sinks: Tensor | None, launched: list[str]
+) -> None:
+    pool, offsets, tail = cached(torch.bfloat16)
+    used = [on_device(ROWS, dtype=torch.int64), on_device(dtype=torch.int64)]
+    tables = [on_device(LAYERS, 5, 4, dtype=torch.int32), on_device(LAYERS, ROWS * KV_HEADS + 1, dtype=torch.int32)]
+    q, k, v = site(tokens, torch.bfloat16)
+    out = device.attend_cache(q, k, v, *pool, offsets, *tail, *used, 0.3, 1, *tables, softcap, sinks)
+    check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)
+    assert kernel in launched
+
+
+@OPTIONAL
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_step_that_evicts(name: str, tokens: int, softcap: float | None, sinks: Tensor | None) -> None:
+    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    pool, offsets, tail = cached(torch.bfloat16)
+    wide = (2, LAYERS, ROWS, KV_HEADS, CAPACITY + 20)
+    held = [on_device(*wide, dtype=torch.int32), on_device(*wide)]
+    held += [on_device(LAYERS, ROWS, KV_HEADS, dtype=torch.int64), on_device(ROWS, dtype=torch.int64)]
+    q, k, v = site(tokens, torch.bfloat16)
+    out = evict.attend_evict(q, k, v, *pool, offsets, *tail, *held, 0.3, 1, policy, softcap, sinks)
+    check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)
+
+
+@OPTIONAL
+@pytest.mark.parametrize("tokens", [1, 5, TOKENS])
+@pytest.mark.parametrize("columns", [16, 64])
+def test_a_step_on_a_ring(columns: int, tokens: int, softcap: float | None, sinks: Tensor | None) -> None:
+    ring = [on_device(LAYERS, ROWS, KV_HEADS, columns, DIM, dtype=torch.bfloat16) for _ in range(2)]
+    seen, first = on_device(dtype=torch.int64), on_device(ROWS, dtype=torch.int64)
+    q, k, v = site(tokens, torch.bfloat16)
+    out = sliding.attend_ring(q, k, v, *ring, seen, first, 0.3, 1, softcap, sinks)
+    check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)
