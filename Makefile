@@ -8,10 +8,10 @@ LINT_READY := $(VENV)/lint-ready
 # The checkout has folders named kernels, graphs and eval: keep it off sys.path.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test test-versions lint typecheck gpu-check clean
+.PHONY: help demo test test-versions test-torch-2.11 lint typecheck gpu-check clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
 demo: $(READY) ## compress the cache of the built-in model and show what is kept and lost
 	@$(BIN)/kvpass demo
@@ -26,8 +26,11 @@ lint: $(LINT_READY) ## ruff: style and formatting
 typecheck: $(LINT_READY) ## mypy
 	@$(BIN)/mypy
 
-test-versions: $(READY) ## model tests on the oldest and a middle version of transformers
-	@scripts/test-versions $(VENV) 5.2.0 5.17.0
+test-versions: $(READY) ## model and kernel tests on older versions of transformers
+	@scripts/test-versions $(VENV) transformers==5.2.0 transformers==5.17.0
+
+test-torch-2.11: $(READY) ## the same on the oldest torch, with its CUDA libraries (5 GB)
+	@scripts/test-versions $(VENV) "torch==2.11.0 triton==3.6.0 transformers==5.17.0 numpy<2.4"
 
 # A machine with a GPU may have no way to install anything: a PYTHON that has all it takes is used as it is.
 gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minutes; goes on where it stopped

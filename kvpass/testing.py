@@ -149,15 +149,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A model of the family with random weights, in eval mode.
+    """A model of the family with random weights, in eval mode; of fewer layers, the first ones.
 
     Weights are drawn wide enough (std 0.1) that attention is far from uniform, so that which entries are kept matters.
     """
     model_type, options = FAMILIES[family]
+    options = {**options, **changes}
+    if "layer_types" in options:
+        options["layer_types"] = options["layer_types"][: options["num_hidden_layers"]]
     experts = family in {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"}
     if experts and Version(transformers.__version__) < Version("5.17"):
         options = {**options, "experts_implementation": "batched_mm"}  # its grouped_mm traces only in bf16
-    config = AutoConfig.for_model(model_type, **{**options, **changes})
+    config = AutoConfig.for_model(model_type, **options)
     config.initializer_range = 0.1
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -101,7 +101,7 @@ def test_a_cache_that_is_not_reusable_comes_back_so(fast, tmp_path):
 
 
 def test_the_compiled_graphs_take_a_loaded_cache(tmp_path):
-    fast = kvpass.compile(tiny_model("llama"), budget=20, window=8)
+    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), budget=20, window=8)
     cache = fast.compress(random_ids(2, 50))
     cache.save(tmp_path / "cache.kv")
     loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)

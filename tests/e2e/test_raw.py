@@ -76,7 +76,17 @@ def decoder(request):
     return module
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("decoder", "compiler"),
+    [
+        (False, "eager"),
+        (True, "eager"),
+        (True, "inductor"),
+        pytest.param(False, "inductor", marks=pytest.mark.exhaustive),  # the same graph: the repeat is gone by then
+    ],
+    indirect=["decoder"],
+    ids=["grouped-eager", "repeated-eager", "repeated-inductor", "grouped-inductor"],
+)
 def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(decoder, compiler):
     options = {"policy": "lava", "budget": 10**6, "window": 8, "compiler": compiler}
     fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options)
