@@ -248,7 +248,7 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
         pools = {name: state[name] for name in ("pool_k", "pool_v", "slots", "slot_traces")}
         operators.pack(**pools, offsets=offsets)
 
-    return compress, lambda: operators.site(q, k, v, scale, 0)
+    return compress, lambda: operators.site(q, k, v, scale)
 
 
 def prompt_figures(shape: Shape, prompts: Sequence[int] = PROMPTS) -> list[dict[str, Any]]:

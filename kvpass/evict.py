@@ -77,7 +77,7 @@ def attend_evict(
         tail_slot = (slot - pool_slots).clamp(min=0)
         for pool, tail, new in ((pool_k, tail_k, k[:, :, step]), (pool_v, tail_v, v[:, :, step])):
             if pool_slots:
-                pool[rows, pool_row] = torch.where(in_pool[..., None], new, pool[rows, pool_row])
+                pool[rows, pool_row] = _same_at_same_row(pool_row, in_pool, new, pool[rows, pool_row])
             tail[layer][rows, heads, tail_slot] = torch.where(
                 in_pool[..., None], tail[layer][rows, heads, tail_slot], new
             )
@@ -107,6 +107,21 @@ def attend_evict(
         memory[SLOT_MEMORY, layer] = remembered
         memory[SLOT_NORM, layer] = norm
     return torch.stack(outputs, 1).to(q.dtype).transpose(1, 2)
+
+
+def _same_at_same_row(row: Tensor, is_new: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """What each head writes to its row of the pool: its new entry, or where it has none what will be there.
+
+    The row of a head without one may be the row that another head fills, and the order of writes to one row is not
+    defined: so both must write the same.
+
+    Args:
+        row: int64 ``[B, K]``. is_new: bool ``[B, K]``. new, old: ``[B, K, D]``.
+    """
+    fills = (row[:, :, None] == row[:, None, :]) & is_new[:, None, :]
+    filler = fills.int().argmax(-1)
+    entry = new.gather(1, filler[..., None].expand_as(new))
+    return torch.where(fills.any(-1)[..., None], entry, old)
 
 
 def first_slots(

@@ -49,6 +49,6 @@ def generate(
                 new = torch.where(finished[:, None], eos_token_id, new)
                 finished |= new[:, 0] == eos_token_id
             sequence = torch.cat([sequence, new], 1)
-            if bool(finished.all()):
+            if eos_token_id is not None and bool(finished.all()):  # waits for the device
                 break
     return sequence

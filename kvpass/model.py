@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.utils._sympy.numbers import int_oo
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -28,9 +29,6 @@ from kvpass.prompt_record import PromptRecord
 from kvpass.recompress import OCCASIONS
 from kvpass.report import Report
 from kvpass.rules import Rules, read_rules
-
-MAX_TOKENS = 2**24
-"""Longest prompt: positions stay exact in fp32."""
 
 _IGNORED = {"use_cache", "return_dict", "cache_position", "output_attentions", "output_hidden_states"}
 
@@ -322,16 +320,30 @@ def _call(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Te
         decoders[key] = _decoder(model, logits_to_keep)
     if tokens > 1:
         for tensor in (ids, positions):
-            torch._dynamo.mark_dynamic(tensor, 1, min=max(2, logits_to_keep + 1), max=MAX_TOKENS)
+            torch._dynamo.mark_dynamic(tensor, 1)
     try:
         return decoders[key](ids, positions)
     except BackendCompilerFailed as failure:
         inner = failure.inner_exception
         raise (inner if isinstance(inner, ValueError) else failure) from None
     except ConstraintViolationError as violation:
-        raise ValueError(
-            f"the decoder does not take a prompt of any length, perhaps for a table of positions that ends: {violation}"
-        ) from violation
+        raise ValueError(f"the decoder does not take a prompt of any length: {violation}") from violation
+
+
+def _check_any_length(inputs: Sequence[Any]) -> None:
+    """Refuse a decoder whose trace holds up to some length only: what it does beyond is another decoder.
+
+    To be called before the graph is compiled: Inductor bounds lengths too, by what 32-bit indices reach, and compiles
+    again for longer ones.
+    """
+    for size in inputs:
+        if isinstance(size, torch.SymInt):
+            most = size.node.shape_env.bound_sympy(size.node.expr).upper
+            if most != int_oo:
+                raise ValueError(
+                    "the decoder does not take a prompt of any length, perhaps for a table of positions that ends: "
+                    f"tokens <= {most}"
+                )
 
 
 def _decoder(model: Any, logits_to_keep: int) -> Callable[..., Tensor]:
@@ -349,6 +361,7 @@ def _decoder(model: Any, logits_to_keep: int) -> Callable[..., Tensor]:
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         decoder = CapturedDecoder(gm, example_inputs, compiler)
+        _check_any_length(example_inputs)
         decoder.function()  # now, so that Dynamo checks what the compiler assumes
         return decoder.__call__
 

@@ -9,6 +9,10 @@ import sys
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.codegen.simd import SIMDScheduling
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import sympy_product
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import kvpass
@@ -33,6 +37,26 @@ def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_and_200_steps(budg
     assert sorted(phases) == ["decode", "extend", "prefill"]
     assert counters["stats"]["unique_graphs"] == 2, "of one token, and of several, from which two phases are made"
     assert not counters["graph_break"]
+
+
+def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch):
+    """Triton code is made for indices of 32 bits under a guard on the length; C++ code asks for none."""
+    codegen, asked = GraphLowering.codegen, []
+
+    def guarded(graph):
+        for buffer in graph.buffers:
+            if buffer.has_tensor_output():
+                asked.append(SIMDScheduling.can_use_32bit_indexing(sympy_product(buffer.get_size()), [buffer]))
+        return codegen(graph)
+
+    monkeypatch.setattr(GraphLowering, "codegen", guarded)
+    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=20, window=8)
+    with inductor_config.patch(force_disable_caches=True):
+        for tokens in (61, 9, 2):
+            out = fast(random_ids(2, tokens))
+        fast(random_ids(2, 3), past_key_values=out.past_key_values)
+        assert [record.phase for record in fast.report().compiled] == ["prefill", "extend"]
+    assert len(asked) > 20 and all(asked)
 
 
 def test_contract_8_a_growing_tail_does_not_recompile():

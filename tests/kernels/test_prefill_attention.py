@@ -86,7 +86,8 @@ def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
     def filled(*args, **kwargs):  # type: ignore[no-untyped-def]
-        return empty(*args, **kwargs).fill_(float("nan"))
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
 
     monkeypatch.setattr(module.torch, "empty", filled)
 
