@@ -14,6 +14,7 @@ The contract of a kernel file (prefill_attention.py is an example):
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,10 @@ class KernelConfig:
 
     def __str__(self) -> str:
         return " ".join([*(f"{n}={s}" for n, s in self.blocks), f"warps={self.num_warps} stages={self.num_stages}"])
+
+
+_TUNING = threading.Lock()
+"""Triton's tuner keeps the arguments of a call on itself."""
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -90,7 +95,8 @@ def launch(
         config = configs[0] if len(configs) == 1 else None
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
         if config is None:
-            _tuned(kernel, configs, key)[grid](**arguments)
+            with _TUNING:
+                _tuned(kernel, configs, key)[grid](**arguments)
         else:
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
             kernel[grid](**arguments, **dict(config.blocks), **options)

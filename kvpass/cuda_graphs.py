@@ -3,11 +3,15 @@
 A graph reads and writes fixed addresses. Those of the cache and of the parameters are part of its key, so it is
 replayed only for the very memory it was captured with; a longer tail or another cache means another key. Other inputs
 (ids, positions) are copied into buffers of the graph's own.
+
+Captures of one phase share memory for what they compute on the way, so one thread at a time captures, or replays and
+takes its answer away. Threads that decode on streams of their own must not share a compiled model.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,6 +23,10 @@ log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 8
 """Captured graphs kept per compiled phase; the one not replayed for longest goes first."""
+MAX_SEEN = 64
+"""Keys remembered per compiled phase that ran once and are captured when they come again."""
+
+_LOCK = threading.Lock()
 
 Step = Callable[..., Sequence[Any]]
 
@@ -54,7 +62,10 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         try:
             # the outer context gives device and stream back also where the inner one cannot end its capture
-            with torch.cuda.stream(self.stream), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            with (
+                torch.cuda.stream(self.stream),
+                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
                 function()
         except RuntimeError as error:
             raise CaptureError(
@@ -75,28 +86,38 @@ class GraphedStep:
     def __init__(self, step: Step, record: Recorder) -> None:
         self._step = step
         self._record = record
-        self._captured: OrderedDict[tuple[Any, ...], _Capture | None] = OrderedDict()
+        self._captured: OrderedDict[tuple[Any, ...], _Capture] = OrderedDict()
+        self._seen: OrderedDict[tuple[Any, ...], None] = OrderedDict()
 
     def __call__(self, inputs: Sequence[Any], state: Sequence[Tensor]) -> Sequence[Any]:
         key = _key(inputs, state)
-        if key not in self._captured:
-            self._captured[key] = None
-            while len(self._captured) > MAX_GRAPHS:
-                self._captured.popitem(last=False)
-            return self._step(*inputs, *state)
-        self._captured.move_to_end(key)
-        capture = self._captured[key]
-        if capture is None:
-            capture = self._captured[key] = _Capture(self._step, self._record, inputs, state)
-            log.info("captured a CUDA graph: %d in use", sum(found is not None for found in self._captured.values()))
-        return capture(inputs)
+        with _LOCK:
+            if key in self._captured:
+                self._captured.move_to_end(key)
+                return self._captured[key](inputs)
+            if key in self._seen:
+                capture = _Capture(self._step, self._record, inputs, state)
+                # never empties: the memory that captures share is not to be used again once the last of them is gone
+                _remember(self._captured, key, capture, MAX_GRAPHS)
+                del self._seen[key]
+                log.info("captured a CUDA graph: %d in use", len(self._captured))
+                return capture(inputs)
+            _remember(self._seen, key, None, MAX_SEEN)
+        return self._step(*inputs, *state)
+
+
+def _remember(known: OrderedDict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any, most: int) -> None:
+    """Add the newest item, and drop the oldest ones above ``most``."""
+    known[key] = value
+    while len(known) > most:
+        known.popitem(last=False)
 
 
 class _Capture:
     """One captured step with its own input and output buffers."""
 
     def __init__(self, step: Step, record: Recorder, inputs: Sequence[Any], state: Sequence[Tensor]) -> None:
-        self._inputs = [value.clone() if _is_copied(value) else value for value in inputs]
+        self._inputs = [_own(value) if _is_copied(value) else value for value in inputs]
         self._outputs: Sequence[Any] = ()
 
         def run() -> None:
@@ -107,13 +128,26 @@ class _Capture:
     def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
         for own, given in zip(self._inputs, inputs, strict=True):
             if _is_copied(own):
-                own.copy_(given)
+                _distinct(own).copy_(_distinct(given))
         self._recording.replay()
         return [value.clone() if isinstance(value, Tensor) else value for value in self._outputs]
 
 
 def _is_copied(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """A view without the rows that an expanded dimension repeats."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy of the same strides, expanded where the tensor is."""
+    return _distinct(tensor).clone().expand(tensor.shape)
 
 
 def _key(inputs: Sequence[Any], state: Sequence[Tensor]) -> tuple[Any, ...]:

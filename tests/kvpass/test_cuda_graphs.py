@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -98,6 +100,62 @@ def test_few_captures_are_kept_and_the_least_used_goes_first(monkeypatch):
     assert recorder.recorded == 4, "the least used one should have been dropped"
 
 
+def test_caches_that_take_turns_do_not_drop_each_others_captures(monkeypatch):
+    """Nor are there ever none: the memory they share must not be used again after the last one is gone."""
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
+    step, recorder = make()
+    weight = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+    first = torch.zeros(())
+    for _ in range(3):
+        step((torch.ones(1), weight), [first])
+    for state in [torch.zeros(()) for _ in range(5)]:
+        step((torch.ones(1), weight), [state])
+    step((torch.ones(1), weight), [first])
+    assert recorder.recorded == 1, "caches that were seen once dropped the one in use"
+
+
+def test_an_expanded_input_stays_expanded():
+    """Compiled code is made for its strides."""
+    strides = []
+
+    def double(ids, state):
+        strides.append(ids.stride())
+        return [ids * 2]
+
+    step = GraphedStep(double, Recorder())
+    state = torch.zeros(())
+    for value in range(4):
+        ids = torch.tensor([[1.0, value]]).expand(3, -1)
+        assert torch.equal(step((ids,), [state])[0], ids * 2)
+    assert set(strides) == {(0, 1)}
+
+
+def test_threads_take_their_own_answers_away():
+    """All captures write their answers to one place, as those of a GPU may."""
+    step, _ = make()
+    weight, states = nn.Parameter(torch.tensor(1.0), requires_grad=False), [torch.zeros(()) for _ in range(4)]
+    wrong = []
+    for state in states * 2:  # captured before the threads begin
+        step((torch.zeros(1), weight), [state])
+
+    def ask(state, value):
+        for _ in range(300):
+            if float(step((torch.tensor([value]), weight), [state])[0]) != value + 1:
+                wrong.append(value)
+
+    threads = [threading.Thread(target=ask, args=(state, float(i))) for i, state in enumerate(states)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+
+
 class Devices:
     """Pretends two devices: which stream is current, and what is recorded on which."""
 
@@ -123,7 +181,8 @@ class Devices:
             self.current = before
 
     @contextmanager
-    def graph(self, recording, pool, stream):
+    def graph(self, recording, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local", "what other threads allocate meanwhile is no part of it"
         self.recorded.append(stream.device.index)
         self.current = stream
         yield
