@@ -35,7 +35,7 @@ from kvpass.eval.bench_measure import (
     scoring_time,
     spread,
 )
-from kvpass.eval.bench_settings import WARM_UP_STEPS, BenchSettings
+from kvpass.eval.bench_settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings
 from kvpass.eval.bound import least_step_seconds, weight_bytes
 from kvpass.eval.environment import machine, versions
 from kvpass.eval.models import build
@@ -57,7 +57,8 @@ class Measurement:
         cache_bytes: storages of the cache at its end. attended_bytes: of the entries the last step read.
         peak_bytes: most that was allocated at once, weights included. step_bytes: most that a decode step needed
             beside weights and cache; both None on the CPU.
-        scoring: what compression adds to a prefill; None for systems other than kvpass.
+        largest_batch: rows of the context that fit; None on the CPU.
+        scoring: what compression adds to a prefill; None for systems that do not compress, or of others.
         failure: why there are no figures.
     """
 
@@ -71,6 +72,7 @@ class Measurement:
     attended_bytes: int = 0
     peak_bytes: int | None = None
     step_bytes: int | None = None
+    largest_batch: int | None = None
     scoring: Scoring | None = None
     failure: str | None = None
 
@@ -116,16 +118,20 @@ class Bench:
             for context in settings.prompts
         ]
         self._kvpass_systems: dict[PolicySpec, Kvpass] = {}
+        self._errors: list[tuple[str, Exception]] = []
 
     def run(self, console: Console, save: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
         """Measure all systems, showing progress on the console.
 
         Args:
-            save: is handed what has been measured so far, after every round; ``complete`` says whether it is all.
+            save: is handed what has been measured so far, after every turn; ``complete`` says whether it is all.
 
         Returns:
             what ``--json`` writes: machine, versions, model, settings and, in ``runs``, one record a system for each
             context and batch.
+
+        Raises:
+            RuntimeError: a system failed for another reason than memory; what the others did is measured and saved.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with torch.no_grad(), Progress(*columns, console=console, transient=True) as progress:
@@ -137,14 +143,17 @@ class Bench:
                 for run in self._compare(comparison, bandwidth, progress, task):
                     save(self._result([*runs, run], bandwidth))
                 runs.append(run)
-        result = {**self._result(runs, bandwidth), "complete": True}
+        result = {**self._result(runs, bandwidth), "complete": not self._errors}
         save(result)
+        if self._errors:
+            name, error = self._errors[0]
+            raise RuntimeError(f"{len(self._errors)} failed, first {name}: {type(error).__name__}: {error}") from error
         return result
 
     def _compare(
         self, wanted: Comparison, bandwidth: float, progress: Progress, task: TaskID
     ) -> Iterator[dict[str, Any]]:
-        """The run so far, after every round and at its end."""
+        """The run so far, after every turn that took times and at its end."""
         settings = self.settings
         generator = torch.Generator().manual_seed(settings.seed)
         rows = 1 if settings.shared_prompt else wanted.batch
@@ -154,14 +163,18 @@ class Bench:
         def turn(measurement: Measurement, what: str, function: Callable[[], Any]) -> None:
             progress.update(task, description=f"{wanted.context} x {wanted.batch}, {measurement.system.name}: {what}")
             if measurement.failure is None:
-                measurement.failure = run_in_memory(function)
+                try:
+                    measurement.failure = run_in_memory(function)
+                except Exception as error:  # raised when the others are measured
+                    self._errors.append((measurement.system.name, error))
+                    measurement.failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 gc.collect()  # its cache; the allocator keeps the memory, so that no timed run waits for more
                 if measurement.failure is not None:
                     self.memory.release()
             progress.advance(task)
 
         makers = list(self._makers(wanted))
-        progress.reset(task, total=len(makers) * (2 + settings.repeats))
+        progress.reset(task, total=len(makers) * (3 + settings.repeats))
         for make in makers:
             measurement = Measurement(make())
             measured.append(measurement)
@@ -169,9 +182,11 @@ class Bench:
         for repeat in range(settings.repeats):
             for measurement in measured:
                 turn(measurement, f"repeat {repeat + 1}", partial(self._repeat, measurement, ids, wanted.batch))
-            yield self._run_record(measured, wanted, bandwidth)
+                yield self._run_record(measured, wanted, bandwidth)
         for measurement in measured:
             turn(measurement, "scoring", partial(self._profile, measurement, ids))
+        for measurement in measured:  # empties the allocator, so that timed runs would wait for memory again
+            turn(measurement, "largest batch", partial(self._find_largest_batch, measurement, wanted.batch))
         yield self._run_record(measured, wanted, bandwidth)
 
     def _run_record(self, measured: list[Measurement], wanted: Comparison, bandwidth: float) -> dict[str, Any]:
@@ -179,7 +194,11 @@ class Bench:
             "context": wanted.context,
             "batch": wanted.batch,
             "budget": {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes},
-            "systems": [self._record(measurement, measured, wanted, bandwidth) for measurement in measured],
+            "systems": [
+                self._record(measurement, measured, wanted, bandwidth)
+                for measurement in measured
+                if measurement.steps or measurement.failure is not None
+            ],
         }
 
     def _makers(self, wanted: Comparison) -> Iterator[Callable[[], System]]:
@@ -209,6 +228,8 @@ class Bench:
         return made
 
     def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
+        if not measurement.system.compiled:  # libraries are loaded by a short prompt as well
+            ids = ids[:, :WARM_UP_TOKENS]
         with nullcontext() if self.settings.warm_cache else fresh_cache():
             prefill, steps = self._once(measurement, ids, batch, WARM_UP_STEPS)
         measurement.warm_up = prefill + sum(steps)
@@ -223,7 +244,7 @@ class Bench:
     def _profile(self, measurement: Measurement, ids: Tensor) -> None:
         """Profiling takes more memory than the prefill: where that does not suffice, the timings taken still stand."""
         system = measurement.system
-        if not isinstance(system, Kvpass):
+        if not isinstance(system, Kvpass) or not system.model.policy.needs_budget:
             return
 
         def run() -> None:
@@ -253,7 +274,9 @@ class Bench:
         prefill, taken = self.clock.seconds(marks)[0], self.clock.seconds(steps)
         peak = self.memory.peak()
         if peak is not None and prefill_peak is not None:
-            measurement.peak_bytes, measurement.step_bytes = max(prefill_peak, peak), max(0, peak - begun)
+            # the most of all runs: replayed steps allocate next to nothing
+            measurement.peak_bytes = max(measurement.peak_bytes or 0, prefill_peak, peak)
+            measurement.step_bytes = max(measurement.step_bytes or 0, peak - begun)
         measurement.tokens = torch.cat(tokens, 1)[0].tolist()
         measurement.cache_bytes = system.nbytes(cache)
         measurement.attended_bytes = system.attended_bytes(cache, ids.shape[1] + new_tokens)
@@ -265,7 +288,7 @@ class Bench:
         name, batch = measurement.system.name, wanted.batch
         if measurement.failure is not None:
             return {"name": name, "failure": measurement.failure}
-        others = {other.system.name: other for other in measured if other.failure is None}
+        others = {other.system.name: other for other in measured if other.failure is None and other.steps}
         prefill, decode = spread(measurement.prefill), spread(measurement.decode_ms)
         weights = weight_bytes(self.model)
         bound = None if weights is None else 1e3 * least_step_seconds(weights, measurement.attended_bytes, bandwidth)
@@ -285,7 +308,7 @@ class Bench:
             "scoring": _scoring(measurement),
             "bound_ms": bound,
             "share_of_bound": None if bound is None else bound / decode["median"],
-            "largest_batch": self._largest_batch(measurement, batch),
+            "largest_batch": measurement.largest_batch,
             "decode_speedup": {
                 other: spread(others[other].decode_ms)["median"] / decode["median"]
                 for other in ("hf-eager", "hf-static", "full")
@@ -299,15 +322,14 @@ class Bench:
             "same_tokens_as_hf_eager": None if eager is None else measurement.tokens == eager.tokens,
         }
 
-    def _largest_batch(self, measurement: Measurement, batch: int) -> int | None:
+    def _find_largest_batch(self, measurement: Measurement, batch: int) -> None:
         """Rows of this context whose caches, and what a step needs beside them, fit beside the weights.
 
         Bytes a row are those measured; that so many rows fit is tried by allocating them. None on the CPU.
         """
-        if measurement.step_bytes is None:
-            return None
-        row_bytes = -(-(measurement.cache_bytes + measurement.step_bytes) // batch)
-        return largest_batch(partial(fits_on_device, row_bytes=row_bytes, device=self.device))
+        if measurement.step_bytes is not None:
+            row_bytes = -(-(measurement.cache_bytes + measurement.step_bytes) // batch)
+            measurement.largest_batch = largest_batch(partial(fits_on_device, row_bytes=row_bytes, device=self.device))
 
     def _result(self, runs: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
         settings, config = self.settings, self.model.config

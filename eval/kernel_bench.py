@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvpass import reference
 from kvpass.config import Geometry, LayerGroup
+from kvpass.device import index_pool
 from kvpass.eval.bench_measure import Clock, copy_bandwidth, run_in_memory, scoring_time
 from kvpass.eval.environment import machine, versions
 from kvpass.policies import resolve
@@ -132,10 +133,9 @@ def time_decode(shape: Shape, lengths: Tensor, bandwidth: float, check: bool) ->
         RuntimeError: asked to check, and the kernel does not give what the reference gives.
     """
     from kvpass.kernels.ragged_decode import attend_ragged
-    from kvpass.kernels.tile_map import tile_map
 
     case = DecodeCase.make(shape, lengths)
-    tiles, tile_offsets = tile_map(case.offsets, shape.kv_heads)
+    tiles, tile_offsets = index_pool(case.offsets, shape.kv_heads, case.pool_k.shape[1])
     arguments = {name: x for name, x in vars(case).items() if name != "offsets"}
     scale = shape.dim**-0.5
 

@@ -10,8 +10,19 @@ from torch import Tensor
 
 TILE = 64
 """Entries of a tile unless told otherwise: one row and layer of an 8B model at budget 1024 is one wave of an H200."""
+MOST_TILES = 1024
+"""Tiles of one row and layer, about: eight for each multiprocessor of an H100 or H200. More would only be merged."""
 NO_TILE = -1
 """Row and KV head of a place in the list that holds no tile."""
+
+
+def tile_of(entries: int) -> int:
+    """Entries of a tile, a power of two, where a layer of one row has so many.
+
+    It does not depend on the batch, so that a row is rounded as it is alone.
+    """
+    fewest = -(-entries // MOST_TILES)
+    return max(TILE, 1 << max(fewest - 1, 0).bit_length())
 
 
 def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE) -> tuple[Tensor, Tensor]:

@@ -102,11 +102,16 @@ def pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_traces: Tensor, off
     gather.pack(pool_k, pool_v, slots, slot_traces, offsets)
 
 
-def index_pool(offsets: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """How :func:`attend_cache` divides a packed pool among programs: see :func:`kvpass.kernels.tile_map.tile_map`."""
-    from kvpass.kernels.tile_map import NO_TILE, tile_map
+def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tensor]:
+    """How :func:`attend_cache` divides a packed pool among programs: see :func:`kvpass.kernels.tile_map.tile_map`.
 
-    tiles, tile_offsets = tile_map(offsets, kv_heads)
+    Args:
+        slots: E of the pool, by which the size of a tile is chosen.
+    """
+    from kvpass.kernels.tile_map import NO_TILE, tile_map, tile_of
+
+    layers = (offsets.shape[1] - 1) // kv_heads
+    tiles, tile_offsets = tile_map(offsets, kv_heads, tile_of(slots // layers))
     missing = FEWEST_TILES - tiles.shape[1]
     if missing > 0:
         nothing = tiles.new_tensor([NO_TILE, NO_TILE, 0, 0])

@@ -325,7 +325,7 @@ def _call(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Te
         return decoders[key](ids, positions)
     except BackendCompilerFailed as failure:
         inner = failure.inner_exception
-        raise (inner if isinstance(inner, ValueError) else failure) from None
+        raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
     except ConstraintViolationError as violation:
         raise ValueError(f"the decoder does not take a prompt of any length: {violation}") from violation
 

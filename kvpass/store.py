@@ -165,7 +165,7 @@ class Store:
     def _index_pool(self) -> None:
         """Tables by which the kernels divide the pool among programs; the CPU and ``attend_evict`` need none."""
         if self.offsets.is_cuda and not self.evicts:
-            self.tiles, self.tile_offsets = index_pool(self.offsets, self.geometry.kv_heads)
+            self.tiles, self.tile_offsets = index_pool(self.offsets, self.geometry.kv_heads, self.pool_k.shape[1])
 
     @property
     def _tables(self) -> list[str]:

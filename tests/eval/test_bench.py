@@ -75,7 +75,7 @@ def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, m
     assert "hf-eager: CUDA out of memory. Tried to allocate 9 GiB." in text
 
 
-def test_what_has_been_measured_is_saved_after_every_round(micro):
+def test_what_has_been_measured_is_saved_after_every_turn(micro):
     saved = []
     Bench(settings(micro, contexts=(32, 48), repeats=2, systems=())).run(quiet(), saved.append)
     assert [len(result["runs"]) for result in saved] == [1, 1, 1, 2, 2, 2, 2]
@@ -84,13 +84,17 @@ def test_what_has_been_measured_is_saved_after_every_round(micro):
     assert all(json.loads(json.dumps(result)) for result in saved)
 
 
-def test_any_other_failure_stops_the_bench(micro, monkeypatch):
+def test_any_other_failure_is_raised_when_the_others_are_measured(micro, monkeypatch):
     def broken(self, ids):
         raise RuntimeError("no")
 
+    saved = []
     monkeypatch.setattr(bench.HfEager, "prefill", broken)
-    with pytest.raises(RuntimeError, match="no"):
-        Bench(settings(micro)).run(quiet())
+    with pytest.raises(RuntimeError, match="1 failed, first hf-eager: RuntimeError: no"):
+        Bench(settings(micro)).run(quiet(), lambda result: saved.append(json.loads(json.dumps(result))))
+    eager, *others = saved[-1]["runs"][0]["systems"]
+    assert eager == {"name": "hf-eager", "failure": "RuntimeError: no"} and not saved[-1]["complete"]
+    assert others and all(record["decode_ms"]["median"] > 0 for record in others)
 
 
 def test_out_of_memory_while_a_graph_is_captured_is_out_of_memory():

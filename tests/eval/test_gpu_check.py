@@ -7,6 +7,9 @@ import os
 import sys
 import tarfile
 import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,10 +173,24 @@ def test_every_stage_can_be_started_from_this_checkout():
         if "-m" in stage.command[:2]:
             assert importlib.util.find_spec(stage.command[2])
         if "bench" in stage.command and not torch.cuda.is_available():
-            words = list(stage.command[stage.command.index("bench") :])
-            words[words.index("{}")] = "out.json"
-            refused = CliRunner().invoke(app, words)
+            words = gpu_check.command_of(stage, Path("out.json"))
+            refused = CliRunner().invoke(app, words[words.index("bench") :])
             assert refused.stderr == "error: device='cuda': this machine has no CUDA device\n", refused.output
+
+
+@pytest.mark.parametrize(("gigabytes", "rows"), [(24, 1), (83.8, 3), (149.8, 6)])
+def test_as_many_full_caches_as_the_device_holds(gigabytes, rows, monkeypatch):
+    properties = SimpleNamespace(total_memory=int(gigabytes * 1e9))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert gpu_check.full_cache_rows() == rows
+    assert rows == 1 or rows * 17.2e9 + 16.1e9 < gigabytes * 1e9
+
+
+def test_a_stage_is_not_begun_with_less_time_than_it_needs(tmp_path):
+    stages = [replace(python("long", "pass"), least=50), python("short", "pass")]
+    outcomes = run_stages(stages, tmp_path, seconds=45)
+    assert [outcomes[name].status for name in ("long", "short")] == ["not run", "passed"]
 
 
 def test_without_a_gpu_the_check_says_so(capsys):

@@ -114,7 +114,7 @@ def test_any_strides(tokens):
     for name in states[0]:
         torch.testing.assert_close(states[1][name], states[0][name], atol=0, rtol=0, equal_nan=True)
     _, buffers, offsets = prefill(reference, policy, entries=6)
-    new, tables = site(7, tokens), device.index_pool(offsets, KV_HEADS)
+    new, tables = site(7, tokens), device.index_pool(offsets, KV_HEADS, buffers["pool_k"].shape[1])
     found = [
         device.attend_cache(
             *x, buffers["pool_k"], buffers["pool_v"], offsets, buffers["tail_k"].clone(), buffers["tail_v"].clone(),
@@ -130,7 +130,7 @@ def test_attending_the_cache_answers_and_appends_the_same(tokens):
     policy = resolve("lava", window=WINDOW)
     _, buffers, offsets = prefill(reference, policy, entries=6)
     pool = (buffers["pool_k"], buffers["pool_v"], offsets)
-    tables = device.index_pool(offsets, KV_HEADS)
+    tables = device.index_pool(offsets, KV_HEADS, buffers["pool_k"].shape[1])
     q, k, v = site(7, tokens)
     start, used = torch.tensor([0, 1, 2]), torch.tensor(WINDOW)
     for layer in range(LAYERS):
@@ -153,7 +153,7 @@ def test_the_index_of_a_small_pool_has_two_tiles_and_attends_it(held):
     tail = [random(1, 1, 1, 8, dim) for dim in (DIM, VALUE_DIM)]
     pool = (random(1, 70, DIM), random(1, 70, VALUE_DIM), torch.tensor([[0, held]], dtype=torch.int32))
     new = (random(1, 2, 1, DIM), random(1, 1, 1, DIM), random(1, 1, 1, VALUE_DIM))
-    tables = device.index_pool(pool[2], 1)
+    tables = device.index_pool(pool[2], 1, 70)
     assert tables[0].shape[1] == 2
     place = (torch.tensor([1]), torch.tensor(3), 0.3, 0)
     expected = reference.attend_cache(*new, *pool, *(x.clone() for x in tail), *place)

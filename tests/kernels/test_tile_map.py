@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass.kernels.tile_map import TILE, tile_map
+from kvpass.kernels.tile_map import TILE, tile_map, tile_of
 
 
 def make_offsets(lengths: list[list[int]]) -> Tensor:
@@ -56,6 +56,13 @@ def test_an_empty_pool_has_no_tiles() -> None:
 def test_the_usual_tile() -> None:
     tiles, _ = tile_map(make_offsets([[TILE + 1, 3]]), kv_heads=2)
     assert tiles.tolist() == [[[0, 0, 0, TILE], [0, 0, TILE, TILE + 1], [0, 1, TILE + 1, TILE + 4]]]
+
+
+@pytest.mark.parametrize(
+    ("entries", "tile"), [(0, 64), (8 * 1024, 64), (65536, 64), (65537, 128), (8 * 131072, 1024), (8 * 131073, 2048)]
+)
+def test_a_large_layer_has_larger_tiles(entries: int, tile: int) -> None:
+    assert tile_of(entries) == tile
 
 
 @pytest.mark.parametrize(
