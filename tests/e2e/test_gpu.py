@@ -398,3 +398,17 @@ def test_generate_replays(recorded):
     expected = plain.generate(ids, max_new_tokens=40, do_sample=False)
     assert torch.equal(fast.generate(ids, max_new_tokens=40, do_sample=False), expected)
     assert recorded() == 1
+
+
+@pytest.mark.parametrize("tokens", [2, 8])
+def test_short_extensions_are_replayed(tokens, recorded):
+    model = tiny_model("llama").cuda()
+    fast = kvpass.compile(model, policy="lava", budget=16, window=8)
+    plain = no_graphs(kvpass.compile(model, policy="lava", budget=16, window=8))
+    ids, pieces = random_ids(2, 61).cuda(), random_ids(2, 6 * tokens, seed=1).cuda().split(tokens, 1)
+    logits = []
+    for compiled in (plain, fast):
+        cache = compiled(ids).past_key_values
+        logits.append(torch.cat([compiled(piece, past_key_values=cache).logits for piece in pieces], 1))
+    assert_close("logits", logits[1], logits[0], atol=1e-5)
+    assert recorded() == 1

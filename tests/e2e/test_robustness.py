@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import kvpass
 from kvpass.backend import PhaseCompiler
+from kvpass.store import Store
 from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
 
 NEW = 6
@@ -338,3 +339,17 @@ def test_a_compiled_model_that_nobody_holds_is_freed():
     del fast, cache
     gc.collect()
     assert [held() for held in known] == [None, None]
+
+
+def test_no_memory_for_the_first_cache_is_said_as_such(monkeypatch):
+    """It is allocated while the graph is compiled, where Dynamo wraps what is raised."""
+    fast, ids = compile_anew(), random_ids(1, 40)
+
+    def full(*args):
+        raise torch.OutOfMemoryError("no room for the pool")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "begin_prefill", full)
+        with pytest.raises(torch.OutOfMemoryError, match="no room for the pool"):
+            fast(ids)
+    assert fast(ids).past_key_values.columns == 40
