@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.source import LocalSource
-from torch._guards import TracingContext
+from torch._guards import Source, TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
@@ -31,6 +31,12 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 def placeholders(gm: GraphModule) -> list[Node]:
     """Inputs of the graph, in order."""
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def held_by_module(gm: GraphModule) -> list[int]:
+    """Places of the inputs that are the module's own, parameters and buffers."""
+    sources: list[Source] = [node._dynamo_source for node in placeholders(gm)]  # type: ignore[attr-defined]
+    return [place for place, source in enumerate(sources) if source.guard_source.is_unspecialized_nn_module()]
 
 
 def backend_mode() -> FakeTensorMode:

@@ -25,7 +25,14 @@ from torch.fx import GraphModule
 from kvpass.cache import CompressedCache
 from kvpass.config import Layout
 from kvpass.cuda_graphs import CudaRecorder, GraphedStep
-from kvpass.graphs.bind_state import add_state_placeholders, backend_mode, copy_graph, example_value, size_reader
+from kvpass.graphs.bind_state import (
+    add_state_placeholders,
+    backend_mode,
+    copy_graph,
+    example_value,
+    held_by_module,
+    size_reader,
+)
 from kvpass.graphs.check_no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.check_token_mixing import check_token_mixing_pass
 from kvpass.graphs.decompose_linear import decompose_linear_pass
@@ -237,7 +244,7 @@ class PhaseCompiler:
         state_of: Callable[[CompressedCache], dict[str, Tensor]],
         device: torch.device,
     ) -> Callable[..., Any]:
-        step = GraphedStep(compiled, CudaRecorder(device))
+        step = GraphedStep(compiled, CudaRecorder(device), held_by_module(captured.gm))
         tokens = size_reader(captured.gm, example_value(find_sites(captured.gm)[0].q).shape[2])
 
         def run(*inputs: Any) -> Any:

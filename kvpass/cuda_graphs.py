@@ -1,6 +1,6 @@
 """CUDA graphs of a decode step: captured once per cache buffers and input shapes, replayed for every further token.
 
-A graph reads and writes fixed addresses. Those of the cache and of the parameters are part of its key, so it is
+A graph reads and writes fixed addresses. Those of the cache and of what the module holds are part of its key, so it is
 replayed only for the very memory it was captured with; a longer tail or another cache means another key. Other inputs
 (ids, positions) are copied into buffers of the graph's own.
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -81,22 +81,25 @@ class GraphedStep:
 
     Args:
         step: a compiled graph; returns tensors. record: captures launches.
+        held: places of the inputs that the module holds (parameters, buffers): they are read where they are.
     """
 
-    def __init__(self, step: Step, record: Recorder) -> None:
+    def __init__(self, step: Step, record: Recorder, held: Collection[int]) -> None:
         self._step = step
         self._record = record
+        self._held = frozenset(held)
         self._captured: OrderedDict[tuple[Any, ...], _Capture] = OrderedDict()
         self._seen: OrderedDict[tuple[Any, ...], None] = OrderedDict()
 
     def __call__(self, inputs: Sequence[Any], state: Sequence[Tensor]) -> Sequence[Any]:
-        key = _key(inputs, state)
+        copied = [isinstance(value, Tensor) and place not in self._held for place, value in enumerate(inputs)]
+        key = _key(inputs, copied, state)
         with _LOCK:
             if key in self._captured:
                 self._captured.move_to_end(key)
                 return self._captured[key](inputs)
             if key in self._seen:
-                capture = _Capture(self._step, self._record, inputs, state)
+                capture = _Capture(self._step, self._record, inputs, copied, state)
                 # never empties: the memory that captures share is not to be used again once the last of them is gone
                 _remember(self._captured, key, capture, MAX_GRAPHS)
                 del self._seen[key]
@@ -116,8 +119,11 @@ def _remember(known: OrderedDict[tuple[Any, ...], Any], key: tuple[Any, ...], va
 class _Capture:
     """One captured step with its own input and output buffers."""
 
-    def __init__(self, step: Step, record: Recorder, inputs: Sequence[Any], state: Sequence[Tensor]) -> None:
-        self._inputs = [_own(value) if _is_copied(value) else value for value in inputs]
+    def __init__(
+        self, step: Step, record: Recorder, inputs: Sequence[Any], copied: Sequence[bool], state: Sequence[Tensor]
+    ) -> None:
+        self._copied = copied
+        self._inputs = [_own(value) if copy else value for value, copy in zip(inputs, copied, strict=True)]
         self._outputs: Sequence[Any] = ()
 
         def run() -> None:
@@ -126,15 +132,11 @@ class _Capture:
         self._recording = record(run)
 
     def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        for own, given in zip(self._inputs, inputs, strict=True):
-            if _is_copied(own):
+        for own, given, copy in zip(self._inputs, inputs, self._copied, strict=True):
+            if copy:
                 _distinct(own).copy_(_distinct(given))
         self._recording.replay()
         return [value.clone() if isinstance(value, Tensor) else value for value in self._outputs]
-
-
-def _is_copied(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def _distinct(tensor: Tensor) -> Tensor:
@@ -150,14 +152,10 @@ def _own(tensor: Tensor) -> Tensor:
     return _distinct(tensor).clone().expand(tensor.shape)
 
 
-def _key(inputs: Sequence[Any], state: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a capture holds for: shapes of copied inputs, addresses of parameters and state, every other value."""
+def _key(inputs: Sequence[Any], copied: Sequence[bool], state: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What a capture holds for: shapes of copied inputs, addresses of the others and of state, every other value."""
     given = [
-        (value.shape, value.stride(), value.dtype)
-        if _is_copied(value)
-        else value.data_ptr()
-        if isinstance(value, Tensor)
-        else value
-        for value in inputs
+        (value.shape, value.stride(), value.dtype) if copy else value.data_ptr() if isinstance(value, Tensor) else value
+        for value, copy in zip(inputs, copied, strict=True)
     ]
     return (*given, *((tensor.data_ptr(), tensor.shape) for tensor in state))

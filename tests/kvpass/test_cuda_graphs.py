@@ -13,6 +13,7 @@ from torch import nn
 
 from kvpass import cuda_graphs
 from kvpass.cuda_graphs import CaptureError, CudaRecorder, GraphedStep
+from kvpass.graphs.bind_state import held_by_module
 
 
 class Recorder:
@@ -44,7 +45,7 @@ class Step:
 
 def make():
     recorder = Recorder()
-    return GraphedStep(Step(), recorder), recorder
+    return GraphedStep(Step(), recorder, held=[1]), recorder
 
 
 def test_the_first_call_runs_the_second_captures_and_all_later_ones_replay():
@@ -122,7 +123,7 @@ def test_an_expanded_input_stays_expanded():
         strides.append(ids.stride())
         return [ids * 2]
 
-    step = GraphedStep(double, Recorder())
+    step = GraphedStep(double, Recorder(), held=[])
     state = torch.zeros(())
     for value in range(4):
         ids = torch.tensor([[1.0, value]]).expand(3, -1)
@@ -154,6 +155,28 @@ def test_threads_take_their_own_answers_away():
     finally:
         sys.setswitchinterval(interval)
     assert not wrong
+
+
+def test_what_a_module_holds_is_read_where_it_is_and_the_rest_is_copied():
+    """Quantised weights are buffers, and as large as all the rest."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0))
+            self.register_buffer("scale", torch.tensor(3.0))
+
+        def forward(self, ids, positions):
+            return ids * self.weight * self.scale + positions
+
+    found = []
+
+    def backend(gm, inputs):
+        found.append({inputs[place].item() for place in held_by_module(gm)})
+        return gm.forward
+
+    torch.compile(Scaled(), backend=backend, fullgraph=True)(torch.tensor(5.0), torch.tensor(7.0))
+    assert found == [{2.0, 3.0}]
 
 
 class Devices:
