@@ -40,7 +40,7 @@ _LINES_OF_A_FAILURE = 30
 FULL_ROW, WEIGHTS_AND_MORE = 18.5e9, 26e9
 """Bytes of the full cache of one row of 131072 tokens with room to copy it, and of everything else; 8B shape, bf16."""
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/e2e/test_gpu.py", "tests/kernels/test_prefill_attention.py")
+TESTS = ("tests/e2e/test_gpu.py", "tests/e2e/test_gpu_graphs.py", "tests/kernels/test_prefill_attention.py")
 TOGETHER = ("-n", "6", "--dist", "worksteal") if importlib.util.find_spec("xdist") else ()
 """Most of the tests' time is compilation of kernels, on the host."""
 FEW_COMPILERS = ("env", "TORCHINDUCTOR_COMPILE_THREADS=3")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpass
 from kvpass import device, reference
-from kvpass.cuda_graphs import CudaRecorder
 from kvpass.masked_oracle import kept_columns
 from kvpass.policies import POLICIES, resolve
 from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
@@ -200,23 +198,6 @@ def test_a_ring_is_filled_and_attended(dtype, softcap, with_sinks, slots):
 # -- contracts ---------------------------------------------------------------------------------------------------------
 
 
-def no_graphs(model):
-    """The same compiled model, launching its kernels one by one."""
-    model._kvpass.compiler = replace(model._kvpass.compiler, cuda_graphs=False)
-    return model
-
-
-def steps(model, cache, token: Tensor, count: int) -> tuple[list[int], Tensor]:
-    """Greedy tokens, and all logits."""
-    tokens, logits = [], []
-    for _ in range(count):
-        out = model(token, past_key_values=cache)
-        logits.append(out.logits)
-        token = out.logits[:, -1:].argmax(-1)
-        tokens.append(token)
-    return torch.cat(tokens, 1).tolist(), torch.cat(logits, 1)
-
-
 @pytest.mark.parametrize("policy", ["lava", "snapkv", "full", "h2o"])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_contract_1_identity_on_cuda(backend, policy):
@@ -273,9 +254,8 @@ def test_the_guard_against_synchronisation_sees_one():
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_decode_step_does_not_synchronise(graphs, family):
-    fast = kvpass.compile(tiny_model(family, dtype=torch.bfloat16).cuda(), policy="lava", budget=16, window=8)
-    if not graphs:
-        no_graphs(fast)
+    model = tiny_model(family, dtype=torch.bfloat16).cuda()
+    fast = kvpass.compile(model, policy="lava", budget=16, window=8, cuda_graphs=graphs)
     cache = fast(random_ids(2, 61).cuda()).past_key_values
     token = random_ids(2, 1).cuda()
     for _ in range(3):
@@ -338,77 +318,3 @@ def test_a_prefill_holds_the_pool_and_one_layer():
     layer = 2 * ids.shape[1] * config.hidden_size * 2
     assert pool < 2 * layer
     assert compressed - without <= pool + 1.1 * layer
-
-
-class CountingRecorder(CudaRecorder):
-    recorded = 0
-
-    def __call__(self, function):
-        CountingRecorder.recorded += 1
-        return super().__call__(function)
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """How many CUDA graphs have been captured."""
-    CountingRecorder.recorded = 0
-    monkeypatch.setattr("kvpass.backend.CudaRecorder", CountingRecorder)
-    return lambda: CountingRecorder.recorded
-
-
-@pytest.mark.parametrize("policy", ["lava", "full"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_replayed_steps_are_those_launched_one_by_one_while_the_tail_grows(policy, dtype, recorded):
-    model = tiny_model("llama", dtype=dtype).cuda()
-    budget = {} if policy == "full" else {"budget": 16}
-    graphed = kvpass.compile(model, policy=policy, window=8, **budget)
-    plain = no_graphs(kvpass.compile(model, policy=policy, window=8, **budget))
-    ids, token = random_ids(2, 61).cuda(), random_ids(2, 1).cuda()
-    expected, logits = steps(plain, plain(ids).past_key_values, token, 150)
-    assert recorded() == 0
-    found, replayed = steps(graphed, graphed(ids).past_key_values, token, 150)
-    assert recorded() == 3, "one graph for each length of the tail"
-    assert found == expected
-    assert_close("logits", replayed, logits, atol=1e-5 if dtype == torch.float32 else 1e-2)
-
-
-def test_caches_that_take_turns_do_not_mix(recorded):
-    model = tiny_model("llama").cuda()
-    fast = kvpass.compile(model, policy="lava", budget=16, window=8)
-    plain = no_graphs(kvpass.compile(model, policy="lava", budget=16, window=8))
-    prompts = [random_ids(1, n, seed=n).cuda() for n in (61, 40)]
-    token = random_ids(1, 1).cuda()
-    expected = [steps(plain, plain(ids).past_key_values, token, 20)[0][0] for ids in prompts]
-    caches = [fast(ids).past_key_values for ids in prompts]
-    tokens, found = [token, token], [[], []]
-    for _ in range(20):
-        for turn, cache in enumerate(caches):
-            (said,), _ = steps(fast, cache, tokens[turn], 1)
-            found[turn] += said
-            tokens[turn] = torch.tensor([said], device="cuda")
-    assert found == expected
-    assert recorded() == 2
-
-
-def test_generate_replays(recorded):
-    model = tiny_model("llama").cuda()
-    fast = kvpass.compile(model, policy="lava", budget=16, window=8)
-    plain = no_graphs(kvpass.compile(model, policy="lava", budget=16, window=8))
-    ids = random_ids(2, 61).cuda()
-    expected = plain.generate(ids, max_new_tokens=40, do_sample=False)
-    assert torch.equal(fast.generate(ids, max_new_tokens=40, do_sample=False), expected)
-    assert recorded() == 1
-
-
-@pytest.mark.parametrize("tokens", [2, 8])
-def test_short_extensions_are_replayed(tokens, recorded):
-    model = tiny_model("llama").cuda()
-    fast = kvpass.compile(model, policy="lava", budget=16, window=8)
-    plain = no_graphs(kvpass.compile(model, policy="lava", budget=16, window=8))
-    ids, pieces = random_ids(2, 61).cuda(), random_ids(2, 6 * tokens, seed=1).cuda().split(tokens, 1)
-    logits = []
-    for compiled in (plain, fast):
-        cache = compiled(ids).past_key_values
-        logits.append(torch.cat([compiled(piece, past_key_values=cache).logits for piece in pieces], 1))
-    assert_close("logits", logits[1], logits[0], atol=1e-5)
-    assert recorded() == 1
