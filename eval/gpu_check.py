@@ -99,6 +99,7 @@ STAGES = (
     _bench("decode-8k-32k", 300, "--contexts 8192,32768 --repeats 2 --systems hf-eager,hf-static,full", least=200),
     _bench("rows-128k", 200, "--contexts 131072 --batches {rows} --shared-prompt --repeats 1 --systems full"),
     _bench("batches-32k", 240, "--contexts 32768 --batches 8,32 --shared-prompt --repeats 2 --systems hf-static,full"),
+    _bench("evicting-32k", 200, "--contexts 32768 --repeats 2 --systems full --policies cake:tau1=1.6,tau2=0.4,tova"),
     _bench("qwen3-8b", 200, "--model qwen3-8b --contexts 32768 --repeats 2 --systems hf-static,full"),
     _bench("mistral-7b", 200, "--model mistral-7b --contexts 32768 --repeats 2 --systems hf-static,full"),
 )

@@ -139,7 +139,7 @@ class Results:
             "## What each policy costs",
             "",
             "Random weights: this is about speed and bytes, not about answers. Policies that evict while decoding",
-            "(`cake`, `h2o`, `tova`, `streaming_llm`) attend through the eager reference, hence their slow steps.",
+            "(`cake`, `h2o`, `tova`, `streaming_llm`) judge their entries at every step, hence their slower ones.",
             "",
             bench_markdown(result),
         ]

@@ -222,22 +222,22 @@ def rewrite_cached_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: L
             gm.graph.call_function(torch.ops.kvpass.observe_held.default, (site.q, *held, site.softcap, site.sinks))
         return output
 
-    return _rewrite_cached(gm, state, layout, attend)
+    return _rewrite_cached(gm, state, layout, impl, attend)
 
 
-def rewrite_evicting_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: str) -> int:
+def rewrite_evicting_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, impl: str, policy: str) -> int:
     """The same for a policy that evicts while decoding: ``attend_evict`` or ``attend_ring``; returns the sites."""
     names = ("pool_k", "pool_v", "offsets", "tail_k", "tail_v", "table", "memory", "quota", "next_position")
 
     def attend(site: Site, place: Place) -> Node:
-        arguments = (*place.of(state, *names), site.scale, place.layer, policy, site.softcap, site.sinks)
+        arguments = (*place.of(state, *names), site.scale, place.layer, policy, impl, site.softcap, site.sinks)
         return gm.graph.call_function(torch.ops.kvpass.attend_evict.default, (site.q, site.k, site.v, *arguments))
 
-    return _rewrite_cached(gm, state, layout, attend)
+    return _rewrite_cached(gm, state, layout, impl, attend)
 
 
 def _rewrite_cached(
-    gm: GraphModule, state: Mapping[str, Node], layout: Layout, attend: Callable[[Site, Place], Node]
+    gm: GraphModule, state: Mapping[str, Node], layout: Layout, impl: str, attend: Callable[[Site, Place], Node]
 ) -> int:
     sites = find_sites(gm)
     places = _places(layout)
@@ -248,7 +248,7 @@ def _rewrite_cached(
                 ring = (*place.of(state, "ring_k", "ring_v"), state["seen"], state["first"])
                 output = gm.graph.call_function(
                     torch.ops.kvpass.attend_ring.default,
-                    (site.q, site.k, site.v, *ring, site.scale, place.layer, site.softcap, site.sinks),
+                    (site.q, site.k, site.v, *ring, site.scale, place.layer, impl, site.softcap, site.sinks),
                 )
             else:
                 output = attend(site, place)

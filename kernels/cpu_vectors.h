@@ -160,9 +160,10 @@ INLINE vf exp_nonpositive(vf x) {
     return x < smallest ? vf{} : y * power;
 }
 
+INLINE vf magnitude(vf x) { return x < 0.0f ? -x : x; }
+
 INLINE vf softcapped(vf x, float cap) {
-    const vf magnitude = x < 0.0f ? -x : x;
-    const vf e = exp_nonpositive(magnitude * (-2.0f / cap));
+    const vf e = exp_nonpositive(magnitude(x) * (-2.0f / cap));
     const vf y = cap * (1.0f - e) / (1.0f + e);
     return x < 0.0f ? -y : y;
 }

@@ -56,8 +56,8 @@ def compile(
             every turn that leaves a row above its budget; ``"when_full"``: only above twice the budget;
             ``"never"``: only the first prompt is compressed. A fraction stays one of the first prompt. Policies that
             evict while decoding keep their size anyway and never need it.
-        cuda_graphs: on CUDA, capture decode steps once per cache and replay them. A policy that evicts while decoding
-            runs launch by launch, and says so in the log.
+        cuda_graphs: on CUDA, capture decode steps once per cache and replay them. A decode rule of your own must then
+            read no value on the host.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
             the model's name and budget when both are left out, and must be given where none are published.
     Raises:

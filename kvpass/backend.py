@@ -7,7 +7,6 @@ decided per call through :func:`bind_call`, so calls on different caches never m
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,10 +53,7 @@ from kvpass.graphs.rewrite_attention import (
 )
 from kvpass.graphs.specialize_floats import specialize_floats_pass
 from kvpass.graphs.strip_repeat_kv import strip_repeat_kv_pass
-from kvpass.policies.base import Policy
 from kvpass.store import dynamic_dims
-
-log = logging.getLogger(__name__)
 
 MAX_CAPTURED_TOKENS = 8
 """Longest extension captured as a CUDA graph: drafts to verify, not the text of a turn."""
@@ -194,11 +190,10 @@ class PhaseCompiler:
         nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state, phase), fake_mode)
         if phase == "prefill":
             rewrite = partial(rewrite_prefill_pass, state=nodes, layout=layout, policy=policy.spec)
-        elif policy.decode_rule() is not None:
-            rewrite = partial(rewrite_evicting_pass, state=nodes, layout=layout, policy=policy.spec)
         else:
             impl = "native" if self.compiler == "inductor" else "reference"
-            rewrite = partial(rewrite_cached_pass, state=nodes, layout=layout, impl=impl, policy=policy.spec)
+            cached = rewrite_cached_pass if policy.decode_rule() is None else rewrite_evicting_pass
+            rewrite = partial(cached, state=nodes, layout=layout, impl=impl, policy=policy.spec)
         decompose = [decompose_linear_pass] if phase == "decode" and self.compiler == "inductor" else []
         offset = [] if phase == "prefill" else [partial(offset_positions_pass, seen=nodes["seen"])]
         rewritten = run_passes(gm, [*offset, *decompose, rewrite], label=f"{phase}.{len(self.records)}")
@@ -221,21 +216,9 @@ class PhaseCompiler:
             )
         )
         repeated = phase != "prefill" and not call.observed
-        if device.type == "cuda" and repeated and self._captures(layout, phase, policy):
+        if device.type == "cuda" and repeated and self.cuda_graphs and self.compiler == "inductor":
             return self._graphed(captured, compiled, state_of, device)
         return lambda *inputs: compiled(*inputs, *state_of(bound_call().cache).values())
-
-    def _captures(self, layout: Layout, phase: Phase, policy: Policy) -> bool:
-        """Whether steps of this phase are captured as CUDA graphs; says so when they are asked for but cannot be."""
-        if not self.cuda_graphs or self.compiler != "inductor":
-            return False
-        if policy.decode_rule() is not None:
-            log.warning("no CUDA graph for %s: policy %r evicts while decoding", phase, policy.name)
-            return False
-        if phase == "extend" and layout.rings:
-            log.warning("no CUDA graph for extend: layers with a sliding window overwrite their rings")
-            return False
-        return True
 
     @staticmethod
     def _graphed(

@@ -77,7 +77,7 @@ class CudaRecorder:
 class GraphedStep:
     """Runs ``step(*inputs, *state)`` as it is once per key, to warm up, then captures it and replays the capture.
 
-    The step must be safe to run on the same state: it may only write what a second run would write again.
+    Every call runs the step once: capturing runs nothing, and the capture is then replayed.
 
     Args:
         step: a compiled graph; returns tensors. record: captures launches.

@@ -33,5 +33,6 @@ def survivors(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> T
         bool ``[B, K, C]``.
     """
     compete = older(position, window)
-    rank = rank_slots(torch.where(compete, scores, float("-inf")), position)
+    last = torch.iinfo(position.dtype).max
+    rank = rank_slots(torch.where(compete, scores, float("-inf")), torch.where(compete, position, last))
     return (position >= 0) & (~compete | (rank < quota[:, :, None]))

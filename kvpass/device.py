@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from kvpass import reference
+from kvpass.evict import Kernels
 from kvpass.observation import Observation
 from kvpass.policies.base import Policy
+from kvpass.policies.scores import Group, Pool
+from kvpass.slots import Entered
 
 SPLIT_TOKENS = 8
 """Up to so many new tokens the pool is split among programs; more give each block of queries enough work of its own."""
@@ -150,6 +153,50 @@ def attend_cache(
     if q.shape[2] <= SPLIT_TOKENS:
         return attend_ragged(q, k, v, pool_k, pool_v, tiles, tile_offsets, *tail, layer, scale, softcap, sinks)
     return attend_extend(q, k, v, pool_k, pool_v, offsets, *tail, layer, scale, softcap, sinks)
+
+
+def attend_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor | None,
+    pool_v: Tensor | None,
+    offsets: Tensor | None,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    position: Tensor,
+    entered: Entered | None,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`kvpass.slots.attend_slots`; a line without an empty slot is the caller's fault and not noticed."""
+    from kvpass.kernels import slot_decode
+
+    q, k, v = readable(q, k, v)
+    sinks = None if sinks is None else sinks.contiguous()
+    held = (pool_k, pool_v, offsets, tail_k, tail_v)
+    return slot_decode.attend_slots(q, k, v, *held, position, entered, layer, scale, softcap, sinks)
+
+
+def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
+    """As :func:`kvpass.slots.evict_losers`."""
+    from kvpass.kernels.slot_losers import evict_losers
+
+    return evict_losers(worth.contiguous(), position, memory, quota, window)
+
+
+def pool_in_order(
+    attention: Tensor, position: Tensor, place: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
+) -> Tensor:
+    """As :func:`kvpass.policies.decode_rules.pool_in_order`."""
+    from kvpass.kernels.slot_neighbours import pool_in_order
+
+    return pool_in_order(attention, position, place, window, pool, kernel_size, group)
+
+
+SLOT_KERNELS = Kernels(attend_slots, evict_losers, pool_in_order)
 
 
 def readable(*tensors: Tensor) -> list[Tensor]:

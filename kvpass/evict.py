@@ -1,8 +1,6 @@
-"""Decode against a cache of constant size: attend, let the policy's rule pick the losers, reuse their slots.
+"""Decode against a cache of constant size: attend, let the policy's rule judge the entries, reuse the losers' slots.
 
-Every KV head owns a line of S slots: its segment of the pool (the first P, ragged) and its row of the tail (the last
-C). The slot table says what sits where; a new token takes the first empty slot of each head. Works without host
-synchronisation; one token after another when several are appended at once.
+Works without host synchronisation where its two kernels do; one token after another when several are appended at once.
 
 Source: CAKE (2503.12491) section 4, TOVA (2401.06104), H2O (2306.14048), StreamingLLM (2309.17453), each through its
 ``DecodeRule``.
@@ -10,22 +8,32 @@ Source: CAKE (2503.12491) section 4, TOVA (2401.06104), H2O (2306.14048), Stream
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from kvpass.decode import survivors
-from kvpass.observation import attention_weights
+from kvpass import slots
 from kvpass.policies.base import Policy
-from kvpass.policies.decode_rules import Slots
+from kvpass.policies.decode_rules import Slots, pool_in_order
+from kvpass.slots import ABSENT, EMPTY
 
 SLOT_POSITION, SLOT_PLACE = 0, 1
 """Planes of the slot table, int32 ``[2, L, B, K, S]``: true position, storage order."""
 SLOT_MEMORY, SLOT_NORM = 0, 1
 """Planes of the slot memory, fp32 ``[2, L, B, K, S]``: memory of the decode rule, L1 norm of the value row."""
-EMPTY, ABSENT = -1, -2
-"""Positions of a slot that can be taken, and of one behind the end of a head's pool segment."""
-NEWEST = 1 << 30
-"""Added to a new token's position to make it the last in storage order."""
+
+
+class Kernels(NamedTuple):
+    """Implementations of the functions of these names, of :mod:`kvpass.slots` and the decode rules, on one device."""
+
+    attend_slots: Callable[..., tuple[Tensor, Tensor | None]]
+    evict_losers: Callable[..., Tensor]
+    pool_in_order: Callable[..., Tensor]
+
+
+EAGER = Kernels(slots.attend_slots, slots.evict_losers, pool_in_order)
 
 
 def attend_evict(
@@ -46,6 +54,7 @@ def attend_evict(
     policy: Policy,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    kernels: Kernels = EAGER,
 ) -> Tensor:
     """Attend pool and tail with T new tokens, each evicting what the policy's decode rule says after its step.
 
@@ -57,71 +66,28 @@ def attend_evict(
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q; a step's output uses the cache before that step's eviction.
     """
-    b, h, t, _ = q.shape
-    kv_heads = k.shape[1]
     rule = policy.decode_rule()
     if rule is None:
         raise ValueError(f"policy {policy.name!r} does not evict while decoding")
-    pool_slots = table.shape[-1] - tail_k.shape[3]
-    first = offsets[:, layer * kv_heads : (layer + 1) * kv_heads].long()
-    rows = torch.arange(b, device=q.device)[:, None]
-    heads = torch.arange(kv_heads, device=q.device)
-    segment = (first[..., None] + torch.arange(pool_slots, device=q.device)).clamp(max=pool_k.shape[1] - 1)
+    held = (pool_k, pool_v, offsets, tail_k, tail_v)
+    (sits, place), (remembered, norm) = table[:, layer], memory[:, layer]
     outputs = []
-    for step in range(t):
-        positions, places = table[SLOT_POSITION, layer].long(), table[SLOT_PLACE, layer].long()
-        slot = (positions == EMPTY).int().argmax(-1)
-        now = (position + step)[:, None].expand(b, kv_heads)
-        in_pool = slot < pool_slots
-        pool_row = segment.gather(2, slot.clamp(max=max(pool_slots - 1, 0))[..., None])[..., 0] if pool_slots else first
-        tail_slot = (slot - pool_slots).clamp(min=0)
-        for pool, tail, new in ((pool_k, tail_k, k[:, :, step]), (pool_v, tail_v, v[:, :, step])):
-            if pool_slots:
-                pool[rows, pool_row] = _same_at_same_row(pool_row, in_pool, new, pool[rows, pool_row])
-            tail[layer][rows, heads, tail_slot] = torch.where(
-                in_pool[..., None], tail[layer][rows, heads, tail_slot], new
-            )
-        index = slot[..., None]
-        positions = positions.scatter(2, index, now[..., None])
-        places = places.scatter(2, index, now[..., None] + NEWEST)
-        remembered = memory[SLOT_MEMORY, layer].scatter(2, index, 0.0)
-        norm = memory[SLOT_NORM, layer].scatter(2, index, v[:, :, step].float().abs().sum(-1)[..., None])
-
-        keys = torch.cat([pool_k[rows[..., None], segment], tail_k[layer]], 2).float()
-        values = torch.cat([pool_v[rows[..., None], segment], tail_v[layer]], 2).float()
-        live = positions >= 0
-        values = values.masked_fill(~live[..., None], 0.0)
-        query = q[:, :, step].float().unflatten(1, (kv_heads, h // kv_heads))
-        logits = torch.einsum("bkgd,bksd->bkgs", query, keys) * scale
-        extra = None if sinks is None else sinks.view(kv_heads, -1, 1)
-        attention = attention_weights(logits, ~live[:, :, None], softcap, extra)
-        outputs.append(torch.einsum("bkgs,bksd->bkgd", attention, values).flatten(1, 2))
-
-        slots = Slots(positions, places, torch.where(live, remembered, 0.0), norm)
-        worth, remembered = rule.observe(attention.flatten(1, 2), slots)
-        keep = survivors(worth, positions, quota[layer], rule.window)
-        places = rule.next_place(worth, slots, keep)
-        absent = table[SLOT_POSITION, layer] == ABSENT
-        table[SLOT_POSITION, layer] = torch.where(keep, positions, torch.where(absent, ABSENT, EMPTY)).int()
-        table[SLOT_PLACE, layer] = places.int()
-        memory[SLOT_MEMORY, layer] = remembered
-        memory[SLOT_NORM, layer] = norm
-    return torch.stack(outputs, 1).to(q.dtype).transpose(1, 2)
-
-
-def _same_at_same_row(row: Tensor, is_new: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """What each head writes to its row of the pool: its new entry, or where it has none what will be there.
-
-    The row of a head without one may be the row that another head fills, and the order of writes to one row is not
-    defined: so both must write the same.
-
-    Args:
-        row: int64 ``[B, K]``. is_new: bool ``[B, K]``. new, old: ``[B, K, D]``.
-    """
-    fills = (row[:, :, None] == row[:, None, :]) & is_new[:, None, :]
-    filler = fills.int().argmax(-1)
-    entry = new.gather(1, filler[..., None].expand_as(new))
-    return torch.where(fills.any(-1)[..., None], entry, old)
+    for step in range(q.shape[2]):
+        new = (x[:, :, step : step + 1] for x in (q, k, v))
+        entered = (place, remembered, norm, position + step)
+        out, attention = kernels.attend_slots(*new, *held, sits, entered, layer, scale, softcap, sinks)
+        assert attention is not None
+        outputs.append(out)
+        before = Slots(sits.clone(), place, remembered, norm, kernels.pool_in_order)
+        worth, memory_after = rule.observe(attention, before)
+        memory_after = memory_after.contiguous()
+        keep = kernels.evict_losers(worth, sits, memory_after, quota[layer], rule.window)
+        place_after = rule.next_place(worth, before, keep)
+        if memory_after is not remembered:
+            remembered.copy_(memory_after)
+        if place_after is not place:
+            place.copy_(place_after)
+    return outputs[0] if len(outputs) == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
 
 
 def first_slots(

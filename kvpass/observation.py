@@ -77,7 +77,9 @@ class Observation:
         return self.length - self.window
 
     def attention(self, kv_head: int, first: int, last: int) -> Tensor:
-        """Attention probabilities of prompt rows ``first <= i < last`` for one KV head, fp32 ``[B, G, rows, N]``.
+        """Attention of prompt rows ``first <= i < last`` for one KV head, fp32 ``[B, G, rows, last]``.
+
+        Columns from ``last`` on get none.
 
         Raises:
             ValueError: rows before the R given queries were asked for.
@@ -89,15 +91,18 @@ class Observation:
             )
         heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
         q = self.queries[:, heads, first - offset : last - offset].float()
-        k = self.keys[:, kv_head].float()
-        logits = torch.einsum("bgrd,bnd->bgrn", q, k) * self.scale
+        k = self.keys[:, kv_head, :last].float()
+        logits = torch.einsum("bgrd,bnd->bgrn", q, k).mul_(self.scale)
         sinks = None if self.sinks is None else self.sinks[heads, None, None]
         return attention_weights(logits, self.hidden(kv_head, first, last), self.softcap, sinks)
 
     def hidden(self, kv_head: int, first: int, last: int) -> Tensor:
-        """Columns that prompt rows ``first <= i < last`` do not attend to, bool, broadcast to ``[B, G, rows, N]``."""
-        columns = torch.arange(self.length, device=self.keys.device)
-        return columns > columns[first:last, None]
+        """Which of the last columns before ``last`` these rows do not attend to: they attend to all others.
+
+        Returns:
+            bool, broadcast to ``[B, G, rows, columns]``.
+        """
+        return torch.ones(last - first, last - first, dtype=torch.bool, device=self.keys.device).triu(1)
 
     def window_attention(self) -> Iterator[Tensor]:
         """Attention of the window rows (of the last row when the window is empty), one KV head after another."""
@@ -145,7 +150,8 @@ class Observation:
         for kv_head in range(self.kv_heads):
             total = self.keys.new_zeros(self.keys.shape[0], self.group, self.length, dtype=torch.float32)
             for row in range(first, self.length, _ROW_BLOCK):
-                total += self.attention(kv_head, row, min(row + _ROW_BLOCK, self.length)).sum(2)
+                last = min(row + _ROW_BLOCK, self.length)
+                total[..., :last] += self.attention(kv_head, row, last).sum(2)
             sums.append(total)
         return torch.cat(sums, 1)
 

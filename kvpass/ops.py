@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kvpass import device, evict, recompress, reference, sliding
 from kvpass.policies import from_spec
+from kvpass.policies.base import Policy
 
 _LIBRARY = torch.library.Library("kvpass", "DEF")
 
@@ -118,12 +119,72 @@ def _attend_cache(
     return reference.attend_cache(q, k, v, *held, scale, layer, softcap, sinks)
 
 
+def _attend_evict(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    offsets: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    table: Tensor,
+    memory: Tensor,
+    quota: Tensor,
+    position: Tensor,
+    scale: float,
+    layer: int,
+    policy: Policy,
+    impl: str,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    held = (pool_k, pool_v, offsets, tail_k, tail_v, table, memory, quota, position)
+    kernels = _slot_kernels(q, impl) or evict.EAGER
+    return evict.attend_evict(q, k, v, *held, scale, layer, policy, softcap, sinks, kernels)
+
+
+def _attend_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    seen: Tensor,
+    first: Tensor,
+    scale: float,
+    layer: int,
+    impl: str,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    arguments = (q, k, v, ring_k, ring_v, seen, first, scale, layer, softcap, sinks)
+    kernels = _slot_kernels(q, impl) if q.shape[2] == 1 else None
+    if kernels is None:
+        return sliding.attend_ring(*arguments)
+    return sliding.attend_ring_once(*arguments, attend_slots=kernels.attend_slots)
+
+
 @functools.cache
 def _native() -> Callable[..., Tensor]:
     """The CPU kernel; cached, because an import statement would take some 5 % of a small decode step."""
     from kvpass.kernels.decode_cpu import attend_decode
 
     return attend_decode
+
+
+def _slot_kernels(tensor: Tensor, impl: str) -> evict.Kernels | None:
+    """What the device of ``tensor`` has for slots that change hands; None: nothing but tensor operations."""
+    if tensor.is_cuda:
+        return device.SLOT_KERNELS
+    return _native_slots() if impl == "native" and tensor.is_cpu else None
+
+
+@functools.cache
+def _native_slots() -> evict.Kernels:
+    from kvpass.kernels.slots_cpu import attend_slots, evict_losers, pool_in_order
+
+    return evict.Kernels(attend_slots, evict_losers, pool_in_order)
 
 
 def _fill_ring(
@@ -196,8 +257,8 @@ _define(
 _define(
     "attend_evict(Tensor q, Tensor k, Tensor v, Tensor(a!) pool_k, Tensor(b!) pool_v, Tensor offsets, "
     "Tensor(c!) tail_k, Tensor(d!) tail_v, Tensor(e!) table, Tensor(f!) memory, Tensor quota, Tensor position, "
-    "float scale, int layer, str policy, float? softcap=None, Tensor? sinks=None) -> Tensor",
-    _function("attend_evict", lambda _: evict),
+    "float scale, int layer, str policy, str impl, float? softcap=None, Tensor? sinks=None) -> Tensor",
+    _attend_evict,
     _fake_output,
 )
 _define(
@@ -215,7 +276,7 @@ _define(
 )
 _define(
     "attend_ring(Tensor q, Tensor k, Tensor v, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor seen, Tensor first, "
-    "float scale, int layer, float? softcap=None, Tensor? sinks=None) -> Tensor",
-    _function("attend_ring", lambda _: sliding),
+    "float scale, int layer, str impl, float? softcap=None, Tensor? sinks=None) -> Tensor",
+    _attend_ring,
     _fake_output,
 )

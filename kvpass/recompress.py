@@ -81,7 +81,8 @@ class HeldObservation(Observation):
     present: Tensor
 
     def hidden(self, kv_head: int, first: int, last: int) -> Tensor:
-        return super().hidden(kv_head, first, last) | ~self.present[:, kv_head, None, None]
+        absent = ~self.present[:, kv_head, None, None, :last].expand(-1, -1, last - first, -1)
+        return torch.cat([absent[..., :first], absent[..., first:] | super().hidden(kv_head, first, last)], -1)
 
 
 def observe_held(

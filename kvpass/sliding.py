@@ -6,10 +6,13 @@ slot ``c % R`` of its ring ``[L, B, K, R, D]``, so a new token overwrites the on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kvpass.observation import attention_weights
+from kvpass.slots import ABSENT, EMPTY
 
 
 def attend_ring(
@@ -49,6 +52,34 @@ def attend_ring(
     out = torch.einsum("bkgts,bksd->bkgtd", attention, values)
     keep_newest(ring_k, ring_v, k, v, new, layer)
     return out.flatten(1, 2).transpose(1, 2).contiguous().transpose(1, 2).to(q.dtype)
+
+
+def attend_ring_once(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    seen: Tensor,
+    first: Tensor,
+    scale: float,
+    layer: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    attend_slots: Callable[..., tuple[Tensor, Tensor | None]],
+) -> Tensor:
+    """:func:`attend_ring` for one new token: it takes the slot of the column that just left the window.
+
+    Args:
+        attend_slots: an implementation of :func:`kvpass.slots.attend_slots`.
+    """
+    slots = ring_k.shape[3]
+    held = seen - 1 - (seen - 1 - torch.arange(slots, device=q.device)) % slots
+    there = torch.where(held >= first[:, None], held, ABSENT).masked_fill(held == seen - slots, EMPTY)
+    position = there.int()[:, None].expand(-1, k.shape[1], -1)
+    held_nowhere = (None, None, None)
+    return attend_slots(q, k, v, *held_nowhere, ring_k, ring_v, position, None, layer, scale, softcap, sinks)[0]
 
 
 def keep_newest(ring_k: Tensor, ring_v: Tensor, k: Tensor, v: Tensor, columns: Tensor, layer: int) -> None:

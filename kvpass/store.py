@@ -15,10 +15,11 @@ from torch.nn.functional import pad
 
 from kvpass.config import LayerGroup
 from kvpass.device import index_pool
-from kvpass.evict import EMPTY, SLOT_POSITION, first_slots
+from kvpass.evict import SLOT_POSITION, first_slots
 from kvpass.policies.base import Policy
 from kvpass.prompt_record import StoreRecord
 from kvpass.reference import MASS, MEMORY, OWNER, PLACE, POSITION
+from kvpass.slots import EMPTY
 
 TAIL_STEP = 64
 """Slots by which the tail grows."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpass.evict import EMPTY
 from kvpass.prompt_record import StoreRecord
 from kvpass.recompress import NOT_DUE, select_held
+from kvpass.slots import EMPTY
 from kvpass.store import TAIL_STEP, Store
 
 

@@ -22,7 +22,7 @@ LAYERS = """
     observation builtin kernels prompt_record cache_file identity
     scheduler decode loading
     policies released
-    reference evict plan loss recompress
+    reference slots evict plan loss recompress
     sliding rules
     device
     ops

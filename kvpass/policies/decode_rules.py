@@ -6,8 +6,8 @@ over the slots into scores; :func:`kvpass.decode.survivors` then keeps each head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,20 +17,44 @@ from kvpass.observation import Observation
 from kvpass.policies.scores import Group, Pool, column_sum, pool_scores, reduce_group
 
 
-class Slots(NamedTuple):
+def pool_in_order(
+    attention: Tensor, position: Tensor, place: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
+) -> Tensor:
+    """Attention ``[B, H, C]`` of the older entries, pooled over neighbours in storage order, reduced over the group.
+
+    Args:
+        position, place: as in :class:`Slots`. window: newest tokens that have no part in it.
+        pool, kernel_size, group: as in :mod:`kvpass.policies.scores`.
+    Returns:
+        fp32 ``[B, K, C]``, 0 in slots that have no part in it.
+    """
+    kv_heads = position.shape[1]
+    compete = older(position, window)
+    order = torch.where(compete, place, torch.iinfo(place.dtype).max).argsort(dim=2, stable=True)
+    in_order = compete.gather(2, order)
+    a = attention.unflatten(1, (kv_heads, -1))
+    a = torch.where(in_order[:, :, None], a.gather(3, order[:, :, None].expand_as(a)), 0.0)
+    scores = reduce_group(pool_scores(a.flatten(1, 2), pool, kernel_size), kv_heads, group)
+    return torch.zeros_like(scores).scatter(2, order, torch.where(in_order, scores, 0.0))
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
     """What one layer holds while decoding.
 
     Attributes:
-        position: true position, int64 ``[B, K, C]``, -1 = empty.
-        place: storage order, ascending, int64 ``[B, K, C]``; a new token comes last.
-        memory: what the rule remembers of each entry, fp32 ``[B, K, C]``; 0 for the new token and empty slots.
+        position: true position, int32 or int64 ``[B, K, C]``, negative = empty.
+        place: storage order, ascending, as position; a new token comes last.
+        memory: what the rule remembers of each entry, fp32 ``[B, K, C]``; 0 for the new token.
         value_norm: L1 norm of each value row, fp32 ``[B, K, C]``.
+        pool_in_order: :func:`pool_in_order`, or a kernel that does the same.
     """
 
     position: Tensor
     place: Tensor
     memory: Tensor
     value_norm: Tensor
+    pool_in_order: Callable[[Tensor, Tensor, Tensor, int, Pool, int, Group], Tensor] = pool_in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +129,8 @@ class Accumulated(DecodeRule):
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         added = reduce_group(attention, slots.memory.shape[1], self.group)
         memory = slots.memory + (added * slots.value_norm if self.value_norm else added)
+        if self.sinks == 0:
+            return memory, memory
         return torch.where(slots.position < self.sinks, torch.finfo(torch.float32).max, memory), memory
 
 
@@ -129,16 +155,8 @@ class PooledLastQuery(DecodeRule):
         return torch.where(scored & ~spared, rank_slots(scores, position), position + position.shape[2])
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        kv_heads = slots.position.shape[1]
-        compete = older(slots.position, self.window)
-        order = torch.where(compete, slots.place, torch.iinfo(torch.int64).max).argsort(dim=2, stable=True)
-        in_order = compete.gather(2, order)
-        a = attention.unflatten(1, (kv_heads, -1))
-        index = order[:, :, None].expand_as(a)
-        a = torch.where(in_order[:, :, None], a.gather(3, index), 0.0)
-        pooled = pool_scores(a.flatten(1, 2), self.pool, self.kernel_size)
-        scores = reduce_group(pooled, kv_heads, self.group)
-        return torch.zeros_like(scores).scatter(2, order, scores), slots.memory
+        how = (self.window, self.pool, self.kernel_size, self.group)
+        return slots.pool_in_order(attention, slots.position, slots.place, *how), slots.memory
 
     def next_place(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
         if not self.storage_order:

@@ -27,6 +27,8 @@ def pool_scores(scores: Tensor, pool: Pool, kernel_size: int) -> Tensor:
 
 def reduce_group(scores: Tensor, kv_heads: int, group: Group) -> Tensor:
     """Reduce ``[B, H, M]`` over the query heads of each KV head to ``[B, K, M]``."""
+    if scores.shape[1] == kv_heads:
+        return scores
     grouped = scores.unflatten(1, (kv_heads, scores.shape[1] // kv_heads))
     match group:
         case "mean":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass import evict, reference
+from kvpass.kernels.slots_cpu import attend_slots, evict_losers, pool_in_order
 from kvpass.masked_oracle import kept_columns
 from kvpass.plan import plan
 from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
@@ -50,12 +50,15 @@ def recording(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize("impl", ["eager", "native"])
 @pytest.mark.parametrize("parity", ["paper", "code"])
 @pytest.mark.parametrize("tokens", [40, BUDGET - 4, BUDGET + 3])
 @pytest.mark.parametrize("policy", [name for name, options in RULES.items() if name in kvpass.POLICIES])
-def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, policy, tokens, parity):
+def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, policy, tokens, parity, impl):
     options = {**RULES[policy], "parity": parity}
     calls = recording(monkeypatch)
+    if impl == "native":
+        monkeypatch.setattr(evict, "EAGER", evict.Kernels(attend_slots, evict_losers, pool_in_order))
     fast = compiled(policy=policy, budget=BUDGET, backend="eager", **options)
     cache = fast(random_ids(1, tokens), logits_to_keep=1).past_key_values
     first = kept(cache, tokens)
@@ -131,42 +134,6 @@ def test_rows_of_a_padded_batch_evict_as_they_do_alone(policy):
             for head in range(2):
                 line, other = got[layer, head], want[layer, head]
                 assert torch.equal(line[line >= 0], other[other >= 0]), f"row {row}, layer {layer}, head {head}"
-
-
-class WritesAreInNoOrder(TorchDispatchMode):
-    """Refuses to put different things into one place at once: on a GPU, any of them may stay."""
-
-    writes = repeated = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.index_put_.default and not (args[3:] and args[3]):
-            target, indices, values = args[:3]
-            place = torch.zeros(indices[0].shape, dtype=torch.int64)
-            for index, size in zip(indices, target.shape, strict=False):
-                place = place * size + index
-            places, which = place.flatten().unique(return_inverse=True)
-            rows = values.nan_to_num().expand(*place.shape, *target.shape[len(indices) :]).flatten(0, place.ndim - 1)
-            last = rows.new_empty(places.numel(), *rows.shape[1:]).index_copy_(0, which, rows)
-            assert torch.equal(last[which], rows), "one place is given different rows"
-            self.writes, self.repeated = self.writes + 1, self.repeated + (places.numel() < which.numel())
-        return function(*args, **(kwargs or {}))
-
-
-def test_heads_do_not_write_different_entries_to_one_slot(monkeypatch):
-    """A head whose new entry goes elsewhere must not undo what another head writes: their order is not defined."""
-    fast = compiled(policy="cake", budget=BUDGET, backend="eager", **RULES["cake"])
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 20)])
-    cache = fast(ids, attention_mask=mask).past_key_values
-    mode, attend = WritesAreInNoOrder(), evict.attend_evict
-
-    def watched(*args):
-        with mode:
-            return attend(*args)
-
-    monkeypatch.setattr(evict, "attend_evict", watched)
-    for token in random_ids(2, 60, seed=1).split(1, 1):
-        fast(token, past_key_values=cache)
-    assert mode.writes > 100 and mode.repeated > 0
 
 
 def test_eviction_while_decoding_can_be_turned_off():

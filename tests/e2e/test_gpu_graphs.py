@@ -56,6 +56,36 @@ def test_replayed_steps_are_those_launched_one_by_one_while_the_tail_grows(polic
     assert_close("logits", replayed, logits, atol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize(("policy", "options"), [("cake", {"tau1": 1.6, "tau2": 0.4}), ("tova", {}), ("h2o", {})])
+def test_replayed_steps_evict_as_those_launched_one_by_one(policy, options, recorded):
+    model = tiny_model("llama").cuda()
+    options = {"policy": policy, "budget": 16, **({} if policy == "tova" else {"window": 8}), **options}
+    graphed, plain = kvpass.compile(model, **options), kvpass.compile(model, **options, cuda_graphs=False)
+    ids, token = random_ids(2, 61).cuda(), random_ids(2, 1).cuda()
+    caches = [fast(ids).past_key_values for fast in (plain, graphed)]
+    expected, logits = steps(plain, caches[0], token, 40)
+    assert recorded() == 0
+    found, replayed = steps(graphed, caches[1], token, 40)
+    assert recorded() >= 1
+    assert found == expected
+    assert_close("logits", replayed, logits, atol=1e-5)
+    assert torch.equal(caches[0].positions, caches[1].positions)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_replayed_steps_on_rings(tokens, recorded):
+    model = tiny_model("gemma3").cuda()
+    fast = kvpass.compile(model, policy="lava", budget=16, window=8)
+    plain = kvpass.compile(model, policy="lava", budget=16, window=8, cuda_graphs=False)
+    ids, pieces = random_ids(2, 61).cuda(), random_ids(2, 6 * tokens, seed=1).cuda().split(tokens, 1)
+    logits = []
+    for compiled in (plain, fast):
+        cache = compiled(ids).past_key_values
+        logits.append(torch.cat([compiled(piece, past_key_values=cache).logits for piece in pieces], 1))
+    assert recorded() == 1
+    assert_close("logits", logits[1], logits[0], atol=1e-4)
+
+
 def test_caches_that_take_turns_do_not_mix(recorded):
     model = tiny_model("llama").cuda()
     fast = kvpass.compile(model, policy="lava", budget=16, window=8)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
-from kvpass import backend, evict, reference
+from kvpass import backend, reference, slots
 from kvpass.masked_oracle import kept_columns
 from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
 
@@ -184,7 +184,7 @@ def test_an_interrupted_step_is_refused_or_did_not_happen(decoder, policy, monke
         fast(ids, torch.arange(40)[None])
     cache = session.cache
     expected, _ = by_hand(fast, cache.clone(), token)
-    module, name = (evict, "survivors") if policy == "h2o" else (reference, "attend_cache")
+    module, name = (slots, "survivors") if policy == "h2o" else (reference, "attend_cache")
     original, calls = getattr(module, name), []
 
     def second_is_interrupted(*args, **kwargs):

@@ -151,13 +151,13 @@ def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatc
 
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
 def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_path, family, policy):
-    from kvpass import evict, sliding
+    from kvpass import sliding, slots
 
     _, fast = compiled(family, policy=policy)
     ids, token = random_ids(1, 50), random_ids(1, 1, seed=1)
     cache, other = fast(ids).past_key_values, fast(ids).past_key_values
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
-    target = (sliding, "keep_newest") if family == "gemma3" else (evict, "survivors")
+    target = (sliding, "keep_newest") if family == "gemma3" else (slots, "survivors")
     with monkeypatch.context() as patch:
         Interrupt(patch, target, 1)
         with pytest.raises(KeyboardInterrupt):

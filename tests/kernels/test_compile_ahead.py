@@ -48,10 +48,15 @@ class Launch:
     arguments: tuple[tuple[str, Any], ...]
     configs: tuple[KernelConfig, ...]
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Optional arguments that are not given: without them it is another program."""
+        return tuple(name for name, value in self.arguments if value is None)
+
     def __str__(self) -> str:
         given = dict(self.arguments)
         dims = [f"{name}={given[name]}" for name in ("D", "DV", "BLOCK_R", "width") if name in given]
-        options = [name for name in ("softcap", "sinks", "variance") if given.get(name) is not None]
+        options = [name for name in ("softcap", "sinks", "variance", "weights") if given.get(name) is not None]
         dtypes = {str(value).removeprefix("torch.") for value in given.values() if isinstance(value, torch.dtype)}
         kind = dtypes & {"float16", "bfloat16"} or {"float32"}
         return " ".join([self.kernel.__name__.strip("_"), *kind, *dims, *options])
@@ -75,7 +80,17 @@ def call_everything(
     dtype: torch.dtype, dims: tuple[int, int], options: bool, rows: int, kv_heads: int, group: int, tokens: int
 ) -> None:
     """Call every launcher with tensors of these sizes; with soft-capping, sinks and a sliding window, or plain."""
-    from kvpass.kernels import gather, prefill_attention, ragged_decode, ragged_extend, tile_map, window_statistics
+    from kvpass.kernels import (
+        gather,
+        prefill_attention,
+        ragged_decode,
+        ragged_extend,
+        slot_decode,
+        slot_losers,
+        slot_neighbours,
+        tile_map,
+        window_statistics,
+    )
 
     heads, layers, entries, capacity = kv_heads * group, 2, 96, 128
     extra = {"softcap": 20.0, "sinks": torch.zeros(heads, dtype=dtype)} if options else {}
@@ -109,6 +124,16 @@ def call_everything(
         ragged_decode.attend_ragged(*site(count), *pool, *tile_map.tile_map(offsets, kv_heads), *held, **extra)
     ragged_extend.attend_extend(*site(17), *pool, offsets, *held, **extra)
 
+    line = (rows, kv_heads, capacity + 40)
+    position, memory = torch.zeros(line, dtype=torch.int32), torch.zeros(line)
+    entered = (position, memory, memory, start)
+    slot_decode.attend_slots(*site(1), *pool, offsets, *tail, position, entered, 1, 0.1, **extra)
+    ring = torch.zeros(rows, 1, capacity, dtype=torch.int32).expand(-1, kv_heads, -1)
+    slot_decode.attend_slots(*site(1), None, None, None, *tail, ring, None, 1, 0.1, **extra)
+    how = ("max", 7, "max") if options else ("avg", 5, "mean")
+    slot_neighbours.pool_in_order(torch.zeros(rows, heads, line[2]), position, position, WINDOW, *how)
+    slot_losers.evict_losers(memory, position, memory, torch.zeros(rows, kv_heads, dtype=torch.int64), WINDOW)
+
 
 def of_everything(launches: dict[Launch, None]) -> Iterator[tuple[Launch, KernelConfig, int]]:
     """Every dtype, head dim, option and config for each architecture."""
@@ -122,13 +147,13 @@ def of_everything(launches: dict[Launch, None]) -> Iterator[tuple[Launch, Kernel
 
 
 def of_a_few(launches: dict[Launch, None]) -> Iterator[tuple[Launch, KernelConfig, int]]:
-    """bf16 at head dim 128: each config of each kernel once for each architecture, and each kernel with sizes of 1."""
+    """bf16 at head dim 128: each config of each kernel for each architecture, and each kernel with sizes of 1."""
     chosen: dict[Any, Launch] = {}
     for options, arch in ((False, 80), (True, 90)):
         launches.clear()
         call_everything(torch.bfloat16, (128, 128), options, **USUAL)
-        chosen = {(launch.kernel, config): launch for launch in launches for config in launch.configs}
-        yield from ((launch, config, arch) for (_, config), launch in chosen.items() if arch >= config.least_arch)
+        chosen = {(launch.kernel, launch.left_out, config): launch for launch in launches for config in launch.configs}
+        yield from ((launch, config, arch) for (*_, config), launch in chosen.items() if arch >= config.least_arch)
     launches.clear()
     call_everything(torch.bfloat16, (128, 128), False, **ONES)
     yield from ((launch, launch.configs[0], 90) for launch in {one.kernel: one for one in launches}.values())

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 
-from kvpass.kernels import decode_cpu
+from kvpass.kernels import cpu_library
 from kvpass.kernels.decode_cpu import attend_decode
 from kvpass.testing import DecodeCase, decode_case
 
@@ -230,7 +230,7 @@ def test_empty_batch() -> None:
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_cpu, "_build", decode_cpu._build.__wrapped__)
+    monkeypatch.setattr(cpu_library, "attend_function", cpu_library.attend_function.__wrapped__)
     cpp_builder.cpp_compiler_search.cache_clear()
     try:
         with (
@@ -250,12 +250,12 @@ def test_narrower_instruction_sets(
     if arch == "x86-64-v3" and not torch.cpu._is_avx2_supported():
         pytest.skip("no AVX2")
     source, library = tmp_path / "decode.cpp", tmp_path / "decode.so"
-    source.write_text(decode_cpu._source(dtype), encoding="utf-8")
+    source.write_text(cpu_library.attend_source(dtype), encoding="utf-8")
     flags = ["-std=c++20", "-O3", f"-march={arch}", "-shared", "-fPIC", "-fopenmp"]
     subprocess.run([cpp_builder.get_cpp_compiler(), *flags, str(source), "-o", str(library)], check=True)
     function = ctypes.CDLL(str(library)).kvpass_attend_decode
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
-    monkeypatch.setattr(decode_cpu, "_build", lambda _: function)
+    monkeypatch.setattr(cpu_library, "attend_function", lambda _: function)
     for group in (1, 2, 4, 7):
         case = decode_case(RAGGED, group=group, dim=80, value_dim=50, tokens=3, dtype=dtype, start=[0, 3], sinks=True)
         check(case)

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from kvpass import device, evict, sliding
-from kvpass.kernels import gather, prefill_attention, ragged_decode, ragged_extend, window_statistics
+from kvpass.kernels import (
+    gather,
+    prefill_attention,
+    ragged_decode,
+    ragged_extend,
+    slot_decode,
+    slot_losers,
+    slot_neighbours,
+    window_statistics,
+)
 from kvpass.policies import POLICIES, resolve
 
 LAYERS, KV_HEADS, GROUP, DIM, WINDOW, TOKENS, CAPACITY = 3, 2, 2, 16, 4, 37, 64
@@ -44,7 +53,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         assert not elsewhere, f"{kernel.__name__} is given {elsewhere} of the host"
 
     module: ModuleType
-    for module in (gather, prefill_attention, ragged_decode, ragged_extend, window_statistics):
+    attend = (prefill_attention, ragged_decode, ragged_extend, slot_decode)
+    for module in (*attend, gather, slot_losers, slot_neighbours, window_statistics):
         monkeypatch.setattr(module, "launch", launch)
     yield names
 
@@ -111,23 +121,35 @@ def test_a_step_on_the_cache(
 @OPTIONAL
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("name", EVICTING)
-def test_a_step_that_evicts(name: str, tokens: int, softcap: float | None, sinks: Tensor | None) -> None:
+def test_a_step_that_evicts(
+    name: str, tokens: int, softcap: float | None, sinks: Tensor | None, launched: list[str]
+) -> None:
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
     pool, offsets, tail = cached(torch.bfloat16)
     wide = (2, LAYERS, ROWS, KV_HEADS, CAPACITY + 20)
     held = [on_device(*wide, dtype=torch.int32), on_device(*wide)]
     held += [on_device(LAYERS, ROWS, KV_HEADS, dtype=torch.int64), on_device(ROWS, dtype=torch.int64)]
     q, k, v = site(tokens, torch.bfloat16)
-    out = evict.attend_evict(q, k, v, *pool, offsets, *tail, *held, 0.3, 1, policy, softcap, sinks)
+    kernels = device.SLOT_KERNELS
+    out = evict.attend_evict(q, k, v, *pool, offsets, *tail, *held, 0.3, 1, policy, softcap, sinks, kernels)
     check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)
+    judge = ["_rank_kernel", "_pool_kernel"] if name == "cake" else []
+    assert launched == ["_attend_slots", "_finish_slots", *judge, "_evict_losers"] * tokens
 
 
 @OPTIONAL
 @pytest.mark.parametrize("tokens", [1, 5, TOKENS])
 @pytest.mark.parametrize("columns", [16, 64])
-def test_a_step_on_a_ring(columns: int, tokens: int, softcap: float | None, sinks: Tensor | None) -> None:
+def test_a_step_on_a_ring(
+    columns: int, tokens: int, softcap: float | None, sinks: Tensor | None, launched: list[str]
+) -> None:
     ring = [on_device(LAYERS, ROWS, KV_HEADS, columns, DIM, dtype=torch.bfloat16) for _ in range(2)]
     seen, first = on_device(dtype=torch.int64), on_device(ROWS, dtype=torch.int64)
     q, k, v = site(tokens, torch.bfloat16)
-    out = sliding.attend_ring(q, k, v, *ring, seen, first, 0.3, 1, softcap, sinks)
-    check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)
+    arguments = (q, k, v, *ring, seen, first, 0.3, 1, softcap, sinks)
+    outs = [sliding.attend_ring(*arguments)]
+    if tokens == 1:
+        outs.append(sliding.attend_ring_once(*arguments, attend_slots=device.attend_slots))
+        assert launched == ["_attend_slots", "_finish_slots"]
+    for out in outs:
+        check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass.ops  # noqa: F401
-from kvpass import evict, reference
+from kvpass import evict, reference, slots
 from kvpass.policies import resolve
 from kvpass.testing import assert_close
 
@@ -84,18 +84,19 @@ def test_opcheck_attend_cache(impl):
     torch.library.opcheck(OPS.attend_cache.default, (q, k, v, *state, SCALE, 1, impl))
 
 
-def test_opcheck_attend_evict():
+@pytest.mark.parametrize("impl", ["reference", "native"])
+def test_opcheck_attend_evict(impl):
     q, k, v = qkv(n=2)
     pool_k, pool_v, offsets, tail_k, tail_v, _, _ = (
         tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for tensor in decode_state()
     )
-    table = torch.full((2, 2, 2, 2, 4 + tail_k.shape[3]), evict.EMPTY, dtype=torch.int32)
+    table = torch.full((2, 2, 2, 2, 4 + tail_k.shape[3]), slots.EMPTY, dtype=torch.int32)
     table[evict.SLOT_POSITION, ..., 4:9] = torch.arange(5)
     memory = torch.zeros(2, 2, 2, 2, table.shape[-1])
     quota, position = torch.full((2, 2, 2), 3), torch.tensor([5, 5])
     policy = resolve("h2o", window=2).spec
     state = (pool_k, pool_v, offsets, tail_k, tail_v, table, memory, quota, position)
-    torch.library.opcheck(OPS.attend_evict.default, (q, k, v, *state, SCALE, 1, policy))
+    torch.library.opcheck(OPS.attend_evict.default, (q, k, v, *state, SCALE, 1, policy, impl))
 
 
 def test_opcheck_observe_held():
@@ -111,12 +112,14 @@ def test_opcheck_the_ring_operators():
     rings = [torch.zeros(2, 2, 2, 7, 8) for _ in range(2)]
     torch.library.opcheck(OPS.fill_ring.default, (*qkv(), torch.tensor([0, 3]), *rings, SCALE, 1))
     seen, first = torch.tensor(40), torch.tensor([0, 3])
-    torch.library.opcheck(OPS.attend_ring.default, (*qkv(n=3), *rings, seen, first, SCALE, 1))
+    for tokens, impl in ((3, "reference"), (3, "native"), (1, "native")):
+        torch.library.opcheck(OPS.attend_ring.default, (*qkv(n=tokens), *rings, seen, first, SCALE, 1, impl))
 
 
+@pytest.mark.parametrize("impl", ["reference", "native"])
 @pytest.mark.parametrize("window", [1, 4, 64])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sinks": torch.linspace(-1, 2, 4)}], ids=["plain", "capped"])
-def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, options):
+def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, options, impl):
     """A padded prompt, then one token and three at once, each query brute force over the columns it may see."""
     q, k, v = qkv(n=27, dv=6)
     start, rings = torch.tensor([0, 20]), [torch.full((2, 2, 2, window, dim), float("nan")) for dim in (8, 6)]
@@ -126,7 +129,8 @@ def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, op
     outs = [OPS.fill_ring.default(*(x[:, :, parts[0]] for x in (q, k, v)), start, *rings, SCALE, 1, **options)]
     for part in parts[1:]:
         new = (x[:, :, part] for x in (q, k, v))
-        outs.append(OPS.attend_ring.default(*new, *rings, torch.tensor(part.start), start, SCALE, 1, **options))
+        seen = torch.tensor(part.start)
+        outs.append(OPS.attend_ring.default(*new, *rings, seen, start, SCALE, 1, impl, **options))
     out = torch.cat(outs, 2)
     for row, first in enumerate(start.tolist()):
         assert not out[row, :, :first].any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -392,7 +393,7 @@ def test_no_decision_needs_a_value_on_the_host(variant, parity):
     if rule is not None:
         position = torch.empty(2, 2, 24, dtype=torch.int64, device="meta")
         slots = Slots(position, rule.first_place(scores, position[..., :21], entries), rule.start(obs), obs.value_norm)
-        slots = slots._replace(place=position)
+        slots = replace(slots, place=position)
         worth, _ = rule.observe(torch.empty(2, 4, 24, device="meta"), slots)
         keep = survivors(worth, position, policy.decode_quota(position.sum(2), entries, entries), rule.window)
         assert rule.next_place(worth, slots, keep).shape == (2, 2, 24)

@@ -137,5 +137,5 @@ def test_the_selection_is_exact_and_keeps_the_best_of_every_head(policy):
 
 def test_an_observation_hides_the_future_only():
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 6, 4)
-    hidden = Observation(q, k, k, 1.0, 3, 0, 1).hidden(0, 4, 6)
-    assert hidden.tolist() == [[False] * 5 + [True], [False] * 6]
+    attention = Observation(q, k, k, 1.0, 3, 0, 1).attention(0, 3, 5)
+    assert (attention[0, 0] > 0).tolist() == [[True] * 4 + [False], [True] * 5]

@@ -1,0 +1,155 @@
+"""C++ sources of the CPU kernels, built once with the compiler that Inductor uses.
+
+They go through ``CppCodeCache``: same flags, instruction set, OpenMP runtime and on-disk cache as Inductor's own CPU
+kernels, so torch's thread settings hold here too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._inductor import exc
+from torch._inductor.codecache import CppCodeCache
+
+ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_ATTEND_CALL = struct.Struct("=40q2d")
+"""17 pointers, 11 sizes, 9 strides, 3 of lines, scale and softcap: the fields of ``struct Call`` in decode_cpu.cpp."""
+
+
+class Fault(IntEnum):
+    """Why ``kvpass_attend_decode`` refused a call, having written nothing."""
+
+    OFFSETS = 1
+    START = 2
+    NO_SLOT = 3
+
+
+def source(name: str, defines: str = "") -> str:
+    """C++ text of a file and all it includes of ours, complete in itself: Inductor's cache key is its hash."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return defines + re.sub(r'#include "(\w+\.h)"\n', lambda found: source(found[1]), text)
+
+
+def attend_source(dtype: torch.dtype) -> str:
+    """The text of decode_cpu.cpp for entries of ``dtype``.
+
+    Raises:
+        ValueError: ``dtype`` has no kernel.
+    """
+    if dtype not in ENTRY_TYPES:
+        raise ValueError(f"q has dtype {dtype}: CPU decode attention takes float32, bfloat16 or float16")
+    return source("decode_cpu.cpp", f"#define ENTRY {ENTRY_TYPES[dtype]}\n")
+
+
+def build(text: str) -> Any:
+    """Compile a source, or load it from Inductor's cache; about a second the first time.
+
+    Raises:
+        RuntimeError: there is no C++ compiler, or it fails.
+    """
+    try:
+        return CppCodeCache.load(text, "cpu")
+    except (exc.InvalidCxxCompiler, exc.CppCompileError) as error:
+        raise RuntimeError(
+            "cannot compile CPU decode attention: a C++ compiler is needed (install g++ or set CXX), "
+            f'or use backend="eager". {error}'
+        ) from error
+
+
+@functools.cache
+def attend_function(dtype: torch.dtype) -> Callable[[bytes], int]:
+    """``kvpass_attend_decode`` for entries of ``dtype``; takes a packed ``Call``, returns 0 or a fault.
+
+    Raises:
+        ValueError: ``dtype`` has no kernel.
+        RuntimeError: as :func:`build`.
+    """
+    function = build(attend_source(dtype)).kvpass_attend_decode
+    function.argtypes = [ctypes.c_char_p]
+    function.restype = ctypes.c_int64
+    return cast("Callable[[bytes], int]", function)
+
+
+def call_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor | None,
+    pool_v: Tensor | None,
+    offsets: Tensor | None,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    tail_start: Tensor | None,
+    sinks: Tensor | None,
+    sizes: tuple[int, int, int, int, int],
+    scale: float,
+    softcap: float | None,
+    line: Sequence[Tensor | None] = (None,) * 6,
+    line_sizes: tuple[int, int, int] = (0, 0, 0),
+) -> tuple[Tensor, int, int]:
+    """Pack and make a call whose arguments were checked.
+
+    Args:
+        sizes: entries of the pool, row stride of the offsets, slots of the tail, those in use, layer.
+        line: position, place, memory, norm, now and weights, for slots that change hands.
+        line_sizes: row and head stride of position, slots of a line.
+
+    Returns:
+        output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`Fault` or 0, and the row that has it.
+    """
+    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    rows, heads, tokens, key_dim = q.shape
+    kv_heads, value_dim = k.shape[1], v.shape[3]
+    if sinks is not None:
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected {(heads,)}")
+        sinks = sinks.to("cpu", torch.float32).contiguous()
+    out = torch.empty_strided(
+        (rows, heads, tokens, value_dim),
+        (tokens * heads * value_dim, value_dim, heads * value_dim, 1),
+        dtype=q.dtype,
+    )
+    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out, *line)
+    fault = attend_function(q.dtype)(
+        _ATTEND_CALL.pack(
+            *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
+            rows,
+            heads,
+            kv_heads,
+            tokens,
+            key_dim,
+            value_dim,
+            *sizes,
+            *q_strides[:3],
+            *k_strides[:3],
+            *v_strides[:3],
+            *line_sizes,
+            scale,
+            0.0 if softcap is None else softcap,
+        )
+    )
+    return out, fault % 4, fault // 4
+
+
+def check_lists(names: Sequence[str], what: str, given: Sequence[object], expected: Sequence[object]) -> None:
+    """Refuse the first argument whose shape or dtype is not the expected one; lists are compared whole, for speed.
+
+    Raises:
+        ValueError: names it.
+    """
+    if given != expected:
+        at = next(i for i, pair in enumerate(zip(given, expected, strict=True)) if pair[0] != pair[1])
+        raise ValueError(f"{names[at]} has {what} {given[at]}: expected {expected[at]}")

@@ -1,0 +1,368 @@
+"""Attention of one new token to slots that change hands, on CUDA: the new entry takes each line's first empty slot.
+
+Split-KV decoding as in ``ragged_decode.py``, over the slots that hold an entry. The first launch attends and stores the
+new entry's key and value, the second merges, turns scores into attention weights and writes the entry down; only the
+second changes what says which slots are empty. Nothing reaches the host.
+
+Legend: B batch, H query heads, K KV heads, G = H / K, D head dim of keys, Dv of values, L layers, E pool entries,
+C tail capacity, S slots of a line, the last C of them the tail's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.kernels.checks import check_heads, check_tensors
+from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.prefill_attention import FLOOR, LOG2E, block_dim, logits_base2
+
+TILE = 64
+"""Slots of one program."""
+EMPTY = tl.constexpr(-1)
+"""Position of a slot that can be taken."""
+LAST = tl.constexpr(1 << 30)
+"""Added to a new entry's position to make it the last in storage order."""
+
+_CONFIGS = (
+    KernelConfig.of(4, 2, BLOCK_S=64, BLOCK_L=1024),
+    KernelConfig.of(4, 3, BLOCK_S=32, BLOCK_L=1024),
+)
+_CONFIGS_FP32 = (KernelConfig.of(8, 2, BLOCK_S=32, BLOCK_L=1024),)
+_FINISH_CONFIGS = (KernelConfig.of(4, 1, BLOCK_P=32, BLOCK_L=1024),)
+
+
+@triton.jit
+def _first_empty(p_position, width, BLOCK_L: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first slot of a line whose position is EMPTY; ``width`` where there is none."""
+    slot = width
+    for i_l in range(0, width, BLOCK_L):
+        o_l = i_l + tl.arange(0, BLOCK_L)
+        b_position = tl.load(p_position + o_l, mask=o_l < width, other=0)
+        slot = tl.minimum(slot, tl.min(tl.where(b_position == EMPTY, o_l, width), 0))
+    return slot
+
+
+@triton.jit
+def _absorb_slots(  # type: ignore[no-untyped-def]
+    b_q, b_m, b_l, b_acc, p_k, p_v, k_stride, v_stride, first, last, p_position, p_weights, m_r, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Attend rows first..last-1 of p_k and p_v where p_position is not negative (None: all); online softmax, base 2.
+
+    Scores go to p_weights ``[BLOCK_R]``, one pointer a query row, unless it is None; -inf where there is no entry.
+    """
+    o_d = tl.arange(0, BD)
+    o_e = tl.arange(0, BDV)
+    for i_s in range(first, last, BLOCK_S):
+        o_s = i_s + tl.arange(0, BLOCK_S)
+        o_row = o_s.to(tl.int64)
+        m_s = o_s < last
+        m_live = m_s
+        if p_position is not None:
+            m_live = tl.load(p_position + o_s, mask=m_s, other=-1) >= 0
+        # [BD, BLOCK_S]
+        b_k = tl.load(
+            p_k + o_row[None, :] * k_stride + o_d[:, None], mask=m_live[None, :] & (o_d < D)[:, None], other=0.0
+        )
+        # [BLOCK_S, BDV]
+        b_v = tl.load(
+            p_v + o_row[:, None] * v_stride + o_e[None, :], mask=m_live[:, None] & (o_e < DV)[None, :], other=0.0
+        )
+        b_s = logits_base2(tl.dot(b_q, b_k, input_precision="ieee"), scale, softcap)
+        b_s = tl.where(m_live[None, :], b_s, float("-inf"))
+        if p_weights is not None:
+            tl.store(p_weights[:, None] + o_s[None, :], b_s, mask=m_r[:, None] & m_s[None, :])
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_alpha = tl.exp2(b_m - b_m_new)
+        b_p = tl.exp2(b_s - b_m_new[:, None])
+        b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision="ieee")
+        b_m = b_m_new
+    return b_m, b_l, b_acc
+
+
+@triton.jit(do_not_specialize=["layer", "rows", "entries", "slots", "width", "pool_tiles"])
+def _attend_slots(  # type: ignore[no-untyped-def]
+    q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, position, weights, partial, partial_ml, stride_qb, stride_qh,
+    stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, stride_ph, scale, softcap, layer, rows, entries, slots,
+    width, pool_tiles, segments, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """One tile of the slots of one line: acc ``[B*K, tiles, G, Dv]`` not divided by l, and (m, l) in base 2.
+
+    Programs 0..pool_tiles-1 of a line have its pool segment, the others its tail. The one with the first empty slot
+    also attends the new entry, and stores it there.
+    """
+    i_p = tl.program_id(0)
+    i_line = tl.program_id(1)
+    i_r = tl.program_id(2)
+    num_tiles = tl.num_programs(0)
+    i_b = i_line // K
+    i_h = i_line % K
+    p_position = position + i_b.to(tl.int64) * stride_pb + i_h.to(tl.int64) * stride_ph
+    taken = _first_empty(p_position, width, BLOCK_L)
+
+    first = (i_p - pool_tiles) * TILE
+    last = tl.minimum(first + TILE, slots)
+    behind = width - slots
+    i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
+    p_k = tail_k + i_row * D
+    p_v = tail_v + i_row * DV
+    if pool_k is not None:  # noqa: SIM102 (known when compiled, unlike the other)
+        if i_p < pool_tiles:
+            p_offsets = offsets + i_b.to(tl.int64) * segments + layer * K + i_h
+            begin = tl.load(p_offsets)
+            first = i_p * TILE
+            last = tl.minimum(first + TILE, tl.load(p_offsets + 1) - begin)
+            behind = behind * 0
+            i_row = i_b.to(tl.int64) * entries + begin
+            p_k = pool_k + i_row * D
+            p_v = pool_v + i_row * DV
+
+    o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_d = tl.arange(0, BD)
+    o_e = tl.arange(0, BDV)
+    m_r = o_r < G
+    p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r).to(tl.int64) * stride_qh
+    # [BLOCK_R, BD]
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)
+    b_m = tl.full([BLOCK_R], FLOOR, tl.float32)
+    b_l = tl.zeros([BLOCK_R], tl.float32)
+    b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
+    p_weights = None
+    p_weight = None
+    if weights is not None:
+        p_line = weights + (i_line.to(tl.int64) * G + o_r) * width
+        p_weights = p_line + behind
+        p_weight = p_line + taken
+    b_m, b_l, b_acc = _absorb_slots(
+        b_q, b_m, b_l, b_acc, p_k, p_v, D, DV, first, last, p_position + behind, p_weights, m_r, scale, softcap, D, DV,
+        BD, BDV, BLOCK_S,
+    )  # fmt: skip
+    at = taken - behind
+    is_mine = (at >= first) & (at < last)
+    p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
+    p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
+    b_m, b_l, b_acc = _absorb_slots(
+        b_q, b_m, b_l, b_acc, p_k_new, p_v_new, D, DV, 0, is_mine.to(tl.int32), None, p_weight, m_r, scale, softcap, D,
+        DV, BD, BDV, BLOCK_T,
+    )  # fmt: skip
+    if is_mine & (i_r == 0):
+        tl.store(p_k + at.to(tl.int64) * D + o_d, tl.load(p_k_new + o_d, mask=o_d < D), mask=o_d < D)
+        tl.store(p_v + at.to(tl.int64) * DV + o_e, tl.load(p_v_new + o_e, mask=o_e < DV), mask=o_e < DV)
+    o_partial = (i_line.to(tl.int64) * num_tiles + i_p) * G + o_r
+    tl.store(partial_ml + o_partial, b_m, mask=m_r)
+    tl.store(partial_ml + tl.num_programs(1).to(tl.int64) * num_tiles * G + o_partial, b_l, mask=m_r)
+    tl.store(partial + o_partial[:, None] * DV + o_e[None, :], b_acc, mask=m_r[:, None] & (o_e < DV)[None, :])
+
+
+@triton.jit(do_not_specialize=["layer", "slots", "width", "num_tiles"])
+def _finish_slots(  # type: ignore[no-untyped-def]
+    v, offsets, position, place, memory, norm, now, weights, partial, partial_ml, sinks, out, stride_vb, stride_vh,
+    layer, slots, width, num_tiles, segments, K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """One query head: its partial results merged by log-sum-exp, and its attention weights, if they are wanted.
+
+    The first query head of a KV head then writes the new entry down.
+    """
+    i_o = tl.program_id(0)
+    i_line = i_o // G
+    i_b = i_line // K
+    i_h = i_line % K
+    num_partials = tl.num_programs(0).to(tl.int64) * num_tiles
+    o_e = tl.arange(0, BDV)
+    if sinks is None:
+        b_m = tl.full([1], FLOOR, tl.float32)
+        b_l = tl.zeros([1], tl.float32)
+    else:
+        b_m = tl.zeros([1], tl.float32) + tl.load(sinks + i_o % (K * G)).to(tl.float32) * LOG2E
+        b_l = tl.full([1], 1.0, tl.float32)
+    b_acc = tl.zeros([BDV], tl.float32)
+    for i_p in range(0, num_tiles, BLOCK_P):
+        o_p = i_p + tl.arange(0, BLOCK_P)
+        m_p = o_p < num_tiles
+        o_partial = (i_line.to(tl.int64) * num_tiles + o_p) * G + i_o % G
+        # [BLOCK_P]
+        b_m_tile = tl.load(partial_ml + o_partial, mask=m_p, other=FLOOR)
+        # [BLOCK_P]
+        b_l_tile = tl.load(partial_ml + num_partials + o_partial, mask=m_p, other=0.0)
+        # [BLOCK_P, BDV]
+        b_tile = tl.load(
+            partial + o_partial[:, None] * DV + o_e[None, :], mask=m_p[:, None] & (o_e < DV)[None, :], other=0.0
+        )
+        b_m_new = tl.maximum(b_m, tl.max(b_m_tile, 0))
+        b_alpha = tl.exp2(b_m - b_m_new)
+        b_w = tl.exp2(b_m_tile - b_m_new)
+        b_l = b_l * b_alpha + tl.sum(b_w * b_l_tile, 0)
+        b_acc = b_acc * b_alpha + tl.sum(b_w[:, None] * b_tile, 0)
+        b_m = b_m_new
+    b_out = b_acc / b_l
+    tl.store(out + i_o.to(tl.int64) * DV + o_e, b_out.to(out.dtype.element_ty), mask=o_e < DV)
+
+    if weights is not None:
+        p_offsets = offsets + i_b.to(tl.int64) * segments + layer * K + i_h
+        length = tl.load(p_offsets + 1) - tl.load(p_offsets)
+        p_weights = weights + i_o.to(tl.int64) * width
+        for i_l in range(0, width, BLOCK_L):
+            o_l = i_l + tl.arange(0, BLOCK_L)
+            m_l = o_l < width
+            m_scored = m_l & ((o_l < length) | (o_l >= width - slots))
+            b_weight = tl.exp2(tl.load(p_weights + o_l, mask=m_scored, other=float("-inf")) - b_m) / b_l
+            tl.store(p_weights + o_l, b_weight, mask=m_l)
+        if i_o % G == 0:
+            p_position = position + i_line.to(tl.int64) * width
+            taken = _first_empty(p_position, width, BLOCK_L)
+            if taken < width:
+                b_v = tl.load(
+                    v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh + o_e, mask=o_e < DV, other=0.0
+                )
+                b_now = tl.load(now + i_b).to(tl.int32)
+                o_taken = i_line.to(tl.int64) * width + taken
+                tl.store(p_position + taken, b_now)
+                tl.store(place + o_taken, b_now + LAST)
+                tl.store(memory + o_taken, 0.0)
+                tl.store(norm + o_taken, tl.sum(tl.abs(b_v.to(tl.float32)), 0))
+
+
+def attend_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor | None,
+    pool_v: Tensor | None,
+    offsets: Tensor | None,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    position: Tensor,
+    entered: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    config: KernelConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Put one new token into the first empty slot of each line and attend the slots that hold an entry.
+
+    All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16). A line without an empty
+    slot attends to what it holds and stores nothing.
+
+    Args:
+        q: ``[B, H, 1, D]`` queries, RoPE applied; any strides but a contiguous last dim (so k, v).
+        k: ``[B, K, 1, D]``; K divides H. v: ``[B, K, 1, Dv]``.
+        pool_k: ``[B, E, D]`` contiguous. pool_v: ``[B, E, Dv]``. offsets: int32 ``[B, L*K + 1]``, rows of the pool
+            where each (layer, head) begins. All three None: lines are their tail. An entry that is written down has a
+            pool.
+        tail_k: ``[L, B, K, C, D]`` contiguous. tail_v: ``[L, B, K, C, Dv]``.
+        position: int32 ``[B, K, S]``: true position of the entry in each slot, or negative: -1 can be taken. Contiguous
+            where the entry is written down; else it may repeat over rows and KV heads.
+        entered: place int32, memory fp32 and L1 norm of the value fp32, each ``[B, K, S]``, and the new token's true
+            position, int64 ``[B]``: the first three and ``position`` receive the new entry (memory 0, place behind all
+            others). None: nothing is written down.
+        layer: index of the layer in offsets and tail. scale: factor on the scores.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None for none.
+        sinks: ``[H]`` one more logit per query head, in the denominator only; None for none.
+        config: block sizes of the first launch; None for the usual ones.
+
+    Returns:
+        ``[B, H, 1, Dv]`` in the dtype of q, stored as ``[B, 1, H, Dv]``; where the entry is written down the attention
+        over the slots, fp32 ``[B, H, S]``, 0 in those without an entry, else None.
+
+    Raises:
+        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
+    """
+    rows, heads, _, key_dim = q.shape
+    kv_heads, value_dim = v.shape[1], v.shape[3]
+    slots, width = tail_k.shape[3], position.shape[2]
+    _check(q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, position, entered, layer, sinks)
+    group, lines = heads // kv_heads, rows * kv_heads
+    pool_tiles = triton.cdiv(width - slots, TILE)
+    num_tiles = pool_tiles + triton.cdiv(slots, TILE)
+    partial = torch.empty(lines, num_tiles, group, value_dim, dtype=torch.float32, device=q.device)
+    partial_ml = torch.empty(2, lines, num_tiles, group, dtype=torch.float32, device=q.device)
+    out = torch.empty(rows, 1, heads, value_dim, dtype=q.dtype, device=q.device)
+    weights, line = None, dict.fromkeys(("place", "memory", "norm", "now"))
+    if entered is not None:
+        weights = torch.empty(rows, heads, width, dtype=torch.float32, device=q.device)
+        line = dict(zip(line, entered, strict=True))
+    block_rows = 16 if q.dtype == torch.float32 else min(32, max(16, triton.next_power_of_2(group)))
+    shared: dict[str, Any] = {
+        "v": v, "offsets": offsets, "position": position, "weights": weights, "partial": partial,
+        "partial_ml": partial_ml, "stride_vb": v.stride(0), "stride_vh": v.stride(1), "layer": layer, "slots": slots,
+        "width": width, "segments": tail_k.shape[0] * kv_heads + 1, "K": kv_heads, "G": group, "DV": value_dim,
+        "BDV": block_dim(value_dim),
+    }  # fmt: skip
+    attend = {
+        **shared, "q": q, "k": k, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
+        "stride_qb": q.stride(0), "stride_qh": q.stride(1), "stride_kb": k.stride(0), "stride_kh": k.stride(1),
+        "stride_pb": position.stride(0), "stride_ph": position.stride(1), "scale": scale, "softcap": softcap,
+        "rows": rows, "entries": 0 if pool_k is None else pool_k.shape[1], "pool_tiles": pool_tiles, "D": key_dim,
+        "BD": block_dim(key_dim), "TILE": TILE, "BLOCK_R": block_rows, "BLOCK_T": 16,
+    }  # fmt: skip
+    grid = (num_tiles, lines, triton.cdiv(group, block_rows))
+    configs = _CONFIGS_FP32 if q.dtype == torch.float32 else _CONFIGS
+    launch(_attend_slots, grid, attend, configs, ("K", "D", "DV", "BLOCK_R"), config)
+    finish = {**shared, **line, "num_tiles": num_tiles, "sinks": sinks, "out": out}
+    launch(_finish_slots, (rows * heads,), finish, _FINISH_CONFIGS)
+    return out.transpose(1, 2), weights
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor | None,
+    pool_v: Tensor | None,
+    offsets: Tensor | None,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    position: Tensor,
+    entered: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    layer: int,
+    sinks: Tensor | None,
+) -> None:
+    """Refuse what a kernel would read out of bounds; looks at shapes, strides and dtypes only."""
+    rows, heads, _, key_dim = q.shape
+    _, kv_heads, _, value_dim = v.shape
+    layers, _, _, slots, _ = tail_k.shape
+    width = position.shape[2]
+    check_heads(heads, kv_heads)
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
+    line = (rows, kv_heads, width)
+    expected: dict[str, tuple[Tensor, Sequence[int], torch.dtype]] = {
+        "q": (q, (rows, heads, 1, key_dim), q.dtype),
+        "k": (k, (rows, kv_heads, 1, key_dim), q.dtype),
+        "v": (v, (rows, kv_heads, 1, value_dim), q.dtype),
+        "tail_k": (tail_k, (layers, rows, kv_heads, slots, key_dim), q.dtype),
+        "tail_v": (tail_v, (layers, rows, kv_heads, slots, value_dim), q.dtype),
+        "position": (position, line, torch.int32),
+    }
+    least = most = slots
+    if pool_k is not None and pool_v is not None and offsets is not None:
+        most = width
+        expected["pool_k"] = (pool_k, (rows, pool_k.shape[1], key_dim), q.dtype)
+        expected["pool_v"] = (pool_v, (rows, pool_k.shape[1], value_dim), q.dtype)
+        expected["offsets"] = (offsets, (rows, layers * kv_heads + 1), torch.int32)
+    strided = ["q", "k", "v"]
+    if entered is None:
+        strided.append("position")
+    else:
+        types = torch.int32, torch.float32, torch.float32
+        for name, tensor, dtype in zip(("place", "memory", "norm"), entered, types, strict=False):
+            expected[name] = (tensor, line, dtype)
+        expected["now"] = (entered[3], (rows,), torch.int64)
+        if offsets is None:
+            raise ValueError("an entry is written down in lines that have a pool: offsets is None")
+    if sinks is not None:
+        expected["sinks"] = (sinks, (heads,), sinks.dtype)
+    check_tensors(expected, q.device, strided=strided)
+    if not least <= width <= most:
+        raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")

@@ -1,0 +1,86 @@
+// Which entries leave a cache of constant size, on the CPU: each KV head keeps its best and the newest; and attention
+// pooled over neighbours, by which they may be judged. Built by cpu_library.py with the compiler and flags of Inductor.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int32_t EMPTY = -1;
+
+// Rises with the score, and among equal scores falls with the position: the entry of the lowest key leaves first.
+inline int64_t key(float score, int32_t position) {
+    score += 0.0f;  // -0 equals 0
+    int32_t bits;
+    std::memcpy(&bits, &score, sizeof bits);
+    if (bits < 0) bits ^= 0x7fffffff;
+    return int64_t(bits) * (int64_t(1) << 32) + (0x7fffffff - position);
+}
+
+}  // namespace
+
+// Of each line of slots, those that are not among the newest `window` positions compete for `quota` places; a loser's
+// position becomes EMPTY and its memory 0. keep receives which slots still hold an entry.
+extern "C" void kvpass_evict_losers(const float* worth, int32_t* position, float* memory, const int64_t* quota,
+                                    bool* keep, int64_t lines, int64_t width, int64_t window) {
+    thread_local std::vector<int64_t> keys, order;
+    keys.resize(width);
+    for (int64_t line = 0; line < lines; line++, worth += width, position += width, memory += width, keep += width) {
+        const int32_t newest = width ? *std::max_element(position, position + width) : EMPTY;
+        order.clear();
+        for (int64_t j = 0; j < width; j++) {
+            keep[j] = position[j] >= 0;
+            if (!keep[j] || position[j] > newest - window) continue;
+            keys[j] = key(worth[j], position[j]);
+            order.push_back(j);
+        }
+        const int64_t losers = int64_t(order.size()) - quota[line];
+        if (losers <= 0) continue;
+        const auto worse = [&](int64_t a, int64_t b) { return keys[a] < keys[b]; };
+        const auto last = order.begin() + std::min<int64_t>(losers, order.size());
+        if (last != order.end()) std::nth_element(order.begin(), last, order.end(), worse);
+        for (auto loser = order.begin(); loser != last; loser++) {
+            keep[*loser] = false;
+            position[*loser] = EMPTY;
+            memory[*loser] = 0.0f;
+        }
+    }
+}
+
+enum Pool { NONE, AVERAGE, MAXIMUM };
+enum Group { MEAN, LARGEST, SUM };
+
+// Attention [lines, group, width] of the entries that are not among the newest `window` positions of their line, pooled
+// over neighbours by place and reduced over the group; 0 for all other slots.
+extern "C" void kvpass_pool_in_order(const float* attention, const int32_t* position, const int32_t* place,
+                                     float* worth, int64_t lines, int64_t group, int64_t width, int64_t window,
+                                     int64_t pool, int64_t kernel_size, int64_t reduction) {
+    thread_local std::vector<int64_t> order;
+    thread_local std::vector<float> row;
+    const int64_t reach = pool == NONE ? 0 : kernel_size / 2;
+    for (int64_t line = 0; line < lines; line++, position += width, place += width, worth += width) {
+        const int32_t newest = width ? *std::max_element(position, position + width) : EMPTY;
+        order.clear();
+        for (int64_t j = 0; j < width; j++)
+            if (position[j] >= 0 && position[j] <= newest - window) order.push_back(int64_t(place[j]) << 32 | j);
+        std::sort(order.begin(), order.end());
+        std::fill_n(worth, width, 0.0f);
+        const int64_t count = order.size();
+        row.assign(count + 2 * reach, 0.0f);
+        for (int64_t head = 0; head < group; head++, attention += width) {
+            for (int64_t i = 0; i < count; i++) row[reach + i] = attention[order[i] & 0xffffffff];
+            for (int64_t i = 0; i < count; i++) {
+                float pooled = row[i];
+                for (int64_t near = 1; near <= 2 * reach; near++)
+                    pooled = pool == MAXIMUM ? std::max(pooled, row[i + near]) : pooled + row[i + near];
+                if (pool == AVERAGE) pooled /= float(kernel_size);
+                float& total = worth[order[i] & 0xffffffff];
+                total = reduction == LARGEST && head > 0 ? std::max(total, pooled) : total + pooled;
+            }
+        }
+        if (reduction == MEAN)
+            for (int64_t i = 0; i < count; i++) worth[order[i] & 0xffffffff] /= float(group);
+    }
+}

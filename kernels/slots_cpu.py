@@ -1,0 +1,159 @@
+"""Slots that change hands, on the CPU: one new token against a cache of constant size, and who leaves it then."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kvpass.kernels.cpu_library import Fault, build, call_attend, check_lists, source
+
+_NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
+_POOL_NAMES = ("pool_k", "pool_v", "offsets")
+_ENTERED_NAMES = ("place", "memory", "norm", "now")
+_LOSERS_NAMES = ("worth", "position", "memory", "quota")
+_ORDER_NAMES = ("attention", "position", "place")
+_POOLS = (None, "avg", "max")
+_GROUPS = ("mean", "max", "sum")
+
+
+def attend_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor | None,
+    pool_v: Tensor | None,
+    offsets: Tensor | None,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    position: Tensor,
+    entered: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`kvpass.slots.attend_slots`; slots without an entry are not read.
+
+    All tensors are on the CPU and contiguous, but q, k and v, of which a last dim that is not contiguous costs a copy,
+    and position, which may repeat over rows and KV heads.
+
+    Raises:
+        ValueError: a line has no empty slot, or an argument would be read out of bounds; nothing was written.
+        RuntimeError: there is no C++ compiler.
+    """
+    rows, heads, _, key_dim = q.shape
+    _, kv_heads, _, value_dim = v.shape
+    layers, _, _, slots, _ = tail_k.shape
+    width = position.shape[2]
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads: must be a multiple of the {kv_heads} KV heads")
+    dtype = q.dtype
+    given = [q, k, v, tail_k, tail_v, position]
+    shapes: list[tuple[int, ...]] = [
+        (rows, heads, 1, key_dim),
+        (rows, kv_heads, 1, key_dim),
+        (rows, kv_heads, 1, value_dim),
+        (layers, rows, kv_heads, slots, key_dim),
+        (layers, rows, kv_heads, slots, value_dim),
+        (rows, kv_heads, width),
+    ]
+    dtypes = [dtype, dtype, dtype, dtype, dtype, torch.int32]
+    names: tuple[str, ...] = _NAMES
+    contiguous = [tail_k, tail_v]
+    entries, pool_width = 0, 0
+    if pool_k is not None and pool_v is not None and offsets is not None:
+        entries, pool_width = pool_k.shape[1], width - slots
+        names += _POOL_NAMES
+        given += [pool_k, pool_v, offsets]
+        shapes += [(rows, entries, key_dim), (rows, entries, value_dim), (rows, layers * kv_heads + 1)]
+        dtypes += [dtype, dtype, torch.int32]
+        contiguous += [pool_k, pool_v, offsets]
+    if entered is not None:
+        names += _ENTERED_NAMES
+        given += entered
+        shapes += [(rows, kv_heads, width)] * 3 + [(rows,)]
+        dtypes += [torch.int32, torch.float32, torch.float32, torch.int64]
+        contiguous += [position, *entered]
+    check_lists(names, "shape", [x.shape for x in given], shapes)
+    check_lists(names, "dtype", [x.dtype for x in given], dtypes)
+    if width - slots != pool_width or pool_width < 0:
+        raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")
+    if not all([x.is_contiguous() for x in contiguous]) or position.stride(2) != 1:
+        raise ValueError("pool, tail, offsets and what a line remembers must be contiguous")
+    if not all([x.is_cpu for x in given]):
+        raise ValueError("all tensors must be on the CPU")
+    weights = None if entered is None else torch.empty(rows, heads, width, dtype=torch.float32)
+    line = (position, *(entered or (None,) * 4), weights)
+    sizes = (entries, layers * kv_heads + 1, slots, slots, layer)
+    line_sizes = (position.stride(0), position.stride(1), width)
+    out, fault, row = call_attend(
+        q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, None, sinks, sizes, scale, softcap, line, line_sizes
+    )
+    if fault == Fault.OFFSETS:
+        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
+    if fault == Fault.NO_SLOT:
+        raise ValueError(f"a KV head of row {row}, layer {layer} has no empty slot among {width}")
+    return out, weights
+
+
+@functools.cache
+def _function(name: str, pointers: int, numbers: int) -> Callable[..., None]:
+    function = getattr(build(source("slots_cpu.cpp")), name)
+    function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * numbers
+    function.restype = None
+    return cast("Callable[..., None]", function)
+
+
+def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
+    """As :func:`kvpass.slots.evict_losers`; all tensors on the CPU and contiguous.
+
+    Raises:
+        ValueError: an argument would be read out of bounds; nothing was written.
+        RuntimeError: there is no C++ compiler.
+    """
+    rows, kv_heads, width = position.shape
+    line = (rows, kv_heads, width)
+    given = [worth, position, memory, quota]
+    check_lists(_LOSERS_NAMES, "shape", [x.shape for x in given], [line, line, line, (rows, kv_heads)])
+    dtypes = [torch.float32, torch.int32, torch.float32, torch.int64]
+    check_lists(_LOSERS_NAMES, "dtype", [x.dtype for x in given], dtypes)
+    worth = worth.contiguous()
+    if not all([x.is_contiguous() and x.is_cpu for x in given[1:]]) or not worth.is_cpu:
+        raise ValueError("position, memory and quota must be contiguous, and all tensors on the CPU")
+    keep = torch.empty(line, dtype=torch.bool)
+    tensors = (worth, position, memory, quota, keep)
+    run = _function("kvpass_evict_losers", 5, 3)
+    run(*[x.data_ptr() for x in tensors], rows * kv_heads, width, window)
+    return keep
+
+
+def pool_in_order(
+    attention: Tensor, position: Tensor, place: Tensor, window: int, pool: str | None, kernel_size: int, group: str
+) -> Tensor:
+    """As :func:`kvpass.policies.decode_rules.pool_in_order`; position and place int32, contiguous, on the CPU.
+
+    Raises:
+        ValueError: an argument would be read out of bounds.
+        RuntimeError: there is no C++ compiler.
+    """
+    rows, kv_heads, width = line = position.shape
+    heads = attention.shape[1]
+    given = [attention, position, place]
+    check_lists(_ORDER_NAMES, "shape", [x.shape for x in given], [(rows, heads, width), line, line])
+    check_lists(_ORDER_NAMES, "dtype", [x.dtype for x in given], [torch.float32, torch.int32, torch.int32])
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"attention has {heads} heads: must be a multiple of the {kv_heads} KV heads")
+    if not all([x.is_contiguous() and x.is_cpu for x in given]):
+        raise ValueError("attention, position and place must be contiguous and on the CPU")
+    worth = torch.empty(line, dtype=torch.float32)
+    how = (window, _POOLS.index(pool), kernel_size, _GROUPS.index(group))
+    run = _function("kvpass_pool_in_order", 4, 7)
+    run(*[x.data_ptr() for x in (*given, worth)], rows * kv_heads, heads // kv_heads, width, *how)
+    return worth

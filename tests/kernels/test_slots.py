@@ -1,0 +1,347 @@
+"""Slots that change hands: C++ on the CPU and Triton in its interpreter, against the eager reference.
+
+What none of them may read is NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpass import device, evict, slots
+from kvpass.kernels import slots_cpu
+from kvpass.policies.decode_rules import pool_in_order
+from kvpass.slots import ABSENT, EMPTY
+from kvpass.testing import compiled_once, left_pad, random_ids
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+WAYS = {"cpu": slots_cpu.attend_slots, "triton": device.attend_slots}
+LOSERS = {"cpu": slots_cpu.evict_losers, "triton": device.evict_losers}
+POOLED = {"eager": pool_in_order, "cpu": slots_cpu.pool_in_order, "triton": device.pool_in_order}
+both_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@dataclass
+class SlotsCase:
+    """Arguments of one ``attend_slots`` call, by their names."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pool_k: Tensor | None
+    pool_v: Tensor | None
+    offsets: Tensor | None
+    tail_k: Tensor
+    tail_v: Tensor
+    position: Tensor
+    entered: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    layer: int
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def memory(self) -> dict[str, Tensor]:
+        """Everything a call may write or must leave alone."""
+        named = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return named | dict(zip(("place", "memory", "norm", "now"), self.entered or (), strict=False))
+
+    def copy(self) -> SlotsCase:
+        entered = None if self.entered is None else tuple(x.clone() for x in self.entered)
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        copies = {name: x.clone() for name, x in tensors.items() if isinstance(x, Tensor) and name != "position"}
+        return replace(self, **copies, position=self.position + 0, entered=entered)  # type: ignore[arg-type]
+
+
+def slots_case(
+    lengths: list[list[int]],
+    *,
+    group: int = 2,
+    dim: int = 32,
+    value_dim: int | None = None,
+    capacity: int = 24,
+    live: float = 0.8,
+    pool: bool = True,
+    entered: bool = True,
+    dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
+    sinks: bool = False,
+    seed: int = 0,
+) -> SlotsCase:
+    """Random arguments; of three layers the second is attended.
+
+    Args:
+        lengths: of the pool segments, by row and KV head. live: share of the slots that hold an entry.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows, kv_heads, layers, layer = len(lengths), len(lengths[0]), 3, 1
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    segments = torch.full((rows, layers, kv_heads), 2)
+    segments[:, layer] = torch.tensor(lengths)
+    offsets = torch.nn.functional.pad(segments.flatten(1).cumsum(1), (1, 0)).int()
+    behind = max(2, int(segments.max())) if pool else 0
+    width = behind + capacity
+    position = torch.randperm(width, generator=generator).expand(rows, kv_heads, width).clone().int() + 3
+    dead = torch.rand(rows, kv_heads, width, generator=generator) >= live
+    position[dead] = torch.where(torch.rand(int(dead.sum()), generator=generator) < 0.5, EMPTY, ABSENT).int()
+    if pool:
+        position[..., :behind][torch.arange(behind) >= segments[:, layer, :, None]] = ABSENT
+    position[..., -1] = torch.where((position == EMPTY).any(-1), position[..., -1], EMPTY)
+    pools, tails = [], []
+    for size in (dim, value_dim or dim):
+        tail = torch.full((layers, rows, kv_heads, capacity, size), torch.nan, dtype=dtype)
+        tail[layer][position[..., behind:] >= 0] = random(int((position[..., behind:] >= 0).sum()), size)
+        rows_of_pool = torch.full((rows, int(offsets[:, -1].max()) + 3, size), torch.nan, dtype=dtype)
+        for row in range(rows):
+            for head in range(kv_heads):
+                first = int(offsets[row, layer * kv_heads + head])
+                for slot in (position[row, head, :behind] >= 0).nonzero().flatten().tolist():
+                    rows_of_pool[row, first + slot] = random(size)
+        pools.append(rows_of_pool)
+        tails.append(tail)
+    line = (rows, kv_heads, width)
+    written = (
+        torch.randint(0, 99, line, generator=generator, dtype=torch.int32),
+        torch.rand(line, generator=generator),
+        torch.rand(line, generator=generator),
+        torch.randint(width + 3, width + 99, (rows,), generator=generator),
+    )
+    return SlotsCase(
+        q=random(rows, 1, group * kv_heads, dim).transpose(1, 2),
+        k=random(rows, 1, kv_heads, dim).transpose(1, 2),
+        v=random(rows, 1, kv_heads, value_dim or dim).transpose(1, 2),
+        pool_k=pools[0] if pool else None,
+        pool_v=pools[1] if pool else None,
+        offsets=offsets if pool else None,
+        tail_k=tails[0],
+        tail_v=tails[1],
+        position=position,
+        entered=written if entered else None,
+        layer=layer,
+        scale=dim**-0.5,
+        softcap=softcap,
+        sinks=random(group * kv_heads) * 3 if sinks else None,
+    )
+
+
+def check(case: SlotsCase, way: Callable[..., Any]) -> None:
+    """Output and weights close to the reference's; the tables and every entry equal, bit for bit but for the norm."""
+    expected, found = case.copy(), case.copy()
+    out, weights = slots.attend_slots(**vars(expected))
+    got, got_weights = way(**vars(found))
+    tolerance = TOLERANCE[case.q.dtype]
+    assert got.shape == out.shape and got.dtype == out.dtype and got.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(got.float(), out.float(), atol=tolerance, rtol=0)
+    if case.entered is None:
+        assert weights is None and got_weights is None
+    else:
+        torch.testing.assert_close(got_weights, weights, atol=tolerance, rtol=0)
+        assert not got_weights[(expected.position < 0).repeat_interleave(case.q.shape[1] // case.k.shape[1], 1)].any()
+    for name, tensor in expected.memory.items():
+        other = found.memory[name]
+        if name == "norm":
+            torch.testing.assert_close(other, tensor, atol=0, rtol=1e-6)
+        else:
+            assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name
+
+
+LENGTHS = [[0, 33, 7], [70, 1, 32]]
+
+
+@both_ways
+@pytest.mark.parametrize("live", [0.0, 0.5, 0.97, 1.0])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_groups_and_empty_slots(way: Callable[..., Any], group: int, live: float) -> None:
+    check(slots_case(LENGTHS, group=group, live=live), way)
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("dim", "value_dim"), [(64, 64), (80, 80), (100, 100), (128, 128), (192, 128), (256, 256), (16, 48)]
+)
+def test_head_dims(way: Callable[..., Any], dim: int, value_dim: int) -> None:
+    check(slots_case([[19, 40]], dim=dim, value_dim=value_dim), way)
+
+
+@both_ways
+@pytest.mark.parametrize("entered", [True, False])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (4.0, False), (None, True), (30.0, True)])
+def test_softcap_and_sinks(way: Callable[..., Any], softcap: float | None, sinks: bool, entered: bool) -> None:
+    check(slots_case(LENGTHS, group=4, softcap=softcap, sinks=sinks, entered=entered), way)
+
+
+@both_ways
+def test_half_precision(way: Callable[..., Any]) -> None:
+    check(slots_case(LENGTHS, group=4, dim=80, dtype=torch.float16), way)
+
+
+def test_bfloat16_on_the_cpu() -> None:
+    check(slots_case(LENGTHS, group=4, dim=80, dtype=torch.bfloat16), slots_cpu.attend_slots)
+
+
+@both_ways
+@pytest.mark.parametrize("capacity", [1, 63, 64, 65, 200])
+def test_lines_without_a_pool(way: Callable[..., Any], capacity: int) -> None:
+    """As those of a ring: the same positions for all heads, in one place of memory, and nothing written down."""
+    case = slots_case([[0, 0]], capacity=capacity, pool=False, entered=False, live=0.0)
+    columns = torch.arange(capacity, dtype=torch.int32).roll(capacity // 3)
+    columns[capacity // 2] = EMPTY
+    case.tail_k.copy_(torch.randn(case.tail_k.shape))
+    case.tail_v.copy_(torch.randn(case.tail_v.shape))
+    for tail in (case.tail_k, case.tail_v):
+        tail[:, :, :, capacity // 2] = torch.nan
+    check(replace(case, position=columns.expand(1, 2, capacity)), way)
+
+
+@both_ways
+def test_a_long_line(way: Callable[..., Any]) -> None:
+    check(slots_case([[4097, 5]], dim=16), way)
+
+
+@both_ways
+def test_strided_queries_keys_and_values(way: Callable[..., Any]) -> None:
+    case = slots_case(LENGTHS)
+    heads, kv_heads = case.q.shape[1], case.k.shape[1]
+    fused = torch.randn(2, 1, heads + 2 * kv_heads, 32)
+    q, k, v = (x.transpose(1, 2) for x in fused.split([heads, kv_heads, kv_heads], dim=2))
+    check(replace(case, q=q, k=k, v=v), way)
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layer": 3}, "layer=3"),
+        ({"k": torch.zeros(2, 3, 2, 32)}, "k (is|has)"),
+        ({"v": torch.zeros(2, 3, 1, 32, dtype=torch.float16)}, "v (is|has)"),
+        ({"q": torch.zeros(2, 7, 1, 32)}, "7 heads"),
+        ({"position": torch.zeros(2, 3, 94, dtype=torch.int64)}, "position (is|has)"),
+        ({"position": torch.zeros(2, 3, 20, dtype=torch.int32)}, "place (is|has)"),
+        ({"position": torch.zeros(2, 3, 20, dtype=torch.int32), "entered": None}, "20 slots"),
+        ({"pool_v": torch.zeros(2, 500, 32)}, "pool_v (is|has)"),
+    ],
+)
+def test_bad_arguments_are_named(way: Callable[..., Any], change: dict[str, Any], named: str) -> None:
+    case = slots_case(LENGTHS)
+    before = case.copy()
+    with pytest.raises(ValueError, match=named):
+        way(**vars(replace(case, **change)))
+    for name, tensor in before.memory.items():
+        assert torch.equal(tensor.contiguous().view(torch.uint8), case.memory[name].contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("way", [slots.attend_slots, slots_cpu.attend_slots], ids=["eager", "cpu"])
+def test_a_line_without_an_empty_slot(way: Callable[..., Any]) -> None:
+    case = slots_case(LENGTHS)
+    case.position[1, 2] = ABSENT
+    before = case.tail_k.clone()
+    with pytest.raises(ValueError, match="empty"):
+        way(**vars(case))
+    assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("way", LOSERS.values(), ids=LOSERS)
+@given(
+    seed=st.integers(0, 2**32),
+    width=st.sampled_from([1, 2, 7, 64, 300]),
+    window=st.sampled_from([0, 1, 4, 500]),
+    values=st.sampled_from([1, 3, 1000]),
+)
+def test_who_leaves(way: Callable[..., Tensor], seed: int, width: int, window: int, values: int) -> None:
+    """Few different values make ties, which go to the lower position; scores may be negative, infinite or -0."""
+    generator = torch.Generator().manual_seed(seed)
+    line = (2, 3, width)
+    worth = torch.randint(-values, values, line, generator=generator) / 7
+    worth[torch.rand(line, generator=generator) < 0.1] = -0.0
+    worth[torch.rand(line, generator=generator) < 0.05] = torch.finfo(torch.float32).max
+    worth[torch.rand(line, generator=generator) < 0.05] = float("-inf")
+    position = torch.stack([torch.randperm(2 * width, generator=generator)[:width] for _ in range(6)]).view(line).int()
+    position[torch.rand(line, generator=generator) < 0.2] = EMPTY
+    position[torch.rand(line, generator=generator) < 0.1] = ABSENT
+    position[..., int(torch.randint(width, (1,), generator=generator))] = 2 * width  # every head has the newest
+    memory = torch.rand(line, generator=generator)
+    quota = torch.randint(0, width + 2, (2, 3), generator=generator)
+    expected, found = [position.clone(), memory.clone()], [position.clone(), memory.clone()]
+    keep = slots.evict_losers(worth, *expected, quota, window)
+    assert torch.equal(way(worth, *found, quota, window), keep)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert torch.equal(keep, expected[0] >= 0)
+
+
+@pytest.mark.parametrize("way", POOLED.values(), ids=POOLED)
+@pytest.mark.parametrize("group", ["mean", "max", "sum"])
+@pytest.mark.parametrize(("pool", "kernel_size"), [(None, 5), ("avg", 1), ("avg", 5), ("max", 7)])
+@pytest.mark.parametrize("width", [1, 6, 150])
+def test_neighbours_in_storage_order(
+    way: Callable[..., Tensor], width: int, pool: str | None, kernel_size: int, group: str
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    line = (2, 3, width)
+    attention = torch.rand(2, 12, width, generator=generator)
+    position, place = (torch.stack([torch.randperm(999, generator=generator)[:width] for _ in range(6)]) for _ in "pp")
+    position = position.view(line).int()
+    position[torch.rand(line, generator=generator) < 0.2] = EMPTY
+    position[..., -1] = 1000
+    position[1, 0, :-1] = ABSENT
+    place = place.view(line).int() + (1 << 30)
+    for window in (0, 1, 40, 2000):
+        how = (position, place, window, pool, kernel_size, group)
+        expected = torch.zeros(line)
+        for row, head in itertools.product(range(2), range(3)):
+            old = [j for j in range(width) if 0 <= position[row, head, j] <= 1000 - window]
+            old.sort(key=lambda j: int(place[row, head, j]))
+            for i, j in enumerate(old):
+                near = old[max(i - kernel_size // 2, 0) : i + kernel_size // 2 + 1] if pool else [j]
+                a = attention[row, 4 * head : 4 * head + 4][:, near]
+                pooled = a.amax(1) if pool == "max" else a.sum(1) / (kernel_size if pool else 1)
+                expected[row, head, j] = {"mean": pooled.mean(), "max": pooled.max(), "sum": pooled.sum()}[group]
+        torch.testing.assert_close(way(attention, *how), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["cake", "h2o"])
+def test_decoding_by_triton_keeps_what_eager_decoding_keeps(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"tau1": 1.6, "tau2": 0.4} if policy == "cake" else {}
+    _, fast = compiled_once("llama", policy=policy, budget=16, window=6, backend="eager", **options)
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21)])
+    held = []
+    for kernels in (evict.EAGER, device.SLOT_KERNELS):
+        monkeypatch.setattr(evict, "EAGER", kernels)
+        cache = fast(ids, attention_mask=mask).past_key_values
+        for token in random_ids(2, 12, seed=1).split(1, 1):
+            fast(token, past_key_values=cache)
+            held.append(cache.positions)
+    assert all(torch.equal(*pair) for pair in zip(held[:12], held[12:], strict=True))
+
+
+@pytest.mark.parametrize("way", LOSERS.values(), ids=LOSERS)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"worth": torch.zeros(2, 3, 4)}, "worth (is|has)"),
+        ({"position": torch.zeros(2, 3, 5, dtype=torch.int64)}, "position (is|has)"),
+        ({"memory": torch.zeros(2, 3, 10)[..., ::2]}, "memory|contiguous"),
+        ({"quota": torch.zeros(2, dtype=torch.int64)}, "quota (is|has)"),
+    ],
+)
+def test_losers_of_another_line(way: Callable[..., Tensor], change: dict[str, Tensor], named: str) -> None:
+    line = (2, 3, 5)
+    given = {
+        "worth": torch.zeros(line),
+        "position": torch.zeros(line, dtype=torch.int32),
+        "memory": torch.ones(line),
+        "quota": torch.ones(2, 3, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=named):
+        way(**{**given, **change}, window=1)
+    assert given["memory"].all()
