@@ -112,10 +112,12 @@ struct Decoder {
 
     // Finds the first empty slot of each line. Returns a unit that has none, or -1.
     int64_t find_empty(int64_t* taken) const {
+        const int64_t behind = c.width - c.slots;
         for (int64_t unit = 0; unit < units; unit++) {
             const int32_t* at = line(unit);
             taken[unit] = std::find(at, at + c.width, EMPTY) - at;
-            if (taken[unit] == c.width) return unit;
+            const bool is_in_no_segment = taken[unit] < behind && taken[unit] >= pool_length(unit);
+            if (taken[unit] == c.width || is_in_no_segment) return unit;
         }
         return -1;
     }
@@ -319,8 +321,10 @@ extern "C" int64_t kvpass_attend_decode(const Call* call) {
         if (c.offsets) {
             const int32_t* offsets = c.offsets + row * c.offset_stride + c.layer * c.kv_heads;
             if (offsets[0] < 0 || offsets[c.kv_heads] > c.pool_entries) return 4 * row + BAD_OFFSETS;
+            const int64_t longest = c.position ? c.width - c.slots : c.pool_entries;
             for (int64_t head = 0; head < c.kv_heads; head++)
-                if (offsets[head] > offsets[head + 1]) return 4 * row + BAD_OFFSETS;
+                if (offsets[head] > offsets[head + 1] || offsets[head + 1] - offsets[head] > longest)
+                    return 4 * row + BAD_OFFSETS;
         }
         if (!c.position && (c.tail_start[row] < 0 || c.tail_start[row] > c.used)) return 4 * row + BAD_START;
     }

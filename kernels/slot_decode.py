@@ -87,7 +87,7 @@ def _absorb_slots(  # type: ignore[no-untyped-def]
     return b_m, b_l, b_acc
 
 
-@triton.jit(do_not_specialize=["layer", "rows", "entries", "slots", "width", "pool_tiles"])
+@triton.jit(do_not_specialize=["stride_pb", "stride_ph", "layer", "rows", "entries", "slots", "width", "pool_tiles"])
 def _attend_slots(  # type: ignore[no-untyped-def]
     q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, position, weights, partial, partial_ml, stride_qb, stride_qh,
     stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, stride_ph, scale, softcap, layer, rows, entries, slots,

@@ -12,9 +12,9 @@ constexpr int32_t EMPTY = -1;
 
 // Rises with the score, and among equal scores falls with the position: the entry of the lowest key leaves first.
 inline int64_t key(float score, int32_t position) {
-    score += 0.0f;  // -0 equals 0
     int32_t bits;
     std::memcpy(&bits, &score, sizeof bits);
+    if (bits == INT32_MIN) bits = 0;  // -0 equals 0
     if (bits < 0) bits ^= 0x7fffffff;
     return int64_t(bits) * (int64_t(1) << 32) + (0x7fffffff - position);
 }

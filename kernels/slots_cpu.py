@@ -97,7 +97,8 @@ def attend_slots(
         q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, None, sinks, sizes, scale, softcap, line, line_sizes
     )
     if fault == Fault.OFFSETS:
-        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
+        most = f"by at most {width - slots}, the slots of a line before the tail's"
+        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}, {most}")
     if fault == Fault.NO_SLOT:
         raise ValueError(f"a KV head of row {row}, layer {layer} has no empty slot among {width}")
     return out, weights

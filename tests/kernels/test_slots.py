@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -251,14 +251,23 @@ def test_a_line_without_an_empty_slot(way: Callable[..., Any]) -> None:
     assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 
-@pytest.mark.parametrize("way", LOSERS.values(), ids=LOSERS)
+def test_a_segment_longer_than_its_part_of_a_line() -> None:
+    case = slots_case(LENGTHS)
+    before = case.tail_k.clone()
+    with pytest.raises(ValueError, match=r"rise within 0.*by at most 60"):
+        slots_cpu.attend_slots(**vars(replace(case, position=case.position[..., 10:].contiguous(), entered=None)))
+    assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("way", LOSERS)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32),
     width=st.sampled_from([1, 2, 7, 64, 300]),
     window=st.sampled_from([0, 1, 4, 500]),
     values=st.sampled_from([1, 3, 1000]),
 )
-def test_who_leaves(way: Callable[..., Tensor], seed: int, width: int, window: int, values: int) -> None:
+def test_who_leaves(way: str, seed: int, width: int, window: int, values: int) -> None:
     """Few different values make ties, which go to the lower position; scores may be negative, infinite or -0."""
     generator = torch.Generator().manual_seed(seed)
     line = (2, 3, width)
@@ -274,7 +283,7 @@ def test_who_leaves(way: Callable[..., Tensor], seed: int, width: int, window: i
     quota = torch.randint(0, width + 2, (2, 3), generator=generator)
     expected, found = [position.clone(), memory.clone()], [position.clone(), memory.clone()]
     keep = slots.evict_losers(worth, *expected, quota, window)
-    assert torch.equal(way(worth, *found, quota, window), keep)
+    assert torch.equal(LOSERS[way](worth, *found, quota, window), keep)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     assert torch.equal(keep, expected[0] >= 0)
 
@@ -295,7 +304,7 @@ def test_neighbours_in_storage_order(
     position[..., -1] = 1000
     position[1, 0, :-1] = ABSENT
     place = place.view(line).int() + (1 << 30)
-    for window in (0, 1, 40, 2000):
+    for window in (0, 40):
         how = (position, place, window, pool, kernel_size, group)
         expected = torch.zeros(line)
         for row, head in itertools.product(range(2), range(3)):
@@ -309,19 +318,18 @@ def test_neighbours_in_storage_order(
         torch.testing.assert_close(way(attention, *how), expected, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["cake", "h2o"])
-def test_decoding_by_triton_keeps_what_eager_decoding_keeps(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"tau1": 1.6, "tau2": 0.4} if policy == "cake" else {}
-    _, fast = compiled_once("llama", policy=policy, budget=16, window=6, backend="eager", **options)
+def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fast = compiled_once("llama", policy="cake", budget=16, window=6, backend="eager", tau1=1.6, tau2=0.4)
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21)])
     held = []
     for kernels in (evict.EAGER, device.SLOT_KERNELS):
         monkeypatch.setattr(evict, "EAGER", kernels)
         cache = fast(ids, attention_mask=mask).past_key_values
-        for token in random_ids(2, 12, seed=1).split(1, 1):
+        for token in random_ids(2, 4, seed=1).split(1, 1):
             fast(token, past_key_values=cache)
             held.append(cache.positions)
-    assert all(torch.equal(*pair) for pair in zip(held[:12], held[12:], strict=True))
+    assert all(torch.equal(*pair) for pair in zip(held[:4], held[4:], strict=True))
+    assert not torch.equal(held[0], held[3])
 
 
 @pytest.mark.parametrize("way", LOSERS.values(), ids=LOSERS)
