@@ -90,8 +90,11 @@ def test_opcheck_attend_evict(impl):
     pool_k, pool_v, offsets, tail_k, tail_v, _, _ = (
         tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for tensor in decode_state()
     )
-    table = torch.full((2, 2, 2, 2, 4 + tail_k.shape[3]), slots.EMPTY, dtype=torch.int32)
-    table[evict.SLOT_POSITION, ..., 4:9] = torch.arange(5)
+    lengths = offsets.diff(dim=1).view(2, 2, 2).transpose(0, 1)
+    longest = int(lengths.max())
+    table = torch.full((2, 2, 2, 2, longest + tail_k.shape[3]), slots.EMPTY, dtype=torch.int32)
+    table[..., :longest][:, torch.arange(longest) >= lengths[..., None]] = slots.ABSENT
+    table[evict.SLOT_POSITION, ..., longest : longest + 5] = torch.arange(5)
     memory = torch.zeros(2, 2, 2, 2, table.shape[-1])
     quota, position = torch.full((2, 2, 2), 3), torch.tensor([5, 5])
     policy = resolve("h2o", window=2).spec
