@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_heads, check_tensors
-from kvpass.kernels.prefill_attention import block_dim, logits_base2
+from kvpass.kernels.prefill_attention import FLOOR, LOG2E, block_dim, logits_base2
 
 APPEND_BLOCK = 16
 """New entries that are attended (in the decode kernel) and appended at a time."""
@@ -29,10 +29,13 @@ APPEND_BLOCK = 16
 def absorb_entries(  # type: ignore[no-untyped-def]
     b_q, b_m, b_l, b_acc, p_k, p_v, k_stride, v_stride, first, last, o_t, scale, softcap, D: tl.constexpr,
     DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    p_position=None, p_scores=None, m_r=None,
 ):  # fmt: skip
     """Attend rows first..last-1 of p_k and p_v, each query row only up to row o_t if causal; online softmax, base 2.
 
-    The first block has an entry that every query row sees (entry 0 if causal), so b_m is finite from then on.
+    The first block has an entry that every query row sees (entry 0 if causal), so b_m is finite from then on. Where
+    p_position is given, rows of a negative position hold no entry, and b_m must be finite before. Where p_scores is
+    given, a pointer for each query row, scores are stored there for the query rows m_r, -inf for rows without an entry.
     """
     o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BDV)
@@ -40,17 +43,24 @@ def absorb_entries(  # type: ignore[no-untyped-def]
         o_s = i_s + tl.arange(0, BLOCK_S)
         o_row = o_s.to(tl.int64)
         m_s = o_s < last
+        m_held = m_s
+        if p_position is not None:
+            m_held = tl.load(p_position + o_s, mask=m_s, other=-1) >= 0
         # [BD, BLOCK_S]
-        b_k = tl.load(p_k + o_row[None, :] * k_stride + o_d[:, None], mask=m_s[None, :] & (o_d < D)[:, None], other=0.0)
+        b_k = tl.load(
+            p_k + o_row[None, :] * k_stride + o_d[:, None], mask=m_held[None, :] & (o_d < D)[:, None], other=0.0
+        )
         # [BLOCK_S, BDV]
         b_v = tl.load(
-            p_v + o_row[:, None] * v_stride + o_e[None, :], mask=m_s[:, None] & (o_e < DV)[None, :], other=0.0
+            p_v + o_row[:, None] * v_stride + o_e[None, :], mask=m_held[:, None] & (o_e < DV)[None, :], other=0.0
         )
         b_s = logits_base2(tl.dot(b_q, b_k, input_precision="ieee"), scale, softcap)
-        m_visible = m_s[None, :]
+        m_visible = m_held[None, :]
         if IS_CAUSAL:
             m_visible = m_visible & (o_s[None, :] <= o_t[:, None])
         b_s = tl.where(m_visible, b_s, float("-inf"))
+        if p_scores is not None:
+            tl.store(p_scores[:, None] + o_s[None, :], b_s, mask=m_r[:, None] & m_s[None, :])
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_alpha = tl.exp2(b_m - b_m_new)
         b_p = tl.exp2(b_s - b_m_new[:, None])
@@ -58,6 +68,43 @@ def absorb_entries(  # type: ignore[no-untyped-def]
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision="ieee")
         b_m = b_m_new
     return b_m, b_l, b_acc
+
+
+@triton.jit
+def begin_merge(sinks, i_h, BDV: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Maximum, mass and output of a query head before any entry: of its sink, if there are sinks."""
+    if sinks is None:
+        b_m = tl.full([1], FLOOR, tl.float32)
+        b_l = tl.zeros([1], tl.float32)
+    else:
+        b_m = tl.zeros([1], tl.float32) + tl.load(sinks + i_h).to(tl.float32) * LOG2E
+        b_l = tl.full([1], 1.0, tl.float32)
+    return b_m, b_l, tl.zeros([BDV], tl.float32)
+
+
+@triton.jit
+def merge_partials(  # type: ignore[no-untyped-def]
+    b_m, b_l, b_acc, partial, partial_ml, num_partials, o_partial, m_p, DV: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """Add the partial results o_partial of one query row where m_p, by log-sum-exp.
+
+    ``partial`` holds num_partials outputs not divided by their mass, ``partial_ml`` their maxima, then their masses.
+    """
+    o_e = tl.arange(0, BDV)
+    # [BLOCK_P]
+    b_m_tile = tl.load(partial_ml + o_partial, mask=m_p, other=float("-inf"))
+    # [BLOCK_P]
+    b_l_tile = tl.load(partial_ml + num_partials + o_partial, mask=m_p, other=0.0)
+    # [BLOCK_P, BDV]
+    b_tile = tl.load(
+        partial + o_partial[:, None] * DV + o_e[None, :], mask=m_p[:, None] & (o_e < DV)[None, :], other=0.0
+    )
+    b_m_new = tl.maximum(b_m, tl.max(b_m_tile, 0))
+    b_alpha = tl.exp2(b_m - b_m_new)
+    b_w = tl.exp2(b_m_tile - b_m_new)
+    b_l = b_l * b_alpha + tl.sum(b_w * b_l_tile, 0)
+    b_acc = b_acc * b_alpha + tl.sum(b_w[:, None] * b_tile, 0)
+    return b_m_new, b_l, b_acc
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._inductor import exc
 from torch._inductor.codecache import CppCodeCache
 
-ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _ATTEND_CALL = struct.Struct("=40q2d")
 """17 pointers, 11 sizes, 9 strides, 3 of lines, scale and softcap: the fields of ``struct Call`` in decode_cpu.cpp."""
@@ -46,9 +46,9 @@ def attend_source(dtype: torch.dtype) -> str:
     Raises:
         ValueError: ``dtype`` has no kernel.
     """
-    if dtype not in ENTRY_TYPES:
+    if dtype not in _ENTRY_TYPES:
         raise ValueError(f"q has dtype {dtype}: CPU decode attention takes float32, bfloat16 or float16")
-    return source("decode_cpu.cpp", f"#define ENTRY {ENTRY_TYPES[dtype]}\n")
+    return source("decode_cpu.cpp", f"#define ENTRY {_ENTRY_TYPES[dtype]}\n")
 
 
 def build(text: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpass.kernels.checks import check_heads
 from kvpass.kernels.cpu_library import Fault, call_attend, check_lists
 
 _NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
@@ -66,8 +67,7 @@ def attend_decode(
         raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q has {heads} heads: must be a multiple of the {kv_heads} KV heads")
+    check_heads(heads, kv_heads)
     dtype = q.dtype
     # Lists, compared whole, because this runs once per layer and token.
     shapes = [x.shape for x in (k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start)]

@@ -13,9 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.kernels.cached_attention import absorb_entries, append_entries, check_call, shared_arguments
+from kvpass.kernels.cached_attention import (
+    absorb_entries,
+    append_entries,
+    begin_merge,
+    check_call,
+    merge_partials,
+    shared_arguments,
+)
 from kvpass.kernels.launch import KernelConfig, launch
-from kvpass.kernels.prefill_attention import FLOOR, LOG2E
 
 TAIL_TILE = 64
 """Tail slots of one program."""
@@ -156,32 +162,15 @@ def _merge_tiles(  # type: ignore[no-untyped-def]
     count = pool_tiles + tl.minimum(live_tail_tiles, tail_tiles)
 
     o_e = tl.arange(0, BDV)
-    if sinks is None:
-        b_m = tl.full([1], FLOOR, tl.float32)
-        b_l = tl.zeros([1], tl.float32)
-    else:
-        b_m = tl.zeros([1], tl.float32) + tl.load(sinks + i_h).to(tl.float32) * LOG2E
-        b_l = tl.full([1], 1.0, tl.float32)
-    b_acc = tl.zeros([BDV], tl.float32)
+    b_m, b_l, b_acc = begin_merge(sinks, i_h, BDV)
     for i_p in range(0, count, BLOCK_P):
         o_p = i_p + tl.arange(0, BLOCK_P)
         m_p = o_p < count
         o_tail = num_tiles + i_segment * tail_tiles + o_p - pool_tiles
         o_partial = tl.where(o_p < pool_tiles, first_tile + o_p, o_tail).to(tl.int64) * G * tokens + i_r
-        # [BLOCK_P]
-        b_m_tile = tl.load(partial_ml + o_partial, mask=m_p, other=float("-inf"))
-        # [BLOCK_P]
-        b_l_tile = tl.load(partial_ml + num_partials * G * tokens + o_partial, mask=m_p, other=0.0)
-        # [BLOCK_P, BDV]
-        b_tile = tl.load(
-            partial + o_partial[:, None] * DV + o_e[None, :], mask=m_p[:, None] & (o_e < DV)[None, :], other=0.0
+        b_m, b_l, b_acc = merge_partials(
+            b_m, b_l, b_acc, partial, partial_ml, num_partials * G * tokens, o_partial, m_p, DV, BDV
         )
-        b_m_new = tl.maximum(b_m, tl.max(b_m_tile, 0))
-        b_alpha = tl.exp2(b_m - b_m_new)
-        b_w = tl.exp2(b_m_tile - b_m_new)
-        b_l = b_l * b_alpha + tl.sum(b_w * b_l_tile, 0)
-        b_acc = b_acc * b_alpha + tl.sum(b_w[:, None] * b_tile, 0)
-        b_m = b_m_new
     b_out = b_acc / b_l
     tl.store(out + i_o.to(tl.int64) * DV + o_e, b_out.to(out.dtype.element_ty), mask=o_e < DV)
 

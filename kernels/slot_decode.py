@@ -18,14 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.kernels.cached_attention import (
+    APPEND_BLOCK,
+    absorb_entries,
+    append_entries,
+    begin_merge,
+    merge_partials,
+)
 from kvpass.kernels.checks import check_heads, check_tensors
 from kvpass.kernels.launch import KernelConfig, launch
-from kvpass.kernels.prefill_attention import FLOOR, LOG2E, block_dim, logits_base2
+from kvpass.kernels.prefill_attention import FLOOR, block_dim
+from kvpass.kernels.slot_line import first_empty
 
 TILE = 64
 """Slots of one program."""
-EMPTY = tl.constexpr(-1)
-"""Position of a slot that can be taken."""
 LAST = tl.constexpr(1 << 30)
 """Added to a new entry's position to make it the last in storage order."""
 
@@ -35,56 +41,6 @@ _CONFIGS = (
 )
 _CONFIGS_FP32 = (KernelConfig.of(8, 2, BLOCK_S=32, BLOCK_L=1024),)
 _FINISH_CONFIGS = (KernelConfig.of(4, 1, BLOCK_P=32, BLOCK_L=1024),)
-
-
-@triton.jit
-def _first_empty(p_position, width, BLOCK_L: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first slot of a line whose position is EMPTY; ``width`` where there is none."""
-    slot = width
-    for i_l in range(0, width, BLOCK_L):
-        o_l = i_l + tl.arange(0, BLOCK_L)
-        b_position = tl.load(p_position + o_l, mask=o_l < width, other=0)
-        slot = tl.minimum(slot, tl.min(tl.where(b_position == EMPTY, o_l, width), 0))
-    return slot
-
-
-@triton.jit
-def _absorb_slots(  # type: ignore[no-untyped-def]
-    b_q, b_m, b_l, b_acc, p_k, p_v, k_stride, v_stride, first, last, p_position, p_weights, m_r, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Attend rows first..last-1 of p_k and p_v where p_position is not negative (None: all); online softmax, base 2.
-
-    Scores go to p_weights ``[BLOCK_R]``, one pointer a query row, unless it is None; -inf where there is no entry.
-    """
-    o_d = tl.arange(0, BD)
-    o_e = tl.arange(0, BDV)
-    for i_s in range(first, last, BLOCK_S):
-        o_s = i_s + tl.arange(0, BLOCK_S)
-        o_row = o_s.to(tl.int64)
-        m_s = o_s < last
-        m_live = m_s
-        if p_position is not None:
-            m_live = tl.load(p_position + o_s, mask=m_s, other=-1) >= 0
-        # [BD, BLOCK_S]
-        b_k = tl.load(
-            p_k + o_row[None, :] * k_stride + o_d[:, None], mask=m_live[None, :] & (o_d < D)[:, None], other=0.0
-        )
-        # [BLOCK_S, BDV]
-        b_v = tl.load(
-            p_v + o_row[:, None] * v_stride + o_e[None, :], mask=m_live[:, None] & (o_e < DV)[None, :], other=0.0
-        )
-        b_s = logits_base2(tl.dot(b_q, b_k, input_precision="ieee"), scale, softcap)
-        b_s = tl.where(m_live[None, :], b_s, float("-inf"))
-        if p_weights is not None:
-            tl.store(p_weights[:, None] + o_s[None, :], b_s, mask=m_r[:, None] & m_s[None, :])
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_alpha = tl.exp2(b_m - b_m_new)
-        b_p = tl.exp2(b_s - b_m_new[:, None])
-        b_l = b_l * b_alpha + tl.sum(b_p, 1)
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision="ieee")
-        b_m = b_m_new
-    return b_m, b_l, b_acc
 
 
 @triton.jit(do_not_specialize=["stride_pb", "stride_ph", "layer", "rows", "entries", "slots", "width", "pool_tiles"])
@@ -107,7 +63,7 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     i_b = i_line // K
     i_h = i_line % K
     p_position = position + i_b.to(tl.int64) * stride_pb + i_h.to(tl.int64) * stride_ph
-    taken = _first_empty(p_position, width, BLOCK_L)
+    taken = first_empty(p_position, width, BLOCK_L)
 
     first = (i_p - pool_tiles) * TILE
     last = tl.minimum(first + TILE, slots)
@@ -136,27 +92,28 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     b_m = tl.full([BLOCK_R], FLOOR, tl.float32)
     b_l = tl.zeros([BLOCK_R], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
-    p_weights = None
-    p_weight = None
+    p_scores = None
+    p_score = None
     if weights is not None:
         p_line = weights + (i_line.to(tl.int64) * G + o_r) * width
-        p_weights = p_line + behind
-        p_weight = p_line + taken
-    b_m, b_l, b_acc = _absorb_slots(
-        b_q, b_m, b_l, b_acc, p_k, p_v, D, DV, first, last, p_position + behind, p_weights, m_r, scale, softcap, D, DV,
-        BD, BDV, BLOCK_S,
+        p_scores = p_line + behind
+        p_score = p_line + taken
+    b_m, b_l, b_acc = absorb_entries(
+        b_q, b_m, b_l, b_acc, p_k, p_v, D, DV, first, last, o_r, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
+        p_position + behind, p_scores, m_r,
     )  # fmt: skip
     at = taken - behind
-    is_mine = (at >= first) & (at < last)
+    mine = ((at >= first) & (at < last)).to(tl.int32)
     p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
     p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
-    b_m, b_l, b_acc = _absorb_slots(
-        b_q, b_m, b_l, b_acc, p_k_new, p_v_new, D, DV, 0, is_mine.to(tl.int32), None, p_weight, m_r, scale, softcap, D,
-        DV, BD, BDV, BLOCK_T,
+    b_m, b_l, b_acc = absorb_entries(
+        b_q, b_m, b_l, b_acc, p_k_new, p_v_new, D, DV, 0, mine, o_r, scale, softcap, D, DV, BD, BDV, BLOCK_T, False,
+        None, p_score, m_r,
     )  # fmt: skip
-    if is_mine & (i_r == 0):
-        tl.store(p_k + at.to(tl.int64) * D + o_d, tl.load(p_k_new + o_d, mask=o_d < D), mask=o_d < D)
-        tl.store(p_v + at.to(tl.int64) * DV + o_e, tl.load(p_v_new + o_e, mask=o_e < DV), mask=o_e < DV)
+    if i_r == 0:
+        p_k_at = p_k + at.to(tl.int64) * D
+        p_v_at = p_v + at.to(tl.int64) * DV
+        append_entries(p_k_new, p_v_new, D, DV, p_k_at, p_v_at, 0, mine, 1, D, DV, BD, BDV, BLOCK_T)
     o_partial = (i_line.to(tl.int64) * num_tiles + i_p) * G + o_r
     tl.store(partial_ml + o_partial, b_m, mask=m_r)
     tl.store(partial_ml + tl.num_programs(1).to(tl.int64) * num_tiles * G + o_partial, b_l, mask=m_r)
@@ -179,31 +136,12 @@ def _finish_slots(  # type: ignore[no-untyped-def]
     i_h = i_line % K
     num_partials = tl.num_programs(0).to(tl.int64) * num_tiles
     o_e = tl.arange(0, BDV)
-    if sinks is None:
-        b_m = tl.full([1], FLOOR, tl.float32)
-        b_l = tl.zeros([1], tl.float32)
-    else:
-        b_m = tl.zeros([1], tl.float32) + tl.load(sinks + i_o % (K * G)).to(tl.float32) * LOG2E
-        b_l = tl.full([1], 1.0, tl.float32)
-    b_acc = tl.zeros([BDV], tl.float32)
+    b_m, b_l, b_acc = begin_merge(sinks, i_o % (K * G), BDV)
     for i_p in range(0, num_tiles, BLOCK_P):
         o_p = i_p + tl.arange(0, BLOCK_P)
         m_p = o_p < num_tiles
         o_partial = (i_line.to(tl.int64) * num_tiles + o_p) * G + i_o % G
-        # [BLOCK_P]
-        b_m_tile = tl.load(partial_ml + o_partial, mask=m_p, other=FLOOR)
-        # [BLOCK_P]
-        b_l_tile = tl.load(partial_ml + num_partials + o_partial, mask=m_p, other=0.0)
-        # [BLOCK_P, BDV]
-        b_tile = tl.load(
-            partial + o_partial[:, None] * DV + o_e[None, :], mask=m_p[:, None] & (o_e < DV)[None, :], other=0.0
-        )
-        b_m_new = tl.maximum(b_m, tl.max(b_m_tile, 0))
-        b_alpha = tl.exp2(b_m - b_m_new)
-        b_w = tl.exp2(b_m_tile - b_m_new)
-        b_l = b_l * b_alpha + tl.sum(b_w * b_l_tile, 0)
-        b_acc = b_acc * b_alpha + tl.sum(b_w[:, None] * b_tile, 0)
-        b_m = b_m_new
+        b_m, b_l, b_acc = merge_partials(b_m, b_l, b_acc, partial, partial_ml, num_partials, o_partial, m_p, DV, BDV)
     b_out = b_acc / b_l
     tl.store(out + i_o.to(tl.int64) * DV + o_e, b_out.to(out.dtype.element_ty), mask=o_e < DV)
 
@@ -219,7 +157,7 @@ def _finish_slots(  # type: ignore[no-untyped-def]
             tl.store(p_weights + o_l, b_weight, mask=m_l)
         if i_o % G == 0:
             p_position = position + i_line.to(tl.int64) * width
-            taken = _first_empty(p_position, width, BLOCK_L)
+            taken = first_empty(p_position, width, BLOCK_L)
             if taken < width:
                 b_v = tl.load(
                     v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh + o_e, mask=o_e < DV, other=0.0
@@ -304,7 +242,7 @@ def attend_slots(
         "stride_qb": q.stride(0), "stride_qh": q.stride(1), "stride_kb": k.stride(0), "stride_kh": k.stride(1),
         "stride_pb": position.stride(0), "stride_ph": position.stride(1), "scale": scale, "softcap": softcap,
         "rows": rows, "entries": 0 if pool_k is None else pool_k.shape[1], "pool_tiles": pool_tiles, "D": key_dim,
-        "BD": block_dim(key_dim), "TILE": TILE, "BLOCK_R": block_rows, "BLOCK_T": 16,
+        "BD": block_dim(key_dim), "TILE": TILE, "BLOCK_R": block_rows, "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip
     grid = (num_tiles, lines, triton.cdiv(group, block_rows))
     configs = _CONFIGS_FP32 if q.dtype == torch.float32 else _CONFIGS
@@ -345,7 +283,7 @@ def _check(
         "tail_v": (tail_v, (layers, rows, kv_heads, slots, value_dim), q.dtype),
         "position": (position, line, torch.int32),
     }
-    least = most = slots
+    most = slots
     if pool_k is not None and pool_v is not None and offsets is not None:
         most = width
         expected["pool_k"] = (pool_k, (rows, pool_k.shape[1], key_dim), q.dtype)
@@ -364,5 +302,5 @@ def _check(
     if sinks is not None:
         expected["sinks"] = (sinks, (heads,), sinks.dtype)
     check_tensors(expected, q.device, strided=strided)
-    if not least <= width <= most:
+    if not slots <= width <= most:
         raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")

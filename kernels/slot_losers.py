@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kvpass.kernels.checks import check_tensors
 from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.slot_line import EMPTY, largest
 
-EMPTY = tl.constexpr(-1)
-"""Position of a slot that can be taken."""
 HIGHEST_KEY = tl.constexpr((1 << 63) - 1)
 
 _CONFIGS = (KernelConfig.of(4, 1, BLOCK_L=1024),)
@@ -40,11 +39,7 @@ def _evict_losers(  # type: ignore[no-untyped-def]
     i_line = tl.program_id(0).to(tl.int64)
     p_worth = worth + i_line * width
     p_position = position + i_line * width
-    newest = tl.full([], EMPTY, tl.int32)
-    for i_l in range(0, width, BLOCK_L):
-        o_l = i_l + tl.arange(0, BLOCK_L)
-        newest = tl.maximum(newest, tl.max(tl.load(p_position + o_l, mask=o_l < width, other=EMPTY), 0))
-    oldest_spared = newest - window + 1
+    oldest_spared = largest(p_position, width, BLOCK_L) - window + 1
     losers = -tl.load(quota + i_line)
     for i_l in range(0, width, BLOCK_L):
         b_keys, m_competes, b_position = _load_keys(

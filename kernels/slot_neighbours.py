@@ -14,26 +14,23 @@ from torch import Tensor
 
 from kvpass.kernels.checks import check_heads, check_tensors
 from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.slot_line import largest
 
 _CONFIGS = (KernelConfig.of(4, 1, BLOCK_S=64, BLOCK_L=128),)
 _POOL_CONFIGS = (KernelConfig.of(4, 1, BLOCK_S=128),)
-_NEWEST_BLOCK = 1024
+_LINE_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["width", "window"])
 def _rank_kernel(  # type: ignore[no-untyped-def]
-    attention, position, place, in_order, rank, width, window, G: tl.constexpr, NEWEST_BLOCK: tl.constexpr,
+    attention, position, place, in_order, rank, width, window, G: tl.constexpr, LINE_BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Ranks of some slots of one line by place, -1 for those that do not compete; their attention at their rank."""
     i_line = tl.program_id(0).to(tl.int64)
     p_position = position + i_line * width
     p_place = place + i_line * width
-    newest = tl.full([], -1, tl.int32)
-    for i_l in range(0, width, NEWEST_BLOCK):
-        o_l = i_l + tl.arange(0, NEWEST_BLOCK)
-        newest = tl.maximum(newest, tl.max(tl.load(p_position + o_l, mask=o_l < width, other=-1), 0))
-    oldest_spared = newest - window + 1
+    oldest_spared = largest(p_position, width, LINE_BLOCK) - window + 1
     o_s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     m_s = o_s < width
     b_position = tl.load(p_position + o_s, mask=m_s, other=-1)
@@ -57,14 +54,11 @@ def _rank_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["width"])
 def _pool_kernel(  # type: ignore[no-untyped-def]
     in_order, rank, worth, width, G: tl.constexpr, POOL: tl.constexpr, KERNEL: tl.constexpr, GROUP: tl.constexpr,
-    NEWEST_BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
+    LINE_BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Pooled attention of some slots of one line, from the attention of all in order."""
     i_line = tl.program_id(0).to(tl.int64)
-    last = tl.full([], -1, tl.int32)
-    for i_l in range(0, width, NEWEST_BLOCK):
-        o_l = i_l + tl.arange(0, NEWEST_BLOCK)
-        last = tl.maximum(last, tl.max(tl.load(rank + i_line * width + o_l, mask=o_l < width, other=-1), 0))
+    last = largest(rank + i_line * width, width, LINE_BLOCK)
     o_s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     m_s = o_s < width
     b_rank = tl.load(rank + i_line * width + o_s, mask=m_s, other=-1)
@@ -122,7 +116,7 @@ def pool_in_order(
     in_order = torch.empty_like(attention)
     rank = torch.empty_like(position)
     worth = torch.empty(line, dtype=torch.float32, device=position.device)
-    shared = {"in_order": in_order, "rank": rank, "width": width, "G": heads // kv_heads, "NEWEST_BLOCK": _NEWEST_BLOCK}
+    shared = {"in_order": in_order, "rank": rank, "width": width, "G": heads // kv_heads, "LINE_BLOCK": _LINE_BLOCK}
     tensors = {name: tensor for name, (tensor, _, _) in expected.items()}
 
     def grid(given: dict[str, int]) -> tuple[int, int]:

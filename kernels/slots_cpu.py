@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from kvpass.kernels.checks import check_heads
 from kvpass.kernels.cpu_library import Fault, build, call_attend, check_lists, source
 
 _NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
@@ -52,8 +53,7 @@ def attend_slots(
     width = position.shape[2]
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q has {heads} heads: must be a multiple of the {kv_heads} KV heads")
+    check_heads(heads, kv_heads)
     dtype = q.dtype
     given = [q, k, v, tail_k, tail_v, position]
     shapes: list[tuple[int, ...]] = [
@@ -149,8 +149,7 @@ def pool_in_order(
     given = [attention, position, place]
     check_lists(_ORDER_NAMES, "shape", [x.shape for x in given], [(rows, heads, width), line, line])
     check_lists(_ORDER_NAMES, "dtype", [x.dtype for x in given], [torch.float32, torch.int32, torch.int32])
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"attention has {heads} heads: must be a multiple of the {kv_heads} KV heads")
+    check_heads(heads, kv_heads)
     if not all([x.is_contiguous() and x.is_cpu for x in given]):
         raise ValueError("attention, position and place must be contiguous and on the CPU")
     worth = torch.empty(line, dtype=torch.float32)

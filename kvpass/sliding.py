@@ -38,7 +38,7 @@ def attend_ring(
     """
     h, t = q.shape[1:3]
     kv_heads, slots = k.shape[1], ring_k.shape[3]
-    held = seen - 1 - (seen - 1 - torch.arange(slots, device=q.device)) % slots
+    held = _columns_held(seen, slots)
     new = seen + torch.arange(t, device=q.device)
     columns = torch.cat([held, new])
     distance = new[:, None] - columns
@@ -75,11 +75,17 @@ def attend_ring_once(
         attend_slots: an implementation of :func:`kvpass.slots.attend_slots`.
     """
     slots = ring_k.shape[3]
-    held = seen - 1 - (seen - 1 - torch.arange(slots, device=q.device)) % slots
+    held = _columns_held(seen, slots)
     there = torch.where(held >= first[:, None], held, ABSENT).masked_fill(held == seen - slots, EMPTY)
     position = there.int()[:, None].expand(-1, k.shape[1], -1)
     held_nowhere = (None, None, None)
     return attend_slots(q, k, v, *held_nowhere, ring_k, ring_v, position, None, layer, scale, softcap, sinks)[0]
+
+
+def _columns_held(seen: Tensor, slots: int) -> Tensor:
+    """The column in each slot of a ring after ``seen`` columns, negative where there was none yet; int64 ``[R]``."""
+    newest = seen - 1
+    return newest - (newest - torch.arange(slots, device=seen.device)) % slots
 
 
 def keep_newest(ring_k: Tensor, ring_v: Tensor, k: Tensor, v: Tensor, columns: Tensor, layer: int) -> None:
