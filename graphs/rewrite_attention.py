@@ -18,7 +18,8 @@ or, under a policy that evicts while decoding::
     out = kvpass.attend_evict(q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, table, memory, ..., layer, policy)
 
 A site with a sliding window becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and extend, whatever the
-policy. ``layer`` of an operator counts the sites that share its pool or ring.
+policy; ``columns_held`` comes once before all that share a ring. ``layer`` of an operator counts the sites that share
+its pool or ring.
 """
 
 from __future__ import annotations
@@ -241,11 +242,16 @@ def _rewrite_cached(
 ) -> int:
     sites = find_sites(gm)
     places = _places(layout)
+    held: dict[str, Node] = {}
     for site in sites:
         place = places[site.layer]
         with gm.graph.inserting_before(site.node):
             if place.ring:
-                ring = (*place.of(state, "ring_k", "ring_v"), state["seen"], state["first"])
+                ring_k, ring_v = place.of(state, "ring_k", "ring_v")
+                if place.prefix not in held:
+                    columns = (state["seen"], state["first"], example_value(ring_k).shape[3])
+                    held[place.prefix] = gm.graph.call_function(torch.ops.kvpass.columns_held.default, columns)
+                ring = (ring_k, ring_v, held[place.prefix], state["seen"])
                 output = gm.graph.call_function(
                     torch.ops.kvpass.attend_ring.default,
                     (site.q, site.k, site.v, *ring, site.scale, place.layer, impl, site.softcap, site.sinks),

@@ -16,6 +16,7 @@ operator               what it does
 ``attend_evict``       append and attend for policies that evict while decoding: the loser's slot is reused
 ``observe_held``       what a policy sees of pool + tail after a turn was appended: scores, attention mass, layer weight
 ``fill_ring``          a site with a sliding window over a left-padded prompt, whose newest columns go into the ring
+``columns_held``       which columns the slots of a ring hold, once a step for all layers of the ring
 ``attend_ring``        attend ring + new tokens inside the sliding window, put the new tokens into the ring
 =====================  ==============================================================================================
 """
@@ -150,19 +151,20 @@ def _attend_ring(
     v: Tensor,
     ring_k: Tensor,
     ring_v: Tensor,
+    held: Tensor,
     seen: Tensor,
-    first: Tensor,
     scale: float,
     layer: int,
     impl: str,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    arguments = (q, k, v, ring_k, ring_v, seen, first, scale, layer, softcap, sinks)
     kernels = _slot_kernels(q, impl) if q.shape[2] == 1 else None
     if kernels is None:
-        return sliding.attend_ring(*arguments)
-    return sliding.attend_ring_once(*arguments, attend_slots=kernels.attend_slots)
+        return sliding.attend_ring(q, k, v, ring_k, ring_v, held, seen, scale, layer, softcap, sinks)
+    return sliding.attend_ring_once(
+        q, k, v, ring_k, ring_v, held, scale, layer, softcap, sinks, attend_slots=kernels.attend_slots
+    )
 
 
 @functools.cache
@@ -275,7 +277,12 @@ _define(
     _fake_output,
 )
 _define(
-    "attend_ring(Tensor q, Tensor k, Tensor v, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor seen, Tensor first, "
+    "columns_held(Tensor seen, Tensor first, int slots) -> Tensor",
+    sliding.columns_held,
+    lambda seen, first, slots: first.new_empty(first.shape[0], slots, dtype=torch.int32),
+)
+_define(
+    "attend_ring(Tensor q, Tensor k, Tensor v, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor held, Tensor seen, "
     "float scale, int layer, str impl, float? softcap=None, Tensor? sinks=None) -> Tensor",
     _attend_ring,
     _fake_output,

@@ -15,14 +15,29 @@ from kvpass.observation import attention_weights
 from kvpass.slots import ABSENT, EMPTY
 
 
+def columns_held(seen: Tensor, first: Tensor, slots: int) -> Tensor:
+    """The column in each slot of a ring after ``seen`` columns; the same for all its layers.
+
+    Args:
+        seen: int64 ``[]``. first: first real column of each row, int64 ``[B]``.
+    Returns:
+        int32 ``[B, R]``; EMPTY in the slot whose column has left the window of the next token, ABSENT where a row has
+        no column yet.
+    """
+    newest = seen - 1
+    column = newest - (newest - torch.arange(slots, device=seen.device)) % slots
+    there = torch.where(column >= first[:, None], column, ABSENT)
+    return there.masked_fill(column == seen - slots, EMPTY).int()
+
+
 def attend_ring(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     ring_k: Tensor,
     ring_v: Tensor,
+    held: Tensor,
     seen: Tensor,
-    first: Tensor,
     scale: float,
     layer: int,
     softcap: float | None = None,
@@ -31,18 +46,17 @@ def attend_ring(
     """Attend ring and new tokens inside the sliding window, then put the new tokens into the ring.
 
     Args:
-        q: ``[B, H, T, D]``. k: ``[B, K, T, D]``. v: ``[B, K, T, Dv]``. seen: columns before the new ones, int64 ``[]``.
-        first: first real column of each row, int64 ``[B]``. layer: index in the ring.
+        q: ``[B, H, T, D]``. k: ``[B, K, T, D]``. v: ``[B, K, T, Dv]``. held: from :func:`columns_held`. seen: columns
+            before the new ones, int64 ``[]``. layer: index in the ring.
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q; softmax in fp32. No value is read on the host.
     """
-    h, t = q.shape[1:3]
+    b, h, t = q.shape[:3]
     kv_heads, slots = k.shape[1], ring_k.shape[3]
-    held = _columns_held(seen, slots)
     new = seen + torch.arange(t, device=q.device)
-    columns = torch.cat([held, new])
+    columns = torch.cat([held.long(), new.expand(b, -1)], 1)[:, None]
     distance = new[:, None] - columns
-    hidden = (distance < 0) | (distance >= slots) | (columns < first[:, None])[:, None]
+    hidden = (distance < 0) | (distance >= slots) | (columns < 0)
     query = q.float().unflatten(1, (kv_heads, h // kv_heads))
     keys = torch.cat([ring_k[layer], k], 2).float()
     values = torch.cat([ring_v[layer], v], 2).float()
@@ -60,8 +74,7 @@ def attend_ring_once(
     v: Tensor,
     ring_k: Tensor,
     ring_v: Tensor,
-    seen: Tensor,
-    first: Tensor,
+    held: Tensor,
     scale: float,
     layer: int,
     softcap: float | None = None,
@@ -74,18 +87,9 @@ def attend_ring_once(
     Args:
         attend_slots: an implementation of :func:`kvpass.slots.attend_slots`.
     """
-    slots = ring_k.shape[3]
-    held = _columns_held(seen, slots)
-    there = torch.where(held >= first[:, None], held, ABSENT).masked_fill(held == seen - slots, EMPTY)
-    position = there.int()[:, None].expand(-1, k.shape[1], -1)
-    held_nowhere = (None, None, None)
-    return attend_slots(q, k, v, *held_nowhere, ring_k, ring_v, position, None, layer, scale, softcap, sinks)[0]
-
-
-def _columns_held(seen: Tensor, slots: int) -> Tensor:
-    """The column in each slot of a ring after ``seen`` columns, negative where there was none yet; int64 ``[R]``."""
-    newest = seen - 1
-    return newest - (newest - torch.arange(slots, device=seen.device)) % slots
+    position = held[:, None].expand(-1, k.shape[1], -1)
+    no_pool = (None, None, None)
+    return attend_slots(q, k, v, *no_pool, ring_k, ring_v, position, None, layer, scale, softcap, sinks)[0]
 
 
 def keep_newest(ring_k: Tensor, ring_v: Tensor, k: Tensor, v: Tensor, columns: Tensor, layer: int) -> None:

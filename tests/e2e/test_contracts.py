@@ -264,6 +264,14 @@ def test_contract_7_the_report_states_sliding_layers_apart():
     assert int(cache.lengths.sum()) == 2 * 2 * 20
 
 
+def test_layers_of_a_ring_share_the_table_of_its_columns():
+    _, fast = compiled("mistral_sliding", budget=20)
+    greedy(fast, random_ids(1, PROMPT))
+    rewrite = fast.report().to_dict()["compiled"][1]["passes"][-1]
+    assert "kvpass.attend_ring.default: 0 -> 3 (+3)" in rewrite["op_diff"]
+    assert "kvpass.columns_held.default: 0 -> 1 (+1)" in rewrite["op_diff"]
+
+
 def test_contract_9_the_reported_mass_is_the_attention_of_the_window_on_what_was_kept():
     model, fast = compiled(budget=16)
     ids = random_ids(1, PROMPT, seed=3)

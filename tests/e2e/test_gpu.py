@@ -187,12 +187,15 @@ def test_a_ring_is_filled_and_attended(dtype, softcap, with_sinks, slots, tokens
     twins = [exact(ring) for ring in rings]
     prompt = [*site(dtype), STARTS]
     fill, attend = torch.ops.kvpass.fill_ring.default, torch.ops.kvpass.attend_ring.default
+    columns_held = torch.ops.kvpass.columns_held.default
     expected = fill(*map(exact, prompt), *twins, 0.2, 0, *map(exact, options))
     check("prompt", fill(*prompt, *rings, 0.2, 0, *options), expected, ERROR[dtype])
     seen, first = torch.tensor(TOKENS, device=PLACE), STARTS.to(PLACE)
     new = site(dtype, tokens=tokens, seed=5)
-    expected = attend(*map(exact, new), *twins, seen.cpu(), first.cpu(), 0.2, 0, "reference", *map(exact, options))
-    check("new", attend(*new, *rings, seen, first, 0.2, 0, "native", *options), expected, ERROR[dtype])
+    held = columns_held(seen, first, slots)
+    assert torch.equal(held.cpu(), columns_held(seen.cpu(), first.cpu(), slots))
+    expected = attend(*map(exact, new), *twins, held.cpu(), seen.cpu(), 0.2, 0, "reference", *map(exact, options))
+    check("new", attend(*new, *rings, held, seen, 0.2, 0, "native", *options), expected, ERROR[dtype])
     assert all(torch.equal(exact(ring), twin) for ring, twin in zip(rings, twins, strict=True))
 
 

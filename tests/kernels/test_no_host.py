@@ -145,11 +145,12 @@ def test_a_step_on_a_ring(
 ) -> None:
     ring = [on_device(LAYERS, ROWS, KV_HEADS, columns, DIM, dtype=torch.bfloat16) for _ in range(2)]
     seen, first = on_device(dtype=torch.int64), on_device(ROWS, dtype=torch.int64)
-    q, k, v = site(tokens, torch.bfloat16)
-    arguments = (q, k, v, *ring, seen, first, 0.3, 1, softcap, sinks)
-    outs = [sliding.attend_ring(*arguments)]
+    held = sliding.columns_held(seen, first, columns)
+    check("columns", held, (ROWS, columns), torch.int32)
+    given, options = (*site(tokens, torch.bfloat16), *ring, held), (0.3, 1, softcap, sinks)
+    outs = [sliding.attend_ring(*given, seen, *options)]
     if tokens == 1:
-        outs.append(sliding.attend_ring_once(*arguments, attend_slots=device.attend_slots))
+        outs.append(sliding.attend_ring_once(*given, *options, attend_slots=device.attend_slots))
         assert launched == ["_attend_slots", "_finish_slots"]
     for out in outs:
         check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)

@@ -115,8 +115,10 @@ def test_opcheck_the_ring_operators():
     rings = [torch.zeros(2, 2, 2, 7, 8) for _ in range(2)]
     torch.library.opcheck(OPS.fill_ring.default, (*qkv(), torch.tensor([0, 3]), *rings, SCALE, 1))
     seen, first = torch.tensor(40), torch.tensor([0, 3])
+    torch.library.opcheck(OPS.columns_held.default, (seen, first, 7))
+    held = OPS.columns_held.default(seen, first, 7)
     for tokens, impl in ((3, "reference"), (3, "native"), (1, "native")):
-        torch.library.opcheck(OPS.attend_ring.default, (*qkv(n=tokens), *rings, seen, first, SCALE, 1, impl))
+        torch.library.opcheck(OPS.attend_ring.default, (*qkv(n=tokens), *rings, held, seen, SCALE, 1, impl))
 
 
 @pytest.mark.parametrize("impl", ["reference", "native"])
@@ -133,7 +135,8 @@ def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, op
     for part in parts[1:]:
         new = (x[:, :, part] for x in (q, k, v))
         seen = torch.tensor(part.start)
-        outs.append(OPS.attend_ring.default(*new, *rings, seen, start, SCALE, 1, impl, **options))
+        held = OPS.columns_held.default(seen, start, window)
+        outs.append(OPS.attend_ring.default(*new, *rings, held, seen, SCALE, 1, impl, **options))
     out = torch.cat(outs, 2)
     for row, first in enumerate(start.tolist()):
         assert not out[row, :, :first].any()
