@@ -102,6 +102,7 @@ def _attend_slots(  # type: ignore[no-untyped-def]
         b_q, b_m, b_l, b_acc, p_k, p_v, D, DV, first, last, o_r, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
         p_position + behind, p_scores, m_r,
     )  # fmt: skip
+    tl.debug_barrier()  # the score of the slot that is taken is stored twice, the new entry's last
     at = taken - behind
     mine = ((at >= first) & (at < last)).to(tl.int32)
     p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh

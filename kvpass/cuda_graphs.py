@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MAX_GRAPHS = 8
 """Captured graphs kept per compiled phase; the one not replayed for longest goes first."""
 MAX_SEEN = 64
-"""Keys remembered per compiled phase that ran once and are captured when they come again."""
+"""Keys remembered per compiled phase that ran once to the end and are captured when they come again."""
 
 _LOCK = threading.Lock()
 
@@ -68,6 +68,9 @@ class CudaRecorder:
             ):
                 function()
         except RuntimeError as error:
+            for cause in (error, error.__context__):  # ending a capture that broke off may raise in its turn
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
             raise CaptureError(
                 f"a decode step cannot be captured as a CUDA graph ({error}); compile with cuda_graphs=False"
             ) from error
@@ -105,8 +108,10 @@ class GraphedStep:
                 del self._seen[key]
                 log.info("captured a CUDA graph: %d in use", len(self._captured))
                 return capture(inputs)
+        outputs = self._step(*inputs, *state)
+        with _LOCK:
             _remember(self._seen, key, None, MAX_SEEN)
-        return self._step(*inputs, *state)
+        return outputs
 
 
 def _remember(known: OrderedDict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any, most: int) -> None:
@@ -149,7 +154,9 @@ def _distinct(tensor: Tensor) -> Tensor:
 
 def _own(tensor: Tensor) -> Tensor:
     """A copy of the same strides, expanded where the tensor is."""
-    return _distinct(tensor).clone().expand(tensor.shape)
+    distinct = _distinct(tensor)
+    own = torch.empty_strided(distinct.shape, distinct.stride(), dtype=tensor.dtype, device=tensor.device)
+    return own.copy_(distinct).expand(tensor.shape)
 
 
 def _key(inputs: Sequence[Any], copied: Sequence[bool], state: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -118,7 +118,7 @@ def first_slots(
     present = line < lengths[..., None]
     row = (offsets[:, :-1, None] + line).clamp(max=pool_v.shape[1] - 1).long()
     flat = row.flatten(1)
-    norm = pool_v.float().abs().sum(-1)
+    norm = _l1_norm(pool_v)
     for plane, source in enumerate(slots):
         found = source.gather(1, flat).view(present.shape)
         table[plane, :, :, :pool_slots] = torch.where(present, found, ABSENT)
@@ -130,7 +130,12 @@ def first_slots(
     table[SLOT_POSITION, :, :, tail] = torch.where(real, newest, EMPTY)[:, None].int()
     table[SLOT_PLACE, :, :, tail] = (newest + columns)[:, None].int()
     memory[SLOT_MEMORY, :, :, tail] = window_traces[..., :window].flatten(1, 2) * real[:, None]
-    tail_norm = tail_v[:, :, :, :window].float().abs().sum(-1).transpose(0, 1).flatten(1, 2)
+    tail_norm = _l1_norm(tail_v[:, :, :, :window]).transpose(0, 1).flatten(1, 2)
     memory[SLOT_NORM, :, :, tail] = torch.where(real[:, None], tail_norm, 0.0)
     shape = (2, b, layers, kv_heads, total)
     return tuple(t.view(shape).transpose(1, 2).contiguous() for t in (table, memory))  # type: ignore[return-value]
+
+
+def _l1_norm(values: Tensor) -> Tensor:
+    """Of each row, fp32; makes no copy of the rows in fp32."""
+    return torch.linalg.vector_norm(values, 1, dim=-1, dtype=torch.float32)

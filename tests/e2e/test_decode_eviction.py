@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
-from kvpass import evict, reference
+from kvpass import evict, reference, store
 from kvpass.kernels.slots_cpu import attend_slots, evict_losers, pool_in_order
 from kvpass.masked_oracle import kept_columns
 from kvpass.plan import plan
@@ -159,3 +160,26 @@ def test_an_evicting_cache_can_be_cloned_reordered_and_reset():
     cache.reset()
     fast(ids, past_key_values=cache)
     assert_close("refilled", fast(token, past_key_values=cache).logits, expected, atol=0)
+
+
+def test_the_first_slot_table_is_made_without_another_pool(monkeypatch):
+    """Whatever is made on the way, nothing has as many elements as the pool's values."""
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            made.append(result)
+            return result
+
+    original = store.first_slots
+
+    def watched(*args):
+        with Watch():
+            return original(*args)
+
+    monkeypatch.setattr(store, "first_slots", watched)
+    cache = compiled(policy="h2o", window=6, budget=3 * BUDGET)(random_ids(1, 64)).past_key_values
+    pool_v = cache.stores[0].pool_v
+    results = [result for result in made if isinstance(result, torch.Tensor) and result.is_floating_point()]
+    assert 0 < max(result.numel() for result in results if result.data_ptr() != pool_v.data_ptr()) < pool_v.numel()

@@ -115,8 +115,13 @@ def test_caches_that_take_turns_do_not_drop_each_others_captures(monkeypatch):
     assert recorder.recorded == 1, "caches that were seen once dropped the one in use"
 
 
-def test_an_expanded_input_stays_expanded():
-    """Compiled code is made for its strides."""
+@pytest.mark.parametrize(
+    "view",
+    [lambda ids: ids[:1].expand(3, -1), lambda ids: ids[:, 1:3], lambda ids: ids.T],
+    ids=["expanded", "cut", "transposed"],
+)
+def test_an_input_keeps_its_strides(view):
+    """Compiled code is made for them."""
     strides = []
 
     def double(ids, state):
@@ -126,9 +131,25 @@ def test_an_expanded_input_stays_expanded():
     step = GraphedStep(double, Recorder(), held=[])
     state = torch.zeros(())
     for value in range(4):
-        ids = torch.tensor([[1.0, value]]).expand(3, -1)
+        ids = view(torch.arange(15.0).view(3, 5) + value)
         assert torch.equal(step((ids,), [state])[0], ids * 2)
-    assert set(strides) == {(0, 1)}
+    assert set(strides) == {ids.stride()}
+
+
+def test_a_first_call_that_fails_does_not_count_as_warming_up():
+    """What the first launch measures and loads cannot be captured."""
+    recorder, failures = Recorder(), [torch.OutOfMemoryError("no memory")]
+
+    def negate(ids, state):
+        if failures:
+            raise failures.pop()
+        return [-ids]
+
+    step, ids, state = GraphedStep(negate, recorder, held=[]), torch.ones(2), torch.zeros(())
+    with pytest.raises(torch.OutOfMemoryError):
+        step((ids,), [state])
+    for recorded in (0, 1, 1):
+        assert torch.equal(step((ids,), [state])[0], -ids) and recorder.recorded == recorded
 
 
 def test_threads_take_their_own_answers_away():
@@ -221,6 +242,22 @@ def test_a_step_is_recorded_on_the_device_it_runs_on(monkeypatch):
         recorders[index](lambda: launched.append(devices.current.device.index))
     assert launched == devices.recorded == [1, 0, 1]
     assert len(devices.streams) == 2, "one stream a device"
+    assert devices.current is devices.home
+
+
+@pytest.mark.parametrize("ending_fails", [False, True])
+def test_no_memory_for_a_capture_is_said_as_such(monkeypatch, ending_fails):
+    devices = Devices(monkeypatch)
+
+    def allocate():
+        try:
+            raise torch.OutOfMemoryError("no memory")
+        finally:
+            if ending_fails:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        CudaRecorder(torch.device("cuda", 1))(allocate)
     assert devices.current is devices.home
 
 
