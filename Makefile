@@ -33,12 +33,12 @@ test-torch-2.11: $(READY) ## the same on the oldest torch, with its CUDA librari
 	@scripts/test-versions $(VENV) "torch==2.11.0 triton==3.6.0 transformers==5.17.0 numpy<2.4"
 
 # A machine with a GPU may have no way to install anything: a PYTHON that has all it takes is used as it is.
-gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minutes; goes on where it stopped
+gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minutes; goes on where it stopped; ARGS="--only tests"
 	@if nvidia-smi -L >/dev/null 2>&1 && $(PYTHON) -c 'import torch, triton, transformers, rich, typer, matplotlib'; then \
 	    mkdir -p $(VENV)/link && ln -sfn "$(CURDIR)/kvpass" $(VENV)/link/kvpass && \
-	    PYTHONPATH="$(CURDIR)/$(VENV)/link" $(PYTHON) -m kvpass.eval.gpu_check; \
+	    PYTHONPATH="$(CURDIR)/$(VENV)/link" $(PYTHON) -m kvpass.eval.gpu_check $(ARGS); \
 	else \
-	    $(MAKE) --no-print-directory $(READY) && $(BIN)/python -m kvpass.eval.gpu_check; \
+	    $(MAKE) --no-print-directory $(READY) && $(BIN)/python -m kvpass.eval.gpu_check $(ARGS); \
 	fi
 
 clean: ## remove the virtual environment and every cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -166,9 +167,10 @@ class Bench:
                 try:
                     measurement.failure = run_in_memory(function)
                 except Exception as error:  # raised when the others are measured
+                    _forget_locals(error)
                     self._errors.append((measurement.system.name, error))
                     measurement.failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                gc.collect()  # its cache; the allocator keeps the memory, so that no timed run waits for more
+                gc.collect()  # its cache; the allocator keeps the memory, unless a CUDA graph was captured
                 if measurement.failure is not None:
                     self.memory.release()
             progress.advance(task)
@@ -360,6 +362,14 @@ class Bench:
             "complete": False,
             "runs": runs,
         }
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Let go of what the frames of an error hold, such as a cache; where it came from can still be told."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
 
 
 def _scoring(measurement: Measurement) -> dict[str, float] | None:

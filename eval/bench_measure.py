@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from kvpass.cuda_graphs import CaptureError
-
 KVPASS_OPERATORS = {"kvpass::observe_attention", "kvpass::cascade_step", "kvpass::pack"}
 """All that compression adds to a prefill, and the attention of the prompt."""
 ATTENTION_OPERATORS = {"aten::scaled_dot_product_attention", "aten::_flash_attention_forward"}
@@ -23,7 +21,7 @@ ATTENTION_KERNEL = "_prefill_kernel"
 """The Triton kernel that attends where FlashAttention does not take the site."""
 
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
-_COPIES = {"cpu": 5, "cuda": 20}
+_WARM_UP_SECONDS = 0.2
 _CHUNKS = 64
 
 
@@ -43,11 +41,31 @@ class Clock:
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """Seconds between neighbouring marks, once the device has passed them all."""
+        self.wait()
         pairs = list(itertools.pairwise(marks))
         if not self.is_cuda:
             return [last - first for first, last in pairs]
-        torch.cuda.synchronize()
         return [first.elapsed_time(last) / 1e3 for first, last in pairs]
+
+    def wait(self) -> None:
+        """Until the device has done all that was launched."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+
+def median_seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Of one ``run``, which is repeated for a while, because clocks rise under load, and then timed as often again."""
+    clock = Clock(device)
+    begun, count = time.perf_counter(), 0
+    while count == 0 or time.perf_counter() - begun < _WARM_UP_SECONDS:
+        run()
+        clock.wait()
+        count += 1
+    marks = [clock.mark()]
+    for _ in range(count):
+        run()
+        marks.append(clock.mark())
+    return statistics.median(clock.seconds(marks))
 
 
 class Memory:
@@ -84,10 +102,6 @@ def run_in_memory(function: Callable[[], Any]) -> str | None:
         function()
     except torch.OutOfMemoryError as error:
         return str(error).splitlines()[0]
-    except CaptureError as error:
-        if not isinstance(error.__cause__, torch.OutOfMemoryError):
-            raise
-        return str(error.__cause__).splitlines()[0]
     return None
 
 
@@ -96,14 +110,7 @@ def copy_bandwidth(device: torch.device) -> float:
     size = _COPY_BYTES[device.type]
     source = torch.randint(256, (size // 16,), dtype=torch.uint8, device=device).repeat(16)
     target = torch.empty_like(source)
-    clock = Clock(device)
-    for _ in range(3):
-        target.copy_(source)
-    marks = [clock.mark()]
-    for _ in range(_COPIES[device.type]):
-        target.copy_(source)
-        marks.append(clock.mark())
-    return 2 * size / statistics.median(clock.seconds(marks))
+    return 2 * size / median_seconds(lambda: target.copy_(source), device)
 
 
 @dataclass(frozen=True)

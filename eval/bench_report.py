@@ -138,7 +138,7 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """Milliseconds per token and cache memory against context, a picture a batch, a line a system.
 
     Args:
-        results: of one model and device; a later one wins over an earlier with the same context and batch.
+        results: of one model and device; of a system with the same context and batch, a later one wins over an earlier.
 
     Returns:
         the pictures written, ``<what>-batch<rows>.png``.
@@ -146,21 +146,22 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
     from matplotlib.ticker import StrMethodFormatter
 
-    runs = {(run["context"], run["batch"]): run for result in results for run in result["runs"]}
+    runs: dict[tuple[int, int], dict[str, Record]] = {}
+    for run in (run for result in results for run in result["runs"]):
+        records = {record["name"]: record for record in run["systems"]}
+        runs.setdefault((run["batch"], run["context"]), {}).update(records)
     written = []
-    for batch in sorted({batch for _, batch in runs}):
-        chosen = [runs[key] for key in sorted(runs) if key[1] == batch]
-        names = list(dict.fromkeys(record["name"] for run in chosen for record in run["systems"]))
-        contexts = [run["context"] for run in chosen]
+    for batch in sorted({batch for batch, _ in runs}):
+        chosen = {context: runs[of, context] for of, context in sorted(runs) if of == batch}
+        names = list(dict.fromkeys(name for records in chosen.values() for name in records))
         for what, (label, value) in PICTURES.items():
             figure = Figure(figsize=(7, 4.5), layout="constrained")
             axes = figure.subplots()
             for index, name in enumerate(names):
                 points = [
-                    (run["context"], value(record))
-                    for run in chosen
-                    for record in run["systems"]
-                    if record["name"] == name and not record["failure"]
+                    (context, value(records[name]))
+                    for context, records in chosen.items()
+                    if name in records and not records[name]["failure"]
                 ]
                 if points:
                     axes.plot(*zip(*points, strict=True), marker=_MARKERS[index % len(_MARKERS)], label=name)
@@ -168,7 +169,7 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
-            axes.set_xticks(contexts, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in contexts])
+            axes.set_xticks(list(chosen), [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in chosen])
             axes.set_xlabel("prompt, tokens")
             axes.set_ylabel(label)
             axes.set_title(f"{results[0]['model']['name']}, {results[0]['model']['dtype']}, batch {batch}")

@@ -11,7 +11,6 @@ import argparse
 import importlib
 import inspect
 import json
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from torch import Tensor
 from kvpass import reference
 from kvpass.config import Geometry, LayerGroup
 from kvpass.device import index_pool
-from kvpass.eval.bench_measure import Clock, copy_bandwidth, run_in_memory, scoring_time
+from kvpass.eval.bench_measure import copy_bandwidth, median_seconds, run_in_memory, scoring_time
 from kvpass.eval.environment import machine, versions
 from kvpass.policies import resolve
 from kvpass.store import Store
@@ -38,7 +37,6 @@ PROMPTS = (8192, 32768, 131072)
 PREFILL_LAYERS = 4
 """Whose prompt fits beside everything else; figures are per layer."""
 POLICIES: dict[str, dict[str, float]] = {"lava": {}, "cake": {"tau1": 1.6, "tau2": 0.4}}
-REPLAYS = 30
 WORST_ERROR = 1e-2
 """Norm of the difference from the fp32 reference over the norm of the reference; bf16 gives a few 1e-3."""
 
@@ -127,7 +125,7 @@ class DecodeCase:
 
 
 def time_decode(shape: Shape, lengths: Tensor, bandwidth: float, check: bool) -> dict[str, float]:
-    """One token through all layers, as a CUDA graph.
+    """One token through all layers, as a CUDA graph; a batch of one leaves part of its bytes in the device's own cache.
 
     Raises:
         RuntimeError: asked to check, and the kernel does not give what the reference gives.
@@ -192,14 +190,7 @@ def time_graph(function: Callable[[], Any]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = function()  # the memory of its results stays the graph's
-    clock = Clock(torch.device("cuda"))
-    for _ in range(3):
-        graph.replay()
-    marks = [clock.mark()]
-    for _ in range(REPLAYS):
-        graph.replay()
-        marks.append(clock.mark())
-    seconds = statistics.median(clock.seconds(marks))
+    seconds = median_seconds(graph.replay, torch.device("cuda"))
     del kept
     return seconds
 
@@ -258,13 +249,7 @@ def prompt_figures(shape: Shape, prompts: Sequence[int] = PROMPTS) -> list[dict[
         for policy in POLICIES:
             compress, attend = prompt_run(shape, tokens, policy)
             compress()
-            attend()
-            clock = Clock(shape.device)
-            marks = [clock.mark()]
-            for _ in range(5):
-                attend()
-                marks.append(clock.mark())
-            attention = statistics.median(clock.seconds(marks))
+            attention = median_seconds(attend, shape.device)
             found = scoring_time(compress, shape.device)
             record: dict[str, Any] = {
                 "prompt": tokens,

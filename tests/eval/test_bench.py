@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from kvpass.cuda_graphs import CaptureError
 from kvpass.eval import bench, bench_measure, bench_report
 from kvpass.eval.bench import Bench, BenchSettings
-from kvpass.eval.bench_measure import largest_batch, run_in_memory, scoring_time
+from kvpass.eval.bench_measure import largest_batch, scoring_time
 from kvpass.eval.bound import least_step_seconds, weight_bytes
 from kvpass.eval.models import build, find_model
 from kvpass.eval.policy_spec import parse_policies
@@ -24,6 +25,7 @@ from kvpass.policies import resolve
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch):
     monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
+    monkeypatch.setattr(bench_measure, "_WARM_UP_SECONDS", 0.01)
 
 
 def settings(model, **changes):
@@ -97,14 +99,37 @@ def test_any_other_failure_is_raised_when_the_others_are_measured(micro, monkeyp
     assert others and all(record["decode_ms"]["median"] > 0 for record in others)
 
 
-def test_out_of_memory_while_a_graph_is_captured_is_out_of_memory():
-    def capture(cause):
-        raise CaptureError("a decode step cannot be captured") from cause
+def test_a_system_that_failed_keeps_no_cache_while_others_run(micro, monkeypatch):
+    caches = []
 
-    assert run_in_memory(lambda: capture(torch.OutOfMemoryError("full"))) == "full"
-    with pytest.raises(CaptureError):
-        run_in_memory(lambda: capture(RuntimeError("other")))
-    assert run_in_memory(lambda: None) is None
+    def broken(self, token, position, cache):
+        caches.append(weakref.ref(cache))
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(bench.HfEager, "step", broken)
+    held = []
+    with pytest.raises(RuntimeError, match="hf-eager: RuntimeError: no"):
+        Bench(settings(micro)).run(quiet(), lambda result: held.append([cache() for cache in caches]))
+    assert held and all(cache is None for at_once in held for cache in at_once) and len(held[-1]) == 1
+
+
+def test_a_picture_has_what_several_results_say_of_one_context(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(Axes, "plot", lambda self, x, y, marker, label: lines.append((label, x, y)))
+
+    def result(*systems):
+        records = [
+            {"name": name, "failure": failure, "decode_ms": {"median": ms}, "cache_bytes": ms * 2**20}
+            for name, ms, failure in systems
+        ]
+        model = {"name": "tiny", "dtype": "float32"}
+        return {"model": model, "runs": [{"context": 64, "batch": 1, "systems": records}]}
+
+    first = result(("full", 2.0, None), ("lava", 1.0, None), ("tova", 9.0, "no"))
+    pictures = bench_report.plot([first, result(("lava", 4.0, None), ("cake", 3.0, None))], tmp_path)
+    assert [path.name for path in pictures] == ["ms-per-token-batch1.png", "memory-batch1.png"]
+    drawn = [("full", (64,), (2.0,)), ("lava", (64,), (4.0,)), ("cake", (64,), (3.0,))]
+    assert lines == drawn * 2
 
 
 def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, monkeypatch):

@@ -83,6 +83,34 @@ def test_a_stage_out_of_time_is_ended_with_all_it_started_and_what_it_wrote_stay
         pytest.fail("the child of a stage outlived it")
 
 
+def test_a_stage_out_of_time_says_what_it_knows(tmp_path, capsys):
+    program = (
+        "import time\n"
+        "try:\n"
+        "    print('begun', flush=True)\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('2 failed so far')"
+    )
+    outcomes = run_stages([python("tests", program, seconds=4)], tmp_path, 100)
+    assert statuses(outcomes) == {"tests": "out of time"}
+    assert (tmp_path / "tests.log").read_text() == "begun\n2 failed so far\n"
+    assert "2 failed so far" in capsys.readouterr().out
+
+
+def test_figures_of_a_run_cut_short_stay_until_the_code_changes(tmp_path, monkeypatch):
+    partly = "import json, sys; json.dump({'complete': False, 'some': 1}, open(sys.argv[1], 'w'))"
+    stage = python("slow", f"import os; os.path.exists('{tmp_path}/again') or exec({partly!r})", "{}")
+    (tmp_path / "slow.json").write_text('{"complete": false, "some": "other code\'s"}')
+    for _ in range(2):
+        assert statuses(run_stages([stage], tmp_path, 100)) == {"slow": "passed"}
+        assert json.loads((tmp_path / "slow.json").read_text()) == {"complete": False, "some": 1}
+        (tmp_path / "again").touch()
+    monkeypatch.setattr(gpu_check, "source_digest", lambda: "changed")
+    run_stages([stage], tmp_path, 100)
+    assert not (tmp_path / "slow.json").exists()
+
+
 def running(pid):
     try:
         os.kill(pid, 0)
@@ -203,4 +231,4 @@ def test_without_a_gpu_the_check_says_so(capsys):
 def test_an_unknown_stage_is_refused(capsys):
     with pytest.raises(SystemExit):
         gpu_check.main(["--only", "kernel"])
-    assert "--only kernel: must be one of tests, kernels, decode-128k" in capsys.readouterr().err
+    assert "--only kernel: must be one of tests, kernels, graph-tests, decode-128k" in capsys.readouterr().err
