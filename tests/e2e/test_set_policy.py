@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 import kvpass
 from kvpass.policies import resolve
-from kvpass.testing import random_ids, tiny_model
+from kvpass.testing import compiled_once, random_ids, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def test_another_policy_holds_for_the_prompts_to_come_and_captures_nothing(model
         ("full", None, {}, "recompress='every_turn'"),
     ],
 )
-def test_contract_10_a_policy_that_cannot_be_set_changes_nothing(model, policy, budget, options, message):
-    fast = kvpass.compile(model, budget=16, window=8, backend="eager", recompress="every_turn")
+def test_contract_10_a_policy_that_cannot_be_set_changes_nothing(policy, budget, options, message):
+    fast = compiled_once(budget=16, window=8, backend="eager", recompress="every_turn")[1]
     cache = fast(random_ids(1, 60)).past_key_values
     with pytest.raises(ValueError, match=message):
         fast.set_policy(policy, budget, **options)

@@ -38,16 +38,40 @@ def run_command(command: list[str], cwd: Path, **environment: str) -> str:
 
 def lm_eval(model: str, arguments: str, tasks: Path, names: str, output: Path, *more: str, **environment: str) -> Any:
     """Run ``lm_eval``; results, samples of each task by ``doc_id``, and what was printed."""
-    command = [str(Path(sys.executable).with_name("lm_eval")), "--model", model, "--model_args", arguments]
-    command += ["--include_path", str(tasks), "--tasks", names, "--output_path", str(output), "--log_samples"]
-    printed = run_command([*command, "--device", "cpu", *more], output.parent, **environment)
+    command = [str(Path(sys.executable).with_name("lm_eval")), *words(model, arguments, tasks, names, output), *more]
+    printed = run_command(command, output.parent, **environment)
+    return *read(names, output), printed
+
+
+def words(model: str, arguments: str, tasks: Path, names: str, output: Path) -> list[str]:
+    """Arguments of the command."""
+    given = ["--model", model, "--model_args", arguments, "--include_path", str(tasks), "--tasks", names]
+    return [*given, "--output_path", str(output), "--log_samples", "--device", "cpu"]
+
+
+def read(names: str, output: Path) -> tuple[Any, dict[str, list[dict[str, Any]]]]:
+    """Results, and samples of each task by ``doc_id``."""
     (results,) = output.glob("**/results_*.json")
     samples: dict[str, list[dict[str, Any]]] = {}
     for name in names.split(","):
         (path,) = output.glob(f"**/samples_{name}_*.jsonl")
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         samples[name] = sorted(rows, key=lambda row: row["doc_id"])
-    return json.loads(results.read_text()), samples, printed
+    return json.loads(results.read_text()), samples
+
+
+SEVERAL = """
+import functools, json, sys
+from lm_eval import tasks
+from lm_eval.__main__ import cli_evaluate
+tasks.TaskManager = functools.partial(tasks.TaskManager, include_defaults=False)
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["lm_eval", *words]
+    cli_evaluate()
+    print("next run", file=sys.stderr)
+"""
+"""The command's own function, for one list of arguments after the other: importing the harness, and reading the many
+tasks that it brings along, take longer than the runs."""
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +119,23 @@ def answers(samples: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def test_the_command_runs_both_models_and_the_budget_is_felt(tasks: Path, tmp_path: Path) -> None:
     """Three runs through one ``--use_cache`` path: stock model, everything kept, and little kept."""
-    names, cache = "number_choice,number_text", ("--use_cache", str(tmp_path / "answers"))
-    stock_results, stock, _ = lm_eval("hf", MODEL, tasks, names, tmp_path / "hf", *cache)
-    full_results, full, said = lm_eval(
-        "kvpass", f"{MODEL},compiler=eager", tasks, names, tmp_path / "full", *cache, "--batch_size", "3"
-    )
-    assert "Requests remaining: 6" in said and "Cached requests: 0" in said
+    names, cache = "number_choice,number_text", ["--use_cache", str(tmp_path / "answers")]
+    runs = {
+        "hf": (MODEL, []),
+        "full": (f"{MODEL},compiler=eager", ["--batch_size", "3"]),
+        "tight": (f"{TIGHT},policy=streaming_llm", []),
+    }
+    arguments = [
+        [*words("hf" if run == "hf" else "kvpass", given, tasks, names, tmp_path / run), *cache, *more]
+        for run, (given, more) in runs.items()
+    ]
+    said = run_command([sys.executable, "-c", SEVERAL, json.dumps(arguments)], tmp_path).split("next run\n")
+    (stock_results, stock), (full_results, full), (tight_results, tight) = (read(names, tmp_path / run) for run in runs)
+    for text in said[1:3]:
+        assert "Requests remaining: 6" in text and "Cached requests: 0" in text
     assert scores(full) == pytest.approx(scores(stock), abs=1e-4)
     assert answers(full) == answers(stock)
     assert full_results["results"]["number_choice"]["acc,none"] == stock_results["results"]["number_choice"]["acc,none"]
-    arguments = f"{TIGHT},policy=streaming_llm"
-    tight_results, tight, said = lm_eval("kvpass", arguments, tasks, names, tmp_path / "tight", *cache)
-    assert "Requests remaining: 6" in said and "Cached requests: 0" in said
     assert max(abs(a - b) for a, b in zip(scores(tight), scores(stock), strict=True)) > 0.1
     assert answers(tight) != answers(stock)
     facts = tight_results["config"]["kvpass"]
