@@ -115,7 +115,13 @@ def test_a_system_that_failed_keeps_no_cache_while_others_run(micro, monkeypatch
 
 def test_a_picture_has_what_several_results_say_of_one_context(tmp_path, monkeypatch):
     lines = []
-    monkeypatch.setattr(Axes, "plot", lambda self, x, y, marker, label: lines.append((label, x, y)))
+    draw = Axes.plot
+
+    def watched(self, x, y, *, label, **style):
+        lines.append((label, x, y))
+        return draw(self, x, y, label=label, **style)
+
+    monkeypatch.setattr(Axes, "plot", watched)
 
     def result(*systems):
         records = [
