@@ -7,6 +7,8 @@ LINT_READY := $(VENV)/lint-ready
 
 # The checkout has folders named kernels, graphs and eval: keep it off sys.path.
 export PYTHONSAFEPATH := 1
+# Most of what the libraries bring is never imported; what is, Python compiles then.
+export PIP_NO_COMPILE := 1
 
 .PHONY: help demo test test-versions test-torch-2.11 lint typecheck gpu-check clean
 

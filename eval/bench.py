@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,66 +28,21 @@ from kvpass.config import Budget, Geometry
 from kvpass.eval.bench_measure import (
     Clock,
     Memory,
-    Scoring,
     copy_bandwidth,
     fits_on_device,
     largest_batch,
     run_in_memory,
     scoring_time,
-    spread,
 )
+from kvpass.eval.bench_record import Measurement, record
 from kvpass.eval.bench_settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings
-from kvpass.eval.bound import least_step_seconds, weight_bytes
+from kvpass.eval.bound import weight_bytes
 from kvpass.eval.environment import machine, versions
 from kvpass.eval.models import build
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System
 
 __all__ = ["Bench", "BenchSettings"]
-
-
-@dataclass
-class Measurement:
-    """What one system did with one context and batch.
-
-    Attributes:
-        prefill: seconds, one a repeat. steps: seconds of each timed decode step, one list a repeat.
-        warm_up: seconds of the first prefill and the first decode steps, compilation included.
-        first_steps: seconds of the steps before the timed ones, one list a repeat.
-        tokens: greedy continuation of the first row, in the last repeat.
-        cache_bytes: storages of the cache at its end. attended_bytes: of the entries the last step read.
-        peak_bytes: most that was allocated at once, weights included. step_bytes: most that a decode step needed
-            beside weights and cache; both None on the CPU.
-        largest_batch: rows of the context that fit; None on the CPU.
-        scoring: what compression adds to a prefill; None for systems that do not compress, or of others.
-        failure: why there are no figures.
-    """
-
-    system: System
-    prefill: list[float] = field(default_factory=list)
-    steps: list[list[float]] = field(default_factory=list)
-    warm_up: float = 0.0
-    first_steps: list[list[float]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    cache_bytes: int = 0
-    attended_bytes: int = 0
-    peak_bytes: int | None = None
-    step_bytes: int | None = None
-    largest_batch: int | None = None
-    scoring: Scoring | None = None
-    failure: str | None = None
-
-    @property
-    def decode_ms(self) -> list[float]:
-        return [1e3 * seconds for repeat in self.steps for seconds in repeat]
-
-    @property
-    def compile_seconds(self) -> float | None:
-        """First run minus a median run, Inductor's disk cache empty or not; None for what is not compiled."""
-        if not self.system.compiled:
-            return None
-        usual = spread(self.prefill)["median"] + WARM_UP_STEPS * spread(self.decode_ms)["median"] / 1e3
-        return max(0.0, self.warm_up - usual)
 
 
 @dataclass(frozen=True)
@@ -112,6 +67,7 @@ class Bench:
         self.clock, self.memory = Clock(self.device), Memory(self.device)
         self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
         self.geometry = _geometry(self.model)
+        self.step_weight_bytes = weight_bytes(self.model)
         budget = Budget.parse(settings.budget)
         self.comparisons = [
             Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes))
@@ -197,7 +153,7 @@ class Bench:
             "batch": wanted.batch,
             "budget": {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes},
             "systems": [
-                self._record(measurement, measured, wanted, bandwidth)
+                record(measurement, measured, wanted.batch, self.step_weight_bytes, bandwidth)
                 for measurement in measured
                 if measurement.steps or measurement.failure is not None
             ],
@@ -284,46 +240,6 @@ class Bench:
         measurement.attended_bytes = system.attended_bytes(cache, ids.shape[1] + new_tokens)
         return prefill, taken
 
-    def _record(
-        self, measurement: Measurement, measured: list[Measurement], wanted: Comparison, bandwidth: float
-    ) -> dict[str, Any]:
-        name, batch = measurement.system.name, wanted.batch
-        if measurement.failure is not None:
-            return {"name": name, "failure": measurement.failure}
-        others = {other.system.name: other for other in measured if other.failure is None and other.steps}
-        prefill, decode = spread(measurement.prefill), spread(measurement.decode_ms)
-        weights = weight_bytes(self.model)
-        bound = None if weights is None else 1e3 * least_step_seconds(weights, measurement.attended_bytes, bandwidth)
-        eager = others.get("hf-eager")
-        return {
-            "name": name,
-            "failure": None,
-            "prefill_s": prefill | {"all": measurement.prefill},
-            "decode_ms": decode | {"all": [[1e3 * s for s in steps] for steps in measurement.steps]},
-            "first_steps_ms": [[1e3 * s for s in steps] for steps in measurement.first_steps],
-            "tokens_per_s": 1e3 * batch / decode["median"],
-            "cache_bytes": measurement.cache_bytes,
-            "attended_bytes": measurement.attended_bytes,
-            "peak_bytes": measurement.peak_bytes,
-            "step_bytes": measurement.step_bytes,
-            "compile_s": measurement.compile_seconds,
-            "scoring": _scoring(measurement),
-            "bound_ms": bound,
-            "share_of_bound": None if bound is None else bound / decode["median"],
-            "largest_batch": measurement.largest_batch,
-            "decode_speedup": {
-                other: spread(others[other].decode_ms)["median"] / decode["median"]
-                for other in ("hf-eager", "hf-static", "full")
-                if other in others
-            },
-            "prefill_ratio": {
-                other: prefill["median"] / spread(others[other].prefill)["median"]
-                for other in ("hf-static", "full")
-                if other in others
-            },
-            "same_tokens_as_hf_eager": None if eager is None else measurement.tokens == eager.tokens,
-        }
-
     def _find_largest_batch(self, measurement: Measurement, batch: int) -> None:
         """Rows of this context whose caches, and what a step needs beside them, fit beside the weights.
 
@@ -344,7 +260,7 @@ class Bench:
                 "type": config.model_type,
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "parameters": self.model.num_parameters(),
-                "step_weight_bytes": weight_bytes(self.model),
+                "step_weight_bytes": self.step_weight_bytes,
                 "hidden_size": config.hidden_size,
                 "query_heads": config.num_attention_heads,
                 "vocabulary": config.vocab_size,
@@ -370,11 +286,6 @@ def _forget_locals(error: BaseException) -> None:
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
         chain = chain.__cause__ or chain.__context__
-
-
-def _scoring(measurement: Measurement) -> dict[str, float] | None:
-    found = measurement.scoring
-    return None if found is None else {"seconds": found.seconds, "prefill_s": found.prefill, "share": found.share}
 
 
 def _geometry(model: PreTrainedModel) -> Geometry:

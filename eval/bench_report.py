@@ -146,13 +146,14 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
     from matplotlib.ticker import StrMethodFormatter
 
-    runs: dict[tuple[int, int], dict[str, Record]] = {}
-    for run in (run for result in results for run in result["runs"]):
-        records = {record["name"]: record for record in run["systems"]}
-        runs.setdefault((run["batch"], run["context"]), {}).update(records)
+    batches: dict[int, dict[int, dict[str, Record]]] = {}
+    for result in results:
+        for run in result["runs"]:
+            records = batches.setdefault(run["batch"], {}).setdefault(run["context"], {})
+            records.update({record["name"]: record for record in run["systems"]})
     written = []
-    for batch in sorted({batch for batch, _ in runs}):
-        chosen = {context: runs[of, context] for of, context in sorted(runs) if of == batch}
+    for batch, contexts in sorted(batches.items()):
+        chosen = dict(sorted(contexts.items()))
         names = list(dict.fromkeys(name for records in chosen.values() for name in records))
         for what, (label, value) in PICTURES.items():
             figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -101,16 +101,13 @@ def test_a_cache_that_is_not_reusable_comes_back_so(fast, tmp_path):
 
 
 def test_the_compiled_graphs_take_a_loaded_cache(tmp_path):
-    fast = kvpass.compile(
-        tiny_model("llama"), budget=20, window=8
-    )  # graphs that other tests have Inductor make as well
-    cache = fast.compress(random_ids(1, 50))
+    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), budget=20, window=8)
+    cache = fast.compress(random_ids(2, 50))
     cache.save(tmp_path / "cache.kv")
     loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
-    for tokens, keep in ((5, 1), (1, 0)):
-        question = random_ids(1, tokens, seed=tokens)
-        answers = [fast(question, past_key_values=held, logits_to_keep=keep).logits for held in (loaded, cache)]
-        assert torch.equal(*answers)
+    for tokens in (5, 1):
+        question = random_ids(2, tokens, seed=tokens)
+        assert torch.equal(fast(question, past_key_values=loaded).logits, fast(question, past_key_values=cache).logits)
     assert len(fast.report().compiled) == 3
 
 

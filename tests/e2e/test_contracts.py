@@ -17,12 +17,7 @@ UNLIMITED = 10**6
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
 POLICIES = sorted(kvpass.POLICIES)
 PROMPT, NEW = 61, 12
-UNEQUAL = {"gemma2", "gemma3", "gpt_oss", "cohere2", "smollm3"}
-"""Families whose layers are not alike: of the others two are enough, all three being tried under ``-m exhaustive``."""
-SOME = [
-    pytest.param(family, ["lava", *POLICIES[i::7]] if i < 7 else ["lava"], 3 if family in UNEQUAL else 2, id=family)
-    for i, family in enumerate(FAMILIES)
-]
+SOME = {family: ["lava", *POLICIES[i::7]] if i < 7 else ["lava"] for i, family in enumerate(FAMILIES)}
 """Policies tried on each family: all on some family, and all on every family under ``-m exhaustive``."""
 COMPILED = ["llama", "gpt_oss"]
 """Families of which Inductor compiles two layers in every run; all of them, whole, under ``-m exhaustive``."""
@@ -30,9 +25,7 @@ MASKED = ["llama", "gpt_neox", "gemma2", "gpt_oss"]
 """Families compared with the masked oracle in every run."""
 OTHER = {*MASKED, "mistral_sliding", "gptj", "bloom", "falcon", "falcon_alibi"}
 """These, and families without a layer under the budget or with attention of their own, which no oracle can replace."""
-EXHAUSTIVE = [
-    pytest.param(family, POLICIES, 3, id=f"{family}-all", marks=pytest.mark.exhaustive) for family in FAMILIES
-]
+EXHAUSTIVE = [pytest.param(family, POLICIES, id=f"{family}-all", marks=pytest.mark.exhaustive) for family in FAMILIES]
 
 
 def compiled(
@@ -45,9 +38,9 @@ def compiled(
     return model, kvpass.compile(model, policy=policy, budget=budget, backend=backend, **options)
 
 
-def shared(family="llama", *, policy="lava", budget):
-    """The same, not by Inductor, shared with other tests: what it has compiled so far says nothing."""
-    return compiled_once(family, policy=policy, budget=budget, backend="eager", window=8)
+def shared(family="llama", *, policy="lava", budget, backend="eager"):
+    """The same, shared with other tests: what it has compiled so far says nothing."""
+    return compiled_once(family, policy=policy, budget=budget, backend=backend, window=8)
 
 
 def greedy(model, ids, **kwargs):
@@ -103,9 +96,9 @@ def test_contract_1_unlimited_budget_is_identity_in_every_family(family, changes
     assert torch.equal(torch.cat([ids, *tokens], 1), greedy(model, ids)), "greedy tokens differ"
 
 
-@pytest.mark.parametrize(("family", "policies", "layers"), [*SOME, *EXHAUSTIVE])
-def test_contracts_1_and_4_identity_and_padded_rows_as_alone_under_every_policy(family, policies, layers):
-    model = tiny_model(family, num_hidden_layers=layers)
+@pytest.mark.parametrize(("family", "policies"), [*SOME.items(), *EXHAUSTIVE])
+def test_contracts_1_and_4_identity_and_padded_rows_as_alone_under_every_policy(family, policies):
+    model = tiny_model(family)
     every = EveryPolicy(model)
     for policy in policies:
         assert_identical_without_a_limit(model, every, policy)
@@ -227,7 +220,7 @@ def assert_rows_equal_alone(fast):
     ],
 )
 def test_contract_6_compressed_decoding_equals_masking_the_full_model(family, backend):
-    model, fast = compiled(family, budget=14, backend=backend) if backend == "inductor" else shared(family, budget=14)
+    model, fast = shared(family, budget=14, backend=backend)
     prompts = [random_ids(1, n, seed=n)[0] for n in (PROMPT, 37)]
     ids, mask = left_pad(prompts)
     new = random_ids(2, 90, seed=5)
