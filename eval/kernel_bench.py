@@ -86,7 +86,7 @@ def ragged_lengths(shape: Shape, rows: int, entries: int, seed: int = 0) -> Tens
 
 
 @dataclass
-class DecodeCase:
+class TimedCase:
     """Pool and tails of all layers, and one new token; arguments as ``reference.attend_cache`` takes them."""
 
     q: Tensor
@@ -101,7 +101,7 @@ class DecodeCase:
     tail_used: Tensor
 
     @classmethod
-    def make(cls, shape: Shape, lengths: Tensor) -> DecodeCase:
+    def make(cls, shape: Shape, lengths: Tensor) -> TimedCase:
         rows, layers, kv_heads = lengths.shape
         offsets = torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0)).int().to(shape.device)
         entries = int(lengths.flatten(1).sum(1).max())
@@ -132,7 +132,7 @@ def time_decode(shape: Shape, lengths: Tensor, bandwidth: float, check: bool) ->
     """
     from kvpass.kernels.ragged_decode import attend_ragged
 
-    case = DecodeCase.make(shape, lengths)
+    case = TimedCase.make(shape, lengths)
     tiles, tile_offsets = index_pool(case.offsets, shape.kv_heads, case.pool_k.shape[1])
     arguments = {name: x for name, x in vars(case).items() if name != "offsets"}
     scale = shape.dim**-0.5

@@ -33,10 +33,12 @@ KEY_FIELDS = (
     "device",
     "seed",
     "max_new_tokens",
+    "stops",
+    "libraries",
     "prompt",
 )
 """What decides an answer: equal fields, equal answer. ``policy`` has all its options; model, code and prompt are
-digests."""
+digests; ``stops`` are token ids, ``libraries`` versions."""
 
 
 def record_key(fields: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
@@ -218,6 +219,8 @@ class Evaluation:
                 "device": self.model.device.type,
                 "seed": self.settings.seed,
                 "max_new_tokens": sample.max_new_tokens,
+                "stops": sorted(stop_tokens(self.model, self.tokenizer)),
+                "libraries": {name: version(name) for name in ("torch", "transformers")},
                 "prompt": _digest(prompt),
             }
             key = record_key(fields)

@@ -203,7 +203,8 @@ class _Trial:
     def _one_token_each(self, moved: list[Tensor], axis: int) -> bool:
         """Whether each place on an axis, as that of the last few tokens, may come from a single token."""
         patterns = torch.stack(self.patterns)
-        touched = torch.stack([torch.atleast_1d(value).movedim(axis, 0).flatten(1).any(1).cpu() for value in moved])
+        places = [torch.atleast_1d(value).movedim(axis, 0)[..., None].flatten(1) for value in moved]
+        touched = torch.stack([place.any(1).cpu() for place in places])
         return bool((patterns[:, None] | ~touched[..., None]).all(0).any(-1).all())
 
 
@@ -231,7 +232,9 @@ def _example(shape: tuple[int, ...], like: Tensor, by_token: bool, variant: int)
         value = torch.randn(shape, generator=torch.Generator().manual_seed(variant))
     elif like.dtype == torch.bool:
         value = torch.full(shape, variant == 0)
-    else:
-        numbers = torch.arange(shape[-1] if by_token else 1) % EXAMPLE_LENGTHS[0]  # small: they look up tables
+    elif by_token:
+        numbers = torch.arange(shape[-1]) % EXAMPLE_LENGTHS[0]  # small: they look up tables
         value = (numbers + variant * EXAMPLE_LENGTHS[0]).expand(shape).contiguous()
+    else:
+        value = torch.full(shape, variant * EXAMPLE_LENGTHS[0])
     return value.to(dtype=like.dtype, device=like.device)

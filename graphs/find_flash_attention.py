@@ -15,7 +15,6 @@ Calls on packed sequences, of that library and of ``torch.nn.attention.varlen``,
 from __future__ import annotations
 
 import inspect
-import operator
 import re
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.fx import GraphModule, Node
 from kvpass.graphs.emit_site import emit_site
 from kvpass.graphs.find_attention import check_heads
 from kvpass.graphs.fx_utils import refuse
-from kvpass.graphs.insert_nodes import insert_method
+from kvpass.graphs.insert_nodes import insert_method, replace_output
 from kvpass.graphs.prove_causal import Band
 from kvpass.graphs.prove_logits import LogitRule
 
@@ -33,8 +32,9 @@ _OPERATOR = re.compile(r"flash_?attn::_flash_attn_forward")
 _PACKED = re.compile(
     r"(flash_?attn::_flash_attn_varlen_forward|torch_attn::_varlen_attn)|flash_attn_varlen\w*|varlen_attn"
 )
-_UNUSED = {"deterministic": None, "return_softmax": False, "return_attn_probs": False, "alibi_slopes": None}
-"""Parameters that change nothing (None) or must have this value."""
+_IGNORED = {"deterministic"}
+_ABSENT = {"return_softmax", "return_attn_probs", "alibi_slopes"}
+"""Parameters that must be None or False."""
 _KNOWN = {"dropout_p", "softmax_scale", "causal", "window_size", "window_size_left", "window_size_right", "softcap"}
 
 
@@ -86,10 +86,9 @@ def _arguments(node: Node) -> dict[str, Any]:
 def _replace(gm: GraphModule, node: Node, call: dict[str, Any]) -> None:
     operands = [call.pop(name) for name in ("q", "k", "v")]
     for name, value in call.items():
-        if name not in _KNOWN and (name not in _UNUSED or (_UNUSED[name] is False and value)):
+        absent = name in _ABSENT and (value is None or value is False)
+        if name not in _KNOWN | _IGNORED and not absent:
             raise refuse(node, f"{name}={value} is not understood")
-        if name == "alibi_slopes" and value is not None:
-            raise refuse(node, "alibi_slopes add a bias to the logits")
     left, right = call.get("window_size", (call.get("window_size_left", -1), call.get("window_size_right", -1)))
     if not isinstance(left, int) or not isinstance(right, int):
         raise refuse(node, f"window_size=({left}, {right}) is no pair of ints")
@@ -108,17 +107,3 @@ def _replace(gm: GraphModule, node: Node, call: dict[str, Any]) -> None:
         site = emit_site(gm, node, q, k, v, LogitRule(scale, float(softcap) or None, band))
         out = insert_method(gm, "transpose", site, 1, 2)
     replace_output(gm, node, out)
-
-
-def replace_output(gm: GraphModule, node: Node, out: Node) -> None:
-    """Let ``out`` take the place of a call that returns its output alone, or first of a tuple whose rest is unused."""
-    picks = [user for user in node.users if user.target is operator.getitem]
-    if len(picks) != len(node.users):
-        node.replace_all_uses_with(out)
-    for user in picks:
-        if user.args[1] == 0:
-            user.replace_all_uses_with(out)
-        elif user.users:
-            raise refuse(node, f"{user.name} reads more of its result than the output")
-        gm.graph.erase_node(user)
-    gm.graph.erase_node(node)

@@ -26,7 +26,6 @@ from kvpass.graphs.emit_site import emit_site
 from kvpass.graphs.example_lengths import NotCausalError, NotEvaluatedError, example_lengths, numbers_of
 from kvpass.graphs.examples import SizeMap, concrete, example_sizes
 from kvpass.graphs.find_attention import check_heads
-from kvpass.graphs.find_flash_attention import replace_output
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
@@ -38,6 +37,7 @@ from kvpass.graphs.fx_utils import (
     submodule_of,
     target_name,
 )
+from kvpass.graphs.insert_nodes import replace_output
 from kvpass.graphs.prove_causal import COST_OF_LOGITS, MaskPart, settle
 from kvpass.graphs.prove_logits import LogitRule, prove_logits, snap
 

@@ -1,13 +1,14 @@
-"""Insert calls into a Dynamo graph, recorded as Dynamo would have recorded them."""
+"""Insert calls into a Dynamo graph, recorded as Dynamo would have recorded them, and put them in place of others."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from kvpass.graphs.fx_utils import recorded
+from kvpass.graphs.fx_utils import recorded, refuse
 
 
 def insert_method(gm: GraphModule, name: str, operand: Node, *args: Any) -> Node:
@@ -26,3 +27,17 @@ def insert_function(gm: GraphModule, like: Node, target: Any, *args: Any, **kwar
     node.meta = {name: like.meta.get(name) for name in ("nn_module_stack", "stack_trace")}
     node.meta["example_value"] = target(*map_arg(args, recorded), **map_arg(kwargs, recorded))
     return node
+
+
+def replace_output(gm: GraphModule, node: Node, out: Node) -> None:
+    """Let ``out`` take the place of a call that returns its output alone, or first of a tuple whose rest is unused."""
+    picks = [user for user in node.users if user.target is operator.getitem]
+    if len(picks) != len(node.users):
+        node.replace_all_uses_with(out)
+    for user in picks:
+        if user.args[1] == 0:
+            user.replace_all_uses_with(out)
+        elif user.users:
+            raise refuse(node, f"{user.name} reads more of its result than the output")
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(node)

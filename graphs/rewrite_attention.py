@@ -79,8 +79,8 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
     Args:
         expected: attention layers the model is known to have; None when unknown.
     Raises:
-        UnsupportedAttentionError: no site, a site that was refused while tracing, sites of different dtypes, or layers
-            without a site.
+        UnsupportedAttentionError: no site, a site that was refused while tracing, sites of different dtypes or devices,
+            or layers without a site.
     """
     sites = find_sites(gm)
     if not sites:
@@ -91,13 +91,16 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
             "output",
             f"found {len(sites)} attention sites in a model of {expected} layers; the rest keep other state",
         )
-    dtypes = {}
+    first = example_value(sites[0].k)
     for site in sites:
         if site.refusal is not None:
             raise refuse(site.node, site.refusal)
-        dtypes[site.layer] = example_value(site.k).dtype
-        if dtypes[site.layer] != dtypes[0]:
-            raise refuse(site.node, f"keys of {dtypes[site.layer]} beside {dtypes[0]} in the first layer")
+        q, k, v = (example_value(node) for node in (site.q, site.k, site.v))
+        if not q.dtype == k.dtype == v.dtype:
+            raise refuse(site.node, f"queries of {q.dtype} beside keys of {k.dtype} and values of {v.dtype}")
+        if (k.dtype, k.device) != (first.dtype, first.device):
+            here, there = f"{k.dtype} on {k.device}", f"{first.dtype} on {first.device}"
+            raise refuse(site.node, f"keys of {here} beside {there} in the first layer")
     return 0
 
 

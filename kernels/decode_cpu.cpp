@@ -17,7 +17,7 @@ constexpr int BLOCK = 128;                   // entries whose scores are held at
 constexpr int64_t GRAIN = int64_t(1) << 19;  // multiply-adds that are worth one more thread
 
 constexpr int32_t EMPTY = -1;      // position of a slot that can be taken
-constexpr int32_t LAST = 1 << 30;  // added to a new entry's position to make it the last in storage order
+constexpr int32_t NEWEST = 1 << 30;  // added to a new entry's position to make it the last in storage order
 
 // Field order and widths are those of the struct format in cpu_library.py.
 struct Call {
@@ -135,7 +135,7 @@ struct Decoder {
             const int32_t now = int32_t(c.now[unit / c.kv_heads]);
             const int64_t at = unit * c.width + slot;
             line(unit)[slot] = now;
-            c.place[at] = now + LAST;
+            c.place[at] = now + NEWEST;
             c.memory[at] = 0.0f;
             vf sum = {};
             int64_t d = 0;

@@ -32,7 +32,7 @@ from kvpass.kernels.slot_line import first_empty
 
 TILE = 64
 """Slots of one program."""
-LAST = tl.constexpr(1 << 30)
+NEWEST = tl.constexpr(1 << 30)
 """Added to a new entry's position to make it the last in storage order."""
 
 _CONFIGS = (
@@ -166,7 +166,7 @@ def _finish_slots(  # type: ignore[no-untyped-def]
                 b_now = tl.load(now + i_b).to(tl.int32)
                 o_taken = i_line.to(tl.int64) * width + taken
                 tl.store(p_position + taken, b_now)
-                tl.store(place + o_taken, b_now + LAST)
+                tl.store(place + o_taken, b_now + NEWEST)
                 tl.store(memory + o_taken, 0.0)
                 tl.store(norm + o_taken, tl.sum(tl.abs(b_v.to(tl.float32)), 0))
 

@@ -17,6 +17,7 @@ from kvpass.backend import Compiler, PhaseCompiler, check_compiler
 from kvpass.cache import CompressedCache
 from kvpass.cache_file import read_metadata, read_tensors
 from kvpass.config import Budget
+from kvpass.decoders import Decoders
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.identity import Identity
 from kvpass.model import CompressedModel, Runtime, compressed_class
@@ -45,7 +46,7 @@ def compile(
 
     Args:
         model: a causal language model of transformers, in eval mode.
-        policy: name of a registered policy, or a policy value.
+        policy: name of a registered policy, or a value of its class.
         budget: entries kept per KV head per layer on average, window included: an int; a float in (0, 1], the fraction
             of each row's prompt; or bytes of kept entries per sequence such as ``"512MiB"``. Required by every policy
             but ``"full"``.
@@ -70,14 +71,20 @@ def compile(
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"model of type {type(model).__name__}: kvpass.compile takes a transformers model; "
-            'for any other decoder use torch.compile(module, backend="kvpass", options={...}) with kvpass.session()'
+            'for any other decoder use torch.compile(module, backend="kvpass", ...) in a session'
         )
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
+    for wish in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if getattr(model.config, wish, None):
+            raise ValueError(f"config.{wish}=True: a compiled graph does not return intermediate tensors")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; kvpass compresses decoders only")
     if not model.can_generate() or "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
         raise ValueError(f"{type(model).__name__} is no causal language model with a logits_to_keep argument")
+    ropes = _rope_types(model)
+    if "dynamic" in ropes:
+        raise ValueError("rope_type='dynamic': its frequencies change as a sequence grows, those of kept keys cannot")
     compiler = check_compiler("backend", backend)
     name = str(model.config.name_or_path)
     rules = read_rules(policy, budget, recompress, window=window, options=policy_options, model_name=name)
@@ -91,13 +98,22 @@ def compile(
     compiled._kvpass = Runtime(
         rules=rules,
         identity=Identity(compiled),
-        compiler=PhaseCompiler(
-            compiler=compiler,
-            layers=model.config.get_text_config().num_hidden_layers,
-            cuda_graphs=cuda_graphs,
+        decoders=Decoders(
+            PhaseCompiler(
+                compiler=compiler,
+                layers=model.config.get_text_config().num_hidden_layers,
+                cuda_graphs=cuda_graphs,
+            )
         ),
+        one_length="longrope" in ropes,
     )
     return compiled
+
+
+def _rope_types(model: PreTrainedModel) -> set[str]:
+    """Kinds of rotary embeddings of a model; some have one for each kind of layer."""
+    given = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    return {kind["rope_type"] for kind in (given, *given.values()) if isinstance(kind, dict) and "rope_type" in kind}
 
 
 def copy_structure(model: nn.Module) -> Any:

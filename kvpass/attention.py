@@ -39,13 +39,14 @@ def _refusal(
     attention_mask: Tensor | None,
     dropout: float,
     sliding_window: int | None,
+    is_causal: bool | None,
     extra: dict[str, Any],
 ) -> str | None:
     if attention_mask is not None:
         return "the model passes a mask of its own"
     if (limited := _limited_by_mask(module, sliding_window)) is not None:
         return limited
-    if getattr(module, "is_causal", True) is False:
+    if is_causal is False or getattr(module, "is_causal", True) is False:
         return "the attention is not causal"
     if dropout:
         return f"dropout={dropout} in attention"
@@ -94,10 +95,11 @@ def kvpass_attention(
     Returns:
         output ``[B, T, H, Dv]`` and no attention weights.
     """
-    refusal = _refusal(module, attention_mask, dropout, sliding_window, extra)
-    if is_causal is False:
-        refusal = "the attention is not causal"
+    refusal = _refusal(module, attention_mask, dropout, sliding_window, is_causal, extra)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does
+        lower = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(lower), key.to(lower), value.to(lower)
     out = torch.ops.kvpass.site.default(query, key, value, scale, sliding_window, softcap, s_aux, refusal)
     return out.transpose(1, 2), None
 

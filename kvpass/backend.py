@@ -227,7 +227,7 @@ class PhaseCompiler:
         state_of: Callable[[CompressedCache], dict[str, Tensor]],
         device: torch.device,
     ) -> Callable[..., Any]:
-        step = GraphedStep(compiled, CudaRecorder(device), held_by_module(captured.gm))
+        step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
         tokens = size_reader(captured.gm, example_value(find_sites(captured.gm)[0].q).shape[2])
 
         def run(*inputs: Any) -> Any:

@@ -115,7 +115,7 @@ class CompressedCache(CacheFace):
     # -- decode and extend ------------------------------------------------------------------------------------------
 
     def ensure_room(self, tokens: int) -> None:
-        """Grow the tails, a bucket at a time, so that ``tokens`` more fit."""
+        """Grow the tails so that ``tokens`` more fit."""
         for store in self.stores:
             store.ensure_room(tokens)
 
@@ -380,12 +380,15 @@ class CompressedCache(CacheFace):
 
     @torch.inference_mode(False)
     def _pick_rows(self, index: Tensor) -> None:
-        index = index.clone()
-        for part in self._parts:
-            part.pick_rows(index)
-        index = index.to(self.start.device)
-        self.start, self._first_column = self.start[index], self._first_column[index]
-        self._budgets = [self._budgets[row] for row in index.tolist()]
+        index = index.clone().to(self.start.device)
+        picked = {
+            "stores": [store.with_rows(index) for store in self.stores],
+            "rings": [ring.with_rows(index) for ring in self.rings],
+            "start": self.start[index],
+            "_first_column": self._first_column[index],
+            "_budgets": [self._budgets[row] for row in index.tolist()],
+        }
+        vars(self).update(picked)  # all or none: memory may run out on the way
 
     def _known_layout(self) -> Layout:
         if self.layout is None or self.is_empty:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from kvpass.backend import Phase, PhaseCompiler, bound_call
 from kvpass.graphs.bind_state import fake_inputs
+from kvpass.policies.base import Policy
 
 
 class CapturedDecoder:
@@ -28,7 +29,7 @@ class CapturedDecoder:
         self._compiler = compiler
         self._inputs = fake_inputs(example_inputs)
         self._context = TracingContext.get()
-        self._functions: dict[tuple[str, Phase, bool], Callable[..., Any]] = {}
+        self._functions: dict[tuple[type[Policy], str, Phase, bool], Callable[..., Any]] = {}
 
     def __call__(self, *inputs: Any) -> Any:
         return self.function()(*inputs)
@@ -36,7 +37,8 @@ class CapturedDecoder:
     def function(self) -> Callable[..., Any]:
         """The compiled callable of the bound call."""
         call = bound_call()
-        key = (call.cache.policy.spec, call.phase, call.observed)
+        policy = call.cache.policy
+        key = (type(policy), policy.spec, call.phase, call.observed)  # a policy may be defined again by the same name
         if key in self._functions:
             return self._functions[key]
         with compile_lock, tracing(self._context):

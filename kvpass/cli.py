@@ -296,6 +296,8 @@ def compress(
         chosen = parse_policies(policy)
         if len(chosen) != 1:
             raise ValueError(f"policy={policy!r}: name one")
+        if output.is_dir():
+            raise ValueError(f"output={str(output)!r}: is a folder, not a file")
         if not output.absolute().parent.is_dir():
             raise ValueError(f"output={str(output)!r}: there is no folder {str(output.absolute().parent)!r}")
         made = Document.compress(
@@ -303,8 +305,7 @@ def compress(
             model=model,
             policy=chosen[0].name,
             budget=typed(budget) if kvpass.POLICIES[chosen[0].name].needs_budget else None,
-            window=window,
-            options=dict(chosen[0].options),
+            options=({} if window is None else {"window": window}) | dict(chosen[0].options),
             dtype=dtype,
             device=device,
             backend=check_compiler("backend", backend),

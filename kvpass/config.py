@@ -176,7 +176,7 @@ class Budget:
             case "entries":
                 return int(self.value)
             case "fraction":
-                return math.floor(self.value * prompt_length)
+                return math.floor(self.value * prompt_length + 1e-9)  # 0.29 * 100 is less than 29
             case "bytes":
                 return int(self.value) // token_bytes
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -84,17 +85,23 @@ class GraphedStep:
 
     Args:
         step: a compiled graph; returns tensors. record: captures launches.
+        device: where it records. The value of an input elsewhere would be part of a capture: such a step is never one.
         held: places of the inputs that the module holds (parameters, buffers): they are read where they are.
     """
 
-    def __init__(self, step: Step, record: Recorder, held: Collection[int]) -> None:
+    def __init__(self, step: Step, record: Recorder, device: torch.device, held: Collection[int]) -> None:
         self._step = step
         self._record = record
+        self._device = device
         self._held = frozenset(held)
         self._captured: OrderedDict[tuple[Any, ...], _Capture] = OrderedDict()
         self._seen: OrderedDict[tuple[Any, ...], None] = OrderedDict()
 
     def __call__(self, inputs: Sequence[Any], state: Sequence[Tensor]) -> Sequence[Any]:
+        elsewhere = {str(x.device) for x in inputs if isinstance(x, Tensor) and x.device != self._device}
+        if elsewhere:
+            warnings.warn(f"no CUDA graphs: the module is given tensors on {sorted(elsewhere)}", stacklevel=2)
+            return self._step(*inputs, *state)
         copied = [isinstance(value, Tensor) and place not in self._held for place, value in enumerate(inputs)]
         key = _key(inputs, copied, state)
         with _LOCK:

@@ -42,7 +42,6 @@ class Document:
         model: str,
         policy: str,
         budget: int | float | str | None,
-        window: int | None = None,
         options: Mapping[str, Any] | None = None,
         dtype: str = "auto",
         device: str = "cpu",
@@ -51,14 +50,14 @@ class Document:
         """Compress a text before any question is known.
 
         Args:
-            model: ``builtin``, or a folder or hub name. options: the policy's own. dtype: as ``kvpass eval`` has it.
+            model: ``builtin``, or a folder or hub name. options: of the policy. dtype: as ``kvpass eval`` has it.
         Raises:
             ValueError: the text is empty, or an argument does not fit.
         """
         if not text.strip():
             raise ValueError("the document is empty")
         made, tokenizer = load_model(model, dtype=dtype, device=device)
-        fast = kvpass.compile(made, policy=policy, budget=budget, window=window, backend=backend, **(options or {}))
+        fast = kvpass.compile(made, policy=policy, budget=budget, backend=backend, **(options or {}))
         ids = tokenizer(text, return_tensors="pt").input_ids
         return cls(fast, tokenizer, fast.compress(ids.to(device)), {"model": model, "dtype": dtype})
 

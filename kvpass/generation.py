@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass.model import CompressedModel
 from kvpass.raw import session
 
 
@@ -31,9 +32,14 @@ def generate(
     Returns:
         prompts and new tokens, int64 ``[B, N + new]``.
     Raises:
-        ValueError: ``max_new_tokens`` is not positive, or padding is not on the left.
+        ValueError: ``max_new_tokens`` is not positive, padding is not on the left, or the module is a model of
+            ``kvpass.compile``, which has a ``generate`` of its own.
         RuntimeError: the module was not compiled by kvpass.
     """
+    if isinstance(module, CompressedModel):
+        raise ValueError("module: this one has a generate() of its own")
+    if ids.ndim != 2:
+        raise ValueError(f"ids of shape {list(ids.shape)}: must be [B, N]")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed
-from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-from torch.utils._sympy.numbers import int_oo
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvpass.backend import PhaseCompiler
 from kvpass.cache import CompressedCache
-from kvpass.captured import CapturedDecoder
 from kvpass.config import Budget
+from kvpass.decoders import Decoders
 from kvpass.errors import CacheMismatchError
 from kvpass.identity import Identity
 from kvpass.padding import first_real_column
@@ -35,17 +30,22 @@ _IGNORED = {"use_cache", "return_dict", "cache_position", "output_attentions", "
 
 @dataclass(kw_only=True)
 class Runtime:
-    """What a compiled model carries beside its modules: its rules and the decoders captured so far.
+    """What a compiled model carries beside its modules: its rules and what was captured of it.
 
-    ``identity`` is by what its caches are known. ``decoders`` are kept by batch size, ``logits_to_keep`` and whether
-    they take one token.
+    ``identity`` is by what its caches are known. ``one_length``: rotary frequencies follow the longest row, so all must
+    be of one length.
     """
 
     rules: Rules
-    compiler: PhaseCompiler
+    decoders: Decoders
     identity: Identity
-    decoders: dict[tuple[int, int, bool], Callable[..., Tensor]] = field(default_factory=dict)
+    one_length: bool = False
     last_prompt: PromptRecord | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """That of a copied model: what was captured reads the weights of the model it was captured from."""
+        decoders = Decoders(replace(self.decoders.compiler, records=[]))
+        return replace(self, decoders=decoders, identity=copy.deepcopy(self.identity, memo), last_prompt=None)
 
 
 class CompressedModel:
@@ -85,6 +85,8 @@ class CompressedModel:
             raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
         if input_ids.ndim != 2 or input_ids.numel() == 0:
             raise ValueError(f"input_ids of shape {list(input_ids.shape)}: must be [B, T] with B, T >= 1")
+        if self.training:  # type: ignore[attr-defined]
+            raise ValueError("the model is in training mode; call model.eval() first")
         runtime = self._kvpass
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(past_key_values, CompressedCache) and not past_key_values.is_empty:
@@ -102,12 +104,14 @@ class CompressedModel:
 
         So a question can be asked of a compressed context: ``model.generate(question_ids, past_key_values=cache)``.
         Longer ids are the whole sequence, as in transformers, unless an attention mask over cache and ids says
-        otherwise.
+        otherwise. The last token of an answer is in no cache yet: a further turn begins with it.
 
         Raises:
-            ValueError: assisted generation was asked for: rejected drafts could not be taken back.
+            ValueError: assisted generation was asked for: rejected drafts could not be taken back. Or a prefill in
+                chunks: only the first would be a prompt.
         """
-        _refuse_assistance(kwargs, self.generation_config)  # type: ignore[attr-defined]
+        _refuse_generation(kwargs, self.generation_config)  # type: ignore[attr-defined]
+        kwargs["disable_compile"] = True  # a static cache that is asked for would have transformers compile our forward
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
         if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.columns:
             given = kwargs.get("attention_mask")
@@ -117,7 +121,14 @@ class CompressedModel:
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in transformers, asking for the logits of the last position only."""
+        """As in transformers, asking for the logits of the last position only.
+
+        An empty cache of another kind gives way to ours first: for a static one transformers would turn the mask into
+        one that says nothing of padding.
+        """
+        given = kwargs.get("past_key_values")
+        if given is not None and not isinstance(given, CompressedCache):
+            kwargs["past_key_values"] = _new_cache(self._kvpass, given)
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         prepared.setdefault("logits_to_keep", 1)
         return prepared
@@ -200,7 +211,7 @@ class CompressedModel:
             policy=policy,
             budget=runtime.rules.budget,
             prompt=runtime.last_prompt,
-            compiled=tuple(record for record in runtime.compiler.records if record.policy == policy.spec),
+            compiled=tuple(record for record in runtime.decoders.compiler.records if record.policy == policy.spec),
         )
 
 
@@ -212,11 +223,14 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
             raise ValueError(f"forward argument {name!r} is not supported by a kvpass model")
 
 
-def _refuse_assistance(kwargs: dict[str, Any], default: Any) -> None:
+def _refuse_generation(kwargs: dict[str, Any], default: Any) -> None:
     configured = kwargs.get("generation_config") or default
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
+    assisted = "assisted generation is not supported, a compressed cache cannot be cropped"
+    refused = dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"), assisted)
+    refused["prefill_chunk_size"] = "a prompt is prefilled whole: what a chunk alone would keep is not its budget"
+    for name, reason in refused.items():
         if kwargs.get(name, getattr(configured, name, None)) is not None:
-            raise ValueError(f"{name}: assisted generation is not supported, a compressed cache cannot be cropped")
+            raise ValueError(f"{name}: {reason}")
 
 
 def _new_cache(runtime: Runtime, given: Cache | None) -> CompressedCache:
@@ -245,6 +259,8 @@ def _prefill(
 ) -> Tensor:
     ids = input_ids.clone(memory_format=torch.contiguous_format)
     start = first_real_column(attention_mask, *ids.shape)
+    if model._kvpass.one_length and bool((start != start[0]).any()):
+        raise ValueError("rope_type='longrope': its frequencies follow the longest row; give rows of one length")
     extra = 0
     if ids.shape[1] == 1:  # a graph with a dynamic length holds for two tokens and more
         extra = logits_to_keep = 1
@@ -254,7 +270,7 @@ def _prefill(
     columns = torch.arange(ids.shape[1], device=ids.device)
     positions = _positions(position_ids, (columns - start.to(ids.device)[:, None]).clamp(min=0))
 
-    return prefill(cache, start, ids.shape[1], lambda: _call(model, ids, positions, logits_to_keep), extra)
+    return prefill(cache, start, ids.shape[1], lambda: _run(model, ids, positions, logits_to_keep), extra)
 
 
 def _continue(
@@ -283,7 +299,7 @@ def _continue(
     columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
     positions = _positions(position_ids, columns - cache.start[:, None])
 
-    logits, record = append(cache, t, lambda: _call(model, ids, positions, logits_to_keep), OCCASIONS[rules.recompress])
+    logits, record = append(cache, t, lambda: _run(model, ids, positions, logits_to_keep), OCCASIONS[rules.recompress])
     if record is not None:
         runtime.last_prompt = record
     return cache, logits
@@ -310,73 +326,10 @@ def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
     return given.expand(computed.shape[0], -1).clone(memory_format=torch.contiguous_format)
 
 
-def _call(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
-    decoders = model._kvpass.decoders
-    rows, tokens = ids.shape
-    if logits_to_keep >= tokens:
-        logits_to_keep = 0
-    key = (rows, logits_to_keep, tokens == 1)
-    if key not in decoders:
-        decoders[key] = _decoder(model, logits_to_keep)
-    if tokens > 1:
-        for tensor in (ids, positions):
-            torch._dynamo.mark_dynamic(tensor, 1)
-    try:
-        return decoders[key](ids, positions)
-    except BackendCompilerFailed as failure:
-        inner = failure.inner_exception
-        raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
-    except ConstraintViolationError as violation:
-        raise ValueError(f"the decoder does not take a prompt of any length: {violation}") from violation
-
-
-def _check_any_length(inputs: Sequence[Any]) -> None:
-    """Refuse a decoder whose trace holds up to some length only: what it does beyond is another decoder.
-
-    To be called before the graph is compiled: Inductor bounds lengths too, by what 32-bit indices reach, and compiles
-    again for longer ones.
-    """
-    for size in inputs:
-        if isinstance(size, torch.SymInt):
-            most = size.node.shape_env.bound_sympy(size.node.expr).upper
-            if most != int_oo:
-                raise ValueError(
-                    "the decoder does not take a prompt of any length, perhaps for a table of positions that ends: "
-                    f"tokens <= {most}"
-                )
-
-
-def _decoder(model: Any, logits_to_keep: int) -> Callable[..., Tensor]:
-    compiler = model._kvpass.compiler  # Dynamo keeps every backend for good: it must not keep the model
-    original = types.MethodType(original_class(model).forward, model)
-
-    def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return original(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=False,
-            logits_to_keep=logits_to_keep,
-            return_dict=True,
-        ).logits
-
-    def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        decoder = CapturedDecoder(gm, example_inputs, compiler)
-        _check_any_length(example_inputs)
-        decoder.function()  # now, so that Dynamo checks what the compiler assumes
-        return decoder.__call__
-
-    # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
-    return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
-
-
-def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A twin with a code object of its own: Dynamo keeps compiled entries, and counts them, per code object."""
-    assert isinstance(function, types.FunctionType)
-    twin = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
-    )
-    twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
+def _run(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
+    forward = types.MethodType(original_class(model).forward, model)
+    logits: Tensor = model._kvpass.decoders(forward, ids, positions, logits_to_keep)
+    return logits
 
 
 def compressed_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:

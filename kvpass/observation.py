@@ -39,7 +39,7 @@ class Observation:
         values: ``[B, K, N, Dv]``.
         scale: factor of the attention logits.
         window: rows that observe and are always kept, ``0 <= window <= N``.
-        layer: index of the site. num_layers: sites of the model.
+        layer: index of the site among those that share a pool. num_layers: their number.
         softcap: logits become ``softcap * tanh(logits / softcap)`` when given.
         sinks: one extra logit per query head, ``[H]``, that takes part in the softmax and is dropped.
 

@@ -23,10 +23,14 @@ def prefill(cache: CompressedCache, start: Tensor, columns: int, run: Callable[[
         start: first real column of each row, int64 ``[B]`` on the CPU. columns: N, the first ``extra`` of them not
             counted as seen. run: calls the graph, which finds the call bound.
     """
-    cache.begin_prefill(start, columns, extra)
-    with bind_call(Call(cache, "prefill")):
-        result = run()
-    cache.finish_prefill()
+    try:
+        cache.begin_prefill(start, columns, extra)
+        with bind_call(Call(cache, "prefill")):
+            result = run()
+        cache.finish_prefill()
+    except BaseException:
+        cache.reset()
+        raise
     return result
 
 

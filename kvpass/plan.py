@@ -15,6 +15,7 @@ from kvpass.observation import Observation
 from kvpass.policies import resolve
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, Slots
+from kvpass.policies.options import check_float
 
 Layers = Tensor | Sequence[Tensor]
 
@@ -92,6 +93,7 @@ def plan(
         _check_decode(decode, q, k, v)
     batch, kv_heads, dim = k.shape[1], k.shape[2], k.shape[4]
     factor = dim**-0.5 if scale is None else scale
+    check_float("scale", factor, 0.0, open_low=True)
     parsed, entries = _entries(chosen, budget, k, v)
 
     rows = []
@@ -130,7 +132,7 @@ def _plan_row(
     weights = torch.zeros(1, layers, dtype=torch.float64, device=k.device)
     limits = torch.full((1, layers), torch.iinfo(torch.int64).max, device=k.device)
     for i, obs in enumerate(sites):
-        scores[i, :, :, : length - window] = found = policy.score(obs)
+        scores[i, :, :, : length - window] = found = policy.checked_score(obs)
         weight = policy.layer_weight(obs, found)
         if weight is not None:
             weights[:, i] = weight
@@ -212,6 +214,8 @@ def _entries(
     layers, _, kv_heads, length, dim = k.shape
     window = min(policy.window, length)
     if not policy.needs_budget:
+        if budget is not None:
+            raise ValueError(f"budget={budget!r}: policy {policy.name!r} keeps everything and takes no budget")
         return None, torch.tensor([length - window], device=k.device)
     if budget is None:
         raise ValueError(

@@ -4,12 +4,13 @@ The module knows no cache. It takes its positions as an input, or counts them fr
 in the graph and go on from the tokens seen, and rows must not be padded. A session holds the cache between its calls::
 
     options = {"policy": "lava", "budget": 256}
-    compiled = torch.compile(module, backend="kvpass", options=options, fullgraph=True)
+    compiled = torch.compile(module, backend="kvpass", options=options, fullgraph=True, dynamic=True)
     with torch.no_grad(), kvpass.session() as session:
         logits = compiled(prompt_ids, positions)       # prefill: the prompt is compressed into session.cache
         logits = compiled(next_id, next_position)      # decode against it
 
-Use ``fullgraph=True``: without it Dynamo may give up on a call and run it in eager mode, uncompressed. A batch size is
+Use ``fullgraph=True``: without it Dynamo may give up on a call and run it in eager mode, uncompressed. And use
+``dynamic=True``: a graph is to hold for prompts of any length, one made for a single length is refused. A batch size is
 captured and compiled when a session first has it.
 """
 
@@ -35,7 +36,7 @@ from kvpass.graphs.offset_positions import counts_positions
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.padding import first_real_column
 from kvpass.phases import append, continued, prefill
-from kvpass.policies import Policy, resolve, resolve_budget
+from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 
 _SESSION: ContextVar[Session | None] = ContextVar("kvpass_session", default=None)
 
@@ -81,11 +82,12 @@ def kvpass_backend(
             ``kvpass.compile`` has it, and options of the policy.
     Raises:
         UnsupportedAttentionError: an attention call is not understood (Dynamo wraps it in BackendCompilerFailed).
+        ValueError: the capture is for one length of several tokens.
     """
     given = dict(options or {})
     budget, cuda_graphs = given.pop("budget", None), given.pop("cuda_graphs", True)
     compiler = check_compiler("compiler", given.pop("compiler", "inductor"))
-    policy = resolve(given.pop("policy", "lava"), **given)
+    policy = check_registered(resolve(given.pop("policy", "lava"), **given))
     resolved = resolve_budget(policy, budget)
     decoder = CapturedDecoder(gm, example_inputs, PhaseCompiler(compiler=compiler, cuda_graphs=cuda_graphs))
     return RawModule(decoder, policy, resolved).__call__
@@ -101,6 +103,11 @@ class RawModule:
         sites = find_sites(graph)
         self.paths = tuple(site.module_path for site in sites)
         query = example_value(sites[0].q)
+        if isinstance(query.shape[2], int) and query.shape[2] > 1:
+            raise ValueError(
+                f"captured for {query.shape[2]} tokens and no other length: say torch.compile(..., dynamic=True), or "
+                "what a decoder computes from its length is a number like any other, and wrong for the next token"
+            )
         self.device = query.device
         self.rows = int(query.shape[0])  # guards a symbolic batch: the state that enters the graph is of this size
         self.tokens = size_reader(graph, query.shape[2])

@@ -146,7 +146,7 @@ def observe_held(
                 None if sinks is None else sinks[heads],
             )
             evictable = obs.length - protected
-            worth.append(policy.score(obs)[0, 0, :evictable])
+            worth.append(policy.checked_score(obs)[0, 0, :evictable])
             scores[row, layer, head, :evictable] = worth[head]
             masses[row, layer, head, : obs.length] = obs.mass[0, 0]
         whole = HeldObservation(

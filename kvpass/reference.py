@@ -163,7 +163,7 @@ def judge_prompt(
         live = (rows, slice(None), slice(column, n))
         window = min(policy.window, n - column)
         obs = observe(live, window)
-        site_scores = policy.score(obs)
+        site_scores = policy.checked_score(obs)
         scores[rows, :, column : n - window] = site_scores
         traces[MASS][live] = obs.mass
         if rule is not None:

@@ -63,10 +63,12 @@ class Ring:
         twin.ring_k, twin.ring_v = self.ring_k.clone(), self.ring_v.clone()
         return twin
 
-    def pick_rows(self, index: Tensor) -> None:
-        """Row i becomes what row ``index[i]`` was."""
+    def with_rows(self, index: Tensor) -> Ring:
+        """A ring whose row i is row ``index[i]`` of this one."""
+        twin = copy.copy(self)
         index = index.to(self.ring_k.device)
-        self.ring_k, self.ring_v = self.ring_k.index_select(1, index), self.ring_v.index_select(1, index)
+        twin.ring_k, twin.ring_v = self.ring_k.index_select(1, index), self.ring_v.index_select(1, index)
+        return twin
 
     @property
     def rows(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpass.config import Budget
-from kvpass.policies import Policy, resolve, resolve_budget
+from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 from kvpass.policies.cake import temperatures
 from kvpass.recompress import Recompress, check_recompress
 
@@ -38,5 +38,5 @@ def read_rules(
     given = dict(options) if window is None else {"window": window, **options}
     if policy == "cake" and not {"tau1", "tau2"} & given.keys():
         given["tau1"], given["tau2"] = temperatures(model_name, budget)
-    resolved = resolve(policy, **given)
+    resolved = check_registered(resolve(policy, **given))
     return Rules(resolved, resolve_budget(resolved, budget), check_recompress(recompress, resolved))

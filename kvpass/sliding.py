@@ -14,6 +14,9 @@ from torch import Tensor
 from kvpass.observation import attention_weights
 from kvpass.slots import ABSENT, EMPTY
 
+ROW_BLOCK = 256
+"""Queries whose logits exist at one time: of each head no more than ROW_BLOCK x (2R + ROW_BLOCK)."""
+
 
 def columns_held(seen: Tensor, first: Tensor, slots: int) -> Tensor:
     """The column in each slot of a ring after ``seen`` columns; the same for all its layers.
@@ -54,18 +57,22 @@ def attend_ring(
     b, h, t = q.shape[:3]
     kv_heads, slots = k.shape[1], ring_k.shape[3]
     new = seen + torch.arange(t, device=q.device)
-    columns = torch.cat([held.long(), new.expand(b, -1)], 1)[:, None]
-    distance = new[:, None] - columns
-    hidden = (distance < 0) | (distance >= slots) | (columns < 0)
-    query = q.float().unflatten(1, (kv_heads, h // kv_heads))
-    keys = torch.cat([ring_k[layer], k], 2).float()
-    values = torch.cat([ring_v[layer], v], 2).float()
-    logits = torch.einsum("bkgtd,bksd->bkgts", query, keys) * scale
     extra = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
-    attention = attention_weights(logits, hidden[:, None, None], softcap, extra)
-    out = torch.einsum("bkgts,bksd->bkgtd", attention, values)
+    out = q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
+    for begin in range(0, t, ROW_BLOCK):
+        rows = slice(begin, min(begin + ROW_BLOCK, t))
+        near = slice(max(begin - slots + 1, 0), rows.stop)
+        columns = torch.cat([held.long(), new[near].expand(b, -1)], 1)[:, None]
+        distance = new[rows, None] - columns
+        hidden = (distance < 0) | (distance >= slots) | (columns < 0)
+        query = q[:, :, rows].float().unflatten(1, (kv_heads, h // kv_heads))
+        keys = torch.cat([ring_k[layer], k[:, :, near]], 2).float()
+        values = torch.cat([ring_v[layer], v[:, :, near]], 2).float()
+        logits = torch.einsum("bkgtd,bksd->bkgts", query, keys) * scale
+        attention = attention_weights(logits, hidden[:, None, None], softcap, extra)
+        out[:, :, rows] = torch.einsum("bkgts,bksd->bkgtd", attention, values).flatten(1, 2).to(q.dtype)
     keep_newest(ring_k, ring_v, k, v, new, layer)
-    return out.flatten(1, 2).transpose(1, 2).contiguous().transpose(1, 2).to(q.dtype)
+    return out
 
 
 def attend_ring_once(

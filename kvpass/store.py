@@ -22,7 +22,9 @@ from kvpass.reference import MASS, MEMORY, OWNER, PLACE, POSITION
 from kvpass.slots import EMPTY
 
 TAIL_STEP = 64
-"""Slots by which the tail grows."""
+"""Tails have room for a multiple of so many slots, beside the prompt's own."""
+MOST_SPARE = 1024
+"""A tail grows by half, so that there are few lengths for which a decode step is captured, or by so many slots."""
 
 PREFILL_DYNAMIC = {"pool_k": {1}, "pool_v": {1}, "slots": {2}, "slot_traces": {2}, "tail_k": {3}, "tail_v": {3}}
 CACHED_DYNAMIC = {
@@ -209,12 +211,13 @@ class Store:
         return {name: getattr(self, name) for name in names}
 
     def ensure_room(self, tokens: int) -> None:
-        """Grow the tail, a bucket at a time, so that ``tokens`` more fit."""
+        """Grow the tail, by half or more, so that ``tokens`` more fit."""
         old_capacity = self.tail_k.shape[3]
         needed = min(self.used + tokens, self._tail_bound) if self.evicts else self.used + tokens
         if needed <= old_capacity:
             return
-        capacity = -(-needed // TAIL_STEP) * TAIL_STEP
+        capacity = max(needed, old_capacity + min(old_capacity // 2, MOST_SPARE))
+        capacity = -(-capacity // TAIL_STEP) * TAIL_STEP
         grown: dict[str, Tensor] = {}
         if self.evicts:
             capacity = min(capacity, self._tail_bound)
@@ -243,12 +246,11 @@ class Store:
             setattr(twin, name, getattr(self, name).clone())
         return twin
 
-    def pick_rows(self, index: Tensor) -> None:
-        """Row i becomes what row ``index[i]`` was."""
-        for name, dim in self.row_dim.items():
-            tensor: Tensor = getattr(self, name)
-            setattr(self, name, tensor.index_select(dim, index.to(tensor.device)))
-        self._index_pool()
+    def with_rows(self, index: Tensor) -> Store:
+        """A store whose row i is row ``index[i]`` of this one."""
+        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self.row_dim}
+        picked = {name: x.index_select(self.row_dim[name], index.to(x.device)) for name, x in tensors.items()}
+        return self.holding(picked, self.used)
 
     def holding(self, tensors: Mapping[str, Tensor], used: int) -> Store:
         """A store of the same layers that holds other entries.

@@ -74,6 +74,18 @@ def resolve(policy: str | Policy, **options: object) -> Policy:
     return kind(**options)  # type: ignore[arg-type]
 
 
+def check_registered(policy: Policy) -> Policy:
+    """The policy, if its :attr:`Policy.spec` leads back to its class: operators are given nothing else of it.
+
+    Raises:
+        ValueError: its class is not the one registered by its name.
+    """
+    kind = type(policy)
+    if POLICIES.get(getattr(kind, "name", "")) is not kind:
+        raise ValueError(f"policy={policy!r}: {kind.__qualname__} is not registered: see kvpass.register_policy")
+    return policy
+
+
 @functools.lru_cache(maxsize=256)
 def from_spec(spec: str) -> Policy:
     """The policy whose :attr:`Policy.spec` is this text."""

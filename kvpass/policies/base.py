@@ -55,6 +55,18 @@ class Policy(ABC):
     def score(self, obs: Observation) -> Tensor:
         """Worth of every evictable entry, fp32 ``[B, K, M]`` with M = N - window; higher = keep; finite."""
 
+    def checked_score(self, obs: Observation) -> Tensor:
+        """:meth:`score` held against its contract, without a look at its values: NaN counts as the lowest number.
+
+        Raises:
+            ValueError: a tensor of another shape.
+        """
+        scores, expected = self.score(obs), (obs.keys.shape[0], obs.kv_heads, obs.evictable)
+        if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
+            shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"policy {self.name!r}: score() gave {shape}, must be {list(expected)}")
+        return scores.float().nan_to_num(nan=torch.finfo(torch.float32).min)
+
     def heads(self) -> HeadSplit:
         """The head split."""
         return UniformHeads()

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvpass.config import Budget
 from kvpass.observation import Observation
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, PooledLastQuery
@@ -32,15 +33,16 @@ TEMPERATURES: dict[tuple[str, int], tuple[float, float]] = {
 Indicator = Literal["sum", "mean", "var", "product"]
 
 
-def temperatures(model: str, budget: object) -> tuple[float, float]:
+def temperatures(model: str, budget: Budget | int | float | str | None) -> tuple[float, float]:
     """CAKE's published (tau1, tau2) for a model name such as ``"meta-llama/Llama-3.1-8B-Instruct"`` and entries.
 
     Raises:
         ValueError: no published temperatures; the released code falls back to 1, 1 without a word.
     """
+    wanted = None if budget is None else Budget.parse(budget)
     plain = model.lower().replace("meta-llama-", "llama-").replace("-instruct", "")
     for (name, entries), taus in TEMPERATURES.items():
-        if name in plain and entries == budget:
+        if name in plain and Budget.parse(entries) == wanted:
             return taus
     known = ", ".join(f"{name} at {entries}" for name, entries in TEMPERATURES)
     raise ValueError(f"no published CAKE temperatures for model={model!r}, budget={budget}, only for {known}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def invoke(*words):
 @pytest.fixture(scope="module")
 def document():
     return Document.compress(
-        TEXT, model="builtin", policy="snapkv", budget=0.6, window=6, options={"pool": "avg"}, backend="eager"
+        TEXT, model="builtin", policy="snapkv", budget=0.6, options={"window": 6, "pool": "avg"}, backend="eager"
     )
 
 
@@ -96,6 +97,17 @@ def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tm
     assert result.exit_code == 2 and "dtype torch.float32, this one is" in result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "window"),
+    [("--policy lava:window=8", 8), ("--window 8", 8), ("--window 8 --policy lava:window=9", 9), ("", 32)],
+)
+def test_the_window_is_an_option_of_the_policy_or_of_the_command(text, tmp_path, words, window):
+    path = tmp_path / "doc.kv"
+    result = invoke("compress", text, "-o", path, "--budget", "40", "--backend", "eager", *words.split())
+    assert result.exit_code == 0, result.output
+    assert json.loads(read_metadata(path)["policy"])["window"] == window
+
+
 def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
     path = tmp_path / "doc.kv"
     document.save(path)
@@ -119,6 +131,7 @@ def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
         (("compress", binary, "-o", path), "document="),
         (("compress", tmp_path / "none.txt", "-o", path), "document="),
         (("compress", text, "-o", tmp_path / "no" / "doc.kv"), "there is no folder"),
+        (("compress", text, "-o", tmp_path), "is a folder"),
         (("compress", text, "-o", path, "--policy", "lavaa"), "did you mean 'lava'"),
         (("compress", text, "-o", path, "--policy", "lava,snapkv"), "name one"),
         (("compress", text, "-o", path, "--budget", "0.01"), "window + 1"),

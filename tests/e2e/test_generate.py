@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import re
 import threading
+import weakref
 
 import pytest
 import torch
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
+    GenerationConfig,
+    StaticCache,
     StoppingCriteria,
     T5Config,
     T5ForConditionalGeneration,
@@ -20,7 +25,7 @@ from transformers import (
 
 import kvpass
 from kvpass import builtin
-from kvpass.testing import FAMILIES, VOCABULARY, assert_close, left_pad, random_ids, tiny_model
+from kvpass.testing import VOCABULARY, assert_close, left_pad, random_ids, tiny_model
 
 NEW = 10
 CHAIN = "let bara = 482 . let lato = bara . let mivi = lato . question the value of mivi is"
@@ -49,8 +54,8 @@ def test_the_original_is_untouched_and_every_tensor_is_shared(model, fast):
     assert ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in ours)
     assert type(model).forward is not type(fast).forward
     tied = tiny_model("llama", tie_word_embeddings=True)
-    copy = kvpass.compile(tied, budget=100, backend="eager")
-    assert copy.lm_head.weight is copy.model.embed_tokens.weight is tied.lm_head.weight
+    ours = kvpass.compile(tied, budget=100, backend="eager")
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight is tied.lm_head.weight
 
 
 @pytest.mark.parametrize(
@@ -76,6 +81,83 @@ def test_generate_gives_what_the_original_gives(model, fast, options):
         assert_close("scores", torch.stack(results[1].scores), torch.stack(results[0].scores), atol=1e-4)
         results = [result.sequences for result in results]
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("way", ["named", "configured", "given", "none"])
+def test_a_cache_of_another_kind_that_is_asked_for_gives_way_to_ours(model, way):
+    """For a static cache transformers makes the mask itself, and none for an attention it does not know."""
+    fast = kvpass.compile(model, policy="snapkv", budget=10**6, window=8, backend="eager")
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (33, 9)])
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+    expected = model.generate(ids, **call)
+    if way == "configured":
+        fast.generation_config.cache_implementation = "static"
+    options = {
+        "named": {"cache_implementation": "static"},
+        "given": {"past_key_values": StaticCache(config=model.config, max_cache_len=64)},
+        "none": {"use_cache": False},
+    }.get(way, {})
+    assert torch.equal(fast.generate(ids, **call, **options), expected)
+    grown = NEW - 1 if way == "none" else 0  # without a cache every token is a prompt of its own
+    assert fast.report().prompt_lengths.tolist() == [33 + grown, 9 + grown]
+
+
+def test_a_prompt_is_not_prefilled_in_chunks(tight):
+    for options in ({"prefill_chunk_size": 8}, {"generation_config": GenerationConfig(prefill_chunk_size=8)}):
+        with pytest.raises(ValueError, match="prefill_chunk_size: a prompt is prefilled whole"):
+            tight.generate(random_ids(1, 40), max_new_tokens=2, **options)
+
+
+def test_a_copy_of_a_compiled_model_has_weights_of_its_own(model):
+    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
+    ids, token = random_ids(1, 40), random_ids(1, 1, seed=1)
+    expected = fast(token, past_key_values=fast(ids).past_key_values).logits
+    twin = copy.deepcopy(fast)
+    cache = twin(ids).past_key_values
+    assert torch.equal(twin(token, past_key_values=cache.clone()).logits, expected)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2)
+    assert torch.equal(twin(token, past_key_values=cache.clone()).logits, 2 * expected)
+    assert torch.equal(fast(token, past_key_values=fast(ids).past_key_values).logits, expected)
+    with pytest.raises(kvpass.CacheMismatchError, match="another model"):
+        fast(token, past_key_values=cache)
+    gone = weakref.ref(fast)
+    del fast
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_autocast_is_that_of_the_uncompressed_model(family):
+    original = tiny_model(family)
+    fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
+    ids, new = random_ids(1, 40), random_ids(1, 3, seed=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        expected = original(torch.cat([ids, new], 1)).logits[:, -4:]
+        out = fast(ids, logits_to_keep=1)
+        cache = out.past_key_values
+        steps = [fast(piece, past_key_values=cache).logits for piece in new.split(1, 1)]
+    assert cache.stores[0].pool_k.dtype == torch.bfloat16
+    assert_close("logits", torch.cat([out.logits, *steps], 1).float(), expected.float(), atol=0.1)
+
+
+def test_rotary_embeddings_that_depend_on_the_longest_row():
+    given = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    given["original_max_position_embeddings"] = 48
+    original = tiny_model("phi3", rope_parameters=given, max_position_embeddings=96)
+    fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
+    for rows, length in ((1, 40), (2, 60)):
+        ids = random_ids(rows, length)
+        with torch.no_grad():
+            assert_close("logits", fast(ids).logits, original(ids).logits, atol=1e-4)
+        expected = original.generate(ids, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(fast.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 40)])
+    with pytest.raises(ValueError, match=r"longrope.*rows of one length"):
+        fast(ids, attention_mask=mask)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ValueError, match="rope_type='dynamic'"):
+        kvpass.compile(tiny_model("llama", rope_parameters=dynamic), budget=100)
 
 
 def test_beam_search_reorders_the_compressed_cache(tight):
@@ -269,6 +351,14 @@ def test_contract_10_models_that_cannot_be_compiled_are_refused(model, fast):
         kvpass.compile(fast, budget=100)
     with pytest.raises(ValueError, match="training mode"):
         kvpass.compile(tiny_model("llama").train(), budget=100)
+    with pytest.raises(ValueError, match="training mode"):
+        kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=100).train()(random_ids(1, 40))
+    for wish in ("output_hidden_states", "output_attentions"):
+        wishful = tiny_model("gpt2", **{wish: True})
+        with pytest.raises(ValueError, match=f"config.{wish}=True"):
+            kvpass.compile(wishful, budget=100)
+    with pytest.raises(ValueError, match=r"config.output_router_logits=True"):
+        kvpass.compile(tiny_model("mixtral", output_router_logits=True), budget=100)
     t5 = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     with pytest.raises(ValueError, match="encoder-decoder"):
         kvpass.compile(T5ForConditionalGeneration(t5).eval(), budget=100)
@@ -341,12 +431,3 @@ def test_contract_10_a_fraction_too_small_for_the_prompt_is_refused(model):
     with pytest.raises(ValueError, match=r"window \+ 1 = 9"):
         fast(random_ids(1, 40))
     assert fast(random_ids(1, 200)).past_key_values.lengths.sum() == 20 * 6
-
-
-def test_assisted_generation_is_refused(fast, model):
-    with pytest.raises((ValueError, NotImplementedError)):
-        fast.generate(random_ids(1, 30), max_new_tokens=4, do_sample=False, assistant_model=model)
-
-
-def test_every_family_name_is_a_registered_model_type():
-    assert all(tiny_model(family).config.model_type == FAMILIES[family][0] for family in ("llama", "gpt2"))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
-from kvpass.testing import left_pad, random_ids
+from kvpass.testing import left_pad, random_ids, tiny_model
 
 NEW, LONGEST = 7, 96
 
@@ -39,7 +39,7 @@ def decoder():
 
 def compiled(decoder, budget=1000):
     options = {"policy": "lava", "budget": budget, "window": 8, "compiler": "eager"}
-    return torch.compile(decoder, backend="kvpass", fullgraph=True, options=options)
+    return torch.compile(decoder, backend="kvpass", fullgraph=True, dynamic=True, options=options)
 
 
 @torch.no_grad()
@@ -79,5 +79,10 @@ def test_a_row_that_has_ended_says_nothing_else(decoder):
 def test_bad_arguments_are_refused(decoder):
     with pytest.raises(ValueError, match="max_new_tokens=0"):
         kvpass.generate(compiled(decoder), random_ids(1, 20), max_new_tokens=0)
+    with pytest.raises(ValueError, match=r"ids of shape \[20\]"):
+        kvpass.generate(compiled(decoder), random_ids(1, 20)[0], max_new_tokens=2)
+    model = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=100)
+    with pytest.raises(ValueError, match=r"a generate\(\) of its own"):
+        kvpass.generate(model, random_ids(1, 20), max_new_tokens=2)
     with pytest.raises(RuntimeError, match="nothing was compressed"):
         kvpass.generate(decoder, random_ids(1, 20), max_new_tokens=2)

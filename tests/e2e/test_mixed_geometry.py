@@ -63,7 +63,7 @@ def decoder():
 def run(decoder, budget, compiler="eager"):
     """Logits of a prompt and of new tokens after it, one by one and then two at once, and the cache."""
     options = {"policy": "lava", "budget": budget, "window": WINDOW, "compiler": compiler}
-    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options)
+    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, dynamic=True, options=options)
     ids, positions = random_ids(2, TOKENS + NEW), torch.arange(TOKENS + NEW).expand(2, -1)
     cuts = [TOKENS, 1, 1, 1, 1, 2]
     with torch.no_grad(), kvpass.session() as session:

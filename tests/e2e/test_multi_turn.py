@@ -170,7 +170,7 @@ def test_a_prompt_below_its_budget_grows_to_it_and_a_tiny_fraction_budget_is_hel
     cache = fast(random_ids(1, 3)).past_key_values
     for tokens, expected in ((5, 8), (12, 20), (2, 20), (50, 20)):
         fast(random_ids(1, tokens, seed=tokens), past_key_values=cache)
-        assert cache.lengths.unique().tolist() == [expected] or int(cache.lengths.sum()) == 6 * expected
+        assert int(cache.lengths.sum()) == 6 * expected
     fast.set_budget(1.0)
     cache = fast(random_ids(1, 5)).past_key_values
     fast(random_ids(1, 20), past_key_values=cache)

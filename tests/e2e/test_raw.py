@@ -58,6 +58,10 @@ class SelfNumbering(Decoder):
         return super().forward(ids, torch.arange(ids.shape[1], device=ids.device)[None])
 
 
+def raw(module, options):
+    return torch.compile(module, backend="kvpass", fullgraph=True, dynamic=True, options=options)
+
+
 def positions_of(mask):
     return (mask.cumsum(1) - 1).clamp(min=0)
 
@@ -89,7 +93,7 @@ def decoder(request):
 )
 def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(decoder, compiler):
     options = {"policy": "lava", "budget": 10**6, "window": 8, "compiler": compiler}
-    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options)
+    fast = raw(decoder, options)
     with torch.no_grad():
         for tokens in (30, 41):
             ids = random_ids(2, tokens + NEW, seed=tokens)
@@ -107,7 +111,7 @@ def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(deco
 
 def test_contract_2_a_plain_module_keeps_exactly_the_budget_per_row(decoder):
     options = {"policy": "snapkv", "budget": 16, "window": 8, "compiler": "eager"}
-    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options)
+    fast = raw(decoder, options)
     prompts = [random_ids(1, n, seed=n)[0] for n in (40, 25, 12)]
     ids, mask = left_pad(prompts)
     with torch.no_grad(), kvpass.session(attention_mask=mask) as session:
@@ -135,7 +139,7 @@ def test_both_doors_keep_the_same_and_give_the_same_logits():
 
     assert model.config._attn_implementation == "sdpa"
     options = {"policy": "lava", "budget": 20, "window": 8, "compiler": "eager"}
-    through_sdpa = torch.compile(logits, backend="kvpass", fullgraph=True, options=options)
+    through_sdpa = raw(logits, options)
     with torch.no_grad(), kvpass.session() as session:
         actual = [through_sdpa(ids, torch.arange(60)[None])]
         for i, piece in enumerate(new.split(1, 1)):
@@ -146,16 +150,14 @@ def test_both_doors_keep_the_same_and_give_the_same_logits():
 
 
 def test_a_module_that_numbers_its_own_tokens_refuses_padded_rows():
-    fast = torch.compile(
-        SelfNumbering(False).eval(), backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"}
-    )
+    fast = raw(SelfNumbering(False).eval(), {"budget": 64, "compiler": "eager"})
     ids, mask = left_pad([random_ids(1, n)[0] for n in (40, 31)])
     with pytest.raises(ValueError, match="counts its own positions"), torch.no_grad(), kvpass.session(mask):
         fast(ids)
 
 
 def test_a_raw_module_needs_a_session_and_no_grad(decoder):
-    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"})
+    fast = raw(decoder, {"budget": 64, "compiler": "eager"})
     arguments = (random_ids(1, 40), torch.arange(40)[None])
     with torch.no_grad(), pytest.raises(RuntimeError, match="session"):
         fast(*arguments)
@@ -178,7 +180,7 @@ def by_hand(fast, cache, ids):
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_an_interrupted_step_is_refused_or_did_not_happen(decoder, policy, monkeypatch):
-    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options_of(policy=policy))
+    fast = raw(decoder, options_of(policy=policy))
     ids, token = random_ids(1, 40), random_ids(1, 1, seed=1)
     with torch.no_grad(), kvpass.session() as session:
         fast(ids, torch.arange(40)[None])
@@ -204,7 +206,7 @@ def test_an_interrupted_step_is_refused_or_did_not_happen(decoder, policy, monke
 
 
 def test_a_reusable_cache_stays_as_it_is(decoder):
-    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options_of())
+    fast = raw(decoder, options_of())
     with torch.no_grad(), kvpass.session() as session:
         fast(random_ids(1, 40), torch.arange(40)[None])
     cache, question = session.cache, random_ids(1, 5, seed=1)
@@ -218,7 +220,7 @@ def test_a_reusable_cache_stays_as_it_is(decoder):
 def test_a_prompt_in_inference_mode_is_continued_outside(compiler):
     torch.manual_seed(0)
     decoder = Decoder(False, layers=1).eval()
-    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options_of(compiler=compiler))
+    fast = raw(decoder, options_of(compiler=compiler))
     logits = []
     for mode in (torch.inference_mode, torch.no_grad):
         with kvpass.session():
@@ -234,7 +236,7 @@ def test_every_batch_size_is_compiled_for_itself(compiler, pieces):
     torch.manual_seed(0)
     decoder = Decoder(False, layers=1).eval()
     unlimited = options_of(budget=10**6, compiler=compiler)
-    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=unlimited)
+    fast = raw(decoder, unlimited)
     for rows in (2, 3, 4, 3):
         ids = random_ids(rows, sum(pieces), seed=rows)
         positions = torch.arange(sum(pieces)).expand(rows, -1)
@@ -257,7 +259,7 @@ class Broken(Decoder):
 
 
 def test_contract_7_a_graph_break_does_not_mix_two_graphs_in_one_cache():
-    fast = torch.compile(Broken(False, layers=2).eval(), backend="kvpass", options=options_of())
+    fast = torch.compile(Broken(False, layers=2).eval(), backend="kvpass", dynamic=True, options=options_of())
     with torch.no_grad(), kvpass.session() as session:
         with pytest.raises(kvpass.CacheMismatchError, match="fullgraph=True"):
             fast(random_ids(1, 30), torch.arange(30)[None])
@@ -268,10 +270,7 @@ def test_contract_7_a_graph_break_does_not_mix_two_graphs_in_one_cache():
 def test_a_session_refuses_another_module_of_the_same_layout(decoder, difference):
     other = decoder if difference != "weights" else Decoder(decoder.blocks[0].repeat).eval()
     changed = {"policy": {"policy": "tova"}, "budget": {"budget": 20}}.get(difference, {})
-    first, second = (
-        torch.compile(module, backend="kvpass", fullgraph=True, options=options_of(**options))
-        for module, options in ((decoder, {}), (other, changed))
-    )
+    first, second = (raw(module, options_of(**options)) for module, options in ((decoder, {}), (other, changed)))
     token, position = random_ids(1, 1, seed=1), torch.tensor([[40]])
     with torch.no_grad(), kvpass.session() as session:
         first(random_ids(1, 40), torch.arange(40)[None])
@@ -285,27 +284,64 @@ def test_cuda_graphs_can_be_switched_off(decoder):
     found = []
     for cuda_graphs in (True, False):
         torch._dynamo.reset()
-        fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options=options_of(cuda_graphs=cuda_graphs))
+        fast = raw(decoder, options_of(cuda_graphs=cuda_graphs))
         with torch.no_grad(), kvpass.session():
             found.append(fast(random_ids(1, 40), torch.arange(40)[None]))
     assert torch.equal(*found)
 
 
 def test_a_session_refuses_another_batch_and_another_module(decoder):
-    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"})
+    fast = raw(decoder, {"budget": 64, "compiler": "eager"})
     with torch.no_grad(), kvpass.session() as session:
         fast(random_ids(2, 40), torch.arange(40).expand(2, -1).contiguous())
         with pytest.raises(kvpass.CacheMismatchError, match="1 rows"):
             fast(random_ids(1, 1), torch.tensor([[40]]))
         other = Decoder(False, layers=2).eval()
-        stranger = torch.compile(other, backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "eager"})
+        stranger = raw(other, {"budget": 64, "compiler": "eager"})
         with pytest.raises(kvpass.CacheMismatchError, match="another module"):
             stranger(random_ids(2, 1), torch.full((2, 1), 40))
         assert session.cache.get_seq_length() == 40
 
 
+class OfLength(Decoder):
+    """A decoder that scales its input by its length."""
+
+    def forward(self, ids, positions):
+        return super().forward(ids, positions) * (1 + 0.01 * ids.shape[1])
+
+
+def test_contract_7_what_a_module_computes_from_its_length_is_refused(decoder):
+    """In a graph made for one length it would be a number like any other, and that of one token while decoding."""
+    ids, positions = random_ids(1, 40), torch.arange(40)[None]
+    static = torch.compile(decoder, backend="kvpass", fullgraph=True, dynamic=False, options=options_of())
+    fixed = pytest.raises(Exception, match=r"for 40 tokens and no other length.*dynamic=True")
+    with torch.no_grad(), fixed, kvpass.session():
+        static(ids, positions)
+    with torch.no_grad(), pytest.raises(Exception, match="from the length of the input"), kvpass.session():
+        raw(OfLength(False).eval(), options_of())(ids, positions)
+
+
+class WithLoss(Decoder):
+    """Numbers of a prompt as a whole beside its logits, and one of no prompt at all."""
+
+    def forward(self, ids, positions):
+        return super().forward(ids, positions), self.head.bias.mean(), self.head.bias
+
+
+def test_outputs_without_a_token_axis_are_let_alone(decoder):
+    module = WithLoss(False).eval()
+    ids, positions = random_ids(1, 40), torch.arange(41)[None]
+    fast = raw(module, {"budget": 100, "compiler": "eager"})
+    with torch.no_grad(), kvpass.session():
+        fast(ids, positions[:, :40].contiguous())
+        token = random_ids(1, 1, seed=1)
+        logits, mean, bias = fast(token, positions[:, 40:].contiguous())
+        assert_close("logits", logits, module(torch.cat([ids, token], 1), positions)[0][:, -1:], atol=1e-4)
+        assert mean == module.head.bias.mean() and torch.equal(bias, module.head.bias)
+
+
 def test_an_unknown_compiler_is_refused(decoder):
-    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, options={"budget": 64, "compiler": "none"})
+    fast = raw(decoder, {"budget": 64, "compiler": "none"})
     refused = pytest.raises(Exception, match="compiler='none': must be one of inductor, eager")
     with refused, torch.no_grad(), kvpass.session():
         fast(random_ids(1, 40), torch.arange(40)[None])
@@ -326,7 +362,7 @@ def test_lengths_that_a_phase_was_not_compiled_for_are_refused(decoder, monkeypa
 
     monkeypatch.setattr(backend, "compile_fx", short_or_long)
     options = {"policy": "lava", "budget": 20, "window": 8, "compiler": "inductor"}
-    fast = torch.compile(decoder, backend="kvpass", options=options, fullgraph=True, dynamic=True)
+    fast = raw(decoder, options)
 
     def run(ids):
         with torch.no_grad(), kvpass.session() as session:

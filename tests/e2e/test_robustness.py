@@ -58,6 +58,7 @@ class Interrupt:
         ("lava", ("kvpass.reference", "pack"), 1),
         ("h2o", ("kvpass.evict", "first_slots"), 1),
         ("lava", ("kvpass.store", "StoreRecord"), 1),
+        ("lava", ("kvpass.cache", "PromptRecord"), 1),
     ],
 )
 def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch, policy, where, count):
@@ -76,7 +77,7 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch
         Interrupt(patch, (importlib.import_module(holder), name), count)
         with pytest.raises(KeyboardInterrupt):
             fast(ids, past_key_values=reused)
-    assert reused.is_empty
+    assert reused.is_empty and reused.nbytes == len(reused) == 0 and reused.stores == []
     assert torch.equal(fast(token, past_key_values=live).logits, expected_live)
     fast(ids, past_key_values=reused)
     assert torch.equal(fast(token, past_key_values=reused).logits, expected)
@@ -129,6 +130,41 @@ def test_memory_that_runs_out_while_a_tail_grows_leaves_the_cache_usable(monkeyp
         with pytest.raises(torch.OutOfMemoryError):
             fast(new, past_key_values=cache)
     assert torch.equal(fast(new, past_key_values=cache).logits, expected)
+
+
+@pytest.mark.parametrize("change", ["reorder", "repeat", "select"])
+@pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
+def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(monkeypatch, family, policy, change):
+    _, fast = compiled(family, policy=policy)
+    cache = fast(random_ids(2, 50)).past_key_values
+    picks = {
+        "reorder": lambda: cache.reorder_cache(torch.tensor([1, 0])),
+        "repeat": lambda: cache.batch_repeat_interleave(2),
+        "select": lambda: cache.batch_select_indices(torch.tensor([1])),
+    }
+    token = random_ids(2, 1, seed=1)
+    expected = fast(token, past_key_values=cache.clone()).logits
+    original = torch.Tensor.index_select
+
+    def limited(room):
+        copies = iter(range(room))
+
+        def index_select(*args):
+            if next(copies, None) is None:
+                raise torch.OutOfMemoryError
+            return original(*args)
+
+        return index_select
+
+    for room in (1, 5):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "index_select", limited(room))
+            with pytest.raises(torch.OutOfMemoryError):
+                picks[change]()
+        assert cache.batch_size == 2
+        assert torch.equal(fast(token, past_key_values=cache.clone()).logits, expected)
+    picks[change]()
+    assert cache.batch_size == {"reorder": 2, "repeat": 4, "select": 1}[change]
 
 
 def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatch):
@@ -206,6 +242,20 @@ def test_the_tail_grows_as_far_as_it_must():
     with torch.no_grad():
         assert_close("logits", logits, model(torch.cat([ids, new], 1)).logits[:, 20:], atol=1e-4)
     assert cache.stores[0].tail_k.shape[3] > capacity and cache.columns == 320
+
+
+def test_the_tail_grows_seldom_and_not_far():
+    """Each length of it is captured anew as a CUDA graph."""
+    _, fast = compiled()
+    store = fast(random_ids(1, 20)).past_key_values.stores[0]
+    lengths = [store.tail_k.shape[3]]
+    for used in range(store.used, 8000):
+        store.used = used
+        store.ensure_room(1)
+        if store.tail_k.shape[3] != lengths[-1]:
+            lengths.append(store.tail_k.shape[3])
+        assert used < lengths[-1] <= used + 1 + max(64, min(used // 2, 1024)) + 64
+    assert len(lengths) < 20
 
 
 # -- dtypes, modes, devices -------------------------------------------------------------------------------------------

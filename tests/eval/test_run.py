@@ -184,6 +184,17 @@ def test_whatever_changes_an_answer_changes_the_key(tmp_path, changes):
     assert base.isdisjoint(other)
 
 
+def test_other_stop_tokens_and_libraries_change_the_key(tmp_path, monkeypatch):
+    base = conditions_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpass.eval.run.stop_tokens", lambda model, tokenizer: frozenset({2, 5}))
+        assert base.isdisjoint(conditions_of(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpass.eval.run.version", lambda name: "0.1")
+        assert base.isdisjoint(conditions_of(tmp_path))
+    assert base == conditions_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     "changes", [{"batch": 2}, {"samples": 5}, {"policies": (PolicySpec("snapkv", (("window", 8),)),)}]
 )

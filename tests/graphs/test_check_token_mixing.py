@@ -133,6 +133,15 @@ def test_a_size_that_is_no_token_count_is_what_it_was_when_captured(decoder, cap
         capture(last, (*inputs(), wanted), PASSES)
 
 
+@pytest.mark.parametrize("number", [torch.tensor(2.0), torch.tensor(2), torch.tensor([2]), torch.tensor(True)], ids=str)
+def test_a_number_given_as_a_tensor_is_let_alone(number, decoder, capture, inputs) -> None:
+    model = decoder()
+    capture(lambda ids, positions, number: model(ids, positions) * number, (*inputs(), number), PASSES)
+    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+        mixed = Mixed(decoder(), MIXING["mean"], "before")
+        capture(lambda ids, positions, number: mixed(ids, positions) * number, (*inputs(), number), PASSES)
+
+
 @pytest.mark.parametrize("name", ["mean", "softmax over tokens", "padded by one", "roll", "cut and joined"])
 def test_what_cannot_be_run_is_refused_by_its_calls(name, decoder, capture, inputs) -> None:
     model = Mixed(decoder(), MIXING[name], "before")

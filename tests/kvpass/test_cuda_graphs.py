@@ -15,6 +15,8 @@ from kvpass import cuda_graphs
 from kvpass.cuda_graphs import CaptureError, CudaRecorder, GraphedStep
 from kvpass.graphs.bind_state import held_by_module
 
+CPU = torch.device("cpu")
+
 
 class Recorder:
     """Like a CUDA graph: a recording runs what was recorded on the tensors of that time."""
@@ -45,7 +47,7 @@ class Step:
 
 def make():
     recorder = Recorder()
-    return GraphedStep(Step(), recorder, held=[1]), recorder
+    return GraphedStep(Step(), recorder, CPU, held=[1]), recorder
 
 
 def test_the_first_call_runs_the_second_captures_and_all_later_ones_replay():
@@ -128,7 +130,7 @@ def test_an_input_keeps_its_strides(view):
         strides.append(ids.stride())
         return [ids * 2]
 
-    step = GraphedStep(double, Recorder(), held=[])
+    step = GraphedStep(double, Recorder(), CPU, held=[])
     state = torch.zeros(())
     for value in range(4):
         ids = view(torch.arange(15.0).view(3, 5) + value)
@@ -145,11 +147,27 @@ def test_a_first_call_that_fails_does_not_count_as_warming_up():
             raise failures.pop()
         return [-ids]
 
-    step, ids, state = GraphedStep(negate, recorder, held=[]), torch.ones(2), torch.zeros(())
+    step, ids, state = GraphedStep(negate, recorder, CPU, held=[]), torch.ones(2), torch.zeros(())
     with pytest.raises(torch.OutOfMemoryError):
         step((ids,), [state])
     for recorded in (0, 1, 1):
         assert torch.equal(step((ids,), [state])[0], -ids) and recorder.recorded == recorded
+
+
+def test_a_step_given_something_on_another_device_is_not_captured():
+    """A number that launches take from the host would be that of the capture for ever."""
+    recorder, seen = Recorder(), []
+
+    def scale(ids, factor, state):
+        seen.append(factor)
+        return [ids * 2]
+
+    step, ids, state = GraphedStep(scale, recorder, CPU, held=[1]), torch.ones(2), torch.zeros(())
+    factors = [torch.empty((), device="meta") for _ in range(3)]
+    for factor in factors:
+        with pytest.warns(UserWarning, match="no CUDA graphs.*meta"):
+            assert torch.equal(step((ids, factor), [state])[0], ids * 2)
+    assert recorder.recorded == 0 and all(one is other for one, other in zip(seen, factors, strict=True))
 
 
 def test_threads_take_their_own_answers_away():

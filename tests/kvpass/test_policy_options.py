@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 
+import kvpass
+from kvpass.config import Budget
 from kvpass.observation import Observation
 from kvpass.policies import POLICIES, Policy, from_spec, register_policy, resolve
 from kvpass.policies.cake import TEMPERATURES, temperatures
 from kvpass.policies.snapkv import SnapKV
+from kvpass.policies.tova import Tova
+from kvpass.testing import random_ids, tiny_model
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TAUS = {"tau1": 1.0, "tau2": 1.0}
@@ -96,6 +101,7 @@ def test_published_temperatures():
     assert temperatures("meta-llama/Llama-2-13b-chat-hf", 128) == (1.8, 2.0)
     assert temperatures("mistralai/Mistral-7B-Instruct-v0.3", 1024) == (0.8, 0.5)
     assert temperatures("Qwen/Qwen2.5-7B-Instruct", 128) == (0.4, 0.6)
+    assert temperatures("Qwen/Qwen2.5-7B-Instruct", Budget.parse(128)) == (0.4, 0.6)
     assert len(TEMPERATURES) == 10
     with pytest.raises(ValueError, match="model='gpt2', budget=64"):
         temperatures("gpt2", 64)
@@ -143,6 +149,89 @@ def test_a_policy_can_be_defined_again_as_in_a_notebook(registry):
     assert isinstance(from_spec(spec), second) and resolve("mine").kernel_size == 5
     register_policy(first)
     assert isinstance(from_spec(spec), first)
+
+
+def test_only_a_registered_class_can_be_compiled(registry):
+    """Operators know a policy by its name and options."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class First(SnapKV):
+        def score(self, obs):
+            return -torch.arange(obs.evictable).float().expand(1, obs.kv_heads, -1)
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Nameless(Policy):
+        def score(self, obs):
+            return torch.zeros(1, obs.kv_heads, obs.evictable)
+
+    model = tiny_model("llama", num_hidden_layers=2)
+    for kind in (First, Nameless):
+        with pytest.raises(ValueError, match=rf"{kind.__name__} is not registered"):
+            kvpass.compile(model, policy=kind(window=4), budget=12, backend="eager")
+        with pytest.raises(Exception, match=rf"{kind.__name__} is not registered"), kvpass.session():
+            torch.compile(model, backend="kvpass", options={"policy": kind(window=4), "budget": 12})(random_ids(1, 40))
+
+    @register_policy
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Oldest(First):
+        name: ClassVar[str] = "oldest"
+
+    fast = kvpass.compile(model, policy=Oldest(window=4), budget=12, backend="eager")
+    cache = fast(random_ids(1, 40)).past_key_values
+    assert cache.positions.tolist() == [[[[*range(8), *range(36, 40)]] * 2] * 2]
+
+
+def test_a_score_that_breaks_its_contract(registry):
+    """A wrong shape is refused; NaN counts as the lowest score, since no value is read while compiling."""
+    wanted: list[Callable[[Observation], object]] = []
+
+    @register_policy
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Odd(Policy):
+        name: ClassVar[str] = "odd"
+
+        def score(self, obs):
+            return wanted[0](obs)
+
+    ids, good = random_ids(1, 40), resolve("snapkv", window=4)
+    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), policy="odd", budget=12, window=4, backend="eager")
+    tensors = torch.randn(3, 1, 1, 2, 40, 8)
+    for score, given in (
+        (lambda obs: good.score(obs)[:, :1], r"\[1, 1, 36\]"),
+        (lambda obs: torch.zeros(1, 4, obs.evictable), r"\[1, 4, 36\]"),
+        (lambda obs: None, "NoneType"),
+    ):
+        wanted[:] = [score]
+        with pytest.raises(ValueError, match=rf"policy 'odd': score\(\) gave {given}, must be \[1, 2, 36\]"):
+            fast(ids)
+        with pytest.raises(ValueError, match=r"policy 'odd': score\(\) gave"):
+            kvpass.plan("odd", *tensors, budget=12, window=4)
+    wanted[:] = [lambda obs: torch.full((1, 2, obs.evictable), math.nan).index_fill(2, torch.tensor([5, 7]), 1.0)]
+    cache = fast(ids).past_key_values
+    assert cache.positions.tolist() == [[[[*range(5), 5, 6, 7, *range(36, 40)]] * 2] * 2]
+    wanted[:] = [lambda obs: torch.full((1, 2, obs.evictable), -math.inf)]
+    assert int(fast(ids).past_key_values.lengths.sum()) == 12 * 4
+    assert int(kvpass.plan("odd", *tensors, budget=12, window=4).lengths.sum()) == 12 * 2
+
+
+def test_a_policy_that_is_defined_again_is_compiled_again(registry):
+    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), budget=12, window=4, backend="eager")
+    lengths = []
+    for evicts in (False, True, False):
+
+        @register_policy
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class Mine(SnapKV):
+            name: ClassVar[str] = "mine"
+            decode_rule = Tova.decode_rule if evicts else SnapKV.decode_rule
+            evict_during_decode: bool = True
+
+        fast.set_policy("mine", 12, window=4)
+        cache = fast(random_ids(1, 40)).past_key_values
+        for token in random_ids(1, 3, seed=1).split(1, 1):
+            fast(token, past_key_values=cache)
+        lengths.append(int(cache.lengths.sum()) / 4)
+    assert lengths == [15, 12, 15]
 
 
 def test_register_policy_refuses_what_cannot_work(registry):
