@@ -98,10 +98,6 @@ class GraphedStep:
         self._seen: OrderedDict[tuple[Any, ...], None] = OrderedDict()
 
     def __call__(self, inputs: Sequence[Any], state: Sequence[Tensor]) -> Sequence[Any]:
-        elsewhere = {str(x.device) for x in inputs if isinstance(x, Tensor) and x.device != self._device}
-        if elsewhere:
-            warnings.warn(f"no CUDA graphs: the module is given tensors on {sorted(elsewhere)}", stacklevel=2)
-            return self._step(*inputs, *state)
         copied = [isinstance(value, Tensor) and place not in self._held for place, value in enumerate(inputs)]
         key = _key(inputs, copied, state)
         with _LOCK:
@@ -116,6 +112,10 @@ class GraphedStep:
                 log.info("captured a CUDA graph: %d in use", len(self._captured))
                 return capture(inputs)
         outputs = self._step(*inputs, *state)
+        elsewhere = {str(x.device) for x in inputs if isinstance(x, Tensor) and x.device != self._device}
+        if elsewhere:
+            warnings.warn(f"no CUDA graphs: the module is given tensors on {sorted(elsewhere)}", stacklevel=2)
+            return outputs
         with _LOCK:
             _remember(self._seen, key, None, MAX_SEEN)
         return outputs
@@ -167,9 +167,13 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _key(inputs: Sequence[Any], copied: Sequence[bool], state: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a capture holds for: shapes of copied inputs, addresses of the others and of state, every other value."""
+    """What a capture holds for: form and place of copied inputs, addresses of the others and of state, other values."""
     given = [
-        (value.shape, value.stride(), value.dtype) if copy else value.data_ptr() if isinstance(value, Tensor) else value
+        (value.shape, value.stride(), value.dtype, value.device)
+        if copy
+        else value.data_ptr()
+        if isinstance(value, Tensor)
+        else value
         for value, copy in zip(inputs, copied, strict=True)
     ]
     return (*given, *((tensor.data_ptr(), tensor.shape) for tensor in state))

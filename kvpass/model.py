@@ -25,7 +25,7 @@ from kvpass.recompress import OCCASIONS
 from kvpass.report import Report
 from kvpass.rules import Rules, read_rules
 
-_IGNORED = {"use_cache", "return_dict", "cache_position", "output_attentions", "output_hidden_states"}
+_IGNORED = {"cache_position", "output_attentions", "output_hidden_states"}
 
 
 @dataclass(kw_only=True)
@@ -59,10 +59,12 @@ class CompressedModel:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
+        *,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Prefill a prompt and compress it, or continue on a compressed cache.
 
         Args:
@@ -73,7 +75,8 @@ class CompressedModel:
             past_key_values: a :class:`CompressedCache` of this model, or None or any empty cache for a new prompt.
             logits_to_keep: compute logits of the last so many positions only; 0 = all.
         Returns:
-            fp logits ``[B, T or logits_to_keep, vocabulary]`` and the cache (None with ``use_cache=False``).
+            fp logits ``[B, T or logits_to_keep, vocabulary]`` and the cache (None with ``use_cache=False``); a tuple of
+            what there is with ``return_dict=False``.
         Raises:
             ValueError: an argument that kvpass does not support was given, or one does not fit the cache, which is
                 then unchanged.
@@ -97,7 +100,8 @@ class CompressedModel:
                 cache = _new_cache(runtime, past_key_values)
                 logits = _prefill(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
                 runtime.last_prompt = cache.record
-        return CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)
+        output = CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)
+        return output.to_tuple() if return_dict is False else output
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of transformers; with a filled cache, ids no longer than what it has seen are new tokens only.
@@ -142,7 +146,9 @@ class CompressedModel:
             a cache that later calls read but never change: each continues on a copy of its own, so any number of
             questions can be asked of it.
         """
-        cache = self.forward(input_ids, attention_mask, logits_to_keep=1).past_key_values
+        output = self.forward(input_ids, attention_mask, logits_to_keep=1)
+        assert isinstance(output, CausalLMOutputWithPast)
+        cache = output.past_key_values
         assert isinstance(cache, CompressedCache)
         cache.reusable = True
         return cache

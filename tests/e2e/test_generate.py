@@ -368,6 +368,15 @@ def test_contract_10_models_that_cannot_be_compiled_are_refused(model, fast):
         kvpass.compile(tiny_model("llama").model, budget=100)
 
 
+def test_a_tuple_is_returned_where_one_is_asked_for(tight):
+    ids = random_ids(1, 40)
+    logits, cache = tight(ids, None, None, None, return_dict=False)
+    assert torch.equal(logits, tight(ids).logits) and isinstance(cache, kvpass.CompressedCache)
+    assert len(tight(ids, return_dict=False, use_cache=False)) == 1
+    with pytest.raises(TypeError, match="positional"):
+        tight(ids, None, None, None, torch.zeros(1, 40, 8))
+
+
 def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
     ids = random_ids(2, 40)
     cache = tight(ids).past_key_values

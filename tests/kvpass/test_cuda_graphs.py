@@ -170,6 +170,16 @@ def test_a_step_given_something_on_another_device_is_not_captured():
     assert recorder.recorded == 0 and all(one is other for one, other in zip(seen, factors, strict=True))
 
 
+def test_a_capture_is_not_replayed_for_an_input_that_has_moved():
+    recorder, ids, state = Recorder(), torch.ones(2), torch.zeros(())
+    step = GraphedStep(lambda ids, factor, state: [ids * 2], recorder, CPU, held=[])
+    for _ in range(3):
+        step((ids, torch.ones(())), [state])
+    assert recorder.recorded == 1
+    with pytest.warns(UserWarning, match="no CUDA graphs"):
+        step((ids, torch.empty((), device="meta")), [state])
+
+
 def test_threads_take_their_own_answers_away():
     """All captures write their answers to one place, as those of a GPU may."""
     step, _ = make()
