@@ -33,7 +33,7 @@ LAYERS = """
     cuda_graphs
     backend
     captured
-    report phases
+    decoders report phases
     model raw
     generation
     api
