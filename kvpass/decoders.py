@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._sympy.numbers import int_oo
@@ -37,7 +37,7 @@ class Decoders:
         Args:
             forward: the model's; the same in every call. logits_to_keep: of the last so many tokens; 0 = all.
         Raises:
-            ValueError: the decoder is not understood, or does not take a prompt of any length.
+            ValueError: the decoder is not understood, is no single graph, or does not take a prompt of any length.
         """
         rows, tokens = ids.shape
         if logits_to_keep >= tokens:
@@ -53,6 +53,8 @@ class Decoders:
         except BackendCompilerFailed as failure:
             inner = failure.inner_exception
             raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
+        except Unsupported as failure:
+            raise ValueError(f"the decoder cannot be captured as one graph: {failure}") from failure
         except ConstraintViolationError as violation:
             raise ValueError(f"the decoder does not take a prompt of any length: {violation}") from violation
 
