@@ -170,6 +170,7 @@ def run_stage(stage: Stage, result: Path, log: Path, seconds: float) -> Outcome:
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_hear_interrupts,
         )
         try:
             code: int | None = process.wait(timeout=seconds)
@@ -189,6 +190,11 @@ def run_stage(stage: Stage, result: Path, log: Path, seconds: float) -> Outcome:
     if code != 0:
         return Outcome("failed", took, f"exit status {code}: {said}")
     return Outcome("passed", took, said if not writes else "")
+
+
+def _hear_interrupts() -> None:
+    """Of a process to be: what a shell starts in the background ignores interrupts, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -193,7 +193,7 @@ class _Trial:
             if dim != self.tokens and not flat:
                 continue
             split = [value.unflatten(axis, (self.rows, self.length)) if flat else value for value in moved]
-            rows = [value.movedim(axis + flat, -1).flatten(0, -2).any(0).cpu() for value in split]
+            rows = [value.movedim(axis + flat, -1).reshape(-1, self.length).any(0).cpu() for value in split]
             if not any(bool((row & ~pattern).any()) for row, pattern in zip(rows, self.patterns, strict=True)):
                 return False
         if any(dim == self.tokens for dim in shape):

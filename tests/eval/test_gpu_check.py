@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tarfile
 import time
@@ -83,7 +84,15 @@ def test_a_stage_out_of_time_is_ended_with_all_it_started_and_what_it_wrote_stay
         pytest.fail("the child of a stage outlived it")
 
 
-def test_a_stage_out_of_time_says_what_it_knows(tmp_path, capsys):
+@pytest.fixture(params=[signal.SIG_DFL, signal.SIG_IGN], ids=["in front", "in the background"])
+def started(request):
+    """How a shell starts gpu-check: what is in the background ignores interrupts."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_stage_out_of_time_says_what_it_knows(tmp_path, capsys, started):
     program = (
         "import time\n"
         "try:\n"

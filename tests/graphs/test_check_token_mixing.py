@@ -119,6 +119,16 @@ def test_an_output_of_some_tokens_is_let_alone(keep, decoder, capture, inputs) -
     capture(lambda ids, positions: model(ids, positions)[:, keep], inputs(), CANONICAL_PASSES)
 
 
+def test_tokens_that_are_the_only_axis_are_told_apart(decoder, capture, inputs) -> None:
+    model = decoder()
+    given = tuple(value[:1] for value in inputs())
+    capture(lambda ids, positions: model(ids, positions)[0].mean(-1), given, PASSES)
+    mixed = Mixed(model, MIXING["running sum"], "after")
+    for over in (lambda ids, positions: mixed(ids, positions)[0].mean(-1), lambda *given: model(*given).mean()):
+        with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+            capture(over, given, PASSES)
+
+
 def test_a_size_that_is_no_token_count_is_what_it_was_when_captured(decoder, capture, inputs) -> None:
     wanted = torch.zeros(5)
     torch._dynamo.mark_dynamic(wanted, 0)
