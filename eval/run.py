@@ -123,6 +123,8 @@ class Evaluation:
         self.model, self.tokenizer = load_model(settings.model, dtype=settings.dtype, device=settings.device)
         self.fingerprint = fingerprint(self.model)
         self.code = answering_digest("answer.py", "prompt.py")
+        self.stops = stop_tokens(self.model, self.tokenizer)
+        self.libraries = {name: version(name) for name in ("torch", "transformers")}
         self.samples: dict[str, list[tuple[Sample, Prompt]]] = {task.name: self._encoded(task) for task in tasks}
         self.file = RecordFile(settings.output / "samples.jsonl")
         self.conditions = [
@@ -174,7 +176,7 @@ class Evaluation:
         answerer = Answerer(
             model=model,
             tokenizer=self.tokenizer,
-            stops=stop_tokens(self.model, self.tokenizer),
+            stops=self.stops,
             batch=self.settings.batch,
             hold=self.settings.hold,
         )
@@ -219,8 +221,8 @@ class Evaluation:
                 "device": self.model.device.type,
                 "seed": self.settings.seed,
                 "max_new_tokens": sample.max_new_tokens,
-                "stops": sorted(stop_tokens(self.model, self.tokenizer)),
-                "libraries": {name: version(name) for name in ("torch", "transformers")},
+                "stops": sorted(self.stops),
+                "libraries": self.libraries,
                 "prompt": _digest(prompt),
             }
             key = record_key(fields)

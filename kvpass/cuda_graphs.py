@@ -168,12 +168,11 @@ def _own(tensor: Tensor) -> Tensor:
 
 def _key(inputs: Sequence[Any], copied: Sequence[bool], state: Sequence[Tensor]) -> tuple[Any, ...]:
     """What a capture holds for: form and place of copied inputs, addresses of the others and of state, other values."""
-    given = [
-        (value.shape, value.stride(), value.dtype, value.device)
-        if copy
-        else value.data_ptr()
-        if isinstance(value, Tensor)
-        else value
-        for value, copy in zip(inputs, copied, strict=True)
-    ]
+    given = [_mark(value, copy) for value, copy in zip(inputs, copied, strict=True)]
     return (*given, *((tensor.data_ptr(), tensor.shape) for tensor in state))
+
+
+def _mark(value: Any, copied: bool) -> Any:
+    if copied:
+        return value.shape, value.stride(), value.dtype, value.device
+    return value.data_ptr() if isinstance(value, Tensor) else value

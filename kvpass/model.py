@@ -26,6 +26,14 @@ from kvpass.report import Report
 from kvpass.rules import Rules, read_rules
 
 _IGNORED = {"cache_position", "output_attentions", "output_hidden_states"}
+_ASSISTED = "assisted generation is not supported, a compressed cache cannot be cropped"
+_REFUSED = {
+    "assistant_model": _ASSISTED,
+    "prompt_lookup_num_tokens": _ASSISTED,
+    "assistant_early_exit": _ASSISTED,
+    "prefill_chunk_size": "a prompt is prefilled whole: what a chunk alone would keep is not its budget",
+}
+"""Arguments of ``generate`` that are refused, and why."""
 
 
 @dataclass(kw_only=True)
@@ -231,10 +239,7 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
 
 def _refuse_generation(kwargs: dict[str, Any], default: Any) -> None:
     configured = kwargs.get("generation_config") or default
-    assisted = "assisted generation is not supported, a compressed cache cannot be cropped"
-    refused = dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"), assisted)
-    refused["prefill_chunk_size"] = "a prompt is prefilled whole: what a chunk alone would keep is not its budget"
-    for name, reason in refused.items():
+    for name, reason in _REFUSED.items():
         if kwargs.get(name, getattr(configured, name, None)) is not None:
             raise ValueError(f"{name}: {reason}")
 

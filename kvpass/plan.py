@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kvpass.config import Budget, Geometry
 from kvpass.decode import survivors
 from kvpass.observation import Observation
-from kvpass.policies import resolve
+from kvpass.policies import parse_budget, resolve
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.options import check_float
@@ -213,15 +213,9 @@ def _entries(
     """The parsed budget and the evictable entries per KV head per layer on average, int64 ``[1]``."""
     layers, _, kv_heads, length, dim = k.shape
     window = min(policy.window, length)
-    if not policy.needs_budget:
-        if budget is not None:
-            raise ValueError(f"budget={budget!r}: policy {policy.name!r} keeps everything and takes no budget")
+    parsed = parse_budget(policy, budget)
+    if parsed is None:
         return None, torch.tensor([length - window], device=k.device)
-    if budget is None:
-        raise ValueError(
-            f"budget=None: policy {policy.name!r} needs an int >= 1, a float in (0, 1] or bytes such as '512MiB'"
-        )
-    parsed = Budget.parse(budget)
     geometry = Geometry(layers=layers, kv_heads=kv_heads, key_dim=dim, value_dim=v.shape[-1], itemsize=k.element_size())
     entries = parsed.check(length, policy.window, geometry.token_bytes)
     return parsed, torch.tensor([max(entries - policy.window, 0)], device=k.device)

@@ -126,13 +126,22 @@ def resolve_budget(policy: Policy, budget: Budget | int | float | str | None) ->
     Raises:
         ValueError: unreadable, below window + 1, missing, or given to a policy that has none.
     """
+    parsed = parse_budget(policy, budget)
+    if parsed is not None and parsed.kind == "entries" and parsed.value < policy.window + 1:
+        raise ValueError(f"budget={budget}: must be at least window + 1 = {policy.window + 1}")
+    return parsed
+
+
+def parse_budget(policy: Policy, budget: Budget | int | float | str | None) -> Budget | None:
+    """The budget as the policy takes it, not yet held against its window, which a short prompt need not fill.
+
+    Raises:
+        ValueError: unreadable, missing, or given to a policy that has none.
+    """
     if budget is None:
         if policy.needs_budget:
             raise ValueError(f"budget=None: policy {policy.name!r} needs one, for instance budget=1024")
         return None
     if not policy.needs_budget:
         raise ValueError(f"budget={budget!r}: policy {policy.name!r} keeps everything and takes no budget")
-    parsed = Budget.parse(budget)
-    if parsed.kind == "entries" and parsed.value < policy.window + 1:
-        raise ValueError(f"budget={budget}: must be at least window + 1 = {policy.window + 1}")
-    return parsed
+    return Budget.parse(budget)

@@ -14,13 +14,8 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
     StaticCache,
     StoppingCriteria,
-    T5Config,
-    T5ForConditionalGeneration,
     TextIteratorStreamer,
     pipeline,
 )
@@ -31,21 +26,6 @@ from kvpass.testing import VOCABULARY, assert_close, left_pad, random_ids, tiny_
 
 NEW = 10
 CHAIN = "let bara = 482 . let lato = bara . let mivi = lato . question the value of mivi is"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def fast(model):
-    return kvpass.compile(model, budget=10**6, window=8, backend="eager")
-
-
-@pytest.fixture(scope="module")
-def tight(model):
-    return kvpass.compile(model, budget=16, window=8, backend="eager")
 
 
 def test_the_original_is_untouched_and_every_tensor_is_shared(model, fast):
@@ -104,12 +84,6 @@ def test_a_cache_of_another_kind_that_is_asked_for_gives_way_to_ours(model, way)
     assert fast.report().prompt_lengths.tolist() == [33 + grown, 9 + grown]
 
 
-def test_a_prompt_is_not_prefilled_in_chunks(tight):
-    for options in ({"prefill_chunk_size": 8}, {"generation_config": GenerationConfig(prefill_chunk_size=8)}):
-        with pytest.raises(ValueError, match="prefill_chunk_size: a prompt is prefilled whole"):
-            tight.generate(random_ids(1, 40), max_new_tokens=2, **options)
-
-
 def test_a_copy_of_a_compiled_model_has_weights_of_its_own(model):
     fast = kvpass.compile(model, budget=16, window=8, backend="eager")
     ids, token = random_ids(1, 40), random_ids(1, 1, seed=1)
@@ -161,16 +135,6 @@ def test_rotary_embeddings_that_depend_on_the_longest_row():
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 40)])
     with pytest.raises(ValueError, match=r"longrope.*rows of one length"):
         fast(ids, attention_mask=mask)
-
-
-def test_contract_7_a_decoder_that_is_no_single_graph_is_refused():
-    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(ValueError, match="rope_type='dynamic'"):
-        kvpass.compile(tiny_model("llama", rope_parameters=dynamic), budget=100)
-    branching = tiny_model("llama", num_hidden_layers=1)
-    branching.model.norm.forward = lambda x: x if x.sum() > 0 else -x
-    with pytest.raises(ValueError, match="cannot be captured as one graph"):
-        kvpass.compile(branching, budget=100, backend="eager")(random_ids(1, 40))
 
 
 def test_beam_search_reorders_the_compressed_cache(tight):
@@ -333,54 +297,6 @@ def test_two_interleaved_generations_do_not_mix(tight):
         assert torch.equal(torch.cat(tokens[i], 1), alone[i])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budget": 32}, r"budget=32: must be at least window \+ 1 = 33"),
-        ({"budget": 0}, "budget=0"),
-        ({"budget": -5}, "budget=-5"),
-        ({"budget": float("nan")}, "budget=nan"),
-        ({"budget": 1.5}, "budget=1.5"),
-        ({"budget": "lots"}, "budget='lots'"),
-        ({"budget": "12 parsecs"}, "budget='12 parsecs'"),
-        ({"budget": True}, "budget=True"),
-        ({"budget": None}, "budget=None"),
-        ({"policy": "full", "budget": 100}, "keeps everything"),
-        ({"policy": "lavaa"}, "did you mean 'lava'"),
-        ({"windw": 3}, "windw"),
-        ({"window": -1}, "window=-1"),
-        ({"kernel_size": 4}, "kernel_size=4"),
-        ({"backend": "cuda"}, "backend='cuda'"),
-    ],
-    ids=str,
-)
-def test_contract_10_bad_options_name_value_and_range(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        kvpass.compile(model, **{"budget": 100, **options})
-
-
-def test_contract_10_models_that_cannot_be_compiled_are_refused(model, fast):
-    with pytest.raises(ValueError, match="already compiled"):
-        kvpass.compile(fast, budget=100)
-    with pytest.raises(ValueError, match="training mode"):
-        kvpass.compile(tiny_model("llama").train(), budget=100)
-    with pytest.raises(ValueError, match="training mode"):
-        kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=100).train()(random_ids(1, 40))
-    for wish in ("output_hidden_states", "output_attentions"):
-        wishful = tiny_model("gpt2", **{wish: True})
-        with pytest.raises(ValueError, match=f"config.{wish}=True"):
-            kvpass.compile(wishful, budget=100)
-    with pytest.raises(ValueError, match=r"config.output_router_logits=True"):
-        kvpass.compile(tiny_model("mixtral", output_router_logits=True), budget=100)
-    t5 = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        kvpass.compile(T5ForConditionalGeneration(t5).eval(), budget=100)
-    with pytest.raises(ValueError, match=r"torch\.compile"):
-        kvpass.compile(torch.nn.Linear(2, 2), budget=100)
-    with pytest.raises(ValueError, match="causal language model"):
-        kvpass.compile(tiny_model("llama").model, budget=100)
-
-
 def test_a_tuple_is_returned_where_one_is_asked_for(tight):
     ids = random_ids(1, 40)
     logits, cache = tight(ids, None, None, None, return_dict=False)
@@ -388,68 +304,3 @@ def test_a_tuple_is_returned_where_one_is_asked_for(tight):
     assert len(tight(ids, return_dict=False, use_cache=False)) == 1
     with pytest.raises(TypeError, match="positional"):
         tight(ids, None, None, None, torch.zeros(1, 40, 8))
-
-
-def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
-    ids = random_ids(2, 40)
-    cache = tight(ids).past_key_values
-    token = random_ids(2, 1, seed=3)
-    expected = tight(token, past_key_values=tight(ids).past_key_values).logits
-    foreign = DynamicCache(config=model.config)
-    model(ids, past_key_values=foreign)
-    stranger = kvpass.compile(tiny_model("llama", num_hidden_layers=2), budget=16, window=8, backend="eager")
-    stranger(ids)
-    same_shape = kvpass.compile(tiny_model("llama", seed=1), budget=16, window=8, backend="eager")
-    same_shape(ids)
-    other_budget = kvpass.compile(model, budget=24, window=8, backend="eager")
-    bad = [
-        (tight, {"input_ids": token[:1], "past_key_values": cache}, "1 rows"),
-        (tight, {"input_ids": token, "past_key_values": cache, "attention_mask": torch.ones(2, 3)}, r"\[2, 41\]"),
-        (tight, {"input_ids": ids, "attention_mask": torch.ones(2, 41)}, r"\[2, 40\]"),
-        (tight, {"input_ids": ids, "attention_mask": torch.ones(2, 40).tril(38)}, "left-padded"),
-        (tight, {"input_ids": ids, "attention_mask": torch.zeros(2, 40)}, "no real token"),
-        (tight, {"input_ids": ids, "past_key_values": foreign}, "DynamicCache"),
-        (tight, {"input_ids": ids, "past_key_values": EncoderDecoderCache(foreign, DynamicCache())}, "Cache"),
-        (stranger, {"input_ids": token, "past_key_values": cache}, "another model"),
-        (same_shape, {"input_ids": token, "past_key_values": cache}, "another model"),
-        (other_budget, {"input_ids": token, "past_key_values": cache}, "another model"),
-        (tight, {"input_ids": None}, "input_ids"),
-        (tight, {"input_ids": torch.empty(1, 0, dtype=torch.int64)}, "input_ids"),
-        (tight, {"input_ids": ids, "labels": ids}, "labels"),
-        (tight, {"input_ids": ids, "output_attentions": True}, "output_attentions"),
-        (tight, {"input_ids": ids, "logits_to_keep": -1}, "logits_to_keep=-1"),
-        (tight, {"input_ids": ids, "position_ids": torch.zeros(2, 3, dtype=torch.int64)}, "position_ids"),
-        (
-            tight,
-            {"input_ids": ids[:, :3], "past_key_values": cache, "attention_mask": torch.ones(2, 43).tril(41)},
-            "padding is possible only before",
-        ),
-        (
-            tight,
-            {"input_ids": ids[:, :3], "past_key_values": cache, "attention_mask": torch.ones(2, 43).triu()},
-            "row 1 hides other columns",
-        ),
-    ]
-    for subject, call, message in bad:
-        with pytest.raises(ValueError, match=message):
-            subject(**call)
-        assert cache.get_seq_length() == 40
-    assert_close("logits", tight(token, past_key_values=cache).logits, expected, atol=0)
-
-
-def test_contract_10_a_mask_cannot_take_padding_back(tight):
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (50, 31)])
-    new = random_ids(2, 3, seed=1)
-    cache = tight(ids, attention_mask=mask).past_key_values
-    with pytest.raises(kvpass.CacheMismatchError, match="row 1 hides other columns"):
-        tight(new, past_key_values=cache, attention_mask=torch.ones(2, 53))
-    whole = torch.cat([mask, torch.ones_like(new)], 1)
-    expected = tight(new, past_key_values=cache.clone()).logits
-    assert torch.equal(tight(new, past_key_values=cache, attention_mask=whole).logits, expected)
-
-
-def test_contract_10_a_fraction_too_small_for_the_prompt_is_refused(model):
-    fast = kvpass.compile(model, budget=0.1, window=8, backend="eager")
-    with pytest.raises(ValueError, match=r"window \+ 1 = 9"):
-        fast(random_ids(1, 40))
-    assert fast(random_ids(1, 200)).past_key_values.lengths.sum() == 20 * 6

@@ -322,7 +322,7 @@ def test_contract_7_what_a_module_computes_from_its_length_is_refused(decoder):
 
 
 class WithLoss(Decoder):
-    """Numbers of a prompt as a whole beside its logits, and one of no prompt at all."""
+    """Numbers in which no token has a part, beside its logits."""
 
     def forward(self, ids, positions):
         return super().forward(ids, positions), self.head.bias.mean(), self.head.bias

@@ -1,4 +1,4 @@
-"""What users do to a model: interrupts, odd sizes, dtypes, modes, and every kind of generation."""
+"""What users do to a model: odd sizes, dtypes, modes, and every kind of generation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvpass
-from kvpass.backend import PhaseCompiler
-from kvpass.store import Store
 from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
 
 NEW = 6
@@ -29,185 +27,6 @@ def compile_anew(model=None, **options):
 
 def greedy(model, ids, **options):
     return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
-
-
-# -- interrupts -------------------------------------------------------------------------------------------------------
-
-
-class Interrupt:
-    """Raises ``KeyboardInterrupt`` at the n-th run of a module."""
-
-    def __init__(self, monkeypatch, target, n):
-        self.left = n
-        original = getattr(*target)
-
-        def counting(*args, **kwargs):
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(*target, counting)
-
-
-@pytest.mark.parametrize(
-    ("policy", "where", "count"),
-    [
-        ("lava", ("kvpass.reference", "observe_attention"), 2),
-        ("lava", ("kvpass.reference", "cascade_step"), 2),
-        ("lava", ("kvpass.reference", "pack"), 1),
-        ("h2o", ("kvpass.evict", "first_slots"), 1),
-        ("lava", ("kvpass.store", "StoreRecord"), 1),
-        ("lava", ("kvpass.cache", "PromptRecord"), 1),
-    ],
-)
-def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch, policy, where, count):
-    import importlib
-
-    _, fast = compiled(policy=policy)
-    ids, other, token = random_ids(1, 50), random_ids(1, 44, seed=2), random_ids(1, 1, seed=3)
-    expected = fast(token, past_key_values=fast(ids).past_key_values).logits
-    live = fast(other).past_key_values
-    reused = fast(other).past_key_values
-    reused.reset()
-    expected_live = fast(token, past_key_values=live.clone()).logits
-    name = where[1]
-    holder = "kvpass.store" if name in ("first_slots", "StoreRecord") else where[0]
-    with monkeypatch.context() as patch:
-        Interrupt(patch, (importlib.import_module(holder), name), count)
-        with pytest.raises(KeyboardInterrupt):
-            fast(ids, past_key_values=reused)
-    assert reused.is_empty and reused.nbytes == len(reused) == 0 and reused.stores == []
-    assert torch.equal(fast(token, past_key_values=live).logits, expected_live)
-    fast(ids, past_key_values=reused)
-    assert torch.equal(fast(token, past_key_values=reused).logits, expected)
-
-
-def test_an_interrupt_while_compiling_leaves_the_model_usable(monkeypatch):
-    fast = compile_anew()
-    ids = random_ids(1, 50)
-    with monkeypatch.context() as patch:
-        Interrupt(patch, (PhaseCompiler, "compile"), 1)
-        with pytest.raises(KeyboardInterrupt):
-            fast(ids)
-    assert torch.equal(greedy(fast, ids), greedy(compiled()[1], ids))
-
-
-@pytest.mark.parametrize("recompress", ["never", "every_turn"])
-@pytest.mark.parametrize("tokens", [1, 12])
-def test_an_interrupted_step_on_an_appending_cache_did_not_happen(monkeypatch, tokens, recompress):
-    from kvpass import reference
-
-    _, fast = compiled(recompress=recompress)
-    cache = fast(random_ids(1, 50)).past_key_values
-    new = random_ids(1, tokens, seed=1)
-    expected = fast(new, past_key_values=cache.clone()).logits
-    with monkeypatch.context() as patch:
-        Interrupt(patch, (reference, "attend_cache"), 2)
-        with pytest.raises(KeyboardInterrupt):
-            fast(new, past_key_values=cache)
-    assert cache.columns == 50
-    assert torch.equal(fast(new, past_key_values=cache).logits, expected)
-
-
-@pytest.mark.parametrize("tokens", [1, 30])
-def test_memory_that_runs_out_while_a_tail_grows_leaves_the_cache_usable(monkeypatch, tokens):
-    _, fast = compiled()
-    cache = fast(random_ids(1, 50)).past_key_values
-    fast(random_ids(1, 64, seed=1), past_key_values=cache)
-    new = random_ids(1, tokens, seed=2)
-    expected = fast(new, past_key_values=cache.clone()).logits
-    original, calls = torch.Tensor.new_empty, []
-
-    def second_fails(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError
-        return original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_empty", second_fails)
-        with pytest.raises(torch.OutOfMemoryError):
-            fast(new, past_key_values=cache)
-    assert torch.equal(fast(new, past_key_values=cache).logits, expected)
-
-
-@pytest.mark.parametrize("change", ["reorder", "repeat", "select"])
-@pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
-def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(monkeypatch, family, policy, change):
-    _, fast = compiled(family, policy=policy)
-    cache = fast(random_ids(2, 50)).past_key_values
-    picks = {
-        "reorder": lambda: cache.reorder_cache(torch.tensor([1, 0])),
-        "repeat": lambda: cache.batch_repeat_interleave(2),
-        "select": lambda: cache.batch_select_indices(torch.tensor([1])),
-    }
-    token = random_ids(2, 1, seed=1)
-    expected = fast(token, past_key_values=cache.clone()).logits
-    original = torch.Tensor.index_select
-
-    def limited(room):
-        copies = iter(range(room))
-
-        def index_select(*args):
-            if next(copies, None) is None:
-                raise torch.OutOfMemoryError
-            return original(*args)
-
-        return index_select
-
-    for room in (1, 5):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "index_select", limited(room))
-            with pytest.raises(torch.OutOfMemoryError):
-                picks[change]()
-        assert cache.batch_size == 2
-        assert torch.equal(fast(token, past_key_values=cache.clone()).logits, expected)
-    picks[change]()
-    assert cache.batch_size == {"reorder": 2, "repeat": 4, "select": 1}[change]
-
-
-def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatch):
-    _, fast = compiled(recompress="every_turn")
-    cache = fast(random_ids(1, 50)).past_key_values
-    token = random_ids(1, 1, seed=1)
-    expected = fast(token, past_key_values=cache.clone()).logits
-    original = type(cache).begin_turn
-
-    def interrupted(*args):
-        original(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(cache), "begin_turn", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            fast(random_ids(1, 12), past_key_values=cache)
-    assert torch.equal(fast(token, past_key_values=cache).logits, expected)
-
-
-@pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
-def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_path, family, policy):
-    from kvpass import sliding, slots
-
-    _, fast = compiled(family, policy=policy)
-    ids, token = random_ids(1, 50), random_ids(1, 1, seed=1)
-    cache, other = fast(ids).past_key_values, fast(ids).past_key_values
-    expected = fast(token, past_key_values=fast(ids).past_key_values).logits
-    target = (sliding, "keep_newest") if family == "gemma3" else (slots, "survivors")
-    with monkeypatch.context() as patch:
-        Interrupt(patch, target, 1)
-        with pytest.raises(KeyboardInterrupt):
-            fast(token, past_key_values=cache)
-    for broken in (cache, cache.clone()):
-        with pytest.raises(kvpass.CacheMismatchError, match="interrupted"):
-            fast(token, past_key_values=broken)
-        with pytest.raises(ValueError, match="cannot be saved: a call on it was interrupted"):
-            broken.save(tmp_path / "cache.kv")
-    assert list(tmp_path.iterdir()) == []
-    assert torch.equal(fast(token, past_key_values=other).logits, expected)
-    cache.reset()
-    fast(ids, past_key_values=cache)
-    assert torch.equal(fast(token, past_key_values=cache).logits, expected)
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
@@ -389,17 +208,3 @@ def test_a_compiled_model_that_nobody_holds_is_freed():
     del fast, cache
     gc.collect()
     assert [held() for held in known] == [None, None]
-
-
-def test_no_memory_for_the_first_cache_is_said_as_such(monkeypatch):
-    """It is allocated while the graph is compiled, where Dynamo wraps what is raised."""
-    fast, ids = compile_anew(), random_ids(1, 40)
-
-    def full(*args):
-        raise torch.OutOfMemoryError("no room for the pool")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "begin_prefill", full)
-        with pytest.raises(torch.OutOfMemoryError, match="no room for the pool"):
-            fast(ids)
-    assert fast(ids).past_key_values.columns == 40

@@ -1,0 +1,23 @@
+"""A small model, and two compressed copies: one with room for everything, one with little."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvpass
+from kvpass.testing import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def fast(model):
+    return kvpass.compile(model, budget=10**6, window=8, backend="eager")
+
+
+@pytest.fixture(scope="module")
+def tight(model):
+    return kvpass.compile(model, budget=16, window=8, backend="eager")
