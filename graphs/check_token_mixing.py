@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from kvpass.graphs.example_lengths import lengths_about, numbers_of, size_numbers
 from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError, concrete, evaluate, example_sizes, hinted_sizes
 from kvpass.graphs.fx_utils import (
     DataFlow,
@@ -30,9 +30,10 @@ from kvpass.graphs.fx_utils import (
     refuse,
     shape_of,
     symbols_of,
+    target_name,
     value_inputs,
 )
-from kvpass.graphs.read_token_mixing import mixing_call, mixing_reduction
+from kvpass.graphs.read_token_mixing import counting_calls, mixing_call, mixing_reduction
 from kvpass.graphs.rewrite_attention import SITE, Site, find_sites
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,10 @@ def check_token_mixing_pass(gm: GraphModule) -> int:
     try:
         if isinstance(tokens, int) and tokens > _MAX_FIXED_TOKENS:
             raise EvaluationError(f"an example of {tokens} tokens is too long")
-        culprit = _Trial(gm, flow, live, batch, tokens).culprit()
+        for length in _lengths(live, tokens):
+            culprit = _Trial(gm, flow, live, batch, tokens, length).culprit()
+            if culprit is not None:
+                break
     except EvaluationError as error:
         log.info("whether tokens are kept apart is read from the calls: %s", error)
         unread = f" (read from the call, because no example shows it: {error})"
@@ -78,6 +82,38 @@ def check_token_mixing_pass(gm: GraphModule) -> int:
     if culprit is not None:
         raise refuse(culprit, f"its result {shape_of(culprit) or ''} {_REASON}{unread}".replace("  ", " "))
     return 0
+
+
+def check_reduced_positions_pass(gm: GraphModule) -> int:
+    """Refuse a graph in which ids or positions that are given make a number for all tokens; changes nothing.
+
+    No example shows what it does beyond: ``positions.amax()`` may be held against any length.
+
+    Raises:
+        UnsupportedAttentionError: naming the call.
+    """
+    sites = find_sites(gm)
+    shape = shape_of(sites[0].q) if sites else None
+    if shape is None or shape[2] == 1:
+        return 0
+    live = DataFlow(gm).sources([gm.graph.output_node()])
+    fed = _fed(live)
+    for node in counting_calls(live, shape[2])[1]:
+        if node in fed:
+            raise refuse(
+                node, f"{target_name(node)} makes one number of the ids or positions of all tokens: it {_REASON}"
+            )
+    return 0
+
+
+def _lengths(live: Sequence[Node], tokens: Dim) -> list[int]:
+    """Token counts of examples: a few, and beyond every number that positions or lengths are held against."""
+    symbols = symbols_of([tokens])
+    if not symbols:
+        return [0]
+    numbers = numbers_of(counting_calls(live, tokens)[0], scaled=False) | size_numbers(live, symbols)
+    beyond = lengths_about(number for number in numbers if number < _MAX_FIXED_TOKENS)[-1]
+    return [EXAMPLE_LENGTHS[0], *([beyond] if beyond > EXAMPLE_LENGTHS[-1] else [])]
 
 
 def _fed(live: Sequence[Node]) -> set[Node]:
@@ -103,9 +139,11 @@ class _Seen:
 class _Trial:
     """The live part of a graph, run on examples with its sites keeping tokens apart."""
 
-    def __init__(self, gm: GraphModule, flow: DataFlow, live: Sequence[Node], batch: Dim, tokens: Dim) -> None:
+    def __init__(
+        self, gm: GraphModule, flow: DataFlow, live: Sequence[Node], batch: Dim, tokens: Dim, length: int
+    ) -> None:
         self.gm, self.flow, self.batch, self.tokens = gm, flow, batch, tokens
-        self.sizes = hinted_sizes(gm) | example_sizes([batch], [tokens], EXAMPLE_LENGTHS[0])
+        self.sizes = hinted_sizes(gm) | example_sizes([batch], [tokens], length)
         self.rows, self.length = int(concrete(batch, self.sizes)), int(concrete(tokens, self.sizes))
         self.output = gm.graph.output_node()
         self.inputs = [node for node in live if node.op == "placeholder" and not is_scalar(node)]
@@ -113,6 +151,18 @@ class _Trial:
         self.calls = [node for node in live if node.op != "placeholder"]
         self.sites = [site for site in find_sites(gm) if site.node in set(live)]
         self.patterns = _patterns(self.length)
+        self.large: set[Node] = set()
+        if symbols_of([tokens]) and length > EXAMPLE_LENGTHS[0]:
+            self._enlarge()
+
+    def _enlarge(self) -> None:
+        """Give inputs that can hold them numbers as large as the token count, as positions are."""
+        for node in self.inputs:
+            self.large.add(node)
+            try:
+                self._run(None)
+            except EvaluationError:
+                self.large.remove(node)
 
     def culprit(self) -> Node | None:
         """The first call whose tokens are not kept apart, None when all are."""
@@ -158,7 +208,7 @@ class _Trial:
     def _feed(self, node: Node, changed: Tensor | None) -> Tensor:
         if is_module_tensor(node):
             weight = module_tensor(self.gm, node)
-            if weight is None or isinstance(weight, FakeTensor) or weight.is_meta:
+            if weight is None:
                 raise EvaluationError(f"the content of {node.name} is out of reach")
             return weight.clone() if self.flow.writes_to(node) else weight
         like, shape = recorded(node), shape_of(node)
@@ -171,9 +221,10 @@ class _Trial:
             raise EvaluationError(f"the input {node.name} has several axes of tokens")
         size = concrete(shape, self.sizes)
         last = (*size[: axes[0]], *size[axes[0] + 1 :], self.length) if axes else size
-        value = _example(last, like, bool(axes), 0)
+        large = node in self.large
+        value = _example(last, like, bool(axes), 0, large)
         if axes and changed is not None:
-            value = torch.where(changed.to(like.device), _example(last, like, True, 1), value)
+            value = torch.where(changed.to(like.device), _example(last, like, True, 1, large), value)
         return value.movedim(-1, axes[0]).contiguous() if axes else value
 
     def _axes(self, node: Node) -> list[int]:
@@ -226,15 +277,19 @@ def _patterns(tokens: int) -> list[Tensor]:
     return [half[0], ~half[0], half[1], ~half[1]]
 
 
-def _example(shape: tuple[int, ...], like: Tensor, by_token: bool, variant: int) -> Tensor:
-    """An input: numbers that differ from token to token, on the last axis, and between variants."""
+def _example(shape: tuple[int, ...], like: Tensor, by_token: bool, variant: int, large: bool = False) -> Tensor:
+    """An input: numbers that differ from token to token, on the last axis, and between variants.
+
+    Whole numbers are small, as they may look up tables, or ``large``: as many as there are tokens.
+    """
     if like.is_floating_point():
         value = torch.randn(shape, generator=torch.Generator().manual_seed(variant))
     elif like.dtype == torch.bool:
         value = torch.full(shape, variant == 0)
     elif by_token:
-        numbers = torch.arange(shape[-1]) % EXAMPLE_LENGTHS[0]  # small: they look up tables
-        value = (numbers + variant * EXAMPLE_LENGTHS[0]).expand(shape).contiguous()
+        order, step = torch.arange(shape[-1]), variant * EXAMPLE_LENGTHS[0]
+        numbers = (order + step) % shape[-1] if large else order % EXAMPLE_LENGTHS[0] + step
+        value = numbers.expand(shape).contiguous()
     else:
         value = torch.full(shape, variant * EXAMPLE_LENGTHS[0])
     return value.to(dtype=like.dtype, device=like.device)

@@ -1,4 +1,4 @@
-"""How many tokens an example needs, so that a window of which the graph makes a number shows in it."""
+"""How many tokens an example needs, so that a number by which the graph makes a difference shows in it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from kvpass.graphs.examples import EXAMPLE_LENGTHS
-from kvpass.graphs.fx_utils import Dim, literals_of, target_name
+from kvpass.graphs.fx_utils import Dim, literals_of, numbers_in, recorded, target_name
 
 MAX_EXAMPLE_TOKENS = 8192
 """Longest example that is evaluated; a window that cannot be seen within it is not decided."""
@@ -116,6 +117,24 @@ def example_lengths(tokens: Dim, tensors: Collection[Tensor], numbers: Collectio
         return Lengths(EXAMPLE_LENGTHS[1:], EXAMPLE_LENGTHS[:1], f"{needs}, more than {MAX_EXAMPLE_TOKENS}")
     short = tuple(length for length in EXAMPLE_LENGTHS if length < min(longest))
     return Lengths(tuple(dict.fromkeys(length for length in longest if length <= longest[0])), short)
+
+
+def lengths_about(numbers: Iterable[int], shortest: int = 2) -> tuple[int, ...]:
+    """Token counts, ascending, that show a difference made by one of the numbers: on both sides of each, and beyond."""
+    beside = {number + step for number in numbers for step in (-1, 0, 1, _MARGIN)}
+    return tuple(sorted({*EXAMPLE_LENGTHS, *(length for length in beside if length >= shortest)}))
+
+
+def size_numbers(nodes: Iterable[Node], symbols: Collection[sympy.Symbol]) -> set[int]:
+    """Numbers that sizes made of the ``symbols`` are compared with or moved by, rounded up: 26 of ``max(tokens, 26)``.
+
+    Args:
+        nodes: whose sizes, numbers and shapes are looked at.
+    """
+    found: set[float] = set()
+    for node in nodes:
+        found |= numbers_in(recorded(node), symbols)
+    return windows_of(found)
 
 
 def beyond_of(tokens: int, tensors: Collection[Tensor], numbers: Collection[int]) -> int:

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.example_lengths import lengths_about, numbers_of, size_numbers, stored_numbers
 from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError, SizeMap, concrete, evaluate, example_sizes
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
+    filled_with,
     is_module_tensor,
     is_scalar,
     module_tensor,
@@ -44,6 +46,12 @@ _LOOKUPS = set(
     "scatter_add scatter_reduce".split()
 )
 _ARITHMETIC = {"add", "sub", "rsub", "mul", "truediv", "div", "floordiv", "pow", "iadd", "isub", "imul", "itruediv"}
+_FLAT = {
+    *"zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full empty empty_like new_empty".split(),
+    *"expand expand_as broadcast_to view view_as reshape unsqueeze squeeze flatten unflatten contiguous clone".split(),
+    *"to type_as float double half bfloat16 long int bool add sub mul neg embedding setitem".split(),
+}
+"""Calls that give every token the same, however many there are, when their operands do."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +67,20 @@ class Entry:
     origin: Node
 
 
-def find_positions(gm: GraphModule) -> list[Entry]:
-    """Every place where positions that the decoder counts by itself enter the hidden state.
+def find_positions(gm: GraphModule) -> Search | None:
+    """The search for every place where positions that the decoder counts by itself enter the hidden state.
 
+    Returns:
+        None when the graph has no sites.
     Raises:
         UnsupportedAttentionError: the token count or such positions enter in a way that no offset makes right.
     """
     sites = find_sites(gm)
     if not sites:
-        return []
+        return None
     search = Search(gm)
     search.run([node for site in sites for node in (site.q, site.k, site.v)])
-    return search.entries
+    return search
 
 
 def refuse_positions(node: Node, origin: Node, why: str) -> UnsupportedAttentionError:
@@ -126,10 +136,12 @@ class Search:
             self._check_sizes(node)
             for operand in inputs:
                 if self._is_counted(operand) and self._numbers_tokens(operand, node):
-                    origin = next(
-                        source for source in self.flow.sources([operand], before=node) if source in self.sized
-                    )
-                    self._enter(node, operand, origin)
+                    sources = self.flow.sources([operand], before=node)
+                    sized = [source for source in sources if source in self.sized]
+                    for source in sized:
+                        self._check_sizes(source)
+                        self._check_reduced(source)
+                    self._enter(node, operand, sized[0])
             if target_name(node) in _RUNNING and self._runs_over_tokens(node):
                 self._enter(node, node, node)
         for operand in inputs:
@@ -185,6 +197,13 @@ class Search:
             ):
                 raise refuse_positions(node, operand, "the length enters arithmetic as a number")
 
+    def _check_reduced(self, node: Node) -> None:
+        """One number for all tokens: no example shows what lengths it may be held against."""
+        shapes = [shape_of(operand) or () for operand in value_inputs(node)]
+        shape = shape_of(node)
+        if shape is not None and not self._has_tokens(shape) and any(map(self._has_tokens, shapes)):
+            raise refuse_positions(node, node, "they make a number for all tokens")
+
     def _runs_over_tokens(self, node: Node) -> bool:
         operand = value_inputs(node)[0]
         shape = shape_of(operand)
@@ -232,18 +251,66 @@ class Search:
             return False
         if not self.symbols:
             return self.tokens == 1 or not self._is_uniform(node, self.example(node, user, {}))
-        first, second = (self.example(node, user, self.sizes(length)) for length in EXAMPLE_LENGTHS)
-        if not (self._is_uniform(node, first) and self._is_uniform(node, second)):
+        sources = self.flow.sources([node], before=user)
+        if not all(self._is_flat(source) for source in sources if source in self.sized):
             return True
-        return not torch.equal(self._first_rows(node, first), self._first_rows(node, second))
+        examples = [self.example(node, user, self.sizes(length)) for length in self.lengths(node, user)]
+        first = self._first_rows(node, examples[0])
+        return not all(
+            self._is_uniform(node, value) and torch.equal(self._first_rows(node, value), first) for value in examples
+        )
+
+    def _is_flat(self, node: Node) -> bool:
+        """Whether a call depends on the token count by its shape alone, if its operands do."""
+        name = target_name(node).rstrip("_")
+        numbers = node.all_input_nodes if name in _ARITHMETIC or name == "setitem" else filled_with(node)
+        return name in _FLAT and not any(self._depends(operand) for operand in numbers)
+
+    def lengths(self, node: Node, user: Node) -> tuple[int, ...]:
+        """Token counts, ascending, at which examples show what a node made of sizes and weights alone does.
+
+        Those on both sides of every number it may hold the count to; none at which a table of positions has ended.
+
+        Raises:
+            UnsupportedAttentionError: a number makes the example too large.
+        """
+        sources = self.flow.sources([node], before=user)
+        numbers = numbers_of([source for source in sources if source in self.sized], scaled=False)
+        numbers |= size_numbers(self.flow.needed(sources), self.symbols)
+        contents = [module_tensor(self.gm, source) for source in sources if is_module_tensor(source)]
+        numbers |= stored_numbers(content for content in contents if content is not None)
+        lengths = lengths_about(numbers)
+        largest = max(math.prod(concrete(shape_of(source) or (), self.sizes(lengths[-1]))) for source in sources)
+        if largest > _MAX_EXAMPLE:
+            reason = f"{node.name} depends on the token count and on {max(numbers)}, too many tokens for an example"
+            raise refuse(user, reason)
+        tables = {size for content in contents if content is not None for size in content.shape}
+        ends = (size for size in sorted({*lengths, *tables}, reverse=True) if size <= lengths[-1])
+        longest = next(end for end in ends if end <= EXAMPLE_LENGTHS[-1] or self._takes(node, user, end))
+        return (*(length for length in lengths if length < longest), longest)
+
+    def _takes(self, node: Node, user: Node, length: int) -> bool:
+        """Whether a node has a row for each of so many tokens."""
+        try:
+            value = example_of(self.gm, self.flow, node, user, self.sizes(length), {})
+        except EvaluationError:
+            return False
+        return all(value.shape[axis] == length for axis in self._token_axes(node))
 
     def sizes(self, length: int) -> SizeMap:
         """Values of the symbols for an example of so many tokens."""
         return example_sizes([self.batch], [self.tokens], length)
 
     def example(self, node: Node, user: Node, sizes: SizeMap) -> Tensor:
-        """See :func:`example_of`."""
-        return example_of(self.gm, self.flow, node, user, sizes, {})
+        """See :func:`example_of`.
+
+        Raises:
+            UnsupportedAttentionError: it cannot be evaluated.
+        """
+        try:
+            return example_of(self.gm, self.flow, node, user, sizes, {})
+        except EvaluationError as error:
+            raise refuse(user, str(error)) from error
 
     def _token_axes(self, node: Node) -> list[int]:
         shape = shape_of(node)
@@ -267,7 +334,7 @@ def example_of(
     Args:
         feeds: values of other inputs.
     Raises:
-        UnsupportedAttentionError: it cannot be evaluated.
+        EvaluationError: it cannot be evaluated.
     """
     sources = flow.sources([node], before=user)
     generator = torch.Generator().manual_seed(0)
@@ -278,19 +345,18 @@ def example_of(
                 known[source] = _weight(gm, source, sizes, generator)
         value = evaluate(gm, node, [source for source in sources if source not in known], known, sizes)
     except EvaluationError as error:
-        reason = f"{node.name} depends on the token count and cannot be evaluated: {error}"
-        raise refuse(user, reason) from error
+        raise EvaluationError(f"{node.name} depends on the token count and cannot be evaluated: {error}") from error
     return value
 
 
 def _weight(gm: GraphModule, node: Node, sizes: SizeMap, generator: torch.Generator) -> Tensor:
-    """Random numbers in place of a weight; the content of an integral one, which may hold positions."""
+    """Random numbers in place of a weight; the content of one that may hold positions, or be what they are held to."""
     content = module_tensor(gm, node)
     like = recorded(node) if recorded(node) is not None else content
     if like is None or like.numel() > _MAX_EXAMPLE:
         size = "an unknown number of" if like is None else like.numel()
         raise EvaluationError(f"{node.name} has {size} elements, too many for an example")
-    if like.dtype.is_floating_point or like.dtype.is_complex:
+    if (like.dtype.is_floating_point or like.dtype.is_complex) and (content is None or content.numel() > 1):
         shape = concrete(tuple(like.shape), sizes)
         return torch.rand(shape, generator=generator).to(dtype=like.dtype, device=like.device)
     if content is None:

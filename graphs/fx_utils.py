@@ -16,6 +16,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -110,6 +111,24 @@ def symbols_of(dims: Iterable[Dim]) -> set[sympy.Symbol]:
     return {symbol for dim in dims if isinstance(dim, sympy.Expr) for symbol in dim.free_symbols}
 
 
+def numbers_in(value: Any, symbols: Collection[sympy.Symbol]) -> set[float]:
+    """Numbers in sizes that depend on the symbols, other than factors of them.
+
+    Args:
+        value: a recorded tensor, number, symbol or tuple of them.
+    """
+    if isinstance(value, (tuple, list)):
+        return {number for part in value for number in numbers_in(part, symbols)}
+    if isinstance(value, Tensor):
+        return numbers_in(tuple(value.shape), symbols)
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set()
+    expr = value.node.expr
+    parts = sympy.preorder_traversal(expr) if expr.free_symbols & set(symbols) else ()
+    terms = [part for part in parts if not isinstance(part, sympy.Mul)]
+    return {float(number) for part in terms for number in part.args if number.is_Number and number.is_finite}
+
+
 def is_module_tensor(node: Node) -> bool:
     """Whether the node is a parameter, buffer or tensor attribute of a module, not an input of the decoder."""
     if node.op == "get_attr":
@@ -128,7 +147,8 @@ def module_tensor(gm: GraphModule, node: Node) -> Tensor | None:
     else:
         graph_arg = node.meta.get("grapharg")
         value = None if graph_arg is None else graph_arg.example
-    return value if isinstance(value, Tensor) else None
+    reachable = isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_meta
+    return value if reachable else None
 
 
 def shape_only_inputs(node: Node) -> set[Node]:
@@ -266,6 +286,15 @@ def literals_of(nodes: Iterable[Node], *, floats: bool = False) -> set[Any]:
             fill = node.kwargs.get("fill_value", node.args[place : place + 1] if place is not None else ())
             found.update(walk([node.args, node.kwargs] if place is None else [fill]))
     return found
+
+
+def filled_with(node: Node) -> list[Node]:
+    """Nodes that hold the number with which a call such as ``full`` fills a tensor."""
+    place = _FILLED.get(target_name(node))
+    fill = (
+        None if place is None else node.kwargs.get("fill_value", node.args[place] if len(node.args) > place else None)
+    )
+    return [fill] if isinstance(fill, Node) else []
 
 
 def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:

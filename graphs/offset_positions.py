@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from kvpass.graphs.examples import EXAMPLE_LENGTHS
+from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError
 from kvpass.graphs.find_positions import Entry, Search, example_of, find_positions, refuse_positions
 from kvpass.graphs.fold_alibi import RELATIVE
 from kvpass.graphs.fx_utils import (
@@ -62,11 +62,11 @@ def check_positions_pass(gm: GraphModule) -> int:
     Raises:
         UnsupportedAttentionError: naming the node at which positions enter that cannot be offset, and their origin.
     """
-    entries = find_positions(gm)
-    search = Search(gm) if entries else None
+    search = find_positions(gm)
+    if search is None:
+        return 0
     places: dict[str, int] = defaultdict(int)
-    for entry in entries:
-        assert search is not None
+    for entry in search.entries:
         place = _place(search, entry)
         places[place] += 1
         refusal = _prove(search, entry, f"{place}\n{places[place]}")
@@ -227,57 +227,76 @@ def _prove(search: Search, entry: Entry, place: str) -> str | None:
     trial = _Trial(search, entry)
     if not search.symbols and search.tokens == 1:
         return _check_one_token(trial, place)
-    if search.symbols:
-        short, long = EXAMPLE_LENGTHS
-        full, first, same, later = trial.original(long), trial.original(short), trial.run(short, 0), long - short
-        rest = trial.run(short, later)
-    else:
-        assert isinstance(search.tokens, int)
-        full, short, later = trial.original(0), search.tokens - 1, 1
-        same, first, rest = trial.run(0, 0), full, trial.run(0, 1)
+    lengths = search.lengths(entry.operand, entry.user) if search.symbols else ()
     for axis in _token_axes(search, entry):
-        if search.symbols:
-            fits = _same(first, full.narrow(axis, 0, short))
+        if not search.symbols:
+            full, fits = trial.original(0), _goes_on_by_one(trial, axis)
         else:
-            rest = rest.narrow(axis, 0, short)
-            fits = True
-        if fits and _same(same, first) and _same(rest, full.narrow(axis, later, short)):
-            _witness(entry, place, _Witness.of(full, axis))
+            full, fits = _goes_on(trial, axis, lengths)
+        if fits:
+            _witness(entry, place, _Witness.of(full, axis, lengths))
             return None
     raise refuse_positions(entry.user, entry.origin, "kvpass cannot offset them")
 
 
+def _goes_on(trial: _Trial, axis: int, lengths: tuple[int, ...]) -> tuple[Tensor, bool]:
+    """What the longest input gets; whether shorter ones get the same, from wherever they start in it."""
+    full = trial.original(lengths[-1])
+    if full.shape[axis] != lengths[-1]:
+        return full, False
+    for length in lengths[:-1]:
+        part, last = full.narrow(axis, 0, length), lengths[-1] - length
+        if not _same(trial.original(length), part) or not _same(trial.run(length, 0), part):
+            return full, False
+        starts = {last, *(max(min(number - 3, last), 0) for number in lengths)}
+        for start in starts if length == EXAMPLE_LENGTHS[0] else {last}:
+            if not _same(trial.run(length, start), full.narrow(axis, start, length)):
+                return full, False
+    return full, True
+
+
+def _goes_on_by_one(trial: _Trial, axis: int) -> bool:
+    """Whether a capture of fixed length, after one token, gives what it gave from there on, its last token aside."""
+    full, later = trial.original(0), trial.run(0, 1)
+    rest = full.shape[axis] - 1
+    return _same(trial.run(0, 0), full) and _same(later.narrow(axis, 0, rest), full.narrow(axis, 1, rest))
+
+
 @dataclass(frozen=True)
 class _Witness:
-    """What a capture gave to tokens 0, 1, 2...: a row each, of size 1 along axes where all is equal, as the batch."""
+    """What a capture gave to some tokens: a row each, of size 1 along axes where all is equal, as the batch."""
 
     axis: int
+    tokens: tuple[int, ...]
     rows: Tensor
 
     @classmethod
-    def of(cls, value: Tensor, axis: int) -> _Witness:
-        rows = value.movedim(axis, 0)[:_ROWS].cpu()
+    def of(cls, value: Tensor, axis: int, lengths: tuple[int, ...]) -> _Witness:
+        """Of the first tokens, and of those at the end of an input of one of the lengths."""
+        chosen = sorted({*range(_ROWS), *(length - 1 for length in lengths)})
+        tokens = tuple(token for token in chosen if token < value.shape[axis])
+        rows = value.movedim(axis, 0)[list(tokens)].cpu()
         for other in range(1, rows.ndim):
             one = rows.narrow(other, 0, 1)
             rows = one if torch.equal(one.expand_as(rows), rows) else rows
-        return cls(axis, rows)
+        return cls(axis, tokens, rows)
 
-    def gives(self, value: Tensor, token: int) -> bool:
-        """Whether the first row of ``value`` is that of ``token``."""
+    def gives(self, value: Tensor, place: int) -> bool:
+        """Whether the first row of ``value`` is that of the token at a place of ``tokens``."""
         if value.ndim != self.rows.ndim:
             return False
-        got, expected = value.movedim(self.axis, 0)[0].cpu(), self.rows[token]
+        got, expected = value.movedim(self.axis, 0)[0].cpu(), self.rows[place]
         fits = all(size in (1, extent) for size, extent in zip(expected.shape, got.shape, strict=True))
         return fits and _same(got, expected.expand_as(got))
 
 
 def _witness(entry: Entry, place: str, witness: _Witness) -> None:
-    """Record what the first tokens get at a place."""
+    """Record what tokens get at a place."""
     known = _WITNESSES[place]
     first = witness.rows.movedim(0, witness.axis)
     if known and not any(other.gives(first, 0) for other in known):
         raise refuse_positions(entry.user, entry.origin, "they start elsewhere than in an earlier capture")
-    if not any(_same(witness.rows, other.rows) for other in known):
+    if not any(witness.tokens == other.tokens and _same(witness.rows, other.rows) for other in known):
         known.append(witness)
 
 
@@ -290,7 +309,7 @@ def _check_one_token(trial: _Trial, place: str) -> str | None:
             "capture has shown what they count. Run a prompt of several tokens first"
         )
     for witness in known:
-        if all(witness.gives(trial.run(0, token), token) for token in range(len(witness.rows))):
+        if all(witness.gives(trial.run(0, token), place) for place, token in enumerate(witness.tokens)):
             return None
     raise refuse_positions(trial.entry.user, trial.entry.origin, "they start elsewhere than in an earlier capture")
 
@@ -326,7 +345,10 @@ class _Trial:
 
     def _run(self, node: Node, length: int, seen: int) -> Tensor:
         feeds = {self.seen: torch.tensor(seen)}
-        return example_of(self.gm, self.flow, node, self.user, self.search.sizes(length), feeds)
+        try:
+            return example_of(self.gm, self.flow, node, self.user, self.search.sizes(length), feeds)
+        except EvaluationError as error:
+            raise refuse(self.entry.user, str(error)) from error
 
 
 def _token_axes(search: Search, entry: Entry) -> list[int]:

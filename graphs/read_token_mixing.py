@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch.fx import Node
 
-from kvpass.graphs.fx_utils import Dim, shape_of, symbols_of, target_name
+from kvpass.graphs.fx_utils import Dim, recorded, shape_of, symbols_of, target_name, value_inputs
 
 _CONVOLUTION = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 _REDUCTIONS = set(
@@ -62,6 +62,39 @@ def mixing_reduction(node: Node, fed: Collection[Node], tokens: Dim) -> bool:
         count = len(sizes) if isinstance(sizes, (tuple, list)) else 1
         return any(_is_tokens(shape, axis, tokens) for axis in range(len(shape) - count, len(shape)))
     return name in ("group_norm", "instance_norm", "batch_norm") and _is_tokens(shape, len(shape) - 1, tokens)
+
+
+def counting_calls(live: Sequence[Node], tokens: Dim) -> tuple[list[Node], list[Node]]:
+    """Calls that make something by token of token ids, positions and numbers alone, and those that reduce such to less.
+
+    What is made of the latter is in neither list, nor what meets a weight: a float of a module that is more than one.
+
+    Args:
+        live: nodes in execution order.
+    """
+    counting: set[Node] = set()
+    calls: list[Node] = []
+    reductions: list[Node] = []
+    for node in live:
+        shape = shape_of(node)
+        if not node.op.startswith("call_"):
+            value = recorded(node)
+            if shape is not None and (not value.is_floating_point() or shape in ((), (1,))):
+                counting.add(node)
+        elif shape is not None and all(operand in counting for operand in value_inputs(node)):
+            if any(_by_token(shape_of(operand), tokens) for operand in value_inputs(node)):
+                if not _by_token(shape, tokens):
+                    reductions.append(node)
+                    continue
+                calls.append(node)
+            counting.add(node)
+    return calls, reductions
+
+
+def _by_token(shape: tuple[Dim, ...] | None, tokens: Dim) -> bool:
+    """Whether some axis holds the tokens, perhaps of all rows."""
+    symbols = symbols_of([tokens])
+    return any(symbols_of([dim]) & symbols if symbols else dim == tokens for dim in shape or ())
 
 
 def _argument(node: Node, place: int, name: str) -> Any:

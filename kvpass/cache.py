@@ -19,7 +19,7 @@ from kvpass.cache_face import CacheFace
 from kvpass.cache_file import write_cache_file
 from kvpass.config import Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
-from kvpass.identity import Identity
+from kvpass.identity import Identity, Owner, reference
 from kvpass.policies.base import Policy
 from kvpass.prompt_record import PromptRecord, StoreRecord, by_layer, layer_ids
 from kvpass.recompress import NOT_DUE
@@ -36,18 +36,19 @@ class CompressedCache(CacheFace):
 
     Args:
         policy: decides what is kept. budget: how much; None only for a policy that needs none.
-        identity: the model that fills the cache, by which it is known again; None for one nobody can name.
+        owner: by what the model that fills the cache is known again.
     Attributes:
         columns: tokens seen, padding included. start: first real column of each row, int64 ``[B]``.
+        longest: tokens in all that the captures which filled it hold for; None when any number.
         reusable: calls continue on a copy and leave this cache as it is.
         interrupted: a call that had begun to overwrite entries did not end; the cache can only be reset.
         stores: the layers that share the budget, one store per KV geometry. rings: the layers with a sliding window.
     """
 
-    def __init__(self, policy: Policy, budget: Budget | None, identity: Identity | None = None) -> None:
+    def __init__(self, policy: Policy, budget: Budget | None, owner: Owner) -> None:
         super().__init__(layers=[])
-        self._weights = None if identity is None else weakref.ref(identity.weights)
-        self._identity = None if identity is None else weakref.ref(identity)
+        self._identity = weakref.ref(owner) if isinstance(owner, Identity) else None
+        self._owner = reference(owner)
         self.policy = policy
         self.budget = budget
         self._forget()
@@ -58,6 +59,7 @@ class CompressedCache(CacheFace):
         self.rings: list[Ring] = []
         self._turns: list[Turn] = []
         self.columns = 0
+        self.longest: int | None = None
         self.start = torch.empty(0, dtype=torch.int64)
         self.reusable = False
         self.interrupted = False
@@ -209,10 +211,11 @@ class CompressedCache(CacheFace):
 
     # -- what a user reads ------------------------------------------------------------------------------------------
 
-    def belongs_to(self, policy: Policy, budget: Budget | None, identity: Identity) -> bool:
+    def belongs_to(self, policy: Policy, budget: Budget | None, owner: Owner) -> bool:
         """Whether a model with these settings and the same parameters filled the cache."""
-        made = None if self._weights is None else self._weights()
-        return made is identity.weights and self.policy == policy and self.budget == budget
+        filled, asked = self._owner(), reference(owner)()
+        same = filled == asked if isinstance(asked, tuple) else filled is asked
+        return same and self.policy == policy and self.budget == budget
 
     @property
     def geometry(self) -> Geometry:

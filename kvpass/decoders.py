@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-from torch.utils._sympy.numbers import int_oo
 
 from kvpass.backend import PhaseCompiler
 from kvpass.captured import CapturedDecoder
+from kvpass.graphs.fx_utils import recorded
+from kvpass.graphs.length_guards import longest_length
 
 Forward = Callable[..., Any]
 """``forward`` of a causal language model of transformers."""
@@ -73,7 +74,7 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int) -
     # Dynamo keeps every backend for good: it must not keep the model
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         decoder = CapturedDecoder(gm, example_inputs, compiler)
-        _check_any_length(example_inputs)
+        _check_any_length(decoder.graph.gm, max(logits_to_keep + 1, 2))
         decoder.function()  # now, so that Dynamo checks what the compiler assumes
         return decoder.__call__
 
@@ -81,20 +82,14 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int) -
     return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
 
 
-def _check_any_length(inputs: Sequence[Any]) -> None:
-    """Refuse a decoder whose trace holds up to some length only: what it does beyond is another decoder.
-
-    To be called before the graph is compiled: Inductor bounds lengths too, by what 32-bit indices reach, and compiles
-    again for longer ones.
-    """
-    for size in inputs:
-        if isinstance(size, torch.SymInt):
-            most = size.node.shape_env.bound_sympy(size.node.expr).upper
-            if most != int_oo:
-                raise ValueError(
-                    "the decoder does not take a prompt of any length, perhaps for a table of positions that ends: "
-                    f"tokens <= {most}"
-                )
+def _check_any_length(gm: GraphModule, shortest: int) -> None:
+    """Refuse a decoder whose trace holds for some lengths only: what it does at others is another decoder."""
+    for size in (recorded(node) for node in gm.graph.find_nodes(op="placeholder")):
+        if isinstance(size, torch.SymInt) and (most := longest_length(gm, size, shortest)) is not None:
+            raise ValueError(
+                "the decoder does not take a prompt of any length, perhaps for a table of positions that ends: "
+                f"tokens <= {most}"
+            )
 
 
 def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

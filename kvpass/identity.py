@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,16 @@ class Identity:
                 )
         if own["weights"] != described["weights"]:
             raise CacheMismatchError("the cache is of another model: one of the same configuration with other weights")
+
+
+Owner: TypeAlias = Identity | Tensor | tuple[str, ...]
+"""By what a model is known in this process: its identity, a parameter, or the paths of its sites when it has none."""
+
+
+def reference(owner: Owner) -> Callable[[], Tensor | tuple[str, ...] | None]:
+    """What owners are compared by, not kept alive: None once it is gone."""
+    known = owner.weights if isinstance(owner, Identity) else owner
+    return weakref.ref(known) if isinstance(known, Tensor) else lambda: known
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -133,7 +133,7 @@ def _plan_row(
     limits = torch.full((1, layers), torch.iinfo(torch.int64).max, device=k.device)
     for i, obs in enumerate(sites):
         scores[i, :, :, : length - window] = found = policy.checked_score(obs)
-        weight = policy.layer_weight(obs, found)
+        weight = policy.checked_weight(obs, found)
         if weight is not None:
             weights[:, i] = weight
         stage = policy.layer_budgets(weights, entries, available, kv_heads, i + 1)

@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -31,7 +32,10 @@ from kvpass.cache import CompressedCache
 from kvpass.captured import CapturedDecoder
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
-from kvpass.graphs.bind_state import example_value, size_reader
+from kvpass.graphs.bind_state import example_value, placeholders, size_reader
+from kvpass.graphs.check_token_mixing import check_reduced_positions_pass
+from kvpass.graphs.fx_utils import is_module_tensor, shape_of
+from kvpass.graphs.length_guards import longest_length
 from kvpass.graphs.offset_positions import counts_positions
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.padding import first_real_column
@@ -52,7 +56,6 @@ class Session:
 
     attention_mask: Tensor | None = None
     cache: CompressedCache | None = None
-    _owner: Tensor | tuple[str, ...] | None = field(default=None, repr=False)
 
 
 @contextmanager
@@ -82,15 +85,29 @@ def kvpass_backend(
             ``kvpass.compile`` has it, and options of the policy.
     Raises:
         UnsupportedAttentionError: an attention call is not understood (Dynamo wraps it in BackendCompilerFailed).
-        ValueError: the capture is for one length of several tokens.
+        ValueError: the capture is for one length of several tokens, for some lengths, or for as many rows as tokens.
     """
     given = dict(options or {})
     budget, cuda_graphs = given.pop("budget", None), given.pop("cuda_graphs", True)
     compiler = check_compiler("compiler", given.pop("compiler", "inductor"))
     policy = check_registered(resolve(given.pop("policy", "lava"), **given))
     resolved = resolve_budget(policy, budget)
+    _check_sizes(gm)
     decoder = CapturedDecoder(gm, example_inputs, PhaseCompiler(compiler=compiler, cuda_graphs=cuda_graphs))
     return RawModule(decoder, policy, resolved).__call__
+
+
+def _check_sizes(gm: GraphModule) -> None:
+    """Refuse a capture in which one symbol is rows and tokens: Dynamo takes equal sizes of a first call for one."""
+    for node in placeholders(gm):
+        shape = shape_of(node)
+        if is_module_tensor(node) or shape is None or len(shape) < 2:
+            continue
+        if isinstance(shape[0], sympy.Expr) and shape[0] == shape[1]:
+            raise ValueError(
+                f"{node.name} has as many rows as tokens in the call that is captured, and Dynamo takes both for one "
+                "size: let the first call have other sizes, or set torch.fx.experimental._config.use_duck_shape = False"
+            )
 
 
 class RawModule:
@@ -99,6 +116,7 @@ class RawModule:
     def __init__(self, decoder: CapturedDecoder, policy: Policy, budget: Budget | None) -> None:
         self.decoder, self.policy, self.budget = decoder, policy, budget
         graph = decoder.graph.gm
+        check_reduced_positions_pass(graph)
         self.counts_positions = counts_positions(graph)
         sites = find_sites(graph)
         self.paths = tuple(site.module_path for site in sites)
@@ -111,6 +129,7 @@ class RawModule:
         self.device = query.device
         self.rows = int(query.shape[0])  # guards a symbolic batch: the state that enters the graph is of this size
         self.tokens = size_reader(graph, query.shape[2])
+        self.longest = longest_length(graph, query.shape[2]) if isinstance(query.shape[2], torch.SymInt) else None
 
     def __call__(self, *inputs: Any) -> Any:
         active = _SESSION.get()
@@ -124,28 +143,40 @@ class RawModule:
     def _call(self, active: Session, inputs: tuple[Any, ...]) -> Any:
         tokens, owner = self.tokens(inputs), self._owner(inputs)
         if active.cache is None:
-            cache = CompressedCache(self.policy, self.budget)
+            cache = CompressedCache(self.policy, self.budget, owner)
             start = self._start(active.attention_mask, tokens)
             result = prefill(cache, start, tokens, lambda: self.decoder(*inputs))
         else:
-            self._check_owner(active, active.cache, owner)
+            self._check_owner(active.cache, owner)
             cache = continued(active.cache, self.rows, self.device)
+            self._check_length(cache, tokens)
             result, _ = append(cache, tokens, lambda: self.decoder(*inputs))
-        active.cache, active._owner = cache, owner
+        cache.longest = self._longest(cache)
+        active.cache = cache
         return result
 
     def _owner(self, inputs: tuple[Any, ...]) -> Tensor | tuple[str, ...]:
         """What calls of this module have in common, whatever graph they run: the first parameter, or else its sites."""
         return next((value for value in inputs if isinstance(value, nn.Parameter)), self.paths)
 
-    def _check_owner(self, active: Session, cache: CompressedCache, owner: Tensor | tuple[str, ...]) -> None:
-        known = active._owner
-        same = known is None or known is owner or (isinstance(known, tuple) and known == owner)
-        if not same or (cache.policy, cache.budget) != (self.policy, self.budget):
+    def _check_owner(self, cache: CompressedCache, owner: Tensor | tuple[str, ...]) -> None:
+        if not cache.belongs_to(self.policy, self.budget, owner):
             raise CacheMismatchError(
                 f"{cache!r} of this session was not filled by this graph's weights, policy and budget: another module "
                 "was called, or a graph break cuts this one in two (fullgraph=True says where)"
             )
+
+    def _check_length(self, cache: CompressedCache, tokens: int) -> None:
+        longest = self._longest(cache)
+        if longest is not None and cache.columns + tokens > longest:
+            raise ValueError(
+                f"{tokens} tokens after {cache.columns}: the decoder does not take more than {longest}, or does "
+                "otherwise from there on"
+            )
+
+    def _longest(self, cache: CompressedCache) -> int | None:
+        """Tokens that all captures which met the cache hold for; one of a single token shows no end."""
+        return min((known for known in (cache.longest, self.longest) if known is not None), default=None)
 
     def _start(self, attention_mask: Tensor | None, tokens: int) -> Tensor:
         start = first_real_column(attention_mask, self.rows, tokens)

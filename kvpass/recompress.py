@@ -161,7 +161,7 @@ def observe_held(
             sinks,
             present=_newest_last([torch.ones_like(k[:, 0], dtype=torch.bool) for k in keys]),
         )
-        weight = policy.layer_weight(whole, torch.cat(worth)[None, None])
+        weight = policy.checked_weight(whole, torch.cat(worth)[None, None])
         if weight is not None:
             ledger[row, layer] = weight[0]
 

@@ -168,7 +168,7 @@ def judge_prompt(
         traces[MASS][live] = obs.mass
         if rule is not None:
             traces[MEMORY][live] = rule.start(obs)
-        layer_weight = policy.layer_weight(obs, site_scores)
+        layer_weight = policy.checked_weight(obs, site_scores)
         if layer_weight is not None:
             weight[rows] = layer_weight
     return scores, traces, weight

@@ -83,6 +83,20 @@ class Policy(ABC):
         """Share of the budget this layer deserves relative to others, fp64 ``[B]``, >= 0; None when fixed."""
         return self.layers().weight(obs, scores)
 
+    def checked_weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
+        """:meth:`layer_weight` held against its contract, like :meth:`checked_score`: NaN and below 0 count as 0.
+
+        Raises:
+            ValueError: a tensor of another shape.
+        """
+        weight, expected = self.layer_weight(obs, scores), (obs.keys.shape[0],)
+        if weight is None:
+            return None
+        if not isinstance(weight, Tensor) or tuple(weight.shape) != expected:
+            shape = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+            raise ValueError(f"policy {self.name!r}: the weight of a layer is {shape}, must be {list(expected)}")
+        return weight.double().nan_to_num(nan=0.0).clamp(min=0.0)
+
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
         """Order of entry: the entry is kept when its layer may hold more than ``rank`` entries (over all KV heads).
 

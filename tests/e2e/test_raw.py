@@ -277,6 +277,8 @@ def test_a_session_refuses_another_module_of_the_same_layout(decoder, difference
         expected = by_hand(first, session.cache.clone(), token)[0]
         with pytest.raises(kvpass.CacheMismatchError, match="another module"):
             second(token, position)
+        with pytest.raises(kvpass.CacheMismatchError, match="another module"):
+            by_hand(second, session.cache, token)
         assert torch.equal(first(token, position), expected)
 
 
@@ -319,6 +321,16 @@ def test_contract_7_what_a_module_computes_from_its_length_is_refused(decoder):
         static(ids, positions)
     with torch.no_grad(), pytest.raises(Exception, match="from the length of the input"), kvpass.session():
         raw(OfLength(False).eval(), options_of())(ids, positions)
+
+
+def test_slices_are_no_branches_on_strides():
+    """Inputs that are parts of longer ones have strides beside sizes."""
+    torch.manual_seed(0)
+    decoder = Decoder(False, layers=1).eval()
+    ids, positions = random_ids(1, 60), torch.arange(60)[None]
+    with torch.no_grad(), kvpass.session():
+        found = raw(decoder, options_of(budget=100))(ids[:, :40], positions[:, :40])
+        assert_close("logits", found, decoder(ids[:, :40], positions[:, :40]), atol=1e-4)
 
 
 class WithLoss(Decoder):

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
 from kvpass.eval.support_table import REFUSED
-from kvpass.testing import assert_close, random_ids
+from kvpass.testing import assert_close, random_ids, tiny_model
 
 TINY = {
     "vocab_size": 128,
@@ -91,3 +91,19 @@ def test_contract_1_full_attention_and_windows_among_the_arguments_are_exact_bey
     first = fast(ids[:, :20])
     second = fast(ids[:, 20:21].contiguous(), past_key_values=first.past_key_values)
     assert_close("logits", torch.cat([first.logits, second.logits], 1), model(ids[:, :21]).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [(40, "branches on the length"), (20, "any length(.|\n)*<= 24")])
+def test_contract_7_a_model_that_branches_on_the_length_is_refused_from_either_side(tokens, reason):
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+
+    class Branching(type(attention)):
+        def forward(self, hidden_states, *args, **kwargs):
+            factor = 0.3 if hidden_states.shape[1] > 24 else 1.0
+            return super().forward(hidden_states * factor, *args, **kwargs)
+
+    attention.__class__ = Branching
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    with pytest.raises(ValueError, match=reason):
+        fast(random_ids(1, tokens))

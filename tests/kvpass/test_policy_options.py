@@ -17,6 +17,7 @@ from kvpass.config import Budget
 from kvpass.observation import Observation
 from kvpass.policies import POLICIES, Policy, from_spec, register_policy, resolve
 from kvpass.policies.cake import TEMPERATURES, temperatures
+from kvpass.policies.layer_splits import EntropyLayers
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.tova import Tova
 from kvpass.testing import random_ids, tiny_model
@@ -214,6 +215,38 @@ def test_a_score_that_breaks_its_contract(registry):
     assert int(kvpass.plan("odd", *tensors, budget=12, window=4).lengths.sum()) == 12 * 2
 
 
+@pytest.mark.parametrize("wrong", [math.nan, -1.0, -math.inf])
+def test_a_layer_split_that_breaks_its_contract(wrong, registry):
+    """A wrong shape is refused; a weight that is none counts as 0, and the total stays exact."""
+    weights = {0: torch.tensor([wrong]), 1: torch.tensor([2.0])}
+
+    class Odd:
+        budgets, overspend = EntropyLayers.budgets, EntropyLayers.overspend
+        parity = "paper"
+
+        def weight(self, obs, scores):
+            return weights[obs.layer]
+
+    @register_policy
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Uneven(SnapKV):
+        name: ClassVar[str] = "uneven"
+
+        def layers(self):
+            return Odd()
+
+    fast = kvpass.compile(
+        tiny_model("llama", num_hidden_layers=2), policy="uneven", budget=12, window=4, backend="eager"
+    )
+    cache = fast(random_ids(1, 40)).past_key_values
+    assert cache.lengths.sum(2).tolist() == [[2 * 4, 2 * (4 + 16)]]
+    decision = kvpass.plan("uneven", *torch.randn(3, 2, 1, 2, 40, 8), budget=12, window=4)
+    assert decision.lengths.sum(2).flatten().tolist() == [2 * 4, 2 * (4 + 16)]
+    weights[1] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"'uneven': the weight of a layer is \[2\], must be \[1\]"):
+        fast(random_ids(1, 40))
+
+
 def test_a_policy_that_is_defined_again_is_compiled_again(registry):
     fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), budget=12, window=4, backend="eager")
     lengths = []
@@ -254,7 +287,7 @@ def test_register_policy_refuses_what_cannot_work(registry):
 
 def test_the_page_on_writing_a_policy_runs(registry, capsys):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "write-a-policy.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     page: dict[str, object] = {"__name__": "page"}
     exec(compile("".join(blocks), "write-a-policy.md", "exec", dont_inherit=True), page)
     assert page["decision"].lengths.sum().item() == 24 * 2 * 2
@@ -262,4 +295,6 @@ def test_the_page_on_writing_a_policy_runs(registry, capsys):
     cosine = torch.nn.functional.cosine_similarity(keys, keys.mean(0), dim=-1)
     kept = page["decision"].keep[0, 0, 0, :48]
     assert torch.equal(kept.nonzero().flatten(), cosine.argsort()[:8].sort().values)
-    assert "tensor" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("tensor") == 2
+    first, second = page["by_values"].lengths.sum((1, 2)).tolist()
+    assert first + second == 24 * 2 * 2 and second - first > 8

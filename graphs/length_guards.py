@@ -1,0 +1,77 @@
+"""What a capture takes for granted about its length.
+
+Of every branch on the length Dynamo follows one side, and guards that later calls take it too. A decoder with a cache
+is called for one token at a time and would take the side of short inputs for good, so a branch is refused. A longest
+length, as of a table of positions, is none: it only ends.
+"""
+
+from __future__ import annotations
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch.fx import GraphModule
+from torch.utils._sympy.numbers import int_oo
+
+from kvpass.graphs.fx_utils import shape_of, symbols_of
+
+
+def longest_length(gm: GraphModule, tokens: torch.SymInt, shortest: int = 2) -> int | None:
+    """Tokens that the capture holds for at most, None when it holds for any number.
+
+    To be called before the graph is compiled: Inductor bounds lengths too, by what 32-bit indices reach, and compiles
+    again for longer ones.
+
+    Args:
+        shortest: tokens for which the capture must hold; one token is captured by itself.
+    Raises:
+        ValueError: it holds for some lengths and not for shorter ones, or for even ones...: the decoder branches.
+    """
+    environment, symbol = tokens.node.shape_env, tokens.node.expr
+    sizes = symbols_of(dim for node in gm.graph.find_nodes(op="placeholder") for dim in shape_of(node) or ())
+    bounds = environment.bound_sympy(symbol)
+    numbers = {sympy.Ge: {bounds.lower}, sympy.Le: {bounds.upper}, sympy.Ne: set()}
+    for guard in (guard.expr for guard in environment.guards):
+        if not symbol.free_symbols & guard.free_symbols or not guard.free_symbols <= sizes or _equates(guard):
+            continue
+        relation, number = _bound(guard, symbol)
+        if relation is None:
+            raise _refusal(guard, symbol)
+        numbers[relation].add(number)
+    lower, longest = max(numbers[sympy.Ge]), min(numbers[sympy.Le])
+    if lower > shortest:
+        raise _refusal(sympy.Ge(symbol, lower), symbol)
+    for number in numbers[sympy.Ne]:
+        if shortest < number < longest:
+            raise _refusal(sympy.Ne(symbol, number), symbol)
+    if longest == int_oo:
+        return None
+    # at its ends a slice is another kind of view, a whole or a contiguous one: that branch is not the decoder's
+    return int(longest) + (longest + 1 in numbers[sympy.Le] | numbers[sympy.Ne])
+
+
+def _equates(guard: sympy.Basic) -> bool:
+    """Whether a guard says that two sizes are one."""
+    return isinstance(guard, sympy.Eq) and bool(guard.lhs.is_Symbol and guard.rhs.is_Symbol)
+
+
+def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | None, sympy.Basic]:
+    """Relation and n of a guard that says ``tokens <= n``, ``tokens >= n`` or ``tokens != n``; None of any other."""
+    gap = guard.lhs - guard.rhs if isinstance(guard, sympy.Rel) else sympy.nan
+    factor, rest = gap.coeff(symbol), gap.subs(symbol, 0)
+    if isinstance(guard, sympy.Eq) or not factor.is_Integer or not rest.is_Integer or gap != factor * symbol + rest:
+        return None, sympy.nan
+    number = -rest / factor
+    if isinstance(guard, sympy.Ne):
+        return sympy.Ne, number
+    strict = isinstance(guard, (sympy.Lt, sympy.Gt))
+    if isinstance(guard, (sympy.Le, sympy.Lt)) == (factor > 0):
+        return sympy.Le, sympy.ceiling(number) - 1 if strict else sympy.floor(number)
+    return sympy.Ge, sympy.floor(number) + 1 if strict else sympy.ceiling(number)
+
+
+def _refusal(guard: sympy.Basic, symbol: sympy.Basic) -> ValueError:
+    holds = str(guard.xreplace({symbol: sympy.Symbol("tokens")}))
+    return ValueError(
+        f"the decoder branches on the length of its input: what was captured is what it does where {holds}; the next "
+        "token, decoded against a cache, would take another side than it takes at the end of the whole text"
+    )

@@ -1,0 +1,172 @@
+"""What a raw module makes of its length goes on as in one text, or is refused, on both sides of every number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import one_hot, scaled_dot_product_attention
+
+import kvpass
+from kvpass.testing import assert_close, random_ids
+
+WIDTH, HEADS, VOCABULARY, LONGEST = 32, 4, 128, 128
+PROMPTS = (20, 40)  # before and behind the numbers of the modules below
+TEXT = 60
+
+
+class Decoder(nn.Module):
+    """Embedding, whatever a test does to it, one block of attention and a head.
+
+    Args:
+        change: from the module, embeddings ``[B, T, WIDTH]`` and positions ``[B, T]`` to what enters the block.
+    """
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.change = change
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.learned = nn.Embedding(LONGEST, WIDTH)
+        self.register_buffer("frequencies", torch.rand(WIDTH))
+        self.register_buffer("limit", torch.tensor(26.0))
+        self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids, positions):
+        x = self.change(self, self.embed(ids), positions)
+        b, t, _ = x.shape
+        q, k, v = (part.view(b, t, HEADS, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.head(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1))
+
+
+def raw(module):
+    options = {"policy": "full", "compiler": "eager"}
+    return torch.compile(module, backend="kvpass", fullgraph=True, dynamic=True, options=options)
+
+
+def in_pieces(fast, ids, pieces):
+    """Logits of a text given in pieces, and the cache of their session."""
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    given = zip(ids.split(pieces, 1), positions.split(pieces, 1), strict=True)
+    with torch.no_grad(), kvpass.session() as session:
+        found = [fast(*(part.contiguous() for part in piece)) for piece in given]
+    return torch.cat(found, 1), session.cache
+
+
+def build(change):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return Decoder(change).eval()
+
+
+def order(x):
+    return torch.arange(x.shape[1])
+
+
+GOES_ON = {
+    "segments": lambda m, x, p: x + m.learned(order(x) // 32),
+    "segments that are given": lambda m, x, p: x + m.learned(p // 32),
+    "scaling from a number on": lambda m, x, p: x * ((order(x) + 1).log() / math.log(26)).clamp(min=1)[:, None],
+    "scaling that is given": lambda m, x, p: x * ((p + 1).log() / math.log(26)).clamp(min=1)[..., None],
+    "another vector from a number on": lambda m, x, p: torch.where((order(x) >= 30)[:, None], 2 * x, x),
+    "up to the limit": lambda m, x, p: x + order(x).clamp(max=30)[:, None],
+    "up to the stored limit": lambda m, x, p: x + order(x).clamp(max=m.limit)[:, None],
+    "frequencies that are stored": lambda m, x, p: x * (order(x)[:, None] * m.frequencies).cos(),
+    "one hot": lambda m, x, p: x + one_hot((order(x) // 16).clamp(max=3), WIDTH),
+    "a filled row": lambda m, x, p: x + torch.full((x.shape[1], WIDTH), 3.0),
+    "the first few": lambda m, x, p: x * (1 + (order(x) < 3)[:, None]),
+    "all rows at once": lambda m, x, p: x + m.learned(p.view(-1) // 32).view_as(x),
+    "frequencies made in place": lambda m, x, p: x * (p[..., None] * 50 ** -(torch.arange(WIDTH) / WIDTH)).cos(),
+    "a part of a table": lambda m, x, p: x + m.learned.weight[: x.shape[1]] * 200 / 200,
+}
+
+REFUSED = {
+    "frequencies by the length": lambda m, x, p: x * (p[..., None] * m.frequencies * max(x.shape[1], 26) / 26).cos(),
+    "positions squeezed": lambda m, x, p: x + order(x)[:, None] * min(1, 26 / x.shape[1]),
+    "by the last position": lambda m, x, p: x * ((order(x).amax() + 1).clamp(min=26) / 26),
+    "by the stored limit": lambda m, x, p: x * (order(x).amax().clamp(min=m.limit) / 26),
+    "counted by the last position": lambda m, x, p: x + order(x)[:, None] * ((order(x).amax() + 1).clamp(min=26) / 26),
+    "by the position of the last": lambda m, x, p: x * ((p[:, -1:] + 1).clamp(min=26) / 26)[..., None],
+    "by the last given position": lambda m, x, p: x * ((p.amax() + 1).clamp(min=26) / 26),
+    "by the last position, where it crosses": lambda m, x, p: x * (order(x).amax() + 1).log().clamp(min=3.2),
+    "squeezed where it crosses": lambda m, x, p: x + order(x)[:, None] * min(1, 5 / math.sqrt(x.shape[1])),
+    "filled with the length": lambda m, x, p: x * torch.full((1,), max(x.shape[1], 26)),
+    "the mean from a number on": lambda m, x, p: torch.where((order(x) >= 30)[:, None], x.mean(1, keepdim=True), x),
+    "the mean where it is given": lambda m, x, p: torch.where((p >= 30)[..., None], x.mean(1, keepdim=True), x),
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("name", GOES_ON)
+def test_contract_1_what_a_module_counts_goes_on_behind_every_number(name, prompt):
+    module = build(GOES_ON[name])
+    ids = random_ids(1, TEXT)
+    pieces = [prompt, 1, 1, 7, *[1] * (TEXT - prompt - 9)]
+    found, _ = in_pieces(raw(module), ids, pieces)
+    with torch.no_grad():
+        assert_close("logits", found, module(ids, torch.arange(TEXT)[None]), atol=1e-4)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_contract_7_what_depends_on_the_length_behind_a_number_is_refused(name, prompt):
+    fast = raw(build(REFUSED[name]))
+    with pytest.raises(Exception, match=r"from the length of the input|relates tokens"):
+        in_pieces(fast, random_ids(1, TEXT), [prompt, *[1] * (TEXT - prompt)])
+
+
+END = 24
+
+
+def ends(m, x, p):
+    assert x.shape[1] <= END
+    return x
+
+
+ENDS = {
+    "an assertion": ends,
+    "a branch": lambda m, x, p: x if x.shape[1] <= END else 0.3 * x,
+    "a branch on a multiple": lambda m, x, p: x if 2 * x.shape[1] < 2 * END + 1 else 0.3 * x,
+}
+
+BRANCHES = {
+    "beyond a number": lambda m, x, p: 0.3 * x if x.shape[1] > END else x,
+    "beyond a multiple": lambda m, x, p: 0.3 * x if 3 * x.shape[1] >= 3 * END + 1 else x,
+    "even lengths": lambda m, x, p: 0.3 * x if x.shape[1] % 2 == 0 else x,
+    "a single length": lambda m, x, p: 0.3 * x if x.shape[1] == END else x,
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_contract_7_a_session_ends_where_the_capture_does(name):
+    module = build(ENDS[name])
+    fast, ids = raw(module), random_ids(1, 30)
+    with torch.no_grad():
+        expected = module(ids[:, :END], torch.arange(END)[None])
+    found, cache = in_pieces(fast, ids[:, :END], [20, 1, 2, 1])
+    assert_close("logits", found, expected, atol=1e-4)
+    for new in (1, 3):
+        refusal = pytest.raises(ValueError, match=f"{new} tokens after 24: .* not take more than 24")
+        with refusal, torch.no_grad(), kvpass.session() as session:
+            session.cache = cache
+            fast(ids[:, END : END + new].contiguous(), torch.arange(END, END + new)[None])
+        assert cache.columns == END
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_contract_7_a_module_that_branches_on_its_length_is_refused(name):
+    with pytest.raises(Exception, match="branches on the length of its input"):
+        in_pieces(raw(build(BRANCHES[name])), random_ids(1, 40), [40])
+
+
+def test_as_many_rows_as_tokens_in_a_first_call_are_told_apart_or_refused():
+    module = build(GOES_ON["segments"])
+    ids = random_ids(13, 20)
+    with pytest.raises(Exception, match="as many rows as tokens"):
+        in_pieces(raw(module), ids, [13, *[1] * 7])
+    fast = raw(module)
+    in_pieces(fast, ids, [20])
+    found, _ = in_pieces(fast, ids, [13, *[1] * 7])
+    with torch.no_grad():
+        assert_close("logits", found, module(ids, torch.arange(20)[None]), atol=1e-4)
