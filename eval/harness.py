@@ -27,7 +27,7 @@ from typing import Any, get_args
 import torch
 import transformers
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 from tqdm import tqdm
@@ -35,10 +35,10 @@ from tqdm import tqdm
 import kvpass
 from kvpass.backend import Compiler, check_compiler
 from kvpass.eval.answer import pick_rows
-from kvpass.eval.harness_arguments import check_hold, refuse_unsupported, take_policy_options
+from kvpass.eval.harness_arguments import check_hold, generation_settings, refuse_unsupported, take_policy_options
 from kvpass.eval.harness_key import fingerprint, library_versions, prefix_keys
 from kvpass.eval.harness_measured import Measured
-from kvpass.eval.harness_prompt import split_at_separator, without_separator
+from kvpass.eval.harness_prompt import SEPARATOR, split_at_separator, without_separator
 from kvpass.eval.prompt import Prompt, Scope, Truncation, by_head, chunks, pad, rounds, tokenize
 from kvpass.policies import Policy, resolve, resolve_budget
 from kvpass.policies.options import check_choice
@@ -133,6 +133,8 @@ class KVPassLM(HFLM):
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if SEPARATOR in continuation:
+            raise ValueError(f"{SEPARATOR!r} stands in the continuation {continuation!r}: it belongs into the context")
         return super()._encode_pair(without_separator(context), continuation)
 
     def _loglikelihood_tokens(
@@ -220,8 +222,9 @@ class KVPassLM(HFLM):
         prompts: list[Prompt] = []
         kinds: list[tuple[str, bool, int]] = []
         settings: dict[str, dict[str, Any]] = {}
+        end = None if self.eot_token_id is None else self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         for text, given in (request.args for request in requests):
-            kwargs = self._generation_settings(given)
+            kwargs = generation_settings(given, end, self.max_gen_toks, self.max_length)
             ids = self.tok_encode(without_separator(text)) or [self.prefix_token_id]
             prompt = self._fitted(Prompt(tuple(ids), self._held(text)), self.max_length - kwargs["max_gen_toks"])
             name = json.dumps(kwargs, sort_keys=True, default=repr)
@@ -249,17 +252,6 @@ class KVPassLM(HFLM):
         progress.close()
         return texts
 
-    def _generation_settings(self, given: dict[str, Any]) -> dict[str, Any]:
-        eos = None if self.eot_token_id is None else self.tok_decode(self.eot_token_id, skip_special_tokens=False)
-        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
-        kwargs["until"] = handle_stop_sequences(kwargs["until"], eos)
-        if kwargs["max_gen_toks"] >= self.max_length or "max_length" in kwargs:
-            raise ValueError(
-                f"generation arguments {given!r}: max_gen_toks must be below max_length = {self.max_length}, and "
-                "max_length is an argument of the model"
-            )
-        return kwargs
-
     def _generate(
         self, batch: Sequence[Prompt], settings: dict[str, Any], cache: kvpass.CompressedCache | None
     ) -> list[str]:
@@ -268,6 +260,9 @@ class KVPassLM(HFLM):
         until, new_tokens = kwargs.pop("until"), kwargs.pop("max_gen_toks")
         if not kwargs["do_sample"]:
             kwargs.pop("temperature", None)
+        beams = int(kwargs.get("num_beams") or 1)
+        if cache is not None and beams > 1:  # the search has that many rows from the first step on
+            cache = pick_rows(cache, [row for row in range(len(batch)) for _ in range(beams)], last=not cache.reusable)
         columns = 0 if cache is None else cache.columns + len(batch[0].rest)
         ids, mask = pad([prompt.ids for prompt in batch], "left", self.tokenizer.pad_token_id, columns)
         output = (self.model if batch[0].head else self._full_model).generate(
@@ -319,7 +314,7 @@ class KVPassLM(HFLM):
         if len(prompt) <= room:
             return prompt
         cut = prompt.cut(room, self._truncation).scoped(self._scope, prompt.held)
-        if not cut.head:
+        if not cut.head and self._policy.name != "full":
             raise ValueError(
                 f"{prompt.held} tokens are fed after compression, but only {room} tokens of the prompt fit into "
                 "max_length beside what is generated or scored"

@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Collection
 from typing import Any
 
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+
 from kvpass.eval.prompt import Scope
 from kvpass.policies import POLICIES, Policy, resolve
 from kvpass.policies.options import check_int
@@ -64,3 +66,23 @@ def refuse_unsupported(arguments: dict[str, Any], batch_size: object) -> None:
         raise ValueError(
             f"batch_size={batch_size!r}: must be an int >= 1; 'auto' would measure neither compression nor generation"
         )
+
+
+def generation_settings(given: dict[str, Any], end: str | None, default: int, max_length: int) -> dict[str, Any]:
+    """Generation arguments of a request as the harness's own models read them.
+
+    Args:
+        end: text of the token that ends a text. default: new tokens where the request does not say.
+    Raises:
+        ValueError: no room for a prompt, or more than one answer a request.
+    """
+    kwargs: dict[str, Any] = dict(normalize_gen_kwargs(given, default))
+    kwargs["until"] = handle_stop_sequences(kwargs["until"], end)
+    if kwargs["max_gen_toks"] >= max_length or "max_length" in kwargs:
+        raise ValueError(
+            f"generation arguments {given!r}: max_gen_toks must be below max_length = {max_length}, and "
+            "max_length is an argument of the model"
+        )
+    if (kwargs.get("num_return_sequences") or 1) != 1:
+        raise ValueError(f"generation arguments {given!r}: num_return_sequences must be 1, a request has one answer")
+    return kwargs

@@ -41,6 +41,10 @@ KEY_FIELDS = (
 digests; ``stops`` are token ids, ``libraries`` versions."""
 
 
+_GROUP = ("task", "label", "budget", "scope")
+_MEANS = ("budget_entries", "budget_bytes", "kept_entries", "kept_fraction", "kept_bytes", "cache_bytes")
+
+
 def record_key(fields: Mapping[str, Any]) -> str:
     """A digest of :data:`KEY_FIELDS`, by which a sample already answered is known."""
     text = json.dumps([fields[name] for name in KEY_FIELDS], sort_keys=True)
@@ -71,8 +75,10 @@ class RecordFile:
         for number, line in enumerate(content[:whole].splitlines(), 1):
             try:
                 record = json.loads(line)
+                if missing := {"key", "score", *_GROUP, *_MEANS} - record.keys():
+                    raise KeyError(*missing)
                 self.records[record["key"]] = record
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, AttributeError, KeyError) as error:
                 raise ValueError(f"{path}, line {number}: not a record of kvpass eval") from error
 
     def __contains__(self, key: str) -> bool:
@@ -80,7 +86,8 @@ class RecordFile:
 
     def add(self, record: Record) -> None:
         """Append a record; it is on disk when this returns."""
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        # half of a surrogate pair has no UTF-8; with a backslash it is JSON again
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(file, line)
@@ -121,7 +128,8 @@ def summarize(records: Iterable[Record]) -> list[Row]:
     """One row a task, policy, budget and scope, in the order in which they first appear."""
     groups: dict[tuple[str, str, str, str], list[Record]] = {}
     for record in records:
-        groups.setdefault((record["task"], record["label"], record["budget"], record["scope"]), []).append(record)
+        task, policy, budget, scope = (record[name] for name in _GROUP)
+        groups.setdefault((task, policy, budget, scope), []).append(record)
     rows = []
     for (task, policy, budget, scope), group in groups.items():
 
@@ -140,12 +148,7 @@ def summarize(records: Iterable[Record]) -> list[Row]:
                 score=score,
                 low=low,
                 high=high,
-                budget_entries=mean("budget_entries"),
-                budget_bytes=mean("budget_bytes"),
-                kept_entries=mean("kept_entries"),
-                kept_fraction=mean("kept_fraction"),
-                kept_bytes=mean("kept_bytes"),
-                cache_bytes=mean("cache_bytes"),
+                **{name: mean(name) for name in _MEANS},
             )
         )
     return rows

@@ -32,8 +32,8 @@ def generate(
     Returns:
         prompts and new tokens, int64 ``[B, N + new]``.
     Raises:
-        ValueError: ``max_new_tokens`` is not positive, padding is not on the left, or the module is a model of
-            ``kvpass.compile``, which has a ``generate`` of its own.
+        ValueError: ``max_new_tokens`` is not positive, padding is not on the left, the module returns no logits, or it
+            is a model of ``kvpass.compile``, which has a ``generate`` of its own.
         RuntimeError: the module was not compiled by kvpass.
     """
     if isinstance(module, CompressedModel):
@@ -49,6 +49,8 @@ def generate(
     with session(attention_mask):
         for _ in range(max_new_tokens):
             logits = module(new, where) if positions else module(new)
+            if not isinstance(logits, Tensor):
+                raise ValueError(f"module returned a {type(logits).__name__}: must be logits [B, T, vocabulary]")
             new = logits[:, -1].argmax(-1, keepdim=True)
             where = where[:, -1:] + 1
             if eos_token_id is not None:

@@ -84,5 +84,8 @@ def test_bad_arguments_are_refused(decoder):
     model = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=100)
     with pytest.raises(ValueError, match=r"a generate\(\) of its own"):
         kvpass.generate(model, random_ids(1, 20), max_new_tokens=2)
+    answers = compiled(lambda ids, positions: {"logits": decoder(ids, positions)})
+    with pytest.raises(ValueError, match="module returned a dict"):
+        kvpass.generate(answers, random_ids(1, 20), max_new_tokens=2, positions=True)
     with pytest.raises(RuntimeError, match="nothing was compressed"):
         kvpass.generate(decoder, random_ids(1, 20), max_new_tokens=2)

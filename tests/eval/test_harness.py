@@ -181,6 +181,14 @@ def test_generation_does_not_depend_on_the_batch_and_stops_where_it_should(tight
     assert stopped != alone
 
 
+def test_beams_search_in_the_compressed_cache(stock, tight):
+    beams = {**GREEDY, "num_beams": 3}
+    assert generations(build(batch_size=3), CONTEXTS, beams) == generations(stock, CONTEXTS, beams)
+    asked = [*CONTEXTS, CONTEXTS[1]]
+    found = [generations(tight[size], asked, beams) for size in (1, 4)]
+    assert found[0] == found[1] != generations(stock, asked, beams)
+
+
 def test_a_prompt_with_nothing_before_its_held_tokens_is_kept_whole(stock):
     lm = build(**TIGHT)
     assert generations(lm, [""]) == generations(build(), [""])
@@ -297,6 +305,20 @@ def test_a_cut_that_leaves_nothing_to_compress_is_refused(arguments):
         likelihoods(lm, [(text, " fox")])
 
 
+def test_room_for_one_token_is_enough_where_nothing_is_compressed():
+    settings = {**GREEDY, "max_gen_toks": 49, "until": []}
+    assert generations(build(max_length=50), CONTEXTS, settings) == generations(
+        build(HFLM, max_length=50), CONTEXTS, settings
+    )
+    with pytest.raises(ValueError, match="only 1 tokens of the prompt fit"):
+        generations(build(max_length=50, **TIGHT), CONTEXTS, settings)
+
+
+def test_a_separator_belongs_into_the_context():
+    with pytest.raises(ValueError, match="stands in the continuation"):
+        likelihoods(build(), [("fox", f" was {SEPARATOR}old")])
+
+
 # -- the harness's request cache, and what it records ------------------------------------------------------------------
 
 
@@ -352,7 +374,7 @@ def test_a_fraction_that_leaves_too_little_is_refused_before_anything_is_compute
         lm.model.report()
 
 
-@pytest.mark.parametrize("settings", [{"max_gen_toks": 4096}, {"max_length": 64}])
+@pytest.mark.parametrize("settings", [{"max_gen_toks": 4096}, {"max_length": 64}, {"num_return_sequences": 2}])
 def test_generation_arguments_that_cannot_hold_are_refused(settings):
     with pytest.raises(ValueError, match="generation arguments"):
         generations(build(), CONTEXTS[:1], settings)

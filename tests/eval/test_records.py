@@ -19,7 +19,7 @@ def record(key: str, **more):
 def test_a_record_file_gives_back_what_was_added_and_cuts_off_a_torn_line(tmp_path):
     path = tmp_path / "samples.jsonl"
     file = RecordFile(path)
-    added = [record("a", prediction="1\n\u2028é"), record("b"), record("a", score=0.0)]
+    added = [record("a", prediction="1\n\u2028é"), record("b", prediction="\ud83d"), record("a", score=0.0)]
     for one in added:
         file.add(one)
     whole = path.read_bytes()
@@ -32,7 +32,10 @@ def test_a_record_file_gives_back_what_was_added_and_cuts_off_a_torn_line(tmp_pa
     assert "c" not in read
 
 
-@pytest.mark.parametrize("line", [b"{", b"[]", b'{"score": 1}', b"1"])
+WITHOUT_A_SCORE = json.dumps({name: value for name, value in record("b").items() if name != "score"}).encode()
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b'{"score": 1}', b"1", WITHOUT_A_SCORE])
 def test_a_line_that_is_no_record_is_named(tmp_path, line):
     path = tmp_path / "samples.jsonl"
     path.write_bytes(json.dumps(record("a")).encode() + b"\n" + line + b"\n")
