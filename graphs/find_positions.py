@@ -172,7 +172,10 @@ class Search:
         """Whether a capture of fixed length cut as many rows as it has tokens."""
         if of is None:
             return False
-        return shape.count(self.tokens) > of.count(self.tokens) and math.prod(shape) < math.prod(of)
+        if shape.count(self.tokens) <= of.count(self.tokens):
+            return False
+        rows = self.sizes(1)  # of a symbolic batch
+        return math.prod(concrete(shape, rows)) < math.prod(concrete(of, rows))
 
     def _depends(self, node: Node) -> bool:
         return is_scalar(node) and any(

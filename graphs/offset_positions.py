@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,10 +67,15 @@ def check_positions_pass(gm: GraphModule) -> int:
     if search is None:
         return 0
     places: dict[str, int] = defaultdict(int)
+    trials: dict[tuple[Node, ...], _Trial] = {}
     for entry in search.entries:
-        place = _place(search, entry)
+        sources = search.flow.sources([entry.operand], before=entry.user)
+        key = (entry.operand, *sources)
+        if key not in trials:
+            trials[key] = _Trial(search, entry, sources)
+        place = _place(entry, sources)
         places[place] += 1
-        refusal = _prove(search, entry, f"{place}\n{places[place]}")
+        refusal = _prove(trials[key], entry, f"{place}\n{places[place]}")
         marks = entry.user.meta.get(_MARK, ())
         entry.user.meta[_MARK] = (*marks, (entry.user.all_input_nodes.index(entry.operand), refusal))
         entry.user.meta[_PLACES] = entry.user.meta.get(_PLACES, 0) + (RELATIVE not in entry.origin.meta)
@@ -218,25 +224,18 @@ def _is_tokens(size: Any, tokens: Dim) -> bool:
 # -- proof -------------------------------------------------------------------------------------------------------------
 
 
-def _prove(search: Search, entry: Entry, place: str) -> str | None:
+def _prove(trial: _Trial, entry: Entry, place: str) -> str | None:
     """Prove that the offset gives every token its position; the reason why that could not be seen, for later.
 
     Raises:
         UnsupportedAttentionError: the offset does not.
     """
-    trial = _Trial(search, entry)
-    if not search.symbols and search.tokens == 1:
-        return _check_one_token(trial, place)
-    lengths = search.lengths(entry.operand, entry.user) if search.symbols else ()
-    for axis in _token_axes(search, entry):
-        if not search.symbols:
-            full, fits = trial.original(0), _goes_on_by_one(trial, axis)
-        else:
-            full, fits = _goes_on(trial, axis, lengths)
-        if fits:
-            _witness(entry, place, _Witness.of(full, axis, lengths))
-            return None
-    raise refuse_positions(entry.user, entry.origin, "kvpass cannot offset them")
+    if not trial.search.symbols and trial.search.tokens == 1:
+        return _check_one_token(trial, entry, place)
+    if trial.witness is None:
+        raise refuse_positions(entry.user, entry.origin, "kvpass cannot offset them")
+    _witness(entry, place, trial.witness)
+    return None
 
 
 def _goes_on(trial: _Trial, axis: int, lengths: tuple[int, ...]) -> tuple[Tensor, bool]:
@@ -300,7 +299,7 @@ def _witness(entry: Entry, place: str, witness: _Witness) -> None:
         known.append(witness)
 
 
-def _check_one_token(trial: _Trial, place: str) -> str | None:
+def _check_one_token(trial: _Trial, entry: Entry, place: str) -> str | None:
     """Whether a capture of one token does what a longer one did at that place; the reason when none was seen."""
     known = _WITNESSES[place]
     if not known:
@@ -309,17 +308,17 @@ def _check_one_token(trial: _Trial, place: str) -> str | None:
             "capture has shown what they count. Run a prompt of several tokens first"
         )
     for witness in known:
-        if all(witness.gives(trial.run(0, token), place) for place, token in enumerate(witness.tokens)):
+        if all(witness.gives(trial.one_after(seen), row) for row, seen in enumerate(witness.tokens)):
             return None
-    raise refuse_positions(trial.entry.user, trial.entry.origin, "they start elsewhere than in an earlier capture")
+    raise refuse_positions(entry.user, entry.origin, "they start elsewhere than in an earlier capture")
 
 
 class _Trial:
     """What makes the operand of an entry and the offset of it, in a small graph of their own."""
 
-    def __init__(self, search: Search, entry: Entry) -> None:
+    def __init__(self, search: Search, entry: Entry, sources: Sequence[Node]) -> None:
         self.search, self.entry = search, entry
-        sources = search.flow.sources([entry.operand], before=entry.user)
+        self._after: dict[int, Tensor] = {}
         graph = Graph()
         self.seen = graph.placeholder("kvpass_seen")
         copies: dict[Node, Node] = {}
@@ -334,6 +333,26 @@ class _Trial:
         if self.operand not in shifted:
             raise refuse_positions(entry.user, entry.origin, "they are written into a tensor that is kept")
         self.shifted = shifted[self.operand]
+
+    @cached_property
+    def witness(self) -> _Witness | None:
+        """What the decoder gives to tokens, proved to be what the offset gives them; None when it is not."""
+        search, entry = self.search, self.entry
+        lengths = search.lengths(entry.operand, entry.user) if search.symbols else ()
+        for axis in _token_axes(search, entry):
+            if not search.symbols:
+                full, fits = self.original(0), _goes_on_by_one(self, axis)
+            else:
+                full, fits = _goes_on(self, axis, lengths)
+            if fits:
+                return _Witness.of(full, axis, lengths)
+        return None
+
+    def one_after(self, seen: int) -> Tensor:
+        """What the offset gives to the only token of a capture."""
+        if seen not in self._after:
+            self._after[seen] = self.run(0, seen)
+        return self._after[seen]
 
     def original(self, length: int) -> Tensor:
         """What the decoder gives to the tokens of an input of that length."""
@@ -364,8 +383,7 @@ def _same(got: Tensor, expected: Tensor) -> bool:
     return torch.allclose(got.cpu(), expected.cpu(), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
 
 
-def _place(search: Search, entry: Entry) -> str:
+def _place(entry: Entry, sources: Sequence[Node]) -> str:
     """Line of code at which positions are made and enter, with the sizes of the weights they are made of."""
-    sources = search.flow.sources([entry.operand], before=entry.user)
     weights = [shape_of(node) for node in sources if node.op in ("placeholder", "get_attr")]
     return f"{entry.operand.stack_trace}\n{entry.user.stack_trace}\n{entry.user.target}\n{weights}"

@@ -11,7 +11,8 @@ in the graph and go on from the tokens seen, and rows must not be padded. A sess
 
 Use ``fullgraph=True``: without it Dynamo may give up on a call and run it in eager mode, uncompressed. And use
 ``dynamic=True``: a graph is to hold for prompts of any length, one made for a single length is refused. A batch size is
-captured and compiled when a session first has it.
+captured and compiled when a session first has it, twice: for one token and for several. Dynamo keeps eight captures
+of a function; more than four batch sizes need a larger ``torch._dynamo.config.recompile_limit``.
 """
 
 from __future__ import annotations

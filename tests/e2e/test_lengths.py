@@ -76,7 +76,8 @@ GOES_ON = {
     "one hot": lambda m, x, p: x + one_hot((order(x) // 16).clamp(max=3), WIDTH),
     "a filled row": lambda m, x, p: x + torch.full((x.shape[1], WIDTH), 3.0),
     "the first few": lambda m, x, p: x * (1 + (order(x) < 3)[:, None]),
-    "all rows at once": lambda m, x, p: x + m.learned(p.view(-1) // 32).view_as(x),
+    "counted ones": lambda m, x, p: x + m.learned(torch.ones_like(p).cumsum(1)),
+    "all rows at once": lambda m, x, p: x + m.learned(p.reshape(-1) // 32).view_as(x),
     "frequencies made in place": lambda m, x, p: x * (p[..., None] * 50 ** -(torch.arange(WIDTH) / WIDTH)).cos(),
     "a part of a table": lambda m, x, p: x + m.learned.weight[: x.shape[1]] * 200 / 200,
 }
@@ -97,15 +98,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(("prompt", "rows"), [(20, 1), (40, 2)])
 @pytest.mark.parametrize("name", GOES_ON)
-def test_contract_1_what_a_module_counts_goes_on_behind_every_number(name, prompt):
+def test_contract_1_what_a_module_counts_goes_on_behind_every_number(name, prompt, rows):
     module = build(GOES_ON[name])
-    ids = random_ids(1, TEXT)
+    ids = random_ids(rows, TEXT)
     pieces = [prompt, 1, 1, 7, *[1] * (TEXT - prompt - 9)]
     found, _ = in_pieces(raw(module), ids, pieces)
     with torch.no_grad():
-        assert_close("logits", found, module(ids, torch.arange(TEXT)[None]), atol=1e-4)
+        assert_close("logits", found, module(ids, torch.arange(TEXT).expand_as(ids)), atol=1e-4)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
