@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from kvpass.graphs.fold_alibi import RELATIVE
 from kvpass.graphs.fx_utils import Dim, recorded, shape_of, symbols_of, target_name, value_inputs
 
 _CONVOLUTION = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
@@ -68,6 +69,7 @@ def counting_calls(live: Sequence[Node], tokens: Dim) -> tuple[list[Node], list[
     """Calls that make something by token of token ids, positions and numbers alone, and those that reduce such to less.
 
     What is made of the latter is in neither list, nor what meets a weight: a float of a module that is more than one.
+    Nor are positions that ``fold_alibi`` counts, which is right at any number, and memory that is yet to be written.
 
     Args:
         live: nodes in execution order.
@@ -81,7 +83,9 @@ def counting_calls(live: Sequence[Node], tokens: Dim) -> tuple[list[Node], list[
             value = recorded(node)
             if shape is not None and (not value.is_floating_point() or shape in ((), (1,))):
                 counting.add(node)
-        elif shape is not None and all(operand in counting for operand in value_inputs(node)):
+        elif shape is None or RELATIVE in node.meta or target_name(node).startswith(("empty", "new_empty")):
+            continue
+        elif all(operand in counting for operand in value_inputs(node)):
             if any(_by_token(shape_of(operand), tokens) for operand in value_inputs(node)):
                 if not _by_token(shape, tokens):
                     reductions.append(node)
