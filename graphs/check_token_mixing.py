@@ -158,6 +158,8 @@ class _Trial:
     def _enlarge(self) -> None:
         """Give inputs that can hold them numbers as large as the token count, as positions are."""
         for node in self.inputs:
+            if is_module_tensor(node):
+                continue
             self.large.add(node)
             try:
                 self._run(None)

@@ -45,7 +45,14 @@ _LOOKUPS = set(
     "getitem index_select gather take take_along_dim index index_add index_copy index_put scatter "
     "scatter_add scatter_reduce".split()
 )
-_ARITHMETIC = {"add", "sub", "rsub", "mul", "truediv", "div", "floordiv", "pow", "iadd", "isub", "imul", "itruediv"}
+_ARITHMETIC = set(
+    "add sub rsub mul truediv div floordiv pow mod iadd isub imul itruediv ifloordiv imod subtract multiply divide "
+    "true_divide floor_divide remainder fmod float_power lerp addcmul addcdiv lt le gt ge eq ne less less_equal "
+    "greater greater_equal not_equal clamp clip clamp_min clamp_max minimum maximum where masked_fill fill "
+    "index_fill".split()
+)
+"""Calls in which an int is a number, not a size or a place."""
+
 _FLAT = {
     *"zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full empty empty_like new_empty".split(),
     *"expand expand_as broadcast_to view view_as reshape unsqueeze squeeze flatten unflatten contiguous clone".split(),
@@ -196,7 +203,7 @@ class Search:
             if not self._depends(operand):
                 continue
             if isinstance(value, torch.SymFloat) or (
-                isinstance(value, torch.SymInt) and target_name(node) in _ARITHMETIC
+                isinstance(value, torch.SymInt) and target_name(node).strip("_") in _ARITHMETIC
             ):
                 raise refuse_positions(node, operand, "the length enters arithmetic as a number")
 

@@ -35,7 +35,7 @@ from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.graphs.bind_state import example_value, placeholders, size_reader
 from kvpass.graphs.check_token_mixing import check_reduced_positions_pass
-from kvpass.graphs.fx_utils import is_module_tensor, shape_of
+from kvpass.graphs.fx_utils import dim_of, is_module_tensor, shape_of
 from kvpass.graphs.length_guards import longest_length
 from kvpass.graphs.offset_positions import counts_positions
 from kvpass.graphs.rewrite_attention import find_sites
@@ -122,15 +122,19 @@ class RawModule:
         sites = find_sites(graph)
         self.paths = tuple(site.module_path for site in sites)
         query = example_value(sites[0].q)
-        if isinstance(query.shape[2], int) and query.shape[2] > 1:
+        tokens: int | torch.SymInt = query.shape[2]
+        length = dim_of(tokens)
+        if isinstance(length, int) and length > 1:
             raise ValueError(
-                f"captured for {query.shape[2]} tokens and no other length: say torch.compile(..., dynamic=True), or "
-                "what a decoder computes from its length is a number like any other, and wrong for the next token"
+                f"captured for {length} tokens and no other length: say torch.compile(..., dynamic=True), or find what "
+                "makes a constant of it all the same (a list of indices, math.log): what a decoder computes from it is "
+                "a number like any other, and wrong for the next token"
             )
+        # before the batch is a number, so that branches on rows x tokens are seen
+        self.longest = None if isinstance(length, int) or isinstance(tokens, int) else longest_length(graph, tokens)
         self.device = query.device
         self.rows = int(query.shape[0])  # guards a symbolic batch: the state that enters the graph is of this size
-        self.tokens = size_reader(graph, query.shape[2])
-        self.longest = longest_length(graph, query.shape[2]) if isinstance(query.shape[2], torch.SymInt) else None
+        self.tokens = size_reader(graph, tokens)
 
     def __call__(self, *inputs: Any) -> Any:
         active = _SESSION.get()

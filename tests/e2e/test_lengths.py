@@ -85,6 +85,11 @@ GOES_ON = {
 REFUSED = {
     "frequencies by the length": lambda m, x, p: x * (p[..., None] * m.frequencies * max(x.shape[1], 26) / 26).cos(),
     "positions squeezed": lambda m, x, p: x + order(x)[:, None] * min(1, 26 / x.shape[1]),
+    "up to the last": lambda m, x, p: x + m.learned(p.clamp(max=x.shape[1] - 1)),
+    "turned round by the length": lambda m, x, p: x + m.learned(p % x.shape[1]),
+    "the first half": lambda m, x, p: torch.where((p < x.shape[1] // 2)[..., None], x, 2 * x),
+    "multiplied by the length": lambda m, x, p: torch.multiply(x, x.shape[1]),
+    "filled in with the length": lambda m, x, p: x.masked_fill((p > 3)[..., None], x.shape[1]),
     "by the last position": lambda m, x, p: x * ((order(x).amax() + 1).clamp(min=26) / 26),
     "by the stored limit": lambda m, x, p: x * (order(x).amax().clamp(min=m.limit) / 26),
     "counted by the last position": lambda m, x, p: x + order(x)[:, None] * ((order(x).amax() + 1).clamp(min=26) / 26),
@@ -136,6 +141,8 @@ BRANCHES = {
     "beyond a multiple": lambda m, x, p: 0.3 * x if 3 * x.shape[1] >= 3 * END + 1 else x,
     "even lengths": lambda m, x, p: 0.3 * x if x.shape[1] % 2 == 0 else x,
     "a single length": lambda m, x, p: 0.3 * x if x.shape[1] == END else x,
+    "rows and tokens": lambda m, x, p: 0.3 * x if x.shape[0] * x.shape[1] > END else x,
+    "elements": lambda m, x, p: 0.3 * x if x.numel() > END * WIDTH else x,
 }
 
 
@@ -158,7 +165,7 @@ def test_contract_7_a_session_ends_where_the_capture_does(name):
 @pytest.mark.parametrize("name", BRANCHES)
 def test_contract_7_a_module_that_branches_on_its_length_is_refused(name):
     with pytest.raises(Exception, match="branches on the length of its input"):
-        in_pieces(raw(build(BRANCHES[name])), random_ids(1, 40), [40])
+        in_pieces(raw(build(BRANCHES[name])), random_ids(2, 40), [40])
 
 
 def test_as_many_rows_as_tokens_in_a_first_call_are_told_apart_or_refused():
@@ -171,3 +178,12 @@ def test_as_many_rows_as_tokens_in_a_first_call_are_told_apart_or_refused():
     found, _ = in_pieces(fast, ids, [13, *[1] * 7])
     with torch.no_grad():
         assert_close("logits", found, module(ids, torch.arange(20)[None]), atol=1e-4)
+
+
+def test_a_length_that_the_module_makes_a_constant_is_refused():
+    fast = raw(build(lambda m, x, p: x * math.log(x.shape[1])))
+    with pytest.raises(Exception, match=r"captured for 20 tokens and no other length.*makes a constant"):
+        in_pieces(fast, random_ids(1, 20), [20])
+    fast = raw(build(lambda m, x, p: x[:, [x.shape[1] - 1]] + 0 * x))
+    with pytest.raises(Exception, match=r"captured for 20 tokens|relates tokens"):
+        in_pieces(fast, random_ids(1, 20), [20])
