@@ -2,44 +2,38 @@
 
 The graph runs on a few tokens, every site replaced by a call that keeps its tokens apart. Some tokens are then given
 other inputs: what the others bring to the sites and to the output must stay as it was. This takes the weights and one
-forward pass of few tokens per pattern; where it cannot be done, shapes and arguments of the calls are read instead.
+forward pass of few tokens per pattern.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
-from kvpass.graphs.example_lengths import lengths_about, numbers_of, size_numbers
-from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError, concrete, evaluate, example_sizes, hinted_sizes
+from kvpass.graphs.apart import ApartExample, Seen, fed_by_inputs
+from kvpass.graphs.example_lengths import lengths_about, numbers_of, size_numbers, stored_numbers, windows_of
+from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
     is_module_tensor,
-    is_scalar,
+    literals_of,
     module_tensor,
-    recorded,
     refuse,
     shape_of,
     symbols_of,
     target_name,
-    value_inputs,
 )
-from kvpass.graphs.read_token_mixing import counting_calls, mixing_call, mixing_reduction
-from kvpass.graphs.rewrite_attention import SITE, Site, find_sites
+from kvpass.graphs.read_token_mixing import counting_calls, mixing_call
+from kvpass.graphs.rewrite_attention import find_sites
 
-log = logging.getLogger(__name__)
-
-_MAX_FIXED_TOKENS = 4096
-"""Longest capture of fixed length that is evaluated; a symbolic length is evaluated for few tokens."""
+_MAX_TOKENS = 4096
+"""Longest capture of fixed length that is evaluated, and longest example of a symbolic one."""
 
 _TOLERANCE = 1e-4
 """Of the largest change: rounding of experts whose rows are grouped in another way."""
@@ -61,26 +55,22 @@ def check_token_mixing_pass(gm: GraphModule) -> int:
     batch, tokens = shape[0], shape[2]
     flow = DataFlow(gm)
     live = flow.sources([gm.graph.output_node()])
-    fed = _fed(live)
+    fed = fed_by_inputs(live)
     for node in live:
         if node in fed and (reason := mixing_call(node, fed, batch, tokens)) is not None:
             raise refuse(node, reason)
     if tokens == 1:
         return 0
-    unread = ""
     try:
-        if isinstance(tokens, int) and tokens > _MAX_FIXED_TOKENS:
-            raise EvaluationError(f"an example of {tokens} tokens is too long")
-        for length in _lengths(live, tokens):
-            culprit = _Trial(gm, flow, live, batch, tokens, length).culprit()
+        if isinstance(tokens, int) and tokens > _MAX_TOKENS:
+            raise EvaluationError(f"an example of {tokens} tokens is too long; capture with a dynamic length")
+        for length in mixing_lengths(gm, live, tokens):
+            culprit = _culprit(ApartExample(gm, flow, live, batch, tokens, length))
             if culprit is not None:
-                break
+                raise refuse(culprit, f"its result {shape_of(culprit) or ''} {_REASON}".replace("  ", " "))
     except EvaluationError as error:
-        log.info("whether tokens are kept apart is read from the calls: %s", error)
-        unread = f" (read from the call, because no example shows it: {error})"
-        culprit = next((node for node in live if node in fed and mixing_reduction(node, fed, tokens)), None)
-    if culprit is not None:
-        raise refuse(culprit, f"its result {shape_of(culprit) or ''} {_REASON}{unread}".replace("  ", " "))
+        reason = f"no example shows whether anything but attention relates tokens to tokens: {error}"
+        raise refuse(sites[0].node, reason) from error
     return 0
 
 
@@ -97,7 +87,7 @@ def check_reduced_positions_pass(gm: GraphModule) -> int:
     if shape is None or shape[2] == 1:
         return 0
     live = DataFlow(gm).sources([gm.graph.output_node()])
-    fed = _fed(live)
+    fed = fed_by_inputs(live)
     for node in counting_calls(live, shape[2])[1]:
         if node in fed:
             raise refuse(
@@ -106,167 +96,75 @@ def check_reduced_positions_pass(gm: GraphModule) -> int:
     return 0
 
 
-def _lengths(live: Sequence[Node], tokens: Dim) -> list[int]:
+def mixing_lengths(gm: GraphModule, live: Sequence[Node], tokens: Dim) -> list[int]:
     """Token counts of examples: a few, and beyond every number that positions or lengths are held against."""
     symbols = symbols_of([tokens])
     if not symbols:
         return [0]
-    numbers = numbers_of(counting_calls(live, tokens)[0], scaled=False) | size_numbers(live, symbols)
-    beyond = lengths_about(number for number in numbers if number < _MAX_FIXED_TOKENS)[-1]
+    contents = (module_tensor(gm, node) for node in live if is_module_tensor(node))
+    calls = counting_calls(live, tokens)[0]
+    numbers = numbers_of(calls) | size_numbers(live, symbols)
+    numbers |= stored_numbers(content for content in contents if content is not None)
+    fractions = [abs(value) for value in literals_of(calls, floats=True) if 1 / _MAX_TOKENS < abs(value) < 1]
+    numbers |= windows_of(number / fraction for fraction in fractions for number in numbers)
+    beyond = lengths_about(number for number in numbers if number < _MAX_TOKENS)[-1]
     return [EXAMPLE_LENGTHS[0], *([beyond] if beyond > EXAMPLE_LENGTHS[-1] else [])]
 
 
-def _fed(live: Sequence[Node]) -> set[Node]:
-    """Nodes whose elements come from the inputs of the decoder."""
-    fed: set[Node] = set()
-    for node in live:
-        if node.op == "placeholder":
-            inside = not is_module_tensor(node)
-        else:
-            inside = any(operand in fed for operand in value_inputs(node))
-        if inside:
-            fed.add(node)
-    return fed
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What a run gave: at each site queries, keys and values, then the tensors of the output; by node."""
-
-    values: list[tuple[Node, Tensor]]
-
-
-class _Trial:
-    """The live part of a graph, run on examples with its sites keeping tokens apart."""
-
-    def __init__(
-        self, gm: GraphModule, flow: DataFlow, live: Sequence[Node], batch: Dim, tokens: Dim, length: int
-    ) -> None:
-        self.gm, self.flow, self.batch, self.tokens = gm, flow, batch, tokens
-        self.sizes = hinted_sizes(gm) | example_sizes([batch], [tokens], length)
-        self.rows, self.length = int(concrete(batch, self.sizes)), int(concrete(tokens, self.sizes))
-        self.output = gm.graph.output_node()
-        self.inputs = [node for node in live if node.op == "placeholder" and not is_scalar(node)]
-        self.inputs += [node for node in live if node.op == "get_attr" and flow.writes_to(node)]
-        self.calls = [node for node in live if node.op != "placeholder"]
-        self.sites = [site for site in find_sites(gm) if site.node in set(live)]
-        self.patterns = _patterns(self.length)
-        self.large: set[Node] = set()
-        if symbols_of([tokens]) and length > EXAMPLE_LENGTHS[0]:
-            self._enlarge()
-
-    def _enlarge(self) -> None:
-        """Give inputs that can hold them numbers as large as the token count, as positions are."""
-        for node in self.inputs:
-            if is_module_tensor(node):
-                continue
-            self.large.add(node)
-            try:
-                self._run(None)
-            except EvaluationError:
-                self.large.remove(node)
-
-    def culprit(self) -> Node | None:
-        """The first call whose tokens are not kept apart, None when all are."""
-        before = self._run(None)
-        if any(value.is_floating_point() and bool(value.isnan().any()) for _, value in before.values):
-            raise EvaluationError("the example gives NaN")
-        after = [self._run(pattern) for pattern in self.patterns]
-        for index, (node, value) in enumerate(before.values):
-            if self._mixes(node, value, [run.values[index][1] for run in after]):
-                return self._first(node)
+def _culprit(example: ApartExample) -> Node | None:
+    """The first call whose tokens are not kept apart, None when all are."""
+    patterns = _patterns(example.length)
+    if any(value.is_floating_point() and bool(value.isnan().any()) for _, value in example.before):
+        raise EvaluationError("the example gives NaN")
+    found = _first_mixing(example, patterns, example.before, [example.run(pattern) for pattern in patterns])
+    if found is None:
         return None
-
-    def _first(self, found: Node) -> Node:
-        """The first call that mixes tokens, of those that have them as they came; ``found`` if there is none."""
-        runs: list[list[tuple[Node, Tensor]]] = []
-        for pattern in (None, *self.patterns):
-            runs.append([])
-            self._run(pattern, runs[-1])
-        for index, (node, value) in enumerate(runs[0]):
-            if self._mixes(node, value, [run[index][1] for run in runs[1:]]):
-                return node
-        return found
-
-    def _run(self, changed: Tensor | None, watched: list[tuple[Node, Tensor]] | None = None) -> _Seen:
-        feeds = {node: self._feed(node, changed) for node in self.inputs}
-        values: list[tuple[Node, Tensor]] = []
-        order = iter(self.sites)
-
-        def apart(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-            site: Site = next(order)
-            values.extend((node, value.clone()) for node, value in ((site.q, q), (site.k, k), (site.v, v)))
-            return _apart(q, k, v)
-
-        def watch(node: Node, value: Any) -> None:
-            if watched is not None and isinstance(value, Tensor) and self._axes(node):
-                watched.append((node, value.clone()))
-
-        result = evaluate(self.gm, self.output, self.calls, feeds, self.sizes, instead={SITE: apart}, watch=watch)
-        outputs = zip(tree_leaves(self.output.args[0]), tree_leaves(result), strict=True)
-        values.extend((node, value) for node, value in outputs if isinstance(value, Tensor) and isinstance(node, Node))
-        return _Seen(values)
-
-    def _feed(self, node: Node, changed: Tensor | None) -> Tensor:
-        if is_module_tensor(node):
-            weight = module_tensor(self.gm, node)
-            if weight is None:
-                raise EvaluationError(f"the content of {node.name} is out of reach")
-            return weight.clone() if self.flow.writes_to(node) else weight
-        like, shape = recorded(node), shape_of(node)
-        if not isinstance(like, Tensor) or shape is None:
-            raise EvaluationError(f"the input {node.name} is no tensor")
-        axes = [axis for axis, dim in enumerate(shape) if dim == self.tokens]
-        if len(axes) > 1 and isinstance(self.tokens, int) and 1 in axes:
-            axes = [1]
-        if len(axes) > 1:
-            raise EvaluationError(f"the input {node.name} has several axes of tokens")
-        size = concrete(shape, self.sizes)
-        last = (*size[: axes[0]], *size[axes[0] + 1 :], self.length) if axes else size
-        large = node in self.large
-        value = _example(last, like, bool(axes), 0, large)
-        if axes and changed is not None:
-            value = torch.where(changed.to(like.device), _example(last, like, True, 1, large), value)
-        return value.movedim(-1, axes[0]).contiguous() if axes else value
-
-    def _axes(self, node: Node) -> list[int]:
-        shape = shape_of(node) or ()
-        return [axis for axis, dim in enumerate(shape) if dim == self.tokens]
-
-    def _mixes(self, node: Node, before: Tensor, after: list[Tensor]) -> bool:
-        """Whether what a token has in ``before`` changes when other tokens do; ``after``: by pattern."""
-        changes = [torch.where(value == before, 0.0, (value.double() - before.double()).abs()) for value in after]
-        largest = max(float(change.nan_to_num(posinf=0.0).max()) for change in changes) if before.numel() else 0.0
-        scale = float(before.double().abs().nan_to_num(posinf=0.0).max()) if before.numel() else 0.0
-        eps = torch.finfo(before.dtype).eps if before.is_floating_point() else 0.0
-        moved = [change > max(max(_TOLERANCE, 8 * eps) * largest, 8 * eps * scale) for change in changes]
-        shape = shape_of(node) or ()
-        for axis, dim in enumerate(shape):
-            flat = bool(symbols_of([self.tokens])) and dim == self.batch * self.tokens and dim != self.tokens
-            if dim != self.tokens and not flat:
-                continue
-            split = [value.unflatten(axis, (self.rows, self.length)) if flat else value for value in moved]
-            rows = [value.movedim(axis + flat, -1).reshape(-1, self.length).any(0).cpu() for value in split]
-            if not any(bool((row & ~pattern).any()) for row, pattern in zip(rows, self.patterns, strict=True)):
-                return False
-        if any(dim == self.tokens for dim in shape):
-            return True
-        return not any(self._one_token_each(moved, axis) for axis in range(max(before.ndim, 1)))
-
-    def _one_token_each(self, moved: list[Tensor], axis: int) -> bool:
-        """Whether each place on an axis, as that of the last few tokens, may come from a single token."""
-        patterns = torch.stack(self.patterns)
-        places = [torch.atleast_1d(value).movedim(axis, 0)[..., None].flatten(1) for value in moved]
-        touched = torch.stack([place.any(1).cpu() for place in places])
-        return bool((patterns[:, None] | ~touched[..., None]).all(0).any(-1).all())
+    watched = [_watched(example, pattern) for pattern in (None, *patterns)]
+    return _first_mixing(example, patterns, watched[0], watched[1:]) or found
 
 
-def _apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What stands for attention: ``[B, H, T, Dv]``, each token made of its own query, key and value."""
-    group = q.shape[1] // k.shape[1]
-    gate = torch.sigmoid((q * k.repeat_interleave(group, 1)).mean(-1, keepdim=True))
-    rows = v.repeat_interleave(group, 1) * (0.5 + gate)
-    return rows.transpose(1, 2).contiguous().transpose(1, 2)
+def _watched(example: ApartExample, changed: Tensor | None) -> Seen:
+    """What every call by token gives."""
+    values: Seen = []
+
+    def watch(node: Node, value: Any) -> Any:
+        if isinstance(value, Tensor) and example.tokens in (shape_of(node) or ()):
+            values.append((node, value.clone()))
+        return value
+
+    example.run(changed, watch)
+    return values
+
+
+def _first_mixing(example: ApartExample, patterns: list[Tensor], before: Seen, after: list[Seen]) -> Node | None:
+    """The first node of which tokens change when others do; ``after``: by pattern."""
+    for index, (node, value) in enumerate(before):
+        if _mixes(example, patterns, node, value, [run[index][1] for run in after]):
+            return node
+    return None
+
+
+def _mixes(example: ApartExample, patterns: list[Tensor], node: Node, before: Tensor, after: list[Tensor]) -> bool:
+    """Whether what a token has in ``before`` changes when other tokens do."""
+    changes = [torch.where(value == before, 0.0, (value.double() - before.double()).abs()) for value in after]
+    largest = max(float(change.nan_to_num(posinf=0.0).max()) for change in changes) if before.numel() else 0.0
+    scale = float(before.double().abs().nan_to_num(posinf=0.0).max()) if before.numel() else 0.0
+    eps = torch.finfo(before.dtype).eps if before.is_floating_point() else 0.0
+    moved = [change > max(max(_TOLERANCE, 8 * eps) * largest, 8 * eps * scale) for change in changes]
+    for views in zip(*(example.by_token(node, value) for value in moved), strict=True):
+        rows = [view.movedim(axis, -1).reshape(-1, example.length).any(0).cpu() for view, axis in views]
+        if not any(bool((row & ~pattern).any()) for row, pattern in zip(rows, patterns, strict=True)):
+            return False
+    if example.tokens in (shape_of(node) or ()):
+        return True
+    return not any(_one_token_each(patterns, moved, axis) for axis in range(max(before.ndim, 1)))
+
+
+def _one_token_each(patterns: list[Tensor], moved: list[Tensor], axis: int) -> bool:
+    """Whether each place on an axis, as that of the last few tokens, may come from a single token."""
+    places = [torch.atleast_1d(value).movedim(axis, 0)[..., None].flatten(1) for value in moved]
+    touched = torch.stack([place.any(1).cpu() for place in places])
+    return bool((torch.stack(patterns)[:, None] | ~touched[..., None]).all(0).any(-1).all())
 
 
 def _patterns(tokens: int) -> list[Tensor]:
@@ -277,21 +175,3 @@ def _patterns(tokens: int) -> list[Tensor]:
         return list(table[table.any(1)])
     half = torch.rand(2, tokens, generator=torch.Generator().manual_seed(0)) < 0.5
     return [half[0], ~half[0], half[1], ~half[1]]
-
-
-def _example(shape: tuple[int, ...], like: Tensor, by_token: bool, variant: int, large: bool = False) -> Tensor:
-    """An input: numbers that differ from token to token, on the last axis, and between variants.
-
-    Whole numbers are small, as they may look up tables, or ``large``: as many as there are tokens.
-    """
-    if like.is_floating_point():
-        value = torch.randn(shape, generator=torch.Generator().manual_seed(variant))
-    elif like.dtype == torch.bool:
-        value = torch.full(shape, variant == 0)
-    elif by_token:
-        order, step = torch.arange(shape[-1]), variant * EXAMPLE_LENGTHS[0]
-        numbers = (order + step) % shape[-1] if large else order % EXAMPLE_LENGTHS[0] + step
-        value = numbers.expand(shape).contiguous()
-    else:
-        value = torch.full(shape, variant * EXAMPLE_LENGTHS[0])
-    return value.to(dtype=like.dtype, device=like.device)

@@ -119,10 +119,10 @@ def example_lengths(tokens: Dim, tensors: Collection[Tensor], numbers: Collectio
     return Lengths(tuple(dict.fromkeys(length for length in longest if length <= longest[0])), short)
 
 
-def lengths_about(numbers: Iterable[int], shortest: int = 2) -> tuple[int, ...]:
+def lengths_about(numbers: Iterable[int]) -> tuple[int, ...]:
     """Token counts, ascending, that show a difference made by one of the numbers: on both sides of each, and beyond."""
     beside = {number + step for number in numbers for step in (-1, 0, 1, _MARGIN)}
-    return tuple(sorted({*EXAMPLE_LENGTHS, *(length for length in beside if length >= shortest)}))
+    return tuple(sorted({*EXAMPLE_LENGTHS, *(length for length in beside if length >= 2)}))
 
 
 def size_numbers(nodes: Iterable[Node], symbols: Collection[sympy.Symbol]) -> set[int]:

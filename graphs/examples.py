@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._functorch import predispatch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.graphs.fx_utils import VMAP_LEVELS, Dim, is_scalar, recorded, shape_only_inputs, symbols_of, target_name
 
@@ -21,6 +22,11 @@ EXAMPLE_LENGTHS = (7, 13)
 
 EXAMPLE_BATCH = 2
 """Rows of examples, where the batch is symbolic."""
+
+_BY_AXIS = set(
+    "index_select index_add index_copy index_fill index_reduce gather scatter scatter_add scatter_reduce".split()
+)
+"""Aten operators on a tensor, an axis and indices along it."""
 
 
 class EvaluationError(Exception):
@@ -75,7 +81,7 @@ def evaluate(
     sizes: SizeMap,
     *,
     instead: Mapping[Any, Callable[..., Any]] | None = None,
-    watch: Callable[[Node, Any], None] | None = None,
+    after: Callable[[Node, Any], Any] | None = None,
 ) -> Any:
     """Run ``nodes`` in the given order with the operators' real semantics; value of ``result`` after the last.
 
@@ -84,7 +90,8 @@ def evaluate(
         nodes: calls in execution order; their tensor operands are earlier nodes or ``feeds``. What is fed is not run.
         feeds: tensors to start from.
         sizes: values for the symbols. Operands of which only the shape matters are made up.
-        instead: functions to call in place of others. watch: is told of each call and its value.
+        instead: functions to call in place of others. after: is told of each call and its value, and gives the value
+            to go on with.
     Raises:
         EvaluationError: a value is missing, or an operator fails on the example.
     """
@@ -95,15 +102,14 @@ def evaluate(
     interpreter.env = env
     levels = 0
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _LookupsInRange():
             for node in nodes:
                 if node not in env:
                     for operand in node.all_input_nodes:
                         if operand not in env:
                             env[operand] = _stand_in(operand, node, sizes)
-                    env[node] = interpreter.run_node(node)
-                    if watch is not None:
-                        watch(node, env[node])
+                    value = interpreter.run_node(node)
+                    env[node] = value if after is None else after(node, value)
                     levels += VMAP_LEVELS.get(target_name(node), 0)
                 for operand in node.all_input_nodes:
                     if last_user[operand] is node and operand is not result:
@@ -116,6 +122,32 @@ def evaluate(
         for _ in range(levels):
             predispatch._vmap_decrement_nesting()
     return env[result]
+
+
+class _LookupsInRange(TorchDispatchMode):
+    """Looks at indices ahead of the call: one out of range is an error on the CPU, but the end of a process on CUDA."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for index, rows in _looked_up(func.overloadpacket.__name__.strip("_"), args):
+            if index.numel() and not (int(index.min()) >= -rows and int(index.max()) < rows):
+                raise IndexError(f"one of {int(index.min())} to {int(index.max())} is looked up among {rows}")
+        return func(*args, **(kwargs or {}))
+
+
+def _looked_up(name: str, args: Any) -> Iterator[tuple[Tensor, int]]:
+    """Indices in a call of an aten operator, with the number of rows that they pick from."""
+    if name == "embedding":
+        yield args[1], args[0].shape[0]
+    elif name == "take":
+        yield args[1], args[0].numel()
+    elif name in _BY_AXIS and args[0].ndim:
+        yield args[2], args[0].shape[args[1]]
+    elif name in ("index", "index_put", "unsafe_index", "index_put_impl"):
+        axis = 0
+        for index in args[1]:
+            if index is not None and index.dtype != torch.bool:
+                yield index, args[0].shape[axis]
+            axis += index.ndim if index is not None and index.dtype == torch.bool else 1
 
 
 class _Substituting(Interpreter):

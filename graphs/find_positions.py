@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -21,17 +22,18 @@ from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError, SizeMap, co
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
-    filled_with,
     is_module_tensor,
     is_scalar,
     module_tensor,
     mutated_inputs,
+    numbers_given,
     recorded,
     refuse,
     shape_of,
     storage_of,
     symbols_of,
     target_name,
+    token_sizes,
     value_inputs,
 )
 from kvpass.graphs.rewrite_attention import find_sites
@@ -45,14 +47,6 @@ _LOOKUPS = set(
     "getitem index_select gather take take_along_dim index index_add index_copy index_put scatter "
     "scatter_add scatter_reduce".split()
 )
-_ARITHMETIC = set(
-    "add sub rsub mul truediv div floordiv pow mod iadd isub imul itruediv ifloordiv imod subtract multiply divide "
-    "true_divide floor_divide remainder fmod float_power lerp addcmul addcdiv lt le gt ge eq ne less less_equal "
-    "greater greater_equal not_equal clamp clip clamp_min clamp_max minimum maximum where masked_fill fill "
-    "index_fill".split()
-)
-"""Calls in which an int is a number, not a size or a place."""
-
 _FLAT = {
     *"zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full empty empty_like new_empty".split(),
     *"expand expand_as broadcast_to view view_as reshape unsqueeze squeeze flatten unflatten contiguous clone".split(),
@@ -103,7 +97,8 @@ class Search:
     """One walk over the graph in execution order.
 
     Attributes:
-        batch, tokens: sizes of these axes of the first site.
+        batch, tokens: sizes of these axes of the first site. symbols: those of the token count.
+        lengths_given: those of the lengths of all inputs.
         entries: what was found.
         fed: nodes whose elements come from the inputs of the decoder, not from sizes and weights alone.
         sized: other nodes, that depend on the token count.
@@ -117,6 +112,7 @@ class Search:
         self.flow = DataFlow(gm)
         self.batch, self.tokens = shape[0], shape[2]
         self.symbols = symbols_of([self.tokens])
+        self.lengths_given = self.symbols | (symbols_of(token_sizes(gm.graph.nodes)) - symbols_of([self.batch]))
         self.entries: list[Entry] = []
         self.fed: set[object] = set()
         self.sized: set[object] = set()
@@ -171,9 +167,9 @@ class Search:
             return False
         if self.symbols:
             return any(self._depends(operand) for operand in node.all_input_nodes) or self._has_tokens(shape)
-        if not inputs:
-            return self.tokens in shape and target_name(node) in _COUNTERS
-        return any(self._is_slice(shape, shape_of(operand)) for operand in inputs)
+        if not inputs or target_name(node) in _RUNNING:
+            return self.tokens in shape and target_name(node) in _COUNTERS | _RUNNING
+        return len(inputs) == 1 and self._is_slice(shape, shape_of(inputs[0]))
 
     def _is_slice(self, shape: tuple[Dim, ...], of: tuple[Dim, ...] | None) -> bool:
         """Whether a capture of fixed length cut as many rows as it has tokens."""
@@ -185,27 +181,22 @@ class Search:
         return math.prod(concrete(shape, rows)) < math.prod(concrete(of, rows))
 
     def _depends(self, node: Node) -> bool:
-        return is_scalar(node) and any(
-            bool(part.node.expr.free_symbols & self.symbols)
-            for part in _parts(recorded(node))
-            if isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool))
-        )
+        return not self.symbols.isdisjoint(_symbols_in(node))
 
     def _has_tokens(self, shape: tuple[Dim, ...]) -> bool:
         return bool(symbols_of(shape) & self.symbols)
 
     def _check_sizes(self, node: Node) -> None:
-        """The token count as a number in arithmetic on tensors."""
-        if not isinstance(recorded(node), Tensor):
+        """A length as a number that a tensor is made of."""
+        if is_scalar(node):
             return
-        for operand in node.all_input_nodes:
-            value = recorded(operand)
-            if not self._depends(operand):
-                continue
-            if isinstance(value, torch.SymFloat) or (
-                isinstance(value, torch.SymInt) and target_name(node).strip("_") in _ARITHMETIC
-            ):
-                raise refuse_positions(node, operand, "the length enters arithmetic as a number")
+        for operand in numbers_given(node):
+            if not self.lengths_given.isdisjoint(_symbols_in(operand)):
+                reason = (
+                    f"it computes with {operand.name}, a number made from the length of the input; against a cache "
+                    "that would be the length of a piece of the text"
+                )
+                raise refuse(node, reason)
 
     def _check_reduced(self, node: Node) -> None:
         """One number for all tokens: no example shows what lengths it may be held against."""
@@ -272,9 +263,7 @@ class Search:
 
     def _is_flat(self, node: Node) -> bool:
         """Whether a call depends on the token count by its shape alone, if its operands do."""
-        name = target_name(node).rstrip("_")
-        numbers = node.all_input_nodes if name in _ARITHMETIC or name == "setitem" else filled_with(node)
-        return name in _FLAT and not any(self._depends(operand) for operand in numbers)
+        return target_name(node).rstrip("_") in _FLAT and not any(map(self._depends, numbers_given(node)))
 
     def lengths(self, node: Node, user: Node) -> tuple[int, ...]:
         """Token counts, ascending, at which examples show what a node made of sizes and weights alone does.
@@ -379,5 +368,9 @@ def _is_integral(node: Node) -> bool:
     return isinstance(value, Tensor) and not value.dtype.is_floating_point and not value.dtype.is_complex
 
 
-def _parts(value: object) -> list[object]:
-    return list(value) if isinstance(value, (tuple, list)) else [value]
+def _symbols_in(node: Node) -> set[sympy.Symbol]:
+    """Symbols that the sizes a node holds depend on."""
+    value = recorded(node) if is_scalar(node) else ()
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    symbolic = (part for part in parts if isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool)))
+    return {symbol for part in symbolic for symbol in part.node.expr.free_symbols}

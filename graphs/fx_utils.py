@@ -16,6 +16,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -33,6 +34,9 @@ _SIZES = set(
     "_remove_batch_dim _vmap_increment_nesting".split()
 )
 """Calls whose ints are sizes and axes."""
+
+_PLACES = set("getitem narrow select split chunk arange range linspace tile repeat_interleave eye as_strided".split())
+"""Other calls whose ints, given at run time, are sizes and places."""
 
 _FILLED = {"full": 1, "new_full": 2, "full_like": 1}
 """Calls that fill a tensor, and the place of the number; their other ints are sizes."""
@@ -280,21 +284,25 @@ def literals_of(nodes: Iterable[Node], *, floats: bool = False) -> set[Any]:
 
     found: set[Any] = set()
     for node in nodes:
-        name = target_name(node)
-        if node.op.startswith("call_") and name not in _SIZES:
-            place = _FILLED.get(name)
-            fill = node.kwargs.get("fill_value", node.args[place : place + 1] if place is not None else ())
-            found.update(walk([node.args, node.kwargs] if place is None else [fill]))
+        if node.op.startswith("call_") and target_name(node) not in _SIZES:
+            fills = fills_of(node)
+            found.update(walk([node.args, node.kwargs] if fills is None else fills))
     return found
 
 
-def filled_with(node: Node) -> list[Node]:
-    """Nodes that hold the number with which a call such as ``full`` fills a tensor."""
+def fills_of(node: Node) -> list[Any] | None:
+    """What a call such as ``full`` fills a tensor with; None for a call that fills none with a number it is given."""
     place = _FILLED.get(target_name(node))
-    fill = (
-        None if place is None else node.kwargs.get("fill_value", node.args[place] if len(node.args) > place else None)
-    )
-    return [fill] if isinstance(fill, Node) else []
+    return None if place is None else [*node.args[place : place + 1], node.kwargs.get("fill_value")]
+
+
+def numbers_given(node: Node) -> list[Node]:
+    """Operands that are numbers to a call, not sizes, axes or places."""
+    if target_name(node) in _SIZES | _PLACES:
+        return []
+    fills = fills_of(node) if target_name(node) != "setitem" else [node.args[2]]
+    given = node.all_input_nodes if fills is None else fills
+    return [number for number in given if isinstance(number, Node) and is_scalar(number)]
 
 
 def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:
@@ -340,7 +348,14 @@ def _erase_idle_vmap(gm: GraphModule) -> None:
 def token_sizes(nodes: Iterable[Node]) -> set[Dim]:
     """Sizes that inputs of the decoder have along the tokens: second axis, or the only one."""
     inputs = [node for node in nodes if node.op == "placeholder" and not is_module_tensor(node)]
-    return {dim for node in inputs if (shape := shape_of(node)) for dim in (shape[1:2] or shape)}
+    sizes = {dim for node in inputs if (shape := shape_of(node)) for dim in (shape[1:2] or shape)}
+    return sizes | {dim_of(recorded(node)) for node in inputs if _is_length(node)}
+
+
+def _is_length(node: Node) -> bool:
+    """Whether an input is the size along the tokens of a tensor that may be no input itself."""
+    source = getattr(node, "_dynamo_source", None)
+    return isinstance(source, TensorPropertySource) and (source.prop, source.idx) == (TensorProperty.SIZE, 1)
 
 
 def submodule_of(gm: GraphModule, node: Node) -> nn.Module | None:

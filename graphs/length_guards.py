@@ -12,11 +12,11 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._sympy.numbers import int_oo
 
-from kvpass.graphs.fx_utils import shape_of, symbols_of
+from kvpass.graphs.fx_utils import dim_of, shape_of, symbols_of
 
 
-def longest_length(gm: GraphModule, tokens: torch.SymInt, shortest: int = 2) -> int | None:
-    """Tokens that the capture holds for at most, None when it holds for any number.
+def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 2) -> int | None:
+    """Tokens that the capture holds for at most, None when it holds for any number or was made for a single one.
 
     To be called before the graph is compiled: Inductor bounds lengths too, by what 32-bit indices reach, and compiles
     again for longer ones.
@@ -26,6 +26,8 @@ def longest_length(gm: GraphModule, tokens: torch.SymInt, shortest: int = 2) -> 
     Raises:
         ValueError: it holds for some lengths and not for shorter ones, or for even ones...: the decoder branches.
     """
+    if isinstance(tokens, int) or isinstance(dim_of(tokens), int):
+        return None
     environment, symbol = tokens.node.shape_env, tokens.node.expr
     sizes = symbols_of(dim for node in gm.graph.find_nodes(op="placeholder") for dim in shape_of(node) or ())
     bounds = environment.bound_sympy(symbol)

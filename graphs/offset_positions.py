@@ -43,6 +43,7 @@ from kvpass.graphs.fx_utils import (
     symbols_of,
     target_name,
 )
+from kvpass.graphs.longer_captures import Shown
 
 _MARK = "kvpass_positions"
 _PLACES = "kvpass_positions_counted"
@@ -50,8 +51,7 @@ _ROWS = 13
 _TOLERANCE = 1e-5
 
 
-_WITNESSES: defaultdict[str, list[_Witness]] = defaultdict(list)
-"""What earlier captures of several tokens have shown, by line of code."""
+_WITNESSES: Shown[_Witness] = Shown()
 
 
 def check_positions_pass(gm: GraphModule) -> int:
@@ -85,6 +85,11 @@ def check_positions_pass(gm: GraphModule) -> int:
 def counts_positions(gm: GraphModule) -> bool:
     """Whether :func:`check_positions_pass` counted positions in this graph, or in the one it is a copy of."""
     return any(node.meta.get(_PLACES, 0) for node in gm.graph.nodes)
+
+
+def marked_operands(gm: GraphModule) -> set[Node]:
+    """Nodes in which :func:`check_positions_pass` found positions, whether or not they count."""
+    return {node.all_input_nodes[index] for node in gm.graph.nodes for index, _ in node.meta.get(_MARK, ())}
 
 
 def offset_positions_pass(gm: GraphModule, *, seen: Node) -> int:
@@ -128,7 +133,7 @@ def _shift(graph: Graph, sources: Sequence[Node], user: Node, seen: Node, tokens
                 continue
             copies[node] = _shifted_slice(graph, node, seen, tokens, copies) or _copy(graph, node, copies)
             if _is_counter(node, tokens):
-                copies[node] = _with(graph, node, torch.add, (copies[node], seen))
+                copies[node] = _shifted_counter(graph, node, seen, copies)
             elif target_name(node) == "cumsum":
                 copies[node] = _shifted_sum(graph, node, seen, copies)
     return copies
@@ -147,12 +152,22 @@ def _with(graph: Graph, like: Node, target: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _is_counter(node: Node, tokens: Dim) -> bool:
-    """Whether the node is ``arange`` over the tokens, from 0 in steps of 1."""
+    """Whether the node is ``arange`` over the tokens, from some number in steps of 1."""
     if target_name(node) != "arange" or shape_of(node) != (tokens,):
         return False
     given = dict(zip(("start", "end", "step") if len(node.args) > 1 else ("end",), node.args, strict=False))
     given.update({name: value for name, value in node.kwargs.items() if name in ("start", "end", "step")})
-    return bool(given.get("start", 0) == 0 and given.get("step", 1) == 1)
+    return isinstance(given.get("start", 0), int) and bool(given.get("step", 1) == 1)
+
+
+def _shifted_counter(graph: Graph, node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
+    """A counter that goes on from ``seen``, rounded to its dtype once, as a longer one would be."""
+    dtype = recorded(node).dtype
+    if not dtype.is_floating_point or dtype.itemsize >= torch.float32.itemsize:
+        return _with(graph, node, torch.add, (copies[node], seen))
+    copies[node].update_kwarg("dtype", torch.float32)
+    later = _with(graph, node, torch.add, (copies[node], seen))
+    return _with(graph, node, Tensor.to, (later, dtype))
 
 
 def _shifted_sum(graph: Graph, node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
@@ -166,22 +181,22 @@ def _shifted_sum(graph: Graph, node: Node, seen: Node, copies: dict[Node, Node])
 
 
 def _shifted_slice(graph: Graph, node: Node, seen: Node, tokens: Dim, copies: dict[Node, Node]) -> Node | None:
-    """``table[:T]`` or ``table.narrow(dim, 0, T)`` as the rows from ``seen`` on; None for any other node."""
-    found = _leading_rows(node, tokens)
+    """``table[a : a + T]`` or ``table.narrow(dim, 0, T)``, ``seen`` rows further on; None for any other node."""
+    found = _rows_of_tokens(node, tokens)
     if found is None:
         return None
-    axis, length, rest = found
+    axis, bounds, rest = found
     table = node.args[0]
     assert isinstance(table, Node)
-    rows = graph.call_function(torch.arange, (length,), {"device": recorded(table).device})
+    rows = graph.call_function(torch.arange, bounds, {"device": recorded(table).device})
     rows.meta = {"nn_module_stack": node.meta.get("nn_module_stack")}
     rows = _with(graph, rows, torch.add, (rows, seen))
     picked = _with(graph, node, torch.index_select, (copies.get(table, table), axis, rows))
     return picked if rest is None else graph.create_node(node.op, node.target, (picked, rest), {})
 
 
-def _leading_rows(node: Node, tokens: Dim) -> tuple[int, Any, Any] | None:
-    """Axis, length and remaining index of a call that takes as many rows of a table as there are tokens."""
+def _rows_of_tokens(node: Node, tokens: Dim) -> tuple[int, tuple[Any, Any], Any] | None:
+    """Axis, first and end, and remaining index of a call that takes as many rows of a table as there are tokens."""
     table = node.args[0] if node.args else None
     shape = shape_of(table) if isinstance(table, Node) else None
     if shape is None:
@@ -189,24 +204,28 @@ def _leading_rows(node: Node, tokens: Dim) -> tuple[int, Any, Any] | None:
     if target_name(node) == "narrow":
         dim, start, length = node.args[1:4] if len(node.args) == 4 else (None, None, None)
         is_rows = isinstance(dim, int) and start == 0 and _is_tokens(length, tokens) and shape[dim] != tokens
-        return (dim, length, None) if is_rows and isinstance(dim, int) else None
+        return (dim, (0, length), None) if is_rows and isinstance(dim, int) else None
     if target_name(node) != "getitem":
         return None
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     if any(isinstance(part, (Node, Tensor)) for part in index):
         return None
-    picks = [place for place, part in enumerate(index) if isinstance(part, slice) and _is_tokens(part.stop, tokens)]
+    cuts = {place: _bounds(part, tokens) for place, part in enumerate(index) if isinstance(part, slice)}
+    picks = {place: bounds for place, bounds in cuts.items() if bounds is not None}
     if len(picks) != 1:
         return None
-    (place,) = picks
-    cut = index[place]
-    assert isinstance(cut, slice)
-    if cut.start not in (None, 0) or cut.step not in (None, 1):
-        return None
+    ((place, bounds),) = picks.items()
     axis = _axis(index, place, len(shape))
     if shape[axis] == tokens:
         return None
-    return axis, cut.stop, (*index[:place], slice(None), *index[place + 1 :])
+    return axis, bounds, (*index[:place], slice(None), *index[place + 1 :])
+
+
+def _bounds(cut: slice, tokens: Dim) -> tuple[int, Any] | None:
+    """First and end of a slice of as many rows as there are tokens, None of any other."""
+    first = cut.start or 0
+    counts = isinstance(first, int) and first >= 0 and cut.step in (None, 1) and _is_tokens(cut.stop, tokens, first)
+    return (first, cut.stop) if counts else None
 
 
 def _axis(index: tuple[Any, ...], place: int, ndim: int) -> int:
@@ -216,9 +235,9 @@ def _axis(index: tuple[Any, ...], place: int, ndim: int) -> int:
     return axis + ndim - len(taken) if Ellipsis in index[:place] else axis
 
 
-def _is_tokens(size: Any, tokens: Dim) -> bool:
+def _is_tokens(size: Any, tokens: Dim, more: int = 0) -> bool:
     value = recorded(size) if isinstance(size, Node) else size
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and dim_of(value) == tokens
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and dim_of(value) == tokens + more
 
 
 # -- proof -------------------------------------------------------------------------------------------------------------
@@ -238,27 +257,28 @@ def _prove(trial: _Trial, entry: Entry, place: str) -> str | None:
     return None
 
 
-def _goes_on(trial: _Trial, axis: int, lengths: tuple[int, ...]) -> tuple[Tensor, bool]:
-    """What the longest input gets; whether shorter ones get the same, from wherever they start in it."""
+def _goes_on(trial: _Trial, axis: int, lengths: tuple[int, ...]) -> Tensor | None:
+    """What the longest input gets, if shorter ones get the same from wherever they start in it."""
     full = trial.original(lengths[-1])
     if full.shape[axis] != lengths[-1]:
-        return full, False
+        return None
     for length in lengths[:-1]:
         part, last = full.narrow(axis, 0, length), lengths[-1] - length
         if not _same(trial.original(length), part) or not _same(trial.run(length, 0), part):
-            return full, False
+            return None
         starts = {last, *(max(min(number - 3, last), 0) for number in lengths)}
         for start in starts if length == EXAMPLE_LENGTHS[0] else {last}:
             if not _same(trial.run(length, start), full.narrow(axis, start, length)):
-                return full, False
-    return full, True
+                return None
+    return full
 
 
-def _goes_on_by_one(trial: _Trial, axis: int) -> bool:
-    """Whether a capture of fixed length, after one token, gives what it gave from there on, its last token aside."""
+def _goes_on_by_one(trial: _Trial, axis: int) -> Tensor | None:
+    """What a capture of fixed length gets, if after one token it gets the same from there on, its last token aside."""
     full, later = trial.original(0), trial.run(0, 1)
     rest = full.shape[axis] - 1
-    return _same(trial.run(0, 0), full) and _same(later.narrow(axis, 0, rest), full.narrow(axis, 1, rest))
+    goes_on = _same(trial.run(0, 0), full) and _same(later.narrow(axis, 0, rest), full.narrow(axis, 1, rest))
+    return full if goes_on else None
 
 
 @dataclass(frozen=True)
@@ -291,7 +311,7 @@ class _Witness:
 
 def _witness(entry: Entry, place: str, witness: _Witness) -> None:
     """Record what tokens get at a place."""
-    known = _WITNESSES[place]
+    known = _WITNESSES.at(entry.user, place)
     first = witness.rows.movedim(0, witness.axis)
     if known and not any(other.gives(first, 0) for other in known):
         raise refuse_positions(entry.user, entry.origin, "they start elsewhere than in an earlier capture")
@@ -301,7 +321,7 @@ def _witness(entry: Entry, place: str, witness: _Witness) -> None:
 
 def _check_one_token(trial: _Trial, entry: Entry, place: str) -> str | None:
     """Whether a capture of one token does what a longer one did at that place; the reason when none was seen."""
-    known = _WITNESSES[place]
+    known = _WITNESSES.at(entry.user, place)
     if not known:
         return (
             "positions are made in the graph from the length of the input, captured for one token only, and no longer "
@@ -340,11 +360,8 @@ class _Trial:
         search, entry = self.search, self.entry
         lengths = search.lengths(entry.operand, entry.user) if search.symbols else ()
         for axis in _token_axes(search, entry):
-            if not search.symbols:
-                full, fits = self.original(0), _goes_on_by_one(self, axis)
-            else:
-                full, fits = _goes_on(self, axis, lengths)
-            if fits:
+            full = _goes_on(self, axis, lengths) if search.symbols else _goes_on_by_one(self, axis)
+            if full is not None:
                 return _Witness.of(full, axis, lengths)
         return None
 
@@ -384,6 +401,7 @@ def _same(got: Tensor, expected: Tensor) -> bool:
 
 
 def _place(entry: Entry, sources: Sequence[Node]) -> str:
-    """Line of code at which positions are made and enter, with the sizes of the weights they are made of."""
+    """Line of code at which positions are made and enter, with their dtype and the sizes of what they are made of."""
     weights = [shape_of(node) for node in sources if node.op in ("placeholder", "get_attr")]
-    return f"{entry.operand.stack_trace}\n{entry.user.stack_trace}\n{entry.user.target}\n{weights}"
+    dtype = recorded(entry.operand).dtype
+    return f"{entry.operand.stack_trace}\n{entry.user.stack_trace}\n{entry.user.target}\n{weights}\n{dtype}"

@@ -15,6 +15,7 @@ is built (``kvpass.backend``). In order:
 ``check_no_raw_attention``  fail closed: attention or other token mixing that is no site
 ``check_token_mixing``      fail closed: what a token brings to the sites or the output depends on other tokens
 ``check_positions``         mark positions the decoder counts by itself; fail closed on what no offset makes right
+``check_places``            fail closed: a token is told from others by its place in the call
 ``check_sites``             fail closed: no site, refused sites, mixed dtypes, layers without a site
 ``offset_positions``        extend and decode: marked positions go on from the tokens seen
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses

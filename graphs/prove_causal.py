@@ -9,7 +9,6 @@ additive mask adds to the entries it shows must be nothing, or a slope per head 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -47,6 +46,7 @@ from kvpass.graphs.fx_utils import (
     shape_of,
     value_inputs,
 )
+from kvpass.graphs.longer_captures import Shown
 
 _OFFSET = 5
 
@@ -77,8 +77,7 @@ class Band:
         return same and all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(mine, theirs, strict=True))
 
 
-_BANDS: defaultdict[str, list[Band]] = defaultdict(list)
-"""What captures of several tokens have shown, by line of code, module path and heads."""
+_BANDS: Shown[Band] = Shown()
 
 
 class MaskPart:
@@ -215,7 +214,7 @@ def settle(
         NotCausalError: one token, a mask that may have a window, and no longer capture of that line of code, or
             longer ones that differ.
     """
-    known = _BANDS[f"{node.stack_trace}\n{module_path_of(node)}\n{heads}"]
+    known = _BANDS.at(node, f"{node.stack_trace}\n{module_path_of(node)}\n{heads}")
     if tokens != 1:
         if not any(band.is_close(other) for other in known):
             known.append(band)

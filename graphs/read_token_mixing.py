@@ -11,10 +11,6 @@ from kvpass.graphs.fold_alibi import RELATIVE
 from kvpass.graphs.fx_utils import Dim, recorded, shape_of, symbols_of, target_name, value_inputs
 
 _CONVOLUTION = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
-_REDUCTIONS = set(
-    "mean sum prod amax amin max min var std norm logsumexp softmax log_softmax _softmax cumsum cumprod cummax cummin "
-    "logcumsumexp median argmax argmin any all sort".split()
-)
 
 
 def mixing_call(node: Node, fed: Collection[Node], batch: Dim, tokens: Dim) -> str | None:
@@ -45,24 +41,6 @@ def mixing_call(node: Node, fed: Collection[Node], batch: Dim, tokens: Dim) -> s
     ):
         return f"{name} puts a part of the tokens beside others: they are shifted outside of an attention site"
     return None
-
-
-def mixing_reduction(node: Node, fed: Collection[Node], tokens: Dim) -> bool:
-    """Whether a call reduces or normalises over tokens, or picks one of them for all."""
-    operands = [operand for operand in node.all_input_nodes if operand in fed and shape_of(operand)]
-    shape = shape_of(operands[0]) if operands else None
-    if shape is None or not node.op.startswith("call_"):
-        return False
-    name = target_name(node)
-    if name in _REDUCTIONS:
-        dims = _argument(node, 1, "dim")
-        axes: Iterable[int] = range(len(shape)) if dims is None else _axes(dims, len(shape))
-        return any(_is_tokens(shape, axis, tokens) for axis in axes)
-    if name in ("layer_norm", "rms_norm"):
-        sizes = _argument(node, 1, "normalized_shape")
-        count = len(sizes) if isinstance(sizes, (tuple, list)) else 1
-        return any(_is_tokens(shape, axis, tokens) for axis in range(len(shape) - count, len(shape)))
-    return name in ("group_norm", "instance_norm", "batch_norm") and _is_tokens(shape, len(shape) - 1, tokens)
 
 
 def counting_calls(live: Sequence[Node], tokens: Dim) -> tuple[list[Node], list[Node]]:

@@ -33,6 +33,7 @@ from kvpass.graphs.bind_state import (
     size_reader,
 )
 from kvpass.graphs.check_no_raw_attention import check_no_raw_attention_pass
+from kvpass.graphs.check_places import check_places_pass
 from kvpass.graphs.check_token_mixing import check_token_mixing_pass
 from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.find_attention import find_attention_pass
@@ -74,6 +75,7 @@ CANONICAL_PASSES = (
     check_no_raw_attention_pass,
     check_token_mixing_pass,
     check_positions_pass,
+    check_places_pass,
 )
 """Every door ends in the canonical site; see ``graphs/passes.py``."""
 

@@ -131,7 +131,7 @@ class RawModule:
                 "a number like any other, and wrong for the next token"
             )
         # before the batch is a number, so that branches on rows x tokens are seen
-        self.longest = None if isinstance(length, int) or isinstance(tokens, int) else longest_length(graph, tokens)
+        self.longest = longest_length(graph, tokens)
         self.device = query.device
         self.rows = int(query.shape[0])  # guards a symbolic batch: the state that enters the graph is of this size
         self.tokens = size_reader(graph, tokens)
@@ -148,15 +148,15 @@ class RawModule:
     def _call(self, active: Session, inputs: tuple[Any, ...]) -> Any:
         tokens, owner = self.tokens(inputs), self._owner(inputs)
         if active.cache is None:
-            cache = CompressedCache(self.policy, self.budget, owner)
+            cache, longest = CompressedCache(self.policy, self.budget, owner), self.longest
             start = self._start(active.attention_mask, tokens)
             result = prefill(cache, start, tokens, lambda: self.decoder(*inputs))
         else:
             self._check_owner(active.cache, owner)
             cache = continued(active.cache, self.rows, self.device)
-            self._check_length(cache, tokens)
+            longest = self._longest(cache, tokens)
             result, _ = append(cache, tokens, lambda: self.decoder(*inputs))
-        cache.longest = self._longest(cache)
+        cache.longest = longest
         active.cache = cache
         return result
 
@@ -171,17 +171,15 @@ class RawModule:
                 "was called, or a graph break cuts this one in two (fullgraph=True says where)"
             )
 
-    def _check_length(self, cache: CompressedCache, tokens: int) -> None:
-        longest = self._longest(cache)
+    def _longest(self, cache: CompressedCache, tokens: int) -> int | None:
+        """Tokens that all captures which met the cache hold for; one of a single token shows no end."""
+        longest = min((known for known in (cache.longest, self.longest) if known is not None), default=None)
         if longest is not None and cache.columns + tokens > longest:
             raise ValueError(
                 f"{tokens} tokens after {cache.columns}: the decoder does not take more than {longest}, or does "
                 "otherwise from there on"
             )
-
-    def _longest(self, cache: CompressedCache) -> int | None:
-        """Tokens that all captures which met the cache hold for; one of a single token shows no end."""
-        return min((known for known in (cache.longest, self.longest) if known is not None), default=None)
+        return longest
 
     def _start(self, attention_mask: Tensor | None, tokens: int) -> Tensor:
         start = first_real_column(attention_mask, self.rows, tokens)

@@ -61,10 +61,8 @@ class Policy(ABC):
         Raises:
             ValueError: a tensor of another shape.
         """
-        scores, expected = self.score(obs), (obs.keys.shape[0], obs.kv_heads, obs.evictable)
-        if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
-            shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise ValueError(f"policy {self.name!r}: score() gave {shape}, must be {list(expected)}")
+        scores = self.score(obs)
+        self._check_shape("score() gave", scores, (obs.keys.shape[0], obs.kv_heads, obs.evictable))
         return scores.float().nan_to_num(nan=torch.finfo(torch.float32).min)
 
     def heads(self) -> HeadSplit:
@@ -89,13 +87,16 @@ class Policy(ABC):
         Raises:
             ValueError: a tensor of another shape.
         """
-        weight, expected = self.layer_weight(obs, scores), (obs.keys.shape[0],)
+        weight = self.layer_weight(obs, scores)
         if weight is None:
             return None
-        if not isinstance(weight, Tensor) or tuple(weight.shape) != expected:
-            shape = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-            raise ValueError(f"policy {self.name!r}: the weight of a layer is {shape}, must be {list(expected)}")
+        self._check_shape("the weight of a layer is", weight, (obs.keys.shape[0],))
         return weight.double().nan_to_num(nan=0.0).clamp(min=0.0)
+
+    def _check_shape(self, gave: str, found: object, expected: tuple[int, ...]) -> None:
+        if not isinstance(found, Tensor) or tuple(found.shape) != expected:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"policy {self.name!r}: {gave} {shape}, must be {list(expected)}")
 
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
         """Order of entry: the entry is kept when its layer may hold more than ``rank`` entries (over all KV heads).

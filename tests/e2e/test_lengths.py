@@ -99,6 +99,11 @@ REFUSED = {
     "squeezed where it crosses": lambda m, x, p: x + order(x)[:, None] * min(1, 5 / math.sqrt(x.shape[1])),
     "filled with the length": lambda m, x, p: x * torch.full((1,), max(x.shape[1], 26)),
     "the mean from a number on": lambda m, x, p: torch.where((order(x) >= 30)[:, None], x.mean(1, keepdim=True), x),
+    "the mean from a product on": lambda m, x, p: torch.where((p // 15 >= 2)[..., None], x.mean(1, keepdim=True), x),
+    "the mean from a quotient on": lambda m, x, p: torch.where((p * 0.01 > 0.3)[..., None], x.mean(1, keepdim=True), x),
+    "the mean from a stored number on": lambda m, x, p: torch.where(
+        (p >= m.limit)[..., None], x.mean(1, keepdim=True), x
+    ),
     "the mean where it is given": lambda m, x, p: torch.where((p >= 30)[..., None], x.mean(1, keepdim=True), x),
 }
 
@@ -120,6 +125,23 @@ def test_contract_7_what_depends_on_the_length_behind_a_number_is_refused(name, 
     fast = raw(build(REFUSED[name]))
     with pytest.raises(Exception, match=r"from the length of the input|relates tokens"):
         in_pieces(fast, random_ids(1, TEXT), [prompt, *[1] * (TEXT - prompt)])
+
+
+@pytest.mark.parametrize("other", ["constant", "dtype"])
+def test_two_instances_of_a_class_are_told_apart(other):
+    first, second = ({"constant": 2.0}, {"constant": 3.0}) if other == "constant" else ({"constant": 2.0},) * 2
+    modules = [
+        build(lambda m, x, p, given=given: x + given["constant"] * m.learned(order(x) + int(given["constant"])))
+        for given in (first, second)
+    ]
+    if other == "dtype":
+        modules[1].to(torch.float64)
+    ids = random_ids(1, 30)
+    fast = [raw(module) for module in modules]
+    with torch.no_grad():
+        for module, compiled in [*zip(modules, fast, strict=True), (modules[0], fast[0])]:
+            found, _ = in_pieces(compiled, ids, [20, 1, 1, 8])
+            assert_close("logits", found, module(ids, torch.arange(30)[None]), atol=1e-4)
 
 
 END = 24

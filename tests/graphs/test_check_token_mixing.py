@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import kvpass
 from kvpass.backend import CANONICAL_PASSES
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.check_token_mixing import check_token_mixing_pass
+from kvpass.graphs.examples import EvaluationError, evaluate
 from kvpass.graphs.find_attention import find_attention_pass
 
 PASSES = [find_attention_pass, check_token_mixing_pass]
@@ -37,6 +39,12 @@ MIXING = {
     "sorted": lambda x, ids: x.sort(1).values,
     "previous ids": lambda x, ids: x + F.one_hot(torch.cat([ids[:, :1], ids[:, :-1]], 1), WIDTH + 18)[..., :WIDTH],
     "written in place": lambda x, ids: shift_in_place(x.clone()),
+    "einsum": lambda x, ids: x + torch.einsum("btd,bsd->btd", x, x),
+    "nansum": lambda x, ids: x + x.nansum(1, keepdim=True),
+    "scaled by tokens": lambda x, ids: F.normalize(x, dim=1),
+    "variance": lambda x, ids: x + torch.var_mean(x, 1, keepdim=True)[0],
+    "frequencies": lambda x, ids: torch.fft.fft(x, dim=1).real,
+    "previous by index": lambda x, ids: x + x[:, (torch.arange(x.shape[1]) - 1).clamp(min=0)],
 }
 APART = {
     "gated": lambda x, ids: x * torch.sigmoid(x.sum(-1, keepdim=True)),
@@ -136,7 +144,7 @@ def test_a_size_that_is_no_token_count_is_what_it_was_when_captured(decoder, cap
     def last(ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         return model(ids, positions)[:, -wanted.shape[0] :]
 
-    model = Mixed(decoder(), APART["routed by a sort"], "before")  # reading its calls would refuse the sort
+    model = Mixed(decoder(), APART["routed by a sort"], "before")
     capture(last, (*inputs(), wanted), PASSES)
     model.mix = MIXING["sorted"]
     with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
@@ -152,18 +160,69 @@ def test_a_number_given_as_a_tensor_is_let_alone(number, decoder, capture, input
         capture(lambda ids, positions, number: mixed(ids, positions) * number, (*inputs(), number), PASSES)
 
 
-@pytest.mark.parametrize("name", ["mean", "softmax over tokens", "padded by one", "roll", "cut and joined"])
-def test_what_cannot_be_run_is_refused_by_its_calls(name, decoder, capture, inputs) -> None:
-    model = Mixed(decoder(), MIXING[name], "before")
+LOOKUPS = {
+    "embedding": lambda table, types: F.embedding(types, table),
+    "index": lambda table, types: table[types],
+    "index_select": lambda table, types: table.index_select(0, types.flatten()).view(*types.shape, -1),
+    "gather": lambda table, types: table.T.expand(types.shape[0], -1, -1).gather(2, types[:, None]).transpose(1, 2),
+    "take": lambda table, types: table.take(types)[..., None],
+    "one_hot": lambda table, types: F.one_hot(types, table.shape[0]).float() @ table,
+}
 
-    def short_table(ids: Tensor, positions: Tensor) -> Tensor:
-        return model(ids, positions) + torch.ones(3, 1)[ids // 20]  # no example of ids is that small
 
-    ids, positions = inputs()
-    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
-        capture(short_table, (ids, positions), PASSES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 10])
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_small_tables_hide_nothing(lookup, rows, decoder, capture, inputs) -> None:
+    model, table = Mixed(decoder(), None, "before"), torch.randn(rows, 1)
+
+    def typed(ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
+        return model(ids, positions) + LOOKUPS[lookup](table, types)
+
+    given = (*inputs(), torch.zeros_like(inputs()[0]))
+    for name in ("mean", "last token", "sorted"):
+        model.mix = MIXING[name]
+        with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+            capture(typed, given, PASSES)
     model.mix = APART["routed"]
-    capture(short_table, (ids, positions), PASSES)
+    capture(typed, given, PASSES)
+    model.mix = lambda x, ids: x + table[ids[:, -1:] % rows] - table[ids % rows]
+    if rows > 1:
+        with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+            capture(typed, given, PASSES)
+
+
+INDEXED = {
+    "embedding": lambda table, index: F.embedding(index, table),
+    "index": lambda table, index: table[index],
+    "index of a later axis": lambda table, index: table.T[:, index],
+    "index behind a mask": lambda table, index: table[None].expand(2, -1, -1)[torch.ones(2, dtype=bool), index],
+    "index_select": lambda table, index: table.index_select(0, index),
+    "index_add": lambda table, index: table.index_add(0, index, torch.ones(2, 4)),
+    "index_put": lambda table, index: table.index_put((index,), torch.ones(4)),
+    "gather": lambda table, index: table.gather(0, index[:, None].expand(2, 4)),
+    "scatter": lambda table, index: table.scatter(0, index[:, None].expand(2, 4), 1.0),
+    "take": lambda table, index: table.T[0].contiguous().take(index),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_index_out_of_range_is_seen_ahead_of_the_call(name) -> None:
+    gm = torch.fx.symbolic_trace(INDEXED[name])
+    table, index, *calls, output = gm.graph.nodes
+    run = partial(evaluate, gm, output, [*calls, output], sizes={})
+    run({table: torch.ones(10, 4), index: torch.tensor([9, 0])})
+    with pytest.raises(EvaluationError, match="one of 0 to 10 is looked up among 10"):
+        run({table: torch.ones(10, 4), index: torch.tensor([10, 0])})
+
+
+def test_what_no_example_shows_is_refused(decoder, capture, inputs) -> None:
+    model = decoder()
+
+    def odd(ids: Tensor, positions: Tensor) -> Tensor:
+        return model(ids, positions) + (ids / ids - 1)[..., None] / 0
+
+    with pytest.raises(UnsupportedAttentionError, match=r"no example shows whether .*: the example gives NaN"):
+        capture(odd, inputs(), PASSES)
 
 
 @torch.no_grad()

@@ -124,10 +124,12 @@ COUNTED = {
     "learned": lambda m, x, ids, p: x + m.learned(torch.arange(0, x.shape[1])),
     "learned for every row": lambda m, x, ids, p: x + m.learned(torch.arange(x.shape[1]).expand_as(ids)),
     "learned, offset of its own": lambda m, x, ids, p: x + m.learned(torch.arange(x.shape[1]) + 2),
+    "learned, counted from one": lambda m, x, ids, p: x + m.learned(torch.arange(1, x.shape[1] + 1)),
     "learned, sliced weight": lambda m, x, ids, p: x + m.learned.weight[: x.shape[1]],
     "stored numbers": lambda m, x, ids, p: x + m.learned(m.order[:, : x.shape[1]]),
     "table": lambda m, x, ids, p: x + m.table[None, : x.shape[1], :],
     "table, last axis but one": lambda m, x, ids, p: x + m.table[..., : x.shape[1], :],
+    "table, rows of others first": lambda m, x, ids, p: x + m.table[3 : x.shape[1] + 3],
     "table by narrow": lambda m, x, ids, p: x + m.table.narrow(0, 0, x.shape[1]),
     "table that is no buffer": lambda m, x, ids, p: x + m.attribute[:, : x.shape[1]],
     "table by index": lambda m, x, ids, p: x + m.table[torch.arange(x.shape[1])],
@@ -150,14 +152,33 @@ REFUSED = {
     "counted tokens, dim=1": lambda m, x, ids, p: x + m.table[torch.cumsum(ids != 1, dim=1)],
     "through a permutation": lambda m, x, ids, p: x + scattered(m, ids),
     "running sum": lambda m, x, ids, p: x.cumsum(1),
-    "scaled by the length": lambda m, x, ids, p: x * x.shape[1],
-    "scaled by a root of the length": lambda m, x, ids, p: x / math.sqrt(x.shape[1]),
     "moved ids": lambda m, x, ids, p: x + m.learned(p + torch.arange(x.shape[1])),
-    "counted from another number": lambda m, x, ids, p: x + m.table[3 : x.shape[1] + 3],
     "length at the end": lambda m, x, ids, p: x + m.table[LONGEST - x.shape[1] :],
     "mean of the rows": lambda m, x, ids, p: x + m.table[: x.shape[1]] - m.table[: x.shape[1]].mean(0),
     "table that is written": lambda m, x, ids, p: x + m.table[: x.shape[1]].mul_(0.5),
 }
+
+LENGTH_AS_A_NUMBER = {
+    "scaled": lambda m, x, ids, p: x * x.shape[1],
+    "scaled by a root": lambda m, x, ids, p: x / math.sqrt(x.shape[1]),
+    "a tensor": lambda m, x, ids, p: x * torch.tensor(x.shape[1]),
+    "between two": lambda m, x, ids, p: torch.lerp(x, 2 * x, 1 / x.shape[1]),
+    "bounds": lambda m, x, ids, p: F.hardtanh(x, -1.0, x.shape[1] / 30),
+    "a bound that bites later": lambda m, x, ids, p: x.clamp(min=max(x.shape[1] // 8 - 5, 0)),
+    "a threshold": lambda m, x, ids, p: F.threshold(x, x.shape[1] / 60, 0.0),
+    "a filled place": lambda m, x, ids, p: with_first_feature(x, x.shape[1]),
+    "a filled tensor": lambda m, x, ids, p: x * torch.full((1,), x.shape[1]),
+    "an epsilon": lambda m, x, ids, p: F.layer_norm(x, (DIM,), eps=x.shape[1] / 100),
+    "positions from the end": lambda m, x, ids, p: x + m.learned(x.shape[1] - torch.arange(x.shape[1])),
+    "the last position": lambda m, x, ids, p: torch.where((p == x.shape[1] - 1)[..., None], x, 2 * x),
+    "the length of another input": lambda m, x, ids, p: x * p.shape[1],
+}
+
+
+def with_first_feature(x: Tensor, value: Any) -> Tensor:
+    x = x.clone()
+    x[..., 0] = value
+    return x
 
 
 def after(model: OneLayer, ids: Tensor, seen: int, *, dynamic: bool = True) -> Tensor:
@@ -245,6 +266,22 @@ def test_a_decoder_that_numbers_its_tokens_is_refused(name, capture, inputs) -> 
     with pytest.raises(UnsupportedAttentionError, match="positions are made in the graph") as refusal:
         capture(OneLayer(REFUSED[name]).eval(), inputs(), PASSES)
     assert refusal.value.node
+
+
+@pytest.mark.parametrize("name", LENGTH_AS_A_NUMBER)
+def test_a_length_that_is_computed_with_is_refused(name, capture, inputs) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=r"computes with \w+, a number made from the length") as refusal:
+        capture(OneLayer(LENGTH_AS_A_NUMBER[name]).eval(), inputs(), PASSES)
+    assert refusal.value.node
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_counter_in_16_bit_is_rounded_once(dtype) -> None:
+    model = OneLayer(lambda m, x, ids, p: x + torch.arange(x.shape[1], dtype=dtype)[:, None].float()).eval()
+    rounded = int(2 / torch.finfo(dtype).eps)  # from here on not every whole number has a value of its own
+    ids = torch.randint(VOCABULARY, (1, 3 * rounded))
+    for seen in (rounded - 5, rounded + 1, 2 * rounded + 3):
+        torch.testing.assert_close(after(model, ids, seen), whole(model, ids)[:, seen:])
 
 
 @pytest.mark.parametrize("name", ["rotary", "learned", "table", "sinusoidal in place", "stored numbers"])
