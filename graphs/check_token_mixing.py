@@ -146,10 +146,11 @@ def _first_mixing(example: ApartExample, patterns: list[Tensor], before: Seen, a
 
 def _mixes(example: ApartExample, patterns: list[Tensor], node: Node, before: Tensor, after: list[Tensor]) -> bool:
     """Whether what a token has in ``before`` changes when other tokens do."""
-    changes = [torch.where(value == before, 0.0, (value.double() - before.double()).abs()) for value in after]
+    wide = torch.complex128 if before.is_complex() else torch.float64
+    changes = [torch.where(value == before, 0.0, (value.to(wide) - before.to(wide)).abs()) for value in after]
     largest = max(float(change.nan_to_num(posinf=0.0).max()) for change in changes) if before.numel() else 0.0
-    scale = float(before.double().abs().nan_to_num(posinf=0.0).max()) if before.numel() else 0.0
-    eps = torch.finfo(before.dtype).eps if before.is_floating_point() else 0.0
+    scale = float(before.to(wide).abs().nan_to_num(posinf=0.0).max()) if before.numel() else 0.0
+    eps = torch.finfo(before.dtype).eps if before.is_floating_point() or before.is_complex() else 0.0
     moved = [change > max(max(_TOLERANCE, 8 * eps) * largest, 8 * eps * scale) for change in changes]
     for views in zip(*(example.by_token(node, value) for value in moved), strict=True):
         rows = [view.movedim(axis, -1).reshape(-1, example.length).any(0).cpu() for view, axis in views]
