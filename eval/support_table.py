@@ -52,7 +52,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
     },
-    "mpt": {**_TINY, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256},
     "llama4_text": {**LLAMA_LIKE, **_EXPERTS, "head_dim": 16, "intermediate_size_mlp": 32, "attention_chunk_size": 8},
     "xlnet": {"vocab_size": VOCABULARY, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64},
     "bert": {**_TINY, "num_attention_heads": 4, "intermediate_size": 64},
@@ -75,6 +74,7 @@ def supported_row(family: str, model: CompressedModel) -> list[str]:
             record.name == "fold_alibi" and record.sites for record in prefill.passes
         ),
         "one KV head": all(group.geometry.kv_heads == 1 for group in groups),
+        "not beyond the end of its table of positions": model._kvpass.decoders.longest is not None,
         "expanded heads are cached, as transformers does, not latent rows": hasattr(config, "kv_lora_rank"),
     }
     return [

@@ -87,7 +87,9 @@ def stored_numbers(tensors: Iterable[Tensor]) -> set[int]:
     return windows_of(found)
 
 
-def example_lengths(tokens: Dim, tensors: Collection[Tensor], numbers: Collection[int], planes: int) -> Lengths:
+def example_lengths(
+    tokens: Dim, tensors: Collection[Tensor], numbers: Collection[int], planes: int, most: float = math.inf
+) -> Lengths:
     """Values for the token symbol to evaluate.
 
     A window is a number in the graph or the shape of a stored mask, so the longest example goes beyond the former or to
@@ -96,7 +98,8 @@ def example_lengths(tokens: Dim, tensors: Collection[Tensor], numbers: Collectio
 
     Args:
         tensors: what the graph reads from modules. numbers: what it may compare positions with.
-        planes: elements of the result per pair of tokens.
+        planes: elements of the result per pair of tokens. most: tokens that the capture holds for, tried last: what can
+            be evaluated beyond them shows more.
     Raises:
         NotCausalError: the window cannot be decided.
     """
@@ -112,6 +115,7 @@ def example_lengths(tokens: Dim, tensors: Collection[Tensor], numbers: Collectio
     floor = min(_FLOOR, math.isqrt(_MAX_FLOOR_ELEMENTS // planes))
     tables = {size for value in tensors for size in value.shape if size > EXAMPLE_LENGTHS[-1]}
     longest = [stored] if stored and stored >= reach else [max(needed, floor), *sorted(tables, reverse=True), needed]
+    longest += [int(most)] if most < min(longest) else []
     if longest[0] > MAX_EXAMPLE_TOKENS:
         needs = f"deciding whether its mask has a sliding window needs an example of {longest[0]} tokens"
         return Lengths(EXAMPLE_LENGTHS[1:], EXAMPLE_LENGTHS[:1], f"{needs}, more than {MAX_EXAMPLE_TOKENS}")

@@ -7,12 +7,15 @@ length, as of a table of positions, is none: it only ends.
 
 from __future__ import annotations
 
+import math
+import sys
+
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._sympy.numbers import int_oo
 
-from kvpass.graphs.fx_utils import dim_of, shape_of, symbols_of
+from kvpass.graphs.fx_utils import Dim, dim_of, recorded, shape_of, symbols_of
 
 
 def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 2) -> int | None:
@@ -37,7 +40,7 @@ def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 
             continue
         relation, number = _bound(guard, symbol)
         if relation is None:
-            raise _refusal(guard, symbol)
+            relation, number = sympy.Le, _end(guard, symbol)
         numbers[relation].add(number)
     lower, longest = max(numbers[sympy.Ge]), min(numbers[sympy.Le])
     if lower > shortest:
@@ -49,6 +52,17 @@ def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 
         return None
     # at its ends a slice is another kind of view, a whole or a contiguous one: that branch is not the decoder's
     return int(longest) + (longest + 1 in numbers[sympy.Le] | numbers[sympy.Ne])
+
+
+def most_tokens(gm: GraphModule, node: Node, tokens: Dim) -> float:
+    """As :func:`longest_length`, however short; infinite when the capture holds for any number.
+
+    Args:
+        node: one that holds a tensor by token.
+    """
+    sizes = [size for size in recorded(node).shape if isinstance(size, torch.SymInt) and dim_of(size) == tokens]
+    longest = longest_length(gm, sizes[0], sys.maxsize) if sizes else None
+    return math.inf if longest is None else longest
 
 
 def _equates(guard: sympy.Basic) -> bool:
@@ -69,6 +83,23 @@ def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | 
     if isinstance(guard, (sympy.Le, sympy.Lt)) == (factor > 0):
         return sympy.Le, sympy.ceiling(number) - 1 if strict else sympy.floor(number)
     return sympy.Ge, sympy.floor(number) + 1 if strict else sympy.ceiling(number)
+
+
+def _end(guard: sympy.Basic, symbol: sympy.Symbol) -> int:
+    """The last length of those, from short ones on, for which a guard of any form holds.
+
+    Raises:
+        ValueError: there is none, as for one that holds for even lengths.
+    """
+    numbers = {int(abs(number)) for number in guard.atoms(sympy.Integer)}
+    tried = sorted(
+        {*range(2, 130), *(near for number in numbers for near in range(number - 2, number + 3) if near > 1)}
+    )
+    holds = [guard.xreplace({symbol: sympy.Integer(length)}) == sympy.true for length in tried]
+    last = holds.index(False) - 1 if False in holds else len(tried)
+    if last in (-1, len(tried)) or any(holds[last + 1 :]) or tried[last] + 1 != tried[last + 1]:
+        raise _refusal(guard, symbol)
+    return tried[last]
 
 
 def _refusal(guard: sympy.Basic, symbol: sympy.Basic) -> ValueError:

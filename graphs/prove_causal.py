@@ -46,6 +46,7 @@ from kvpass.graphs.fx_utils import (
     shape_of,
     value_inputs,
 )
+from kvpass.graphs.length_guards import most_tokens
 from kvpass.graphs.longer_captures import Shown
 
 _OFFSET = 5
@@ -162,7 +163,8 @@ class MaskPart:
         """Values for the token symbol, see :func:`example_lengths`."""
         planes = max(math.prod(concrete(shape_of(self.result) or (), self.sizes(1))), 1)
         planes *= COST_OF_LOGITS if self.products else 1
-        return example_lengths(self.tokens, self.tensors.values(), self.numbers(), planes)
+        most = most_tokens(self.gm, self.result, self.tokens)
+        return example_lengths(self.tokens, self.tensors.values(), self.numbers(), planes, most)
 
     def numbers(self, *, scaled: bool = True) -> set[int]:
         """Numbers that the mask may compare positions with, see :func:`numbers_of`."""

@@ -239,6 +239,12 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
 
 def _refuse_generation(kwargs: dict[str, Any], default: Any) -> None:
     configured = kwargs.get("generation_config") or default
+    uses_cache = default.use_cache if configured.use_cache is None else configured.use_cache
+    if uses_cache is False and "use_cache" not in kwargs:
+        raise ValueError(
+            "the model is configured with use_cache=False: every new token would be a prompt of its own and computed "
+            "from the whole text; say use_cache=True, or use_cache=False if that is meant"
+        )
     for name, reason in _REFUSED.items():
         if kwargs.get(name, getattr(configured, name, None)) is not None:
             raise ValueError(f"{name}: {reason}")
@@ -278,6 +284,7 @@ def _prefill(
         ids = torch.cat([ids, ids], 1)
         start = start + extra
         position_ids = None if position_ids is None else torch.cat([position_ids, position_ids], 1)
+    model._kvpass.decoders.check_length(0, ids.shape[1] - extra)
     columns = torch.arange(ids.shape[1], device=ids.device)
     positions = _positions(position_ids, (columns - start.to(ids.device)[:, None]).clamp(min=0))
 
@@ -298,6 +305,7 @@ def _continue(
     if not cache.belongs_to(rules.policy, rules.budget, runtime.identity):
         raise CacheMismatchError(f"past_key_values={cache!r} belongs to another model")
     cache = continued(cache, b, input_ids.device)
+    runtime.decoders.check_length(cache.columns, t)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
             raise CacheMismatchError(

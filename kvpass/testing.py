@@ -98,8 +98,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "smollm3": ("smollm3", {**LLAMA_LIKE, "no_rope_layers": [1, 1, 0]}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            **_COMMON,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_layers": 3,
+            "num_heads": 4,
+            "attention_types": [[["local", "global", "global"], 1]],
+            "window_size": 24,
+            "max_position_embeddings": 256,
+        },
+    ),
     "gptj": ("gptj", {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "rotary_dim": 8}),
     "bloom": ("bloom", {**_COMMON, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
+    "mpt": (
+        "mpt",
+        {**_COMMON, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256, "use_cache": True},
+    ),
     "falcon": ("falcon", {**_FALCON, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False}),
     "falcon_alibi": ("falcon", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
     "deepseek_v3": (
@@ -132,6 +149,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2": ("gpt2", {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048}),
+    "xglm": (
+        "xglm",
+        {
+            **_COMMON,
+            "d_model": 64,
+            "ffn_dim": 96,
+            "num_layers": 3,
+            "attention_heads": 4,
+            "max_position_embeddings": 256,
+        },
+    ),
     "opt": (
         "opt",
         {

@@ -14,6 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import (
+    GenerationConfig,
     StaticCache,
     StoppingCriteria,
     TextIteratorStreamer,
@@ -82,6 +83,23 @@ def test_a_cache_of_another_kind_that_is_asked_for_gives_way_to_ours(model, way)
     assert torch.equal(fast.generate(ids, **call, **options), expected)
     grown = NEW - 1 if way == "none" else 0  # without a cache every token is a prompt of its own
     assert fast.report().prompt_lengths.tolist() == [33 + grown, 9 + grown]
+
+
+def test_generation_without_a_cache_by_configuration_must_be_meant(model):
+    """Checkpoints say so after training; each new token would be a prompt of its own, and nothing forgotten."""
+    fast = kvpass.compile(model, policy="snapkv", budget=12, window=8, backend="eager")
+    fast.generation_config = copy.deepcopy(fast.generation_config)
+    ids, call = random_ids(1, 40), {"max_new_tokens": NEW, "do_sample": False}
+    compressed = fast.generate(ids, **call)
+    for configured in ({}, {"generation_config": GenerationConfig(max_new_tokens=NEW, use_cache=False)}):
+        fast.generation_config.use_cache = bool(configured)
+        with pytest.raises(ValueError, match="configured with use_cache=False"):
+            fast.generate(ids, **call, **configured)
+    fast.generation_config.use_cache = False
+    assert torch.equal(fast.generate(ids, **call, use_cache=True), compressed)
+    given = GenerationConfig(max_new_tokens=NEW, do_sample=False, use_cache=True)
+    assert torch.equal(fast.generate(ids, generation_config=given), compressed)
+    assert torch.equal(fast.generate(ids, **call, use_cache=False), model.generate(ids, **call))
 
 
 def test_a_copy_of_a_compiled_model_has_weights_of_its_own(model):

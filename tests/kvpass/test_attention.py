@@ -72,12 +72,36 @@ def test_contract_7_a_window_in_the_mask_alone_is_refused(model_type):
     assert layer in refusal.value.module_path
 
 
-def test_contract_7_a_decoder_that_takes_some_lengths_only_is_refused():
-    """Its mask is cut from a table of 128 positions."""
-    options = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8}
-    fast = kvpass.compile(tiny("gpt_neo", options), policy="full", backend="eager")
-    with pytest.raises(ValueError, match=r"not take a prompt of any length(.|\n)* <= 128"):
-        fast(random_ids(1, 20))
+@pytest.mark.parametrize("family", ["gpt_neo", "xglm", "mpt"])
+@torch.no_grad()
+def test_a_decoder_whose_table_ends_is_exact_up_to_its_end_and_says_so_beyond(family):
+    """Masks of gpt_neo and ALiBi of mpt are cut from tables, for positions after its table xglm makes a longer one."""
+    model = tiny_model(family)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(2, 257)
+    expected = model(ids[:, :256]).logits
+    first = fast(ids[:, :250])
+    pieces = [first.logits]
+    for start, end in ((250, 252), (252, 253), (253, 254), (254, 256)):
+        pieces.append(fast(ids[:, start:end].contiguous(), past_key_values=first.past_key_values).logits)
+    assert_close("logits", torch.cat(pieces, 1), expected, atol=1e-4)
+    with pytest.raises(ValueError, match="1 tokens after 256: the decoder does not take more than 256"):
+        fast(ids[:, 256:], past_key_values=first.past_key_values)
+    with pytest.raises(ValueError, match="257 tokens after 0: the decoder does not take more than 256"):
+        fast(ids)
+    with pytest.raises(ValueError, match="7 tokens after 250: the decoder does not take more"):
+        fast(ids[:, 250:], past_key_values=fast(ids[:, :250]).past_key_values)
+    assert first.past_key_values.columns == 256
+
+
+def test_a_first_prompt_as_long_as_a_table_or_longer_is_refused_and_a_shorter_one_taken_afterwards():
+    model = tiny_model("gpt_neo")
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    for tokens, reason in ((256, "for exactly this number of tokens"), (257, "fails on an input of 257 tokens")):
+        with pytest.raises(ValueError, match=reason):
+            fast(random_ids(1, tokens))
+    ids = random_ids(1, 20)
+    assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +117,8 @@ def test_contract_1_full_attention_and_windows_among_the_arguments_are_exact_bey
     assert_close("logits", torch.cat([first.logits, second.logits], 1), model(ids[:, :21]).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize(("tokens", "reason"), [(40, "branches on the length"), (20, "any length(.|\n)*<= 24")])
-def test_contract_7_a_model_that_branches_on_the_length_is_refused_from_either_side(tokens, reason):
+def branching():
+    """A llama that computes otherwise in calls of more than 24 tokens."""
     model = tiny_model("llama")
     attention = model.model.layers[0].self_attn
 
@@ -104,6 +128,22 @@ def test_contract_7_a_model_that_branches_on_the_length_is_refused_from_either_s
             return super().forward(hidden_states * factor, *args, **kwargs)
 
     attention.__class__ = Branching
+    return model
+
+
+def test_contract_7_a_model_on_the_far_side_of_a_branch_on_the_length_is_refused():
+    fast = kvpass.compile(branching(), policy="full", backend="eager")
+    with pytest.raises(ValueError, match="branches on the length"):
+        fast(random_ids(1, 40))
+
+
+@torch.no_grad()
+def test_a_model_that_branches_on_the_length_is_exact_up_to_the_branch_and_says_so_beyond():
+    model = branching()
     fast = kvpass.compile(model, policy="full", backend="eager")
-    with pytest.raises(ValueError, match=reason):
-        fast(random_ids(1, tokens))
+    ids = random_ids(1, 25)
+    first = fast(ids[:, :23])
+    second = fast(ids[:, 23:24].contiguous(), past_key_values=first.past_key_values)
+    assert_close("logits", torch.cat([first.logits, second.logits], 1), model(ids[:, :24]).logits, atol=1e-4)
+    with pytest.raises(ValueError, match="1 tokens after 24: the decoder does not take more than 24"):
+        fast(ids[:, 24:], past_key_values=second.past_key_values)
