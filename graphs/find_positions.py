@@ -22,6 +22,7 @@ from kvpass.graphs.examples import EXAMPLE_LENGTHS, EvaluationError, SizeMap, co
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
+    is_integral,
     is_module_tensor,
     is_scalar,
     module_tensor,
@@ -223,11 +224,11 @@ class Search:
         written = mutated_inputs(node)
         if operand is not node and self._picks_tokens(node, operand):
             return
-        if written and all(_is_integral(target) for target in written):
+        if written and all(is_integral(target) for target in written):
             for target in written:
                 self._carry(target, origin)
             return
-        if isinstance(value, (tuple, list)) and _is_integral(operand):
+        if isinstance(value, (tuple, list)) and is_integral(operand):
             self._carry(node, origin)
             return
         if self._is_counted(operand):
@@ -242,9 +243,9 @@ class Search:
     def _picks_tokens(self, node: Node, index: Node) -> bool:
         """Whether ``index`` only says which rows of something computed from the inputs are read or written."""
         operands = value_inputs(node)
-        if target_name(node).rstrip("_") not in _LOOKUPS or not _is_integral(index) or node.args[:1] == (index,):
+        if target_name(node).rstrip("_") not in _LOOKUPS or not is_integral(index) or node.args[:1] == (index,):
             return False
-        return any(self._is_fed(operand) and not _is_integral(operand) for operand in operands)
+        return any(self._is_fed(operand) and not is_integral(operand) for operand in operands)
 
     def _numbers_tokens(self, node: Node, user: Node) -> bool:
         """Whether a node made of sizes and weights alone differs between tokens or with the token count."""
@@ -361,11 +362,6 @@ def _weight(gm: GraphModule, node: Node, sizes: SizeMap, generator: torch.Genera
     if content is None:
         raise EvaluationError(f"the content of {node.name} is out of reach")
     return content
-
-
-def _is_integral(node: Node) -> bool:
-    value = recorded(node)
-    return isinstance(value, Tensor) and not value.dtype.is_floating_point and not value.dtype.is_complex
 
 
 def _symbols_in(node: Node) -> set[sympy.Symbol]:

@@ -133,6 +133,12 @@ def numbers_in(value: Any, symbols: Collection[sympy.Symbol]) -> set[float]:
     return {float(number) for part in terms for number in part.args if number.is_Number and number.is_finite}
 
 
+def is_integral(node: Node) -> bool:
+    """Whether the node holds whole numbers or truth values."""
+    value = recorded(node)
+    return isinstance(value, Tensor) and not value.dtype.is_floating_point and not value.dtype.is_complex
+
+
 def is_module_tensor(node: Node) -> bool:
     """Whether the node is a parameter, buffer or tensor attribute of a module, not an input of the decoder."""
     if node.op == "get_attr":

@@ -54,6 +54,19 @@ def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 
     return int(longest) + (longest + 1 in numbers[sympy.Le] | numbers[sympy.Ne])
 
 
+def check_length(longest: int | None, seen: int, tokens: int) -> None:
+    """Whether a decoder that takes ``longest`` tokens, None for any number, takes ``tokens`` after those seen.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if longest is not None and seen + tokens > longest:
+        raise ValueError(
+            f"{tokens} tokens after {seen}: the decoder does not take more than {longest}, or does otherwise from "
+            "there on"
+        )
+
+
 def most_tokens(gm: GraphModule, node: Node, tokens: Dim) -> float:
     """As :func:`longest_length`, however short; infinite when the capture holds for any number.
 

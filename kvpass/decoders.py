@@ -4,20 +4,42 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
-from torch.fx import GraphModule
+from torch._dynamo.source import LocalSource
+from torch.fx import GraphModule, Node
 
-from kvpass.backend import PhaseCompiler
+from kvpass.backend import PhaseCompiler, bound_call
 from kvpass.captured import CapturedDecoder
+from kvpass.graphs.bind_state import placeholders
+from kvpass.graphs.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.fx_utils import recorded, shape_of
-from kvpass.graphs.length_guards import longest_length
+from kvpass.graphs.length_guards import check_length, longest_length
+from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.graphs.table_ends import table_end
 
 Forward = Callable[..., Any]
 """``forward`` of a causal language model of transformers."""
+
+
+class _OnlyCaptured(Exception):
+    """Raised in place of running what was captured."""
+
+
+@dataclass
+class _Captures:
+    """What the captures of a model have in common. Dynamo keeps it for good, so it must not know the model.
+
+    Attributes:
+        ends: tokens in all that some of them hold for at most. only: capture, do not run.
+    """
+
+    ends: set[int] = field(default_factory=set)
+    only: bool = False
 
 
 class Decoders:
@@ -29,8 +51,13 @@ class Decoders:
 
     def __init__(self, compiler: PhaseCompiler) -> None:
         self.compiler = compiler
-        self._ends: set[int] = set()
+        self._captures = _Captures()
         self._captured: dict[tuple[int, int, bool], Callable[..., Tensor]] = {}
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens in all that the captures so far hold for; None when any number."""
+        return min(self._captures.ends, default=None)
 
     def __call__(self, forward: Forward, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
         """Logits ``[B, T or logits_to_keep, vocabulary]`` of contiguous ids and positions ``[B, T]``.
@@ -45,76 +72,103 @@ class Decoders:
             logits_to_keep = 0
         key = (rows, logits_to_keep, tokens == 1)
         if key not in self._captured:
-            self._captured[key] = self._capturing(forward, logits_to_keep, several=tokens > 1)
-        if tokens > 1:
-            for tensor in (ids, positions):
-                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            captured = _capturing(forward, self.compiler, logits_to_keep, self._captures)
+            if tokens > 1:
+                self._capture(captured, ids)
+            elif all(one for _, _, one in self._captured):
+                # a cache from another process: what the decoder does with one token is recognised by what it does
+                # with several
+                several = _capturing(forward, self.compiler, 0, self._captures)
+                self._capture(several, ids.expand(rows, EXAMPLE_LENGTHS[-1]))
+            self._captured[key] = captured
+        call = bound_call()
+        check_length(self.longest, 0 if call.phase == "prefill" else call.cache.columns, tokens)
+        return _called(self._captured[key], ids, positions)
+
+    def _capture(self, captured: Callable[..., Tensor], ids: Tensor) -> None:
+        """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
+        self._captures.only = True
         try:
-            return self._captured[key](ids, positions)
-        except BackendCompilerFailed as failure:
-            inner = failure.inner_exception
-            raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
-        except Unsupported as failure:
-            raise ValueError(f"the decoder cannot be captured as one graph: {failure}") from failure
-        except TorchRuntimeError as failure:
-            raise ValueError(f"the decoder fails on an input of {tokens} tokens: {failure}") from failure
+            _called(captured, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
+        except _OnlyCaptured:
+            return
+        finally:
+            self._captures.only = False
 
-    @property
-    def longest(self) -> int | None:
-        """Tokens in all that the captures so far hold for; None when any number."""
-        return min(self._ends, default=None)
 
-    def check_length(self, seen: int, tokens: int) -> None:
-        """Whether the decoder takes ``tokens`` more after ``seen``, as far as captures have shown.
+def _counted(ids: Tensor) -> Tensor:
+    """Positions ``[B, T]`` of rows that are not padded."""
+    return torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
 
-        Raises:
-            ValueError: it does not.
-        """
-        if self.longest is not None and seen + tokens > self.longest:
-            raise ValueError(
-                f"{tokens} tokens after {seen}: the decoder does not take more than {self.longest}, or does otherwise "
-                "from there on"
-            )
 
-    def _capturing(self, forward: Forward, logits_to_keep: int, *, several: bool) -> Callable[..., Tensor]:
-        def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
-            logits: Tensor = forward(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                use_cache=False,
-                logits_to_keep=logits_to_keep,
-                return_dict=True,
-            ).logits
-            return logits
+def _called(captured: Callable[..., Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+    tokens = ids.shape[1]
+    if tokens > 1:
+        for tensor in (ids, positions):
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    try:
+        return captured(ids, positions)
+    except BackendCompilerFailed as failure:
+        inner = failure.inner_exception
+        raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
+    except Unsupported as failure:
+        raise ValueError(f"the decoder cannot be captured as one graph: {failure}") from failure
+    except TorchRuntimeError as failure:
+        raise ValueError(f"the decoder fails on an input of {tokens} tokens: {failure}") from failure
 
-        compiler, ends = self.compiler, self._ends
 
-        # Dynamo keeps every backend for good: it must not keep the model, so not this object either
-        def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-            decoder = CapturedDecoder(gm, example_inputs, compiler)
-            if several:
-                ends.update(_ends_of(decoder.graph.gm, max(logits_to_keep + 1, 2)))
+def _capturing(
+    forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, captures: _Captures
+) -> Callable[..., Tensor]:
+    def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        logits: Tensor = forward(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+        ).logits
+        return logits
+
+    # Dynamo keeps every backend for good: it must not keep the model
+    def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        decoder = CapturedDecoder(gm, example_inputs, compiler)
+        captures.ends |= _ends_of(decoder.graph.gm, max(logits_to_keep + 1, 2))
+
+        def run(*inputs: Any) -> Any:
+            if captures.only:
+                raise _OnlyCaptured
+            return decoder(*inputs)
+
+        if not captures.only or bound_call().phase != "decode":
             decoder.function()  # now, so that Dynamo checks what the compiler assumes
-            return decoder.__call__
+        return run
 
-        # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes no symbol in this one
-        return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
+    # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
+    return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
 
 
 def _ends_of(gm: GraphModule, shortest: int) -> set[int]:
-    """The tokens that a capture of several holds for at most; none when it holds for any number of them.
+    """The tokens in all that a capture holds for at most; none when it shows no end.
 
     Raises:
         ValueError: it holds for one number of tokens only, or for some and not for others.
     """
-    inputs = gm.graph.find_nodes(op="placeholder")
-    if all(isinstance(size, int) for node in inputs for size in shape_of(node) or ()):
+    inputs = placeholders(gm)
+    shape = shape_of(find_sites(gm)[0].q)
+    if shape is not None and isinstance(shape[2], int) and shape[2] > 1:
         raise ValueError(
-            "the decoder was captured for exactly this number of tokens and no other: something makes a constant of "
-            "it, or a table of positions ends there"
+            f"the decoder was captured for exactly {shape[2]} tokens and no other number: something makes a constant "
+            "of it, or a table of positions ends there"
         )
-    sizes = (size for size in map(recorded, inputs) if isinstance(size, torch.SymInt))
-    return {most for size in sizes if (most := longest_length(gm, size, shortest)) is not None}
+    ends = [longest_length(gm, size, shortest) for size in map(recorded, inputs) if isinstance(size, torch.SymInt)]
+    ends.append(table_end(gm, [node for node in inputs if _is_named(node, "position_ids")]))
+    return {end for end in ends if end is not None}
+
+
+def _is_named(node: Node, name: str) -> bool:
+    source = node._dynamo_source  # type: ignore[attr-defined]
+    return isinstance(source, LocalSource) and source.local_name == name
 
 
 def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

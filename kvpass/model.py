@@ -16,6 +16,7 @@ from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.decoders import Decoders
 from kvpass.errors import CacheMismatchError
+from kvpass.graphs.length_guards import check_length
 from kvpass.identity import Identity
 from kvpass.padding import first_real_column
 from kvpass.phases import append, continued, prefill
@@ -284,7 +285,7 @@ def _prefill(
         ids = torch.cat([ids, ids], 1)
         start = start + extra
         position_ids = None if position_ids is None else torch.cat([position_ids, position_ids], 1)
-    model._kvpass.decoders.check_length(0, ids.shape[1] - extra)
+    check_length(model._kvpass.decoders.longest, 0, ids.shape[1] - extra)
     columns = torch.arange(ids.shape[1], device=ids.device)
     positions = _positions(position_ids, (columns - start.to(ids.device)[:, None]).clamp(min=0))
 
@@ -305,7 +306,7 @@ def _continue(
     if not cache.belongs_to(rules.policy, rules.budget, runtime.identity):
         raise CacheMismatchError(f"past_key_values={cache!r} belongs to another model")
     cache = continued(cache, b, input_ids.device)
-    runtime.decoders.check_length(cache.columns, t)
+    check_length(runtime.decoders.longest, cache.columns, t)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
             raise CacheMismatchError(

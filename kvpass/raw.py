@@ -36,9 +36,10 @@ from kvpass.errors import CacheMismatchError
 from kvpass.graphs.bind_state import example_value, placeholders, size_reader
 from kvpass.graphs.check_token_mixing import check_reduced_positions_pass
 from kvpass.graphs.fx_utils import dim_of, is_module_tensor, shape_of
-from kvpass.graphs.length_guards import longest_length
+from kvpass.graphs.length_guards import check_length, longest_length
 from kvpass.graphs.offset_positions import counts_positions
 from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.graphs.table_ends import table_end
 from kvpass.padding import first_real_column
 from kvpass.phases import append, continued, prefill
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
@@ -131,7 +132,8 @@ class RawModule:
                 "a number like any other, and wrong for the next token"
             )
         # before the batch is a number, so that branches on rows x tokens are seen
-        self.longest = longest_length(graph, tokens)
+        ends = (longest_length(graph, tokens), table_end(graph))
+        self.longest = min((end for end in ends if end is not None), default=None)
         self.device = query.device
         self.rows = int(query.shape[0])  # guards a symbolic batch: the state that enters the graph is of this size
         self.tokens = size_reader(graph, tokens)
@@ -149,12 +151,15 @@ class RawModule:
         tokens, owner = self.tokens(inputs), self._owner(inputs)
         if active.cache is None:
             cache, longest = CompressedCache(self.policy, self.budget, owner), self.longest
+            check_length(longest, 0, tokens)
             start = self._start(active.attention_mask, tokens)
             result = prefill(cache, start, tokens, lambda: self.decoder(*inputs))
         else:
             self._check_owner(active.cache, owner)
             cache = continued(active.cache, self.rows, self.device)
-            longest = self._longest(cache, tokens)
+            # a capture of a single token shows no end
+            longest = min((known for known in (cache.longest, self.longest) if known is not None), default=None)
+            check_length(longest, cache.columns, tokens)
             result, _ = append(cache, tokens, lambda: self.decoder(*inputs))
         cache.longest = longest
         active.cache = cache
@@ -170,16 +175,6 @@ class RawModule:
                 f"{cache!r} of this session was not filled by this graph's weights, policy and budget: another module "
                 "was called, or a graph break cuts this one in two (fullgraph=True says where)"
             )
-
-    def _longest(self, cache: CompressedCache, tokens: int) -> int | None:
-        """Tokens that all captures which met the cache hold for; one of a single token shows no end."""
-        longest = min((known for known in (cache.longest, self.longest) if known is not None), default=None)
-        if longest is not None and cache.columns + tokens > longest:
-            raise ValueError(
-                f"{tokens} tokens after {cache.columns}: the decoder does not take more than {longest}, or does "
-                "otherwise from there on"
-            )
-        return longest
 
     def _start(self, attention_mask: Tensor | None, tokens: int) -> Tensor:
         start = first_real_column(attention_mask, self.rows, tokens)

@@ -93,6 +93,19 @@ def test_generation_from_a_loaded_cache_is_the_same_and_leaves_it_reusable(fast,
     assert loaded.reusable and loaded.columns == 50
 
 
+@pytest.mark.parametrize("family", ["bloom", "falcon_alibi", "gpt_neo", "gptj"])
+def test_a_model_that_has_prefilled_nothing_continues_a_loaded_cache_by_one_token(family, tmp_path):
+    """Their masks are in the graph, and one token shows nothing of a mask."""
+    fast = compiled(family)
+    cache = fast(random_ids(1, 40)).past_key_values
+    cache.save(tmp_path / "cache.kv")
+    new = random_ids(1, 1, seed=1)
+    expected = fast(new, past_key_values=cache).logits
+    torch._dynamo.reset()
+    later = compiled(family)
+    assert torch.equal(later(new, past_key_values=kvpass.load_cache(tmp_path / "cache.kv", later)).logits, expected)
+
+
 def test_a_cache_that_is_not_reusable_comes_back_so(fast, tmp_path):
     cache = fast(random_ids(1, 40)).past_key_values
     cache.save(tmp_path / "cache.kv")

@@ -231,6 +231,47 @@ def test_decoding_against_a_compressed_cache_equals_the_masked_oracle(decoder):
     assert_close("logits", torch.cat(pieces, 1), expected, atol=1e-4)
 
 
+COUNTED = {
+    "arange": lambda ids: torch.arange(ids.shape[1]),
+    "arange by row": lambda ids: torch.arange(ids.shape[1]).expand_as(ids),
+    "cumsum": lambda ids: torch.ones_like(ids).cumsum(1) - 1,
+}
+
+
+class Unasserted(LearnedPositions):
+    """Nothing but the table of positions ends."""
+
+    def __init__(self, counted) -> None:
+        super().__init__(written_out=False)
+        self.counted = counted
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids) + self.wpe(self.counted(ids))
+        for i, attention in enumerate(self.attentions):
+            x = x + attention(self.norms[i](x), None)
+        return self.head(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("counted", COUNTED.values(), ids=COUNTED)
+def test_a_session_ends_where_the_table_of_positions_does(counted):
+    """Compiled code ends the process when it looks up a row beyond a table."""
+    model = Unasserted(counted).eval()
+    fast = compiled(model, 10**6)
+    ids = random_ids(2, LONGEST + 1)
+    with kvpass.session() as session:
+        pieces = [fast(ids[:, : LONGEST - 3]), fast(ids[:, LONGEST - 3 : LONGEST - 1].clone())]
+        pieces.append(fast(ids[:, LONGEST - 1 : LONGEST].clone()))
+        assert_close("logits", torch.cat(pieces, 1), model(ids[:, :LONGEST]), atol=1e-4)
+        with pytest.raises(ValueError, match=f"1 tokens after {LONGEST}: the decoder does not take more"):
+            fast(ids[:, LONGEST:].clone())
+        assert session.cache.columns == LONGEST
+    with kvpass.session():
+        with pytest.raises(ValueError, match=f"{LONGEST + 1} tokens after 0"):
+            fast(ids)
+        fast(ids[:, :20])
+
+
 @torch.no_grad()
 def test_contract_4_rows_of_a_padded_batch_are_as_alone_where_only_distances_count():
     torch.manual_seed(0)

@@ -94,10 +94,52 @@ def test_a_decoder_whose_table_ends_is_exact_up_to_its_end_and_says_so_beyond(fa
     assert first.past_key_values.columns == 256
 
 
+LEARNED = {"gpt2": "n_positions", "opt": "max_position_embeddings", "gptj": "n_positions"}
+
+
+@pytest.mark.parametrize("family", LEARNED)
+def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family, tmp_path):
+    """Compiled code ends the process for such a lookup."""
+    model = tiny_model(family, **{LEARNED[family]: 64})
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(2, 70)
+    with pytest.raises(ValueError, match="70 tokens after 0: the decoder does not take more than 64"):
+        fast(ids)
+    first = fast(ids[:, :60])
+    pieces = [first.logits]
+    for start, end in ((60, 62), (62, 63), (63, 64)):
+        pieces.append(fast(ids[:, start:end].contiguous(), past_key_values=first.past_key_values).logits)
+    assert_close("logits", torch.cat(pieces, 1), model(ids[:, :64]).logits, atol=1e-4)
+    for tokens in (1, 6):
+        with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
+            fast(ids[:, 64 : 64 + tokens], past_key_values=first.past_key_values)
+    first.past_key_values.save(tmp_path / "cache.safetensors")
+    for tokens in (1, 6):
+        loaded = kvpass.compile(tiny_model(family, **{LEARNED[family]: 64}), policy="full", backend="eager")
+        cache = kvpass.load_cache(tmp_path / "cache.safetensors", loaded)
+        with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
+            loaded(ids[:, 64 : 64 + tokens], past_key_values=cache)
+
+
+@pytest.mark.parametrize("family", ["gptj", "gpt_neo"])
+@torch.no_grad()
+def test_a_first_prompt_may_be_of_one_token_or_at_other_positions(family):
+    """A capture looks at positions where masks are made of them."""
+    model = tiny_model(family)
+    ids, later = random_ids(2, 4), torch.arange(5, 25)[None]
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    first = fast(ids[:, :1])
+    rest = [fast(piece.contiguous(), past_key_values=first.past_key_values).logits for piece in ids[:, 1:].split(1, 1)]
+    assert_close("logits", torch.cat([first.logits, *rest], 1), model(ids).logits, atol=1e-4)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(1, 20)
+    assert_close("at 5", fast(ids, position_ids=later).logits, model(ids, position_ids=later).logits, atol=1e-4)
+
+
 def test_a_first_prompt_as_long_as_a_table_or_longer_is_refused_and_a_shorter_one_taken_afterwards():
     model = tiny_model("gpt_neo")
     fast = kvpass.compile(model, policy="full", backend="eager")
-    for tokens, reason in ((256, "for exactly this number of tokens"), (257, "fails on an input of 257 tokens")):
+    for tokens, reason in ((256, "for exactly 256 tokens"), (257, "fails on an input of 257 tokens")):
         with pytest.raises(ValueError, match=reason):
             fast(random_ids(1, tokens))
     ids = random_ids(1, 20)
