@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,20 +26,11 @@ Forward = Callable[..., Any]
 """``forward`` of a causal language model of transformers."""
 
 
+_ONLY_CAPTURE: ContextVar[bool] = ContextVar("kvpass_only_capture", default=False)
+
+
 class _OnlyCaptured(Exception):
     """Raised in place of running what was captured."""
-
-
-@dataclass
-class _Captures:
-    """What the captures of a model have in common. Dynamo keeps it for good, so it must not know the model.
-
-    Attributes:
-        ends: tokens in all that some of them hold for at most. only: capture, do not run.
-    """
-
-    ends: set[int] = field(default_factory=set)
-    only: bool = False
 
 
 class Decoders:
@@ -51,13 +42,13 @@ class Decoders:
 
     def __init__(self, compiler: PhaseCompiler) -> None:
         self.compiler = compiler
-        self._captures = _Captures()
+        self._ends: set[int] = set()
         self._captured: dict[tuple[int, int, bool], Callable[..., Tensor]] = {}
 
     @property
     def longest(self) -> int | None:
         """Tokens in all that the captures so far hold for; None when any number."""
-        return min(self._captures.ends, default=None)
+        return min(self._ends, default=None)
 
     def __call__(self, forward: Forward, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
         """Logits ``[B, T or logits_to_keep, vocabulary]`` of contiguous ids and positions ``[B, T]``.
@@ -72,13 +63,13 @@ class Decoders:
             logits_to_keep = 0
         key = (rows, logits_to_keep, tokens == 1)
         if key not in self._captured:
-            captured = _capturing(forward, self.compiler, logits_to_keep, self._captures)
+            captured = _capturing(forward, self.compiler, logits_to_keep, self._ends)
             if tokens > 1:
                 self._capture(captured, ids)
             elif all(one for _, _, one in self._captured):
                 # a cache from another process: what the decoder does with one token is recognised by what it does
                 # with several
-                several = _capturing(forward, self.compiler, 0, self._captures)
+                several = _capturing(forward, self.compiler, 0, self._ends)
                 self._capture(several, ids.expand(rows, EXAMPLE_LENGTHS[-1]))
             self._captured[key] = captured
         call = bound_call()
@@ -87,13 +78,13 @@ class Decoders:
 
     def _capture(self, captured: Callable[..., Tensor], ids: Tensor) -> None:
         """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
-        self._captures.only = True
+        token = _ONLY_CAPTURE.set(True)
         try:
             _called(captured, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
         except _OnlyCaptured:
             return
         finally:
-            self._captures.only = False
+            _ONLY_CAPTURE.reset(token)
 
 
 def _counted(ids: Tensor) -> Tensor:
@@ -117,9 +108,9 @@ def _called(captured: Callable[..., Tensor], ids: Tensor, positions: Tensor) -> 
         raise ValueError(f"the decoder fails on an input of {tokens} tokens: {failure}") from failure
 
 
-def _capturing(
-    forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, captures: _Captures
-) -> Callable[..., Tensor]:
+def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, ends: set[int]) -> Callable[..., Tensor]:
+    """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
+
     def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
         logits: Tensor = forward(
             input_ids=input_ids,
@@ -133,14 +124,14 @@ def _capturing(
     # Dynamo keeps every backend for good: it must not keep the model
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         decoder = CapturedDecoder(gm, example_inputs, compiler)
-        captures.ends |= _ends_of(decoder.graph.gm, max(logits_to_keep + 1, 2))
+        ends.update(_ends_of(decoder.graph.gm, max(logits_to_keep + 1, 2)))
 
         def run(*inputs: Any) -> Any:
-            if captures.only:
+            if _ONLY_CAPTURE.get():
                 raise _OnlyCaptured
             return decoder(*inputs)
 
-        if not captures.only or bound_call().phase != "decode":
+        if not _ONLY_CAPTURE.get() or bound_call().phase != "decode":
             decoder.function()  # now, so that Dynamo checks what the compiler assumes
         return run
 
