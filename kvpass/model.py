@@ -240,8 +240,8 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
 
 def _refuse_generation(kwargs: dict[str, Any], default: Any) -> None:
     configured = kwargs.get("generation_config") or default
-    uses_cache = default.use_cache if configured.use_cache is None else configured.use_cache
-    if uses_cache is False and "use_cache" not in kwargs:
+    said = (getattr(config, "use_cache", None) for config in (configured, default))
+    if "use_cache" not in kwargs and next((value for value in said if value is not None), True) is False:
         raise ValueError(
             "the model is configured with use_cache=False: every new token would be a prompt of its own and computed "
             "from the whole text; say use_cache=True, or use_cache=False if that is meant"
