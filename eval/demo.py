@@ -157,7 +157,9 @@ class Demo:
         """The answer, seconds between its tokens, and bytes of the cache after it."""
         given = hold_last(model, self.tokenizer(self.sample.ask(question), return_tensors="pt")["input_ids"])
         clock = _Clock()
-        out = model.generate(**given, **limits, do_sample=False, streamer=clock, return_dict_in_generate=True)
+        out = model.generate(
+            **given, **limits, do_sample=False, use_cache=True, streamer=clock, return_dict_in_generate=True
+        )
         cache = out.past_key_values
         size = cache.nbytes if isinstance(cache, CompressedCache) else storage_bytes(cache)
         answer = str(self.tokenizer.decode(out.sequences[0, given["input_ids"].shape[1] :]))

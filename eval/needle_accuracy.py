@@ -60,7 +60,7 @@ def hold_last(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 def answer(model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
     """What the model says after each prompt, up to its full stop; the prompts have as many tokens as each other."""
     given = hold_last(model, torch.tensor(tokenizer(list(prompts))["input_ids"], device=model.device))
-    out = model.generate(**given, max_new_tokens=max_new_tokens, do_sample=False)
+    out = model.generate(**given, max_new_tokens=max_new_tokens, do_sample=False, use_cache=True)
     said = out[:, given["input_ids"].shape[1] :]
     return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in said]
 

@@ -44,10 +44,12 @@ _MAX_EXAMPLE = 2**26
 
 _COUNTERS = {"arange", "range", "linspace"}
 _RUNNING = {"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
-_LOOKUPS = set(
+LOOKUPS = set(
     "getitem index_select gather take take_along_dim index index_add index_copy index_put scatter "
     "scatter_add scatter_reduce".split()
 )
+"""Calls that pick rows by an index, embeddings aside."""
+
 _FLAT = {
     *"zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full empty empty_like new_empty".split(),
     *"expand expand_as broadcast_to view view_as reshape unsqueeze squeeze flatten unflatten contiguous clone".split(),
@@ -243,7 +245,7 @@ class Search:
     def _picks_tokens(self, node: Node, index: Node) -> bool:
         """Whether ``index`` only says which rows of something computed from the inputs are read or written."""
         operands = value_inputs(node)
-        if target_name(node).rstrip("_") not in _LOOKUPS or not is_integral(index) or node.args[:1] == (index,):
+        if target_name(node).rstrip("_") not in LOOKUPS or not is_integral(index) or node.args[:1] == (index,):
             return False
         return any(self._is_fed(operand) and not is_integral(operand) for operand in operands)
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from kvpass.graphs.apart import fed_by_inputs
 from kvpass.graphs.examples import EvaluationError, SizeMap, concrete
-from kvpass.graphs.find_positions import Search, example_of
+from kvpass.graphs.find_positions import LOOKUPS, Search, example_of
 from kvpass.graphs.fx_utils import (
     is_integral,
     is_module_tensor,
@@ -26,16 +26,15 @@ from kvpass.graphs.fx_utils import (
     value_inputs,
 )
 
-_LOOKUPS = {"embedding", "getitem", "index_select", "gather", "take", "take_along_dim", "index"}
-_SPARE = 64
-"""Rows that a table may have ahead of that of the first position."""
+_BEYOND = 64
+"""Tokens beyond twice the rows of a table at which a lookup that still finds its row is taken to have no end."""
 
 
 def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
     """Tokens for which all lookups by position find a row; None when no table ends, or for a capture of one length.
 
-    What depends on other inputs, as a lookup of token ids does, is no lookup by position. One that cannot be run is
-    left to run out of rows.
+    What depends on other inputs, as a lookup of token ids does, is no lookup by position. Not found is the end of a
+    lookup that cannot be run, or at which less than every second position has a row of its own.
 
     Args:
         gm: with canonical sites. numbering: inputs that hold the positions, int64 ``[B, T]``.
@@ -45,8 +44,9 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
     fed = fed_by_inputs([node for node in live if node not in numbering])
     end: int | None = None
     for node in live:
-        if node not in fed and target_name(node) in _LOOKUPS and _is_by_token(node, search):
-            end = _smaller(end, node, search, numbering)
+        looks_up = target_name(node).rstrip("_") in LOOKUPS or target_name(node).startswith("embedding")
+        if looks_up and node not in fed and _is_by_token(node, search):
+            end = _end_with(node, end, search, numbering)
     return end
 
 
@@ -56,11 +56,12 @@ def _is_by_token(node: Node, search: Search) -> bool:
     return any(symbols_of(shape) & search.symbols for shape in shapes)
 
 
-def _smaller(known: int | None, lookup: Node, search: Search, numbering: Collection[Node]) -> int | None:
+def _end_with(lookup: Node, known: int | None, search: Search, numbering: Collection[Node]) -> int | None:
     """The known end, or that of the lookup where it is smaller."""
     sources = search.flow.sources([lookup])
     positions = [node for node in sources if node in numbering]
-    tables = [node for node in sources if is_module_tensor(node) and not is_integral(node)]
+    weights = [node for node in sources if is_module_tensor(node) and not is_integral(node)]
+    tables = [node for node in weights if isinstance(recorded(node), Tensor) and recorded(node).numel() > 1]
 
     def is_found(tokens: int) -> bool:
         sizes = search.sizes(tokens)
@@ -68,15 +69,21 @@ def _smaller(known: int | None, lookup: Node, search: Search, numbering: Collect
         feeds |= {node: _zeros(node) for node in tables}
         try:
             example_of(search.gm, search.flow, lookup, search.gm.graph.output_node(), sizes, feeds)
-        except EvaluationError:
-            return False
+        except EvaluationError as error:
+            return not _is_out_of_rows(error)
         return True
 
     rows = [size for operand in value_inputs(lookup) for size in shape_of(operand) or () if isinstance(size, int)]
-    most = known or 2 * max(rows, default=0) + _SPARE
+    most = known or 2 * max(rows, default=0) + _BEYOND
     if is_found(most) or not is_found(1):
         return known
     return bisect.bisect_left(range(1, most), True, key=lambda tokens: not is_found(tokens))
+
+
+def _is_out_of_rows(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, IndexError):
+        error = error.__cause__
+    return error is not None
 
 
 def _positions(node: Node, sizes: SizeMap) -> Tensor:

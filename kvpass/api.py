@@ -82,6 +82,10 @@ def compile(
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; kvpass compresses decoders only")
     if not model.can_generate() or "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
         raise ValueError(f"{type(model).__name__} is no causal language model with a logits_to_keep argument")
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} counts positions from its padding token on; kvpass counts them from 0"
+        )
     ropes = _rope_types(model)
     if "dynamic" in ropes:
         raise ValueError("rope_type='dynamic': its frequencies change as a sequence grows, those of kept keys cannot")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +34,19 @@ class _OnlyCaptured(Exception):
     """Raised in place of running what was captured."""
 
 
+@dataclass
+class _Ends:
+    """Where captures of a model end. Dynamo keeps it for good, so it must not know the model.
+
+    Attributes:
+        columns: tokens in all, padding included, that some captures hold for at most.
+        positions: how many there are in tables that some captures look them up in.
+    """
+
+    columns: set[int] = field(default_factory=set)
+    positions: set[int] = field(default_factory=set)
+
+
 class Decoders:
     """Runs a model's forward as captured graphs, inside :func:`~kvpass.backend.bind_call`.
 
@@ -42,49 +56,76 @@ class Decoders:
 
     def __init__(self, compiler: PhaseCompiler) -> None:
         self.compiler = compiler
-        self._ends: set[int] = set()
+        self._ends = _Ends()
         self._captured: dict[tuple[int, int, bool], Callable[..., Tensor]] = {}
 
     @property
     def longest(self) -> int | None:
-        """Tokens in all that the captures so far hold for; None when any number."""
-        return min(self._ends, default=None)
+        """Tokens in all that the captures so far take; None when any number."""
+        return min(self._ends.columns | self._ends.positions, default=None)
 
-    def __call__(self, forward: Forward, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
-        """Logits ``[B, T or logits_to_keep, vocabulary]`` of contiguous ids and positions ``[B, T]``.
+    def prepare(self, forward: Forward, ids: Tensor, positions: Tensor, logits_to_keep: int) -> None:
+        """Capture and compile what a call needs, without running it.
+
+        What a decoder does with one token is recognised by what it does with several. These are captured first where
+        the call continues a cache from another process.
 
         Args:
-            forward: the model's; the same in every call. logits_to_keep: of the last so many tokens; 0 = all.
+            forward: the model's; the same in every call. ids, positions, logits_to_keep: as of the call.
         Raises:
-            ValueError: the decoder is not understood, is no single graph, or is another one for other lengths.
+            ValueError: the decoder is not understood, is no single graph, is another one for other lengths, or does
+                not take so many tokens.
         """
-        rows, tokens = ids.shape
-        if logits_to_keep >= tokens:
-            logits_to_keep = 0
-        key = (rows, logits_to_keep, tokens == 1)
+        key = _key(ids, logits_to_keep)
         if key not in self._captured:
-            captured = _capturing(forward, self.compiler, logits_to_keep, self._ends)
-            if tokens > 1:
-                self._capture(captured, ids)
-            elif all(one for _, _, one in self._captured):
-                # a cache from another process: what the decoder does with one token is recognised by what it does
-                # with several
+            rows, kept, one = key
+            if one and all(alone for _, _, alone in self._captured):
                 several = _capturing(forward, self.compiler, 0, self._ends)
-                self._capture(several, ids.expand(rows, EXAMPLE_LENGTHS[-1]))
+                _capture(several, ids.expand(rows, EXAMPLE_LENGTHS[-1]))
+            captured = _capturing(forward, self.compiler, kept, self._ends)
+            _capture(captured, ids)
             self._captured[key] = captured
         call = bound_call()
-        check_length(self.longest, 0 if call.phase == "prefill" else call.cache.columns, tokens)
-        return _called(self._captured[key], ids, positions)
+        seen = 0 if call.phase == "prefill" else call.cache.columns
+        check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
+        self._check_positions(seen, positions)
 
-    def _capture(self, captured: Callable[..., Tensor], ids: Tensor) -> None:
-        """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
-        token = _ONLY_CAPTURE.set(True)
-        try:
-            _called(captured, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
-        except _OnlyCaptured:
+    def _check_positions(self, seen: int, positions: Tensor) -> None:
+        """Whether tables have rows for the positions, at which those on CUDA are looked at only near an end."""
+        end, tokens = min(self._ends.positions, default=None), positions.shape[1]
+        if end is None or (positions.is_cuda and seen + tokens <= end):
             return
-        finally:
-            _ONLY_CAPTURE.reset(token)
+        last = int(positions.max())
+        if last >= end:
+            raise ValueError(
+                f"{tokens} tokens after {seen}: the decoder does not take more than {end}, its table of positions ends "
+                f"there and one would be at {last}"
+            )
+
+    def __call__(self, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
+        """Logits ``[B, T or logits_to_keep, vocabulary]`` of a call that is prepared.
+
+        Args:
+            ids, positions: contiguous ``[B, T]``. logits_to_keep: of the last so many tokens; 0 = all.
+        """
+        return _called(self._captured[_key(ids, logits_to_keep)], ids, positions)
+
+
+def _key(ids: Tensor, logits_to_keep: int) -> tuple[int, int, bool]:
+    """Rows, number of logits (0 = all), and whether the call is of one token: what a capture is made for."""
+    rows, tokens = ids.shape
+    return rows, logits_to_keep if logits_to_keep < tokens else 0, tokens == 1
+
+
+def _capture(captured: Callable[..., Tensor], ids: Tensor) -> None:
+    """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
+    token = _ONLY_CAPTURE.set(True)
+    try:
+        _called(captured, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
+    except _OnlyCaptured:
+        return
+    finally:
+        _ONLY_CAPTURE.reset(token)
 
 
 def _counted(ids: Tensor) -> Tensor:
@@ -108,7 +149,7 @@ def _called(captured: Callable[..., Tensor], ids: Tensor, positions: Tensor) -> 
         raise ValueError(f"the decoder fails on an input of {tokens} tokens: {failure}") from failure
 
 
-def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, ends: set[int]) -> Callable[..., Tensor]:
+def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, ends: _Ends) -> Callable[..., Tensor]:
     """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
 
     def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -124,14 +165,14 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, e
     # Dynamo keeps every backend for good: it must not keep the model
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         decoder = CapturedDecoder(gm, example_inputs, compiler)
-        ends.update(_ends_of(decoder.graph.gm, max(logits_to_keep + 1, 2)))
+        several = _find_ends(decoder.graph.gm, max(logits_to_keep + 1, 2), ends)
 
         def run(*inputs: Any) -> Any:
             if _ONLY_CAPTURE.get():
                 raise _OnlyCaptured
             return decoder(*inputs)
 
-        if not _ONLY_CAPTURE.get() or bound_call().phase != "decode":
+        if several == (bound_call().phase != "decode"):
             decoder.function()  # now, so that Dynamo checks what the compiler assumes
         return run
 
@@ -139,22 +180,27 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, e
     return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
 
 
-def _ends_of(gm: GraphModule, shortest: int) -> set[int]:
-    """The tokens in all that a capture holds for at most; none when it shows no end.
+def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> bool:
+    """Add the ends of a capture; returns whether it is of several tokens.
 
     Raises:
-        ValueError: it holds for one number of tokens only, or for some and not for others.
+        ValueError: it holds for one number of several tokens only, or for some and not for others.
     """
     inputs = placeholders(gm)
     shape = shape_of(find_sites(gm)[0].q)
-    if shape is not None and isinstance(shape[2], int) and shape[2] > 1:
+    assert shape is not None
+    if shape[2] == 1:
+        return False
+    if isinstance(shape[2], int):
         raise ValueError(
             f"the decoder was captured for exactly {shape[2]} tokens and no other number: something makes a constant "
             "of it, or a table of positions ends there"
         )
-    ends = [longest_length(gm, size, shortest) for size in map(recorded, inputs) if isinstance(size, torch.SymInt)]
-    ends.append(table_end(gm, [node for node in inputs if _is_named(node, "position_ids")]))
-    return {end for end in ends if end is not None}
+    sizes = (size for size in map(recorded, inputs) if isinstance(size, torch.SymInt))
+    ends.columns.update(most for size in sizes if (most := longest_length(gm, size, shortest)) is not None)
+    end = table_end(gm, [node for node in inputs if _is_named(node, "position_ids")])
+    ends.positions.update([] if end is None else [end])
+    return True
 
 
 def _is_named(node: Node, name: str) -> bool:

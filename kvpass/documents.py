@@ -97,6 +97,11 @@ class Document:
         ids = ids.to(self.cache.device)
         mask = torch.cat([self.cache.attention_mask, torch.ones_like(ids)], 1)
         out = self.model.generate(
-            ids, attention_mask=mask, past_key_values=self.cache, max_new_tokens=new_tokens, do_sample=False
+            ids,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=True,
         )
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.decoders import Decoders
 from kvpass.errors import CacheMismatchError
-from kvpass.graphs.length_guards import check_length
 from kvpass.identity import Identity
 from kvpass.padding import first_real_column
 from kvpass.phases import append, continued, prefill
@@ -112,7 +112,7 @@ class CompressedModel:
         output = CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)
         return output.to_tuple() if return_dict is False else output
 
-    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of transformers; with a filled cache, ids no longer than what it has seen are new tokens only.
 
         So a question can be asked of a compressed context: ``model.generate(question_ids, past_key_values=cache)``.
@@ -121,9 +121,10 @@ class CompressedModel:
 
         Raises:
             ValueError: assisted generation was asked for: rejected drafts could not be taken back. Or a prefill in
-                chunks: only the first would be a prompt.
+                chunks: only the first would be a prompt. Or the configuration says ``use_cache=False`` and the call
+                does not.
         """
-        _refuse_generation(kwargs, self.generation_config)  # type: ignore[attr-defined]
+        _refuse_generation(kwargs, generation_config, self.generation_config)  # type: ignore[attr-defined]
         kwargs["disable_compile"] = True  # a static cache that is asked for would have transformers compile our forward
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
         if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.columns:
@@ -131,7 +132,7 @@ class CompressedModel:
             if given is None or given.shape[1] == ids.shape[1]:
                 new = torch.ones_like(ids) if given is None else given
                 kwargs["attention_mask"] = torch.cat([cache.attention_mask.to(new), new], 1)
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in transformers, asking for the logits of the last position only.
@@ -238,10 +239,12 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
             raise ValueError(f"forward argument {name!r} is not supported by a kvpass model")
 
 
-def _refuse_generation(kwargs: dict[str, Any], default: Any) -> None:
-    configured = kwargs.get("generation_config") or default
+def _refuse_generation(kwargs: dict[str, Any], given: Any, default: Any) -> None:
+    configured = given or default
     said = (getattr(config, "use_cache", None) for config in (configured, default))
-    if "use_cache" not in kwargs and next((value for value in said if value is not None), True) is False:
+    cache = kwargs.get("past_key_values")
+    begins = not (isinstance(cache, CompressedCache) and not cache.is_empty)
+    if begins and kwargs.get("use_cache") is None and next((one for one in said if one is not None), True) is False:
         raise ValueError(
             "the model is configured with use_cache=False: every new token would be a prompt of its own and computed "
             "from the whole text; say use_cache=True, or use_cache=False if that is meant"
@@ -285,11 +288,10 @@ def _prefill(
         ids = torch.cat([ids, ids], 1)
         start = start + extra
         position_ids = None if position_ids is None else torch.cat([position_ids, position_ids], 1)
-    check_length(model._kvpass.decoders.longest, 0, ids.shape[1] - extra)
     columns = torch.arange(ids.shape[1], device=ids.device)
     positions = _positions(position_ids, (columns - start.to(ids.device)[:, None]).clamp(min=0))
 
-    return prefill(cache, start, ids.shape[1], lambda: _run(model, ids, positions, logits_to_keep), extra)
+    return prefill(cache, start, ids.shape[1], *_graph_call(model, ids, positions, logits_to_keep), extra)
 
 
 def _continue(
@@ -306,7 +308,6 @@ def _continue(
     if not cache.belongs_to(rules.policy, rules.budget, runtime.identity):
         raise CacheMismatchError(f"past_key_values={cache!r} belongs to another model")
     cache = continued(cache, b, input_ids.device)
-    check_length(runtime.decoders.longest, cache.columns, t)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
             raise CacheMismatchError(
@@ -319,7 +320,8 @@ def _continue(
     columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
     positions = _positions(position_ids, columns - cache.start[:, None])
 
-    logits, record = append(cache, t, lambda: _run(model, ids, positions, logits_to_keep), OCCASIONS[rules.recompress])
+    graph_call = _graph_call(model, ids, positions, logits_to_keep)
+    logits, record = append(cache, t, *graph_call, OCCASIONS[rules.recompress])
     if record is not None:
         runtime.last_prompt = record
     return cache, logits
@@ -346,10 +348,16 @@ def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
     return given.expand(computed.shape[0], -1).clone(memory_format=torch.contiguous_format)
 
 
-def _run(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
+def _graph_call(
+    model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int
+) -> tuple[Callable[[], None], Callable[[], Tensor]]:
+    """What makes the graph of a call, and what runs it."""
+    decoders: Decoders = model._kvpass.decoders
     forward = types.MethodType(original_class(model).forward, model)
-    logits: Tensor = model._kvpass.decoders(forward, ids, positions, logits_to_keep)
-    return logits
+    return (
+        lambda: decoders.prepare(forward, ids, positions, logits_to_keep),
+        lambda: decoders(ids, positions, logits_to_keep),
+    )
 
 
 def compressed_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:

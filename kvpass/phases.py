@@ -16,16 +16,24 @@ from kvpass.prompt_record import PromptRecord
 R = TypeVar("R")
 
 
-def prefill(cache: CompressedCache, start: Tensor, columns: int, run: Callable[[], R], extra: int = 0) -> R:
+def prefill(
+    cache: CompressedCache,
+    start: Tensor,
+    columns: int,
+    prepare: Callable[[], object],
+    run: Callable[[], R],
+    extra: int = 0,
+) -> R:
     """Fill the cache with a prompt; whatever happens before the end leaves it empty.
 
     Args:
         start: first real column of each row, int64 ``[B]`` on the CPU. columns: N, the first ``extra`` of them not
-            counted as seen. run: calls the graph, which finds the call bound.
+            counted as seen. prepare: makes the graph. run: calls it. Both find the call bound.
     """
     try:
         cache.begin_prefill(start, columns, extra)
         with bind_call(Call(cache, "prefill")):
+            prepare()
             result = run()
         cache.finish_prefill()
     except BaseException:
@@ -50,13 +58,17 @@ def continued(cache: CompressedCache, rows: int, device: torch.device) -> Compre
 
 
 def append(
-    cache: CompressedCache, tokens: int, run: Callable[[], R], occasion: float = float("inf")
+    cache: CompressedCache,
+    tokens: int,
+    prepare: Callable[[], object],
+    run: Callable[[], R],
+    occasion: float = float("inf"),
 ) -> tuple[R, PromptRecord | None]:
     """Append T tokens. A call that fails did not happen, or where entries were overwritten the cache is refused later.
 
     Args:
-        cache: from :func:`continued`. run: calls the graph, which finds the call bound. occasion: rows that then hold
-            more than so many budgets are compressed again.
+        cache: from :func:`continued`. prepare, run: see :func:`prefill`; what ``prepare`` raises spoils nothing.
+        occasion: rows that then hold more than so many budgets are compressed again.
     Returns:
         what ``run`` returned, and the record of what was kept when all rows were compressed again.
     """
@@ -64,8 +76,9 @@ def append(
     record = None
     try:
         observed = tokens > 1 and cache.begin_turn(tokens, occasion)
-        cache.interrupted = cache.overwrites
         with bind_call(Call(cache, "decode" if tokens == 1 else "extend", observed)):
+            prepare()
+            cache.interrupted = cache.overwrites
             result = run()
         cache.interrupted = True
         cache.advance(tokens)

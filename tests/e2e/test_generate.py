@@ -96,7 +96,12 @@ def test_generation_without_a_cache_by_configuration_must_be_meant(model):
         with pytest.raises(ValueError, match="configured with use_cache=False"):
             fast.generate(ids, **call, **configured)
     fast.generation_config.use_cache = False
+    with pytest.raises(ValueError, match="configured with use_cache=False"):
+        fast.generate(ids, **call, use_cache=None)
+    with pytest.raises(ValueError, match="configured with use_cache=False"):
+        fast.generate(ids, GenerationConfig(max_new_tokens=NEW))
     assert torch.equal(fast.generate(ids, **call, use_cache=True), compressed)
+    assert torch.equal(fast.generate(ids, GenerationConfig(max_new_tokens=NEW, use_cache=True)), compressed)
     given = GenerationConfig(max_new_tokens=NEW, do_sample=False, use_cache=True)
     assert torch.equal(fast.generate(ids, generation_config=given), compressed)
     assert torch.equal(fast.generate(ids, **call, use_cache=False), model.generate(ids, **call))

@@ -7,8 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
+from kvpass.cache_file import read_tensors
 from kvpass.eval.support_table import REFUSED
-from kvpass.testing import assert_close, random_ids, tiny_model
+from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
 
 TINY = {
     "vocab_size": 128,
@@ -119,6 +120,41 @@ def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family,
         cache = kvpass.load_cache(tmp_path / "cache.safetensors", loaded)
         with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
             loaded(ids[:, 64 : 64 + tokens], past_key_values=cache)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_refused_call_on_a_loaded_cache_spoils_nothing(tokens, tmp_path):
+    """Rings are written over; a model that has captured nothing learns of the end in the call."""
+    ids = random_ids(1, 256)
+    fast = kvpass.compile(tiny_model("gpt_neo"), policy="full", backend="eager")
+    cache = fast(ids[:, :250]).past_key_values
+    fast(ids[:, 250:], past_key_values=cache)
+    cache.save(tmp_path / "cache.kv")
+    fast = kvpass.compile(tiny_model("gpt_neo"), policy="full", backend="eager")
+    loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
+    with pytest.raises(ValueError, match=f"{tokens} tokens after 256: the decoder does not take more than 256"):
+        fast(ids[:, :tokens], past_key_values=loaded)
+    loaded.save(tmp_path / "again.kv")
+    was, again = (read_tensors(tmp_path / name) for name in ("cache.kv", "again.kv"))
+    assert was.keys() == again.keys() and all(torch.equal(was[name], again[name]) for name in was)
+
+
+@torch.no_grad()
+def test_tables_of_positions_are_measured_by_positions_not_by_columns():
+    model = tiny_model("gpt2", n_positions=64)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (20, 12)])
+    ids, mask = torch.nn.functional.pad(ids, (44, 0)), torch.nn.functional.pad(mask, (44, 0))
+    given = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(fast.generate(ids, **given), model.generate(ids, **given))
+    with pytest.raises(ValueError, match="its table of positions ends there and one would be at 69"):
+        fast(ids[:, :20], position_ids=torch.arange(50, 70)[None])
+
+
+def test_a_model_that_counts_positions_from_its_padding_token_is_refused():
+    model = tiny("roberta", {"is_decoder": True})
+    with pytest.raises(ValueError, match="counts positions from its padding token"):
+        kvpass.compile(model, policy="full", backend="eager")
 
 
 @pytest.mark.parametrize("family", ["gptj", "gpt_neo"])
