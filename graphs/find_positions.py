@@ -219,8 +219,7 @@ class Search:
 
     def _enter(self, node: Node, operand: Node, origin: Node) -> None:
         """Positions in ``operand`` reach ``node``: harmless as an index that picks tokens, else carried or refused."""
-        value = recorded(node)
-        if isinstance(value, Tensor) and not value.dtype.is_floating_point and not value.dtype.is_complex:
+        if is_integral(node):
             self._carry(node, origin)
             return
         written = mutated_inputs(node)
@@ -230,7 +229,7 @@ class Search:
             for target in written:
                 self._carry(target, origin)
             return
-        if isinstance(value, (tuple, list)) and is_integral(operand):
+        if isinstance(recorded(node), (tuple, list)) and is_integral(operand):
             self._carry(node, origin)
             return
         if self._is_counted(operand):

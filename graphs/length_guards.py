@@ -17,6 +17,9 @@ from torch.utils._sympy.numbers import int_oo
 
 from kvpass.graphs.fx_utils import Dim, dim_of, recorded, shape_of, symbols_of
 
+_SHORT = range(2, 130)
+"""Lengths at which a guard of no simple form is looked at, besides those near the numbers in it."""
+
 
 def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 2) -> int | None:
     """Tokens that the capture holds for at most, None when it holds for any number or was made for a single one.
@@ -105,9 +108,7 @@ def _end(guard: sympy.Basic, symbol: sympy.Symbol) -> int:
         ValueError: there is none, as for one that holds for even lengths.
     """
     numbers = {int(abs(number)) for number in guard.atoms(sympy.Integer)}
-    tried = sorted(
-        {*range(2, 130), *(near for number in numbers for near in range(number - 2, number + 3) if near > 1)}
-    )
+    tried = sorted({*_SHORT, *(near for number in numbers for near in range(number - 2, number + 3) if near > 1)})
     holds = [guard.xreplace({symbol: sympy.Integer(length)}) == sympy.true for length in tried]
     last = holds.index(False) - 1 if False in holds else len(tried)
     if last in (-1, len(tried)) or any(holds[last + 1 :]) or tried[last] + 1 != tried[last + 1]:

@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,19 +32,14 @@ from kvpass.graphs.find_positions import Entry, Search, example_of, find_positio
 from kvpass.graphs.fold_alibi import RELATIVE
 from kvpass.graphs.fx_utils import (
     DataFlow,
-    Dim,
-    dim_of,
-    mutated_inputs,
     recorded,
     refuse,
     shape_of,
-    storage_of,
     symbols_of,
-    target_name,
 )
 from kvpass.graphs.longer_captures import Shown
+from kvpass.graphs.shift_positions import MARK, shift
 
-_MARK = "kvpass_positions"
 _PLACES = "kvpass_positions_counted"
 _ROWS = 13
 _TOLERANCE = 1e-5
@@ -76,8 +70,8 @@ def check_positions_pass(gm: GraphModule) -> int:
         place = _place(entry, sources)
         places[place] += 1
         refusal = _prove(trials[key], entry, f"{place}\n{places[place]}")
-        marks = entry.user.meta.get(_MARK, ())
-        entry.user.meta[_MARK] = (*marks, (entry.user.all_input_nodes.index(entry.operand), refusal))
+        marks = entry.user.meta.get(MARK, ())
+        entry.user.meta[MARK] = (*marks, (entry.user.all_input_nodes.index(entry.operand), refusal))
         entry.user.meta[_PLACES] = entry.user.meta.get(_PLACES, 0) + (RELATIVE not in entry.origin.meta)
     return sum(node.meta.get(_PLACES, 0) for node in gm.graph.nodes)
 
@@ -89,7 +83,7 @@ def counts_positions(gm: GraphModule) -> bool:
 
 def marked_operands(gm: GraphModule) -> set[Node]:
     """Nodes in which :func:`check_positions_pass` found positions, whether or not they count."""
-    return {node.all_input_nodes[index] for node in gm.graph.nodes for index, _ in node.meta.get(_MARK, ())}
+    return {node.all_input_nodes[index] for node in gm.graph.nodes for index, _ in node.meta.get(MARK, ())}
 
 
 def offset_positions_pass(gm: GraphModule, *, seen: Node) -> int:
@@ -101,146 +95,24 @@ def offset_positions_pass(gm: GraphModule, *, seen: Node) -> int:
         UnsupportedAttentionError: a capture of one token whose positions no longer capture has shown.
     """
     flow = DataFlow(gm)
-    marked = [node for node in flow.nodes if node.meta.get(_MARK)]
+    marked = [node for node in flow.nodes if node.meta.get(MARK)]
     tokens = Search(gm).tokens if marked else 0
     done: dict[tuple[Node, ...], Node | None] = {}
     changed = 0
     for node in marked:
         operands = node.all_input_nodes
-        for index, refusal in node.meta.pop(_MARK):
+        for index, refusal in node.meta.pop(MARK):
             if refusal is not None:
                 raise refuse(node, refusal)
             sources = flow.sources([operands[index]], before=node)
             key = (operands[index], *sources)
             if key not in done:
-                done[key] = _shift(gm.graph, sources, node, seen, tokens).get(operands[index])
+                done[key] = shift(gm.graph, sources, node, seen, tokens).get(operands[index])
             shifted = done[key]
             assert shifted is not None, "check_positions_pass proved that there is an offset"
             node.replace_input_with(operands[index], shifted)
             changed += 1
     return changed
-
-
-def _shift(graph: Graph, sources: Sequence[Node], user: Node, seen: Node, tokens: Dim) -> dict[Node, Node]:
-    """Copies of ``sources``, ahead of ``user``, that count from ``seen``; none if they write into a kept tensor."""
-    inputs = {storage_of(node) for node in sources if node.op in ("placeholder", "get_attr")}
-    if any(storage_of(target) in inputs for node in sources for target in mutated_inputs(node)):
-        return {}
-    copies: dict[Node, Node] = {}
-    with graph.inserting_before(user):
-        for node in sources:
-            if node.op in ("placeholder", "get_attr"):
-                continue
-            copies[node] = _shifted_slice(graph, node, seen, tokens, copies) or _copy(graph, node, copies)
-            if _is_counter(node, tokens):
-                copies[node] = _shifted_counter(graph, node, seen, copies)
-            elif target_name(node) == "cumsum":
-                copies[node] = _shifted_sum(graph, node, seen, copies)
-    return copies
-
-
-def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
-    copied = graph.node_copy(node, lambda operand: copies.get(operand, operand))
-    copied.meta.pop(_MARK, None)
-    return copied
-
-
-def _with(graph: Graph, like: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
-    node = graph.call_function(target, args, kwargs or {})
-    node.meta = dict(like.meta)
-    return node
-
-
-def _is_counter(node: Node, tokens: Dim) -> bool:
-    """Whether the node is ``arange`` over the tokens, from some number in steps of 1."""
-    if target_name(node) != "arange" or shape_of(node) != (tokens,):
-        return False
-    given = dict(zip(("start", "end", "step") if len(node.args) > 1 else ("end",), node.args, strict=False))
-    given.update({name: value for name, value in node.kwargs.items() if name in ("start", "end", "step")})
-    return isinstance(given.get("start", 0), int) and bool(given.get("step", 1) == 1)
-
-
-def _shifted_counter(graph: Graph, node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
-    """A counter that goes on from ``seen``, rounded to its dtype once, as a longer one would be."""
-    dtype = recorded(node).dtype
-    if not dtype.is_floating_point or dtype.itemsize >= torch.float32.itemsize:
-        return _with(graph, node, torch.add, (copies[node], seen))
-    copies[node].update_kwarg("dtype", torch.float32)
-    later = _with(graph, node, torch.add, (copies[node], seen))
-    return _with(graph, node, Tensor.to, (later, dtype))
-
-
-def _shifted_sum(graph: Graph, node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
-    """A running sum of equal numbers, which goes on from ``seen`` of them."""
-    summed = node.args[0]
-    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else -1)
-    assert isinstance(summed, Node)
-    one = graph.call_method("narrow", (copies.get(summed, summed), dim, 0, 1))
-    one.meta = dict(node.meta)
-    return _with(graph, node, torch.add, (copies[node], _with(graph, node, torch.mul, (one, seen))))
-
-
-def _shifted_slice(graph: Graph, node: Node, seen: Node, tokens: Dim, copies: dict[Node, Node]) -> Node | None:
-    """``table[a : a + T]`` or ``table.narrow(dim, 0, T)``, ``seen`` rows further on; None for any other node."""
-    found = _rows_of_tokens(node, tokens)
-    if found is None:
-        return None
-    axis, bounds, rest = found
-    table = node.args[0]
-    assert isinstance(table, Node)
-    rows = graph.call_function(torch.arange, bounds, {"device": recorded(table).device})
-    rows.meta = {"nn_module_stack": node.meta.get("nn_module_stack")}
-    rows = _with(graph, rows, torch.add, (rows, seen))
-    picked = _with(graph, node, torch.index_select, (copies.get(table, table), axis, rows))
-    return picked if rest is None else graph.create_node(node.op, node.target, (picked, rest), {})
-
-
-def _rows_of_tokens(node: Node, tokens: Dim) -> tuple[int, tuple[Any, Any], Any] | None:
-    """Axis, first and end, and remaining index of a call that takes as many rows of a table as there are tokens."""
-    table = node.args[0] if node.args else None
-    shape = shape_of(table) if isinstance(table, Node) else None
-    if shape is None:
-        return None
-    if target_name(node) == "narrow":
-        dim, start, length = node.args[1:4] if len(node.args) == 4 else (None, None, None)
-        is_rows = isinstance(dim, int) and start == 0 and _is_tokens(length, tokens) and shape[dim] != tokens
-        return (dim, (0, length), None) if is_rows and isinstance(dim, int) else None
-    if target_name(node) != "getitem":
-        return None
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    if any(isinstance(part, (Node, Tensor)) for part in index):
-        return None
-    cuts = {place: _bounds(part, tokens) for place, part in enumerate(index) if isinstance(part, slice)}
-    picks = {place: bounds for place, bounds in cuts.items() if bounds is not None}
-    if len(picks) != 1:
-        return None
-    ((place, bounds),) = picks.items()
-    axis = _axis(index, place, len(shape))
-    if shape[axis] == tokens:
-        return None
-    return axis, bounds, (*index[:place], slice(None), *index[place + 1 :])
-
-
-def _bounds(cut: slice, tokens: Dim) -> tuple[int, Any] | None:
-    """First and end of a slice of as many rows as there are tokens, None of any other."""
-    first = cut.start or 0
-    counts = isinstance(first, int) and first >= 0 and cut.step in (None, 1) and _is_tokens(cut.stop, tokens, first)
-    return (first, cut.stop) if counts else None
-
-
-def _axis(index: tuple[Any, ...], place: int, ndim: int) -> int:
-    """Axis of the tensor that entry ``place`` of an index speaks of."""
-    taken = [part for part in index if part is not None and part is not Ellipsis]
-    axis = sum(part is not None and part is not Ellipsis for part in index[:place])
-    return axis + ndim - len(taken) if Ellipsis in index[:place] else axis
-
-
-def _is_tokens(size: Any, tokens: Dim, more: int = 0) -> bool:
-    value = recorded(size) if isinstance(size, Node) else size
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and dim_of(value) == tokens + more
-
-
-# -- proof -------------------------------------------------------------------------------------------------------------
 
 
 def _prove(trial: _Trial, entry: Entry, place: str) -> str | None:
@@ -348,7 +220,7 @@ class _Trial:
         self.operand = copies[entry.operand]
         self.user = graph.output(self.operand)
         self.gm = GraphModule(search.gm, graph)
-        shifted = _shift(graph, [copies[node] for node in sources], self.user, self.seen, search.tokens)
+        shifted = shift(graph, [copies[node] for node in sources], self.user, self.seen, search.tokens)
         self.flow = DataFlow(self.gm)
         if self.operand not in shifted:
             raise refuse_positions(entry.user, entry.origin, "they are written into a tensor that is kept")
