@@ -24,6 +24,7 @@ from kvpass.model import CompressedModel, Runtime, compressed_class
 from kvpass.policies import Policy
 from kvpass.recompress import Recompress
 from kvpass.rules import read_rules
+from kvpass.wrappers import check_wrappers, remove_wrappers
 
 
 def compile(
@@ -89,10 +90,12 @@ def compile(
     ropes = _rope_types(model)
     if "dynamic" in ropes:
         raise ValueError("rope_type='dynamic': its frequencies change as a sequence grows, those of kept keys cannot")
+    check_wrappers(model)
     compiler = check_compiler("backend", backend)
     name = str(model.config.name_or_path)
     rules = read_rules(policy, budget, recompress, window=window, options=policy_options, model_name=name)
     compiled = copy_structure(model)
+    remove_wrappers(compiled, model)
     compiled.__class__ = compressed_class(type(model))
     if type(model)._can_set_attn_implementation():  # else its own attention is found in the graph
         for module in compiled.modules():

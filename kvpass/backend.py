@@ -41,6 +41,7 @@ from kvpass.graphs.find_eager_attention import find_eager_attention_pass
 from kvpass.graphs.find_flash_attention import find_flash_attention_pass
 from kvpass.graphs.find_flex_attention import find_flex_attention_pass
 from kvpass.graphs.fold_alibi import fold_alibi_pass
+from kvpass.graphs.input_lookups import input_lookups
 from kvpass.graphs.late_guards import compile_guarded
 from kvpass.graphs.offset_positions import check_positions_pass, offset_positions_pass
 from kvpass.graphs.passes import PassRecord, run_passes
@@ -83,13 +84,34 @@ INDUCTOR_CONFIG = {"triton.decompose_sort_ops": True} if hasattr(inductor_config
 """Sorting (in MoE routers) with 16-bit indices would compile short and long prompts separately."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
-    """What a graph is called for; an ``observed`` extension also collects what the turn's queries see."""
+    """What a graph is called for; an ``observed`` extension also collects what the turn's queries see.
+
+    Attributes:
+        has_begun: the graph of the call was started. Without that the decoder answered by itself, without the cache.
+    """
 
     cache: CompressedCache
     phase: Phase
     observed: bool = False
+    has_begun: bool = False
+
+    def begin(self) -> None:
+        """Note that the graph starts; what it interrupts from here on may have overwritten entries of the cache."""
+        if self.has_begun:
+            raise RuntimeError("two graphs ran in one call: a graph break cuts the decoder in two")
+        self.has_begun = True
+        self.cache.interrupted = self.phase != "prefill" and self.cache.overwrites
+
+    def check_begun(self) -> None:
+        """Raise RuntimeError when no captured graph ran: then nothing was written to the cache."""
+        if not self.has_begun:
+            raise RuntimeError(
+                "the captured graph did not run, so the cache was not used and is unchanged: torch.compile is disabled "
+                "(TORCH_COMPILE_DISABLE, torch._dynamo.config.disable), or torch.compiler.set_stance has it run "
+                "eagerly; call the model outside of that"
+            )
 
 
 _CALL: ContextVar[Call] = ContextVar("kvpass_call")
@@ -217,10 +239,20 @@ class PhaseCompiler:
                 passes=(*captured.passes, *rewritten),
             )
         )
+        lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
         repeated = phase != "prefill" and not call.observed
         if device.type == "cuda" and repeated and self.cuda_graphs and self.compiler == "inductor":
             return self._graphed(captured, compiled, state_of, device)
-        return lambda *inputs: compiled(*inputs, *state_of(bound_call().cache).values())
+
+        def run(*inputs: Any) -> Any:
+            call = bound_call()
+            state = state_of(call.cache).values()
+            for lookup in lookups:
+                lookup.check(inputs)
+            call.begin()
+            return compiled(*inputs, *state)
+
+        return run
 
     @staticmethod
     def _graphed(
@@ -233,7 +265,9 @@ class PhaseCompiler:
         tokens = size_reader(captured.gm, example_value(find_sites(captured.gm)[0].q).shape[2])
 
         def run(*inputs: Any) -> Any:
-            state = list(state_of(bound_call().cache).values())
+            call = bound_call()
+            state = list(state_of(call.cache).values())
+            call.begin()
             if tokens(inputs) > MAX_CAPTURED_TOKENS:
                 return compiled(*inputs, *state)
             return step(inputs, state)

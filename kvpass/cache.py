@@ -49,6 +49,7 @@ class CompressedCache(CacheFace):
         super().__init__(layers=[])
         self._identity = weakref.ref(owner) if isinstance(owner, Identity) else None
         self._owner = reference(owner)
+        self._filled_by = owner.state
         self.policy = policy
         self.budget = budget
         self._forget()
@@ -211,11 +212,36 @@ class CompressedCache(CacheFace):
 
     # -- what a user reads ------------------------------------------------------------------------------------------
 
-    def belongs_to(self, policy: Policy, budget: Budget | None, owner: Owner) -> bool:
-        """Whether a model with these settings and the same parameters filled the cache."""
+    def check_owner(self, policy: Policy, budget: Budget | None, owner: Owner) -> None:
+        """Hold the cache against the model of a call: its settings, its tensors and what was written to them.
+
+        Raises:
+            CacheMismatchError: another model filled it, or this one before it changed; the message says which.
+        """
         filled, asked = self._owner(), reference(owner)()
-        same = filled == asked if isinstance(asked, tuple) else filled is asked
-        return same and self.policy == policy and self.budget == budget
+        if not (filled == asked if isinstance(asked, tuple) else filled is asked):
+            raise CacheMismatchError(f"{self!r} was made by another model")
+        if self.policy != policy:
+            raise CacheMismatchError(f"{self!r} has policy {self.policy.spec}, the model {policy.spec}")
+        if self.budget != budget:
+            raise CacheMismatchError(f"{self!r} has budget {self.budget}, the model {budget}")
+        self._check_state(owner)
+
+    def recheck_owner(self) -> None:
+        """Like :meth:`check_owner`, when a capture shows that modules of the model may have been replaced."""
+        identity = None if self._identity is None else self._identity()
+        if identity is not None:
+            identity.look_again()
+            self._check_state(identity)
+
+    def _check_state(self, owner: Owner) -> None:
+        if self.is_empty:
+            self._filled_by = owner.state
+        elif self._filled_by != owner.state:
+            raise CacheMismatchError(
+                f"{self!r} was filled by another state of this model: its weights were written to or replaced since, "
+                "or other adapters are active; prefill the prompt again"
+            )
 
     @property
     def geometry(self) -> Geometry:

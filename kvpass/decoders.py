@@ -58,13 +58,16 @@ class Decoders:
         self.compiler = compiler
         self._ends = _Ends()
         self._captured: dict[tuple[int, int, bool], Callable[..., Tensor]] = {}
+        self._hooks: tuple[int, ...] = ()
 
     @property
     def longest(self) -> int | None:
         """Tokens in all that the captures so far take; None when any number."""
         return min(self._ends.columns | self._ends.positions, default=None)
 
-    def prepare(self, forward: Forward, ids: Tensor, positions: Tensor, logits_to_keep: int) -> None:
+    def prepare(
+        self, forward: Forward, ids: Tensor, positions: Tensor, logits_to_keep: int, hooks: tuple[int, ...]
+    ) -> None:
         """Capture and compile what a call needs, without running it.
 
         What a decoder does with one token is recognised by what it does with several. These are captured first where
@@ -72,10 +75,14 @@ class Decoders:
 
         Args:
             forward: the model's; the same in every call. ids, positions, logits_to_keep: as of the call.
+            hooks: numbers of the hooks on its modules. Dynamo does not look whether they changed after a capture.
         Raises:
             ValueError: the decoder is not understood, is no single graph, is another one for other lengths, or does
                 not take so many tokens.
         """
+        if hooks != self._hooks:
+            self._captured.clear()
+            self._hooks = hooks
         key = _key(ids, logits_to_keep)
         if key not in self._captured:
             rows, kept, one = key
@@ -126,6 +133,7 @@ def _capture(captured: Callable[..., Tensor], ids: Tensor) -> None:
         return
     finally:
         _ONLY_CAPTURE.reset(token)
+    bound_call().check_begun()
 
 
 def _counted(ids: Tensor) -> Tensor:
@@ -164,6 +172,7 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, e
 
     # Dynamo keeps every backend for good: it must not keep the model
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        bound_call().cache.recheck_owner()
         decoder = CapturedDecoder(gm, example_inputs, compiler)
         several = _find_ends(decoder.graph.gm, max(logits_to_keep + 1, 2), ends)
 

@@ -34,7 +34,7 @@ def generate(
     Raises:
         ValueError: ``max_new_tokens`` is not positive, padding is not on the left, the module returns no logits, or it
             is a model of ``kvpass.compile``, which has a ``generate`` of its own.
-        RuntimeError: the module was not compiled by kvpass.
+        RuntimeError: the module was not compiled by kvpass, or torch ran it eagerly.
     """
     if isinstance(module, CompressedModel):
         raise ValueError("module: this one has a generate() of its own")
@@ -46,9 +46,14 @@ def generate(
     where = (mask.cumsum(1) - 1).clamp(min=0)
     finished = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
     sequence, new = ids, ids
-    with session(attention_mask):
-        for _ in range(max_new_tokens):
+    with session(attention_mask) as active:
+        for step in range(max_new_tokens):
             logits = module(new, where) if positions else module(new)
+            if active.calls != step + 1:
+                raise RuntimeError(
+                    "a call of the module ran no graph of kvpass, so nothing was compressed: compile it with "
+                    'torch.compile(module, backend="kvpass", fullgraph=True, dynamic=True)'
+                )
             if not isinstance(logits, Tensor):
                 raise ValueError(f"module returned a {type(logits).__name__}: must be logits [B, T, vocabulary]")
             new = logits[:, -1].argmax(-1, keepdim=True)

@@ -1,10 +1,18 @@
-"""What tells one model from another: in this process the parameter itself, in a file what the model looks like."""
+"""Fingerprints that match caches to models: exact within a process, by samples of the weights in a file.
+
+A cache holds keys and values, so it belongs to the weights that made them: parameters, persistent buffers (parts of a
+checkpoint, such as a router's correction bias or quantised weights) and the active adapters of PEFT.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +21,7 @@ from torch import Tensor, nn
 from kvpass.errors import CacheMismatchError
 
 SAMPLES = 256
-"""Elements of each parameter that the digest of the weights looks at, evenly spaced."""
+"""Elements of each tensor that the digest of the weights looks at, evenly spaced."""
 
 _IRRELEVANT = {
     *(
@@ -30,25 +38,85 @@ _IRRELEVANT = {
 }
 """Settings of a configuration that keys and values do not depend on, beside those whose name begins with ``_``."""
 
+_VERSION = attrgetter("_version")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of a model that are looked at in every call, found once.
+
+    Attributes:
+        ids: of the tensors of the checkpoint. counted: those of them that count how often they are written to, all but
+            tensors made in inference mode. adapters: layers of PEFT.
+        hooks: the dictionaries in which modules keep their forward hooks, by number of registration.
+    """
+
+    ids: tuple[int, ...]
+    counted: tuple[Tensor, ...]
+    adapters: tuple[Any, ...]
+    hooks: tuple[Mapping[int, Any], ...]
+
 
 class Identity:
     """Which model filled a cache.
 
     Args:
-        model: the decoder. Its parameters may change later; what is compared is always their present state.
+        model: the decoder. Its weights may change later; what is compared is always their present state.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.weights: Tensor = next(model.parameters())
+        self._parts: _Parts | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
+        return Identity(copy.deepcopy(self._model, memo))
+
+    @property
+    def weights(self) -> Tensor:
+        """The first parameter, which stands for the model where only one tensor can."""
+        return next(self._model.parameters())
+
+    def look_again(self) -> None:
+        """Find the parts again when they are next needed: modules may have been added, removed or replaced."""
+        self._parts = None
+
+    @property
+    def parts(self) -> _Parts:
+        if self._parts is None:
+            tensors = tuple(tensor for _, tensor in _checkpoint(self._model))
+            inner = list(self._model.modules())[1:]  # hooks of the model itself run around our forward
+            self._parts = _Parts(
+                tuple(map(id, tensors)),
+                tuple(tensor for tensor in tensors if not tensor.is_inference()),
+                tuple(module for module in inner if _is_adapter(module)),
+                tuple(hooks for module in inner for hooks in (module._forward_pre_hooks, module._forward_hooks)),
+            )
+        return self._parts
+
+    @property
+    def hooks(self) -> tuple[int, ...]:
+        """Numbers of the forward hooks on the modules; what was captured ran those of that moment."""
+        return tuple(chain.from_iterable(self.parts.hooks))
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What a filled cache is held against in every call: which tensors, how often written to, which adapters.
+
+        Writing through ``tensor.data`` is not counted by torch, and so not seen.
+        """
+        parts = self.parts
+        return parts.ids, sum(map(_VERSION, parts.counted)), tuple(map(_adapter_state, parts.adapters))
 
     def describe(self) -> dict[str, Any]:
-        """What is written beside a cache: class, dtype, configuration, digest of the weights; plain JSON."""
+        """What is written beside a cache: class, dtype, configuration, adapters, digest of the weights; plain JSON."""
         config = getattr(self._model, "config", None)
         return {
             "class": type(self._model).__name__,
             "dtype": str(self.weights.dtype),
             "config": {} if config is None else dict(_settings(config.to_dict())),
+            "adapters": [
+                f"{name}: {_adapter_state(layer)}" for name, layer in self._model.named_modules() if _is_adapter(layer)
+            ],
             "weights": weights_digest(self._model),
         }
 
@@ -73,24 +141,46 @@ class Identity:
                 raise CacheMismatchError(
                     f"the cache is of another model: its config.{name} is {theirs[name]}, here it is {ours[name]}"
                 )
+        if own["adapters"] != described["adapters"]:
+            raise CacheMismatchError("the cache was filled with other active adapters than the model has now")
         if own["weights"] != described["weights"]:
             raise CacheMismatchError("the cache is of another model: one of the same configuration with other weights")
 
 
-Owner: TypeAlias = Identity | Tensor | tuple[str, ...]
-"""By what a model is known in this process: its identity, a parameter, or the paths of its sites when it has none."""
+@dataclass(frozen=True)
+class GraphIdentity:
+    """Which module of the raw backend filled a cache; only the inputs of its graph are known.
+
+    Attributes:
+        weights: the first parameter, or the paths of the attention ops when there is none.
+        state: how often the parameters were written to.
+    """
+
+    weights: Tensor | tuple[str, ...]
+    state: tuple[int, ...]
+
+    @classmethod
+    def of(cls, inputs: Sequence[Any], paths: tuple[str, ...]) -> GraphIdentity:
+        """That of a graph which is called with ``inputs``."""
+        parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
+        counted = [tensor for tensor in parameters if not tensor.is_inference()]
+        return cls(parameters[0] if parameters else paths, (sum(map(_VERSION, counted)),))
+
+
+Owner: TypeAlias = Identity | GraphIdentity
+"""By what a model is known in this process."""
 
 
 def reference(owner: Owner) -> Callable[[], Tensor | tuple[str, ...] | None]:
-    """What owners are compared by, not kept alive: None once it is gone."""
-    known = owner.weights if isinstance(owner, Identity) else owner
+    """What stands for an owner, not kept alive: None once it is gone."""
+    known = owner.weights
     return weakref.ref(known) if isinstance(known, Tensor) else lambda: known
 
 
 def weights_digest(model: nn.Module) -> str:
-    """SHA-256 over name, shape, dtype and about ``SAMPLES`` evenly spaced elements of each parameter."""
+    """SHA-256 over name, shape, dtype and about ``SAMPLES`` evenly spaced elements of each tensor of a checkpoint."""
     found = hashlib.sha256()
-    for name, tensor in model.named_parameters():
+    for name, tensor in _checkpoint(model):
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(flat.numel() // SAMPLES, 1)].contiguous().cpu()
         found.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
@@ -107,3 +197,23 @@ def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from _settings(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", repr(value)
+
+
+def _checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers with their names, tied ones once."""
+    yield from model.named_parameters()
+    known: set[int] = set()
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in known:
+                known.add(id(buffer))
+                yield f"{path}.{name}", buffer
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Whether a module is a layer of PEFT, told by its properties: PEFT need not be installed."""
+    return isinstance(getattr(type(module), "active_adapters", None), property)
+
+
+def _adapter_state(layer: Any) -> str:
+    return f"{layer.active_adapters} {layer.disable_adapters} {layer.merged_adapters} {getattr(layer, 'scaling', None)}"

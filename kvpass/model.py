@@ -79,8 +79,9 @@ class CompressedModel:
         Args:
             input_ids: int64 ``[B, T]``. With an empty cache (or none) this is the prompt, left-padded if at all.
             attention_mask: ``[B, tokens seen + T]``; zeros may only stand before the prompt's first real token. Of a
-                decode step's only the shape is read, so as not to wait for the device.
-            position_ids: true positions ``[B, T]``; by default counted from the first real token.
+                mask on CUDA for one new token only the shape is read, so as not to wait for the device.
+            position_ids: true positions ``[B, T]``; by default counted from the first real token. Those of a prompt
+                must ascend by one: a row is one sequence.
             past_key_values: a :class:`CompressedCache` of this model, or None or any empty cache for a new prompt.
             logits_to_keep: compute logits of the last so many positions only; 0 = all.
         Returns:
@@ -90,6 +91,22 @@ class CompressedModel:
             ValueError: an argument that kvpass does not support was given, or one does not fit the cache, which is
                 then unchanged.
         """
+        output = self._forward(
+            input_ids, attention_mask, position_ids, past_key_values, logits_to_keep, use_cache is not False, kwargs
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    @torch._dynamo.disable  # also where torch.compile is put around: the decoder is compiled inside
+    def _forward(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        logits_to_keep: int,
+        use_cache: bool,
+        kwargs: dict[str, Any],
+    ) -> CausalLMOutputWithPast:
         _refuse_unsupported(kwargs)
         if input_ids is None:
             raise ValueError("input_ids=None: kvpass needs token ids; inputs_embeds is not supported")
@@ -100,6 +117,8 @@ class CompressedModel:
         if self.training:  # type: ignore[attr-defined]
             raise ValueError("the model is in training mode; call model.eval() first")
         runtime = self._kvpass
+        if input_ids.shape[1] > 1:  # a walk over the modules, too slow for every single token
+            runtime.identity.look_again()
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(past_key_values, CompressedCache) and not past_key_values.is_empty:
                 cache, logits = _continue(
@@ -109,8 +128,7 @@ class CompressedModel:
                 cache = _new_cache(runtime, past_key_values)
                 logits = _prefill(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
                 runtime.last_prompt = cache.record
-        output = CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)
-        return output.to_tuple() if return_dict is False else output
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache if use_cache else None)
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of transformers; with a filled cache, ids no longer than what it has seen are new tokens only.
@@ -176,8 +194,8 @@ class CompressedModel:
     def set_budget(self, budget: Budget | int | float | str | None) -> None:
         """Another budget for the prompts to come; compiled graphs stay, since none knows the budget.
 
-        Caches made before keep theirs: they are refused as of another model until it is set again. The report of the
-        last prompt is gone.
+        Caches made before keep theirs: they are refused, as of another budget, until it is set again. The report of
+        the last prompt is gone.
 
         Raises:
             ValueError: unreadable, below window + 1, missing, or given to a policy that has none; nothing changed.
@@ -259,8 +277,7 @@ def _new_cache(runtime: Runtime, given: Cache | None) -> CompressedCache:
     if given is None:
         return CompressedCache(rules.policy, rules.budget, runtime.identity)
     if isinstance(given, CompressedCache):
-        if not given.belongs_to(rules.policy, rules.budget, runtime.identity):
-            raise CacheMismatchError(f"past_key_values={given!r} belongs to another model")
+        given.check_owner(rules.policy, rules.budget, runtime.identity)
         return given
     if given.get_seq_length() > 0:
         raise CacheMismatchError(
@@ -290,6 +307,8 @@ def _prefill(
         position_ids = None if position_ids is None else torch.cat([position_ids, position_ids], 1)
     columns = torch.arange(ids.shape[1], device=ids.device)
     positions = _positions(position_ids, (columns - start.to(ids.device)[:, None]).clamp(min=0))
+    if position_ids is not None:
+        _check_ascending(positions, start, extra)
 
     return prefill(cache, start, ids.shape[1], *_graph_call(model, ids, positions, logits_to_keep), extra)
 
@@ -305,8 +324,7 @@ def _continue(
     runtime: Runtime = model._kvpass
     rules = runtime.rules
     b, t = input_ids.shape
-    if not cache.belongs_to(rules.policy, rules.budget, runtime.identity):
-        raise CacheMismatchError(f"past_key_values={cache!r} belongs to another model")
+    cache.check_owner(rules.policy, rules.budget, runtime.identity)
     cache = continued(cache, b, input_ids.device)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
@@ -314,8 +332,8 @@ def _continue(
                 f"attention_mask of shape {list(attention_mask.shape)}: must be [{b}, {cache.columns + t}], "
                 "tokens in the cache and new ones"
             )
-        if t > 1:
-            _check_mask(attention_mask.to(cache.device).bool(), cache)
+        if t > 1 or attention_mask.device.type == "cpu":
+            check_mask(attention_mask, cache)
     ids = input_ids.clone(memory_format=torch.contiguous_format)
     columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
     positions = _positions(position_ids, columns - cache.start[:, None])
@@ -327,9 +345,11 @@ def _continue(
     return cache, logits
 
 
-def _check_mask(given: Tensor, cache: CompressedCache) -> None:
-    """Whether a bool mask ``[B, columns + T]`` says of the columns what the cache knows."""
-    old, new = given.split([cache.columns, given.shape[1] - cache.columns], 1)
+def check_mask(given: Tensor, cache: CompressedCache) -> None:
+    """Whether a mask ``[B, columns + T]`` says of the columns what the cache knows."""
+    if bool(given.all()) and not bool(cache.start.any()):
+        return
+    old, new = given.to(cache.device).bool().split([cache.columns, given.shape[1] - cache.columns], 1)
     if not bool(new.all()):
         raise ValueError("attention_mask has zeros among the new tokens: padding is possible only before a prompt")
     wrong = (old != cache.attention_mask.bool()).any(1).nonzero()
@@ -348,14 +368,27 @@ def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
     return given.expand(computed.shape[0], -1).clone(memory_format=torch.contiguous_format)
 
 
+def _check_ascending(positions: Tensor, start: Tensor, extra: int) -> None:
+    """Whether positions ``[B, N]`` ascend by one from the first real column of each row on."""
+    columns = torch.arange(1, positions.shape[1], device=positions.device)
+    wrong = (positions.diff(dim=1) != 1) & (columns > start.to(positions.device)[:, None] + extra)
+    if bool(wrong.any()):
+        row, column = (int(place) for place in wrong.nonzero()[0])
+        raise ValueError(
+            f"position_ids: row {row} goes from {int(positions[row, column])} to {int(positions[row, column + 1])}; "
+            "positions of a prompt must ascend by one, packed sequences are not supported: give each its own row"
+        )
+
+
 def _graph_call(
     model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int
 ) -> tuple[Callable[[], None], Callable[[], Tensor]]:
     """What makes the graph of a call, and what runs it."""
     decoders: Decoders = model._kvpass.decoders
+    hooks = model._kvpass.identity.hooks
     forward = types.MethodType(original_class(model).forward, model)
     return (
-        lambda: decoders.prepare(forward, ids, positions, logits_to_keep),
+        lambda: decoders.prepare(forward, ids, positions, logits_to_keep, hooks),
         lambda: decoders(ids, positions, logits_to_keep),
     )
 

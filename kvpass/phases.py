@@ -32,9 +32,11 @@ def prefill(
     """
     try:
         cache.begin_prefill(start, columns, extra)
-        with bind_call(Call(cache, "prefill")):
+        call = Call(cache, "prefill")
+        with bind_call(call):
             prepare()
             result = run()
+        call.check_begun()
         cache.finish_prefill()
     except BaseException:
         cache.reset()
@@ -76,10 +78,11 @@ def append(
     record = None
     try:
         observed = tokens > 1 and cache.begin_turn(tokens, occasion)
-        with bind_call(Call(cache, "decode" if tokens == 1 else "extend", observed)):
+        call = Call(cache, "decode" if tokens == 1 else "extend", observed)
+        with bind_call(call):
             prepare()
-            cache.interrupted = cache.overwrites
             result = run()
+        call.check_begun()
         cache.interrupted = True
         cache.advance(tokens)
         if observed:

@@ -25,7 +25,8 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._dynamo import eval_frame
 from torch.fx import GraphModule
 
 from kvpass.backend import PhaseCompiler, check_compiler
@@ -40,6 +41,7 @@ from kvpass.graphs.length_guards import check_length, longest_length
 from kvpass.graphs.offset_positions import counts_positions
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.table_ends import table_end
+from kvpass.identity import GraphIdentity
 from kvpass.padding import first_real_column
 from kvpass.phases import append, continued, prefill
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
@@ -54,10 +56,13 @@ class Session:
     Attributes:
         attention_mask: ``[B, N]`` of the prompt, zeros before its real tokens; None when nothing is padded.
         cache: the compressed cache; None before the prompt was prefilled. Of a reusable one the session reads a copy.
+        calls: how many calls of a compiled module ended. One that torch ran eagerly is not among them: compare this
+            with your own count where the stance of torch.compiler may change inside the session.
     """
 
     attention_mask: Tensor | None = None
     cache: CompressedCache | None = None
+    calls: int = 0
 
 
 @contextmanager
@@ -65,8 +70,14 @@ def session(attention_mask: Tensor | None = None) -> Iterator[Session]:
     """Calls of raw-backend modules inside prefill into, then decode against, one cache of their own.
 
     Raises:
-        RuntimeError: on leaving, when no compiled module ran: Dynamo may have fallen back to eager mode.
+        RuntimeError: on entering, when ``torch.compiler.set_stance`` may have compiled modules run eagerly; on leaving,
+            when no compiled module ran: Dynamo may have fallen back to eager mode.
     """
+    if eval_frame._stance != eval_frame.DynamoStance():
+        raise RuntimeError(
+            f"torch.compiler.set_stance is in force ({eval_frame._stance.stance!r}): compiled modules may run eagerly, "
+            "without the cache; open the session under the default stance"
+        )
     opened = Session(attention_mask)
     token = _SESSION.set(opened)
     try:
@@ -148,7 +159,7 @@ class RawModule:
             return self._call(active, inputs)
 
     def _call(self, active: Session, inputs: tuple[Any, ...]) -> Any:
-        tokens, owner = self.tokens(inputs), self._owner(inputs)
+        tokens, owner = self.tokens(inputs), GraphIdentity.of(inputs, self.paths)
         if active.cache is None:
             cache, longest = CompressedCache(self.policy, self.budget, owner), self.longest
             check_length(longest, 0, tokens)
@@ -163,18 +174,17 @@ class RawModule:
             result, _ = append(cache, tokens, self.decoder.function, lambda: self.decoder(*inputs))
         cache.longest = longest
         active.cache = cache
+        active.calls += 1
         return result
 
-    def _owner(self, inputs: tuple[Any, ...]) -> Tensor | tuple[str, ...]:
-        """What calls of this module have in common, whatever graph they run: the first parameter, or else its sites."""
-        return next((value for value in inputs if isinstance(value, nn.Parameter)), self.paths)
-
-    def _check_owner(self, cache: CompressedCache, owner: Tensor | tuple[str, ...]) -> None:
-        if not cache.belongs_to(self.policy, self.budget, owner):
+    def _check_owner(self, cache: CompressedCache, owner: GraphIdentity) -> None:
+        try:
+            cache.check_owner(self.policy, self.budget, owner)
+        except CacheMismatchError as error:
             raise CacheMismatchError(
-                f"{cache!r} of this session was not filled by this graph's weights, policy and budget: another module "
-                "was called, or a graph break cuts this one in two (fullgraph=True says where)"
-            )
+                f"{error}. In this session another module was called before, or a graph break cuts this one in two "
+                "(fullgraph=True says where)"
+            ) from None
 
     def _start(self, attention_mask: Tensor | None, tokens: int) -> Tensor:
         start = first_real_column(attention_mask, self.rows, tokens)

@@ -96,7 +96,7 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
         (tight, {"input_ids": ids, "past_key_values": EncoderDecoderCache(foreign, DynamicCache())}, "Cache"),
         (stranger, {"input_ids": token, "past_key_values": cache}, "another model"),
         (same_shape, {"input_ids": token, "past_key_values": cache}, "another model"),
-        (other_budget, {"input_ids": token, "past_key_values": cache}, "another model"),
+        (other_budget, {"input_ids": token, "past_key_values": cache}, "has budget 16, the model 24"),
         (tight, {"input_ids": None}, "input_ids"),
         (tight, {"input_ids": torch.empty(1, 0, dtype=torch.int64)}, "input_ids"),
         (tight, {"input_ids": ids, "labels": ids}, "labels"),

@@ -1,0 +1,100 @@
+"""Inputs that are looked up in tables as they are: token ids, and positions that a caller gives.
+
+An index beyond a table is an error in eager mode, but compiled code on the CPU may end the process for it, and on CUDA
+it spoils the context. So inputs on the CPU are held against their tables before the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.nn.functional import embedding
+
+from kvpass.graphs.bind_state import placeholders
+from kvpass.graphs.fx_utils import module_path_of, recorded, shape_of, target_name
+
+_INDICES = {torch.int32, torch.int64}
+_SAME_VALUES = set("view reshape flatten unsqueeze squeeze expand contiguous to long int clone detach".split())
+
+
+@dataclass(frozen=True)
+class InputLookup:
+    """An input of the graph whose numbers must be in ``[lowest, rows)``, the rows of a table.
+
+    Attributes:
+        place: of the input among the graph's. name: as Dynamo recorded it.
+        lowest: 0, or minus the rows where negative numbers count from the end. module_path: where it is looked up.
+    """
+
+    place: int
+    name: str
+    lowest: int
+    rows: int
+    module_path: str
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Hold a call's input against the table; not on CUDA, where that would wait for the device.
+
+        Raises:
+            ValueError: a number is outside.
+        """
+        given = inputs[self.place]
+        if given.device.type != "cpu" or given.numel() == 0:
+            return
+        low, high = (int(bound) for bound in given.aminmax())
+        if low < self.lowest or high >= self.rows:
+            wrong = low if low < self.lowest else high
+            raise ValueError(
+                f"{self.name} has the value {wrong}, which {self.module_path or 'the module'} looks up in a table of "
+                f"{self.rows} rows: must be in [{self.lowest}, {self.rows})"
+            )
+
+
+def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
+    """Lookups of inputs in tables of a constant number of rows: embeddings, ``table[index]`` and ``index_select``."""
+    inputs = placeholders(gm)
+    found = set()
+    for node in gm.graph.nodes:
+        table, index, wraps = _lookup(node)
+        if table is None or index is None:
+            continue
+        index, (rows, *_) = _origin(index), shape_of(table) or (None,)
+        if index in inputs and isinstance(rows, int):
+            name = getattr(index._dynamo_source, "local_name", index.name)  # type: ignore[attr-defined]
+            found.add(InputLookup(inputs.index(index), name, -rows if wraps else 0, rows, module_path_of(node)))
+    return tuple(sorted(found, key=lambda lookup: (lookup.place, lookup.rows)))
+
+
+def _lookup(node: Node) -> tuple[Node | None, Node | None, bool]:
+    """Table and index of a call that picks rows, and whether negative numbers count from the end of the table."""
+    args, wraps = node.args, False
+    match target_name(node), len(args):
+        case "embedding", count if count >= 2 and node.target is embedding:
+            index, table = args[:2]
+        case "index_select", 3 if args[1] == 0:
+            table, _, index = args
+        case "getitem", 2:
+            table, index = args
+            wraps = True
+        case _:
+            return None, None, False
+    if not (isinstance(table, Node) and isinstance(index, Node) and isinstance(recorded(index), Tensor)):
+        return None, None, False
+    if recorded(index).dtype not in _INDICES or shape_of(table) is None:
+        return None, None, False
+    return table, index, wraps
+
+
+def _origin(index: Node) -> Node:
+    """The input that an index is only another view of, or the index itself."""
+    while index.op in ("call_method", "call_function") and target_name(index) in _SAME_VALUES:
+        operand = index.args[0]
+        if not isinstance(operand, Node):
+            break
+        index = operand
+    return index

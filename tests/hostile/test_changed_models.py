@@ -1,0 +1,162 @@
+"""A model that changes while caches of it are alive: another checkpoint, other adapters, hooks on its modules."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import kvpass
+from kvpass.testing import random_ids, tiny_model
+
+OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
+
+
+def small(family="llama", **changes):
+    return tiny_model(family, **({"num_hidden_layers": 2} | changes))
+
+
+def with_adapters():
+    model = small()
+    for name in ("one", "two"):
+        model.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "v_proj"]), name)
+    model.set_adapter("one")
+    return model.eval()
+
+
+def steps(fast, cache):
+    """Logits of a token and of a turn, each on a copy of the cache."""
+    return [fast(random_ids(1, t, seed=t), past_key_values=cache.clone()).logits for t in (1, 4)]
+
+
+def refused(fast, cache, message, lengths=(1, 4)):
+    for tokens in lengths:
+        columns = cache.columns
+        with pytest.raises(kvpass.CacheMismatchError, match=message):
+            fast(random_ids(1, tokens), past_key_values=cache)
+        assert cache.columns == columns
+
+
+def test_weights_written_to_after_the_prefill_are_noticed():
+    fast = kvpass.compile(small(), **OPTIONS)
+    cache = fast(random_ids(1, 60)).past_key_values
+    before = steps(fast, cache)
+    saved = copy.deepcopy(fast.state_dict())
+    with torch.no_grad():
+        fast.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    refused(fast, cache, "weights were written to or replaced")
+    later = fast(random_ids(1, 60)).past_key_values
+    assert not torch.equal(steps(fast, later)[0], before[0]), "a prompt that is prefilled again works"
+    fast.load_state_dict(saved)
+    refused(fast, later, "weights were written to or replaced")
+
+
+def test_a_replaced_module_is_noticed_by_a_call_of_several_tokens():
+    fast = kvpass.compile(small(), **OPTIONS)
+    cache = fast(random_ids(1, 60)).past_key_values
+    steps(fast, cache)
+    fast.model.layers[0].mlp = copy.deepcopy(fast.model.layers[1].mlp)
+    refused(fast, cache, "weights were written to or replaced", lengths=[4, 1])
+    steps(fast, fast(random_ids(1, 60)).past_key_values)
+
+
+def test_a_cache_that_is_filled_again_belongs_to_the_model_of_now():
+    fast = kvpass.compile(small(), **OPTIONS)
+    cache = fast(random_ids(1, 60)).past_key_values
+    with torch.no_grad():
+        fast.model.norm.weight.mul_(2)
+    cache.reset()
+    fast(random_ids(1, 60), past_key_values=cache)
+    steps(fast, cache)
+
+
+def test_an_adapter_that_is_activated_after_the_prefill_is_noticed():
+    model = with_adapters()
+    fast = kvpass.compile(model, **OPTIONS)
+    cache = fast(random_ids(1, 60)).past_key_values
+    of_one = steps(fast, cache)
+    fast.set_adapter("two")
+    refused(fast, cache, "other adapters are active")
+    of_two = steps(fast, fast(random_ids(1, 60)).past_key_values)
+    assert not torch.equal(of_one[0], of_two[0])
+    fast.disable_adapters()
+    refused(fast, cache, "other adapters are active")
+    fast.enable_adapters()
+    fast.set_adapter("one")
+    assert torch.equal(steps(fast, cache)[0], of_one[0]), "with its own adapters the cache goes on"
+    fast.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["gate_proj"]), "three")
+    fast.eval()
+    refused(fast, cache, "written to or replaced|other adapters are active")
+
+
+def test_a_file_knows_the_adapters_and_the_persistent_buffers(tmp_path):
+    path = tmp_path / "cache.kv"
+    model = with_adapters()
+    fast = kvpass.compile(model, **OPTIONS)
+    fast(random_ids(1, 60)).past_key_values.save(path)
+    kvpass.load_cache(path, fast)
+    fast.set_adapter("two")
+    with pytest.raises(kvpass.CacheMismatchError, match="other active adapters"):
+        kvpass.load_cache(path, fast)
+
+    changes = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    model = tiny_model("deepseek_v3", **changes)
+    fast = kvpass.compile(model, **OPTIONS)
+    fast(random_ids(1, 60)).past_key_values.save(path)
+    other = copy.deepcopy(model)
+    bias = next(b for name, b in other.named_buffers() if name.endswith("e_score_correction_bias"))
+    bias += torch.arange(4.0)
+    with pytest.raises(kvpass.CacheMismatchError, match="other weights"):
+        kvpass.load_cache(path, kvpass.compile(other, **OPTIONS))
+
+
+def test_models_that_share_their_first_parameter_are_told_apart():
+    model, other = small(), small(seed=1)
+    other.model.embed_tokens = model.model.embed_tokens
+    one, two = (kvpass.compile(given, **OPTIONS) for given in (model, other))
+    cache = one(random_ids(1, 60)).past_key_values
+    assert two.model.embed_tokens.weight is one.model.embed_tokens.weight
+    refused(two, cache, "weights were written to or replaced")
+    twin = kvpass.compile(model, **OPTIONS)
+    assert torch.equal(steps(twin, cache)[0], steps(one, cache)[0]), "another copy of the same model may have it"
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_are_honoured_whenever_they_are_registered(kind):
+    def doubled(module, args, output=None):
+        return (args[0] * 2,) if output is None else output * 2
+
+    model = small()
+    early, late = (kvpass.compile(given, **OPTIONS) for given in (copy.deepcopy(model), model))
+    getattr(early.model.layers[1].mlp, kind)(doubled)
+    expected = early(random_ids(1, 60))
+    plain = late(random_ids(1, 60))
+    after_plain = steps(late, plain.past_key_values)
+    handle = getattr(late.model.layers[1].mlp, kind)(doubled)
+    hooked = late(random_ids(1, 60))
+    assert torch.equal(hooked.logits, expected.logits) and not torch.equal(hooked.logits, plain.logits)
+    for found, wanted in zip(steps(late, hooked.past_key_values), steps(early, expected.past_key_values), strict=True):
+        assert torch.equal(found, wanted)
+    handle.remove()
+    assert torch.equal(late(random_ids(1, 60)).logits, plain.logits)
+    for found, wanted in zip(steps(late, plain.past_key_values), after_plain, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_raw_module_whose_weights_were_written_to_is_noticed():
+    model = small()
+
+    def logits(ids, positions):
+        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
+    options = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager"}
+    compiled = torch.compile(logits, backend="kvpass", options=options, fullgraph=True, dynamic=True)
+    with torch.no_grad(), kvpass.session() as session:
+        compiled(random_ids(1, 40), torch.arange(40)[None])
+        compiled(random_ids(1, 1), torch.tensor([[40]]))
+        model.model.norm.weight.mul_(2)
+        with pytest.raises(kvpass.CacheMismatchError, match="weights were written to"):
+            compiled(random_ids(1, 1), torch.tensor([[41]]))
+        assert session.cache.columns == 41 and session.calls == 2

@@ -1,0 +1,220 @@
+"""Ways in which torch or a library runs a model without the captured graph: an error, never an uncompressed answer."""
+
+from __future__ import annotations
+
+import types
+
+import accelerate
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+
+import kvpass
+from kvpass.testing import FAMILIES, assert_close, compiled_once, random_ids, tiny_model
+
+SAMPLE = ["llama", "gemma3"]
+OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
+NOT_RUN = "the captured graph did not run"
+
+
+def families():
+    return [pytest.param(f, marks=[] if f in SAMPLE else pytest.mark.exhaustive) for f in FAMILIES]
+
+
+@pytest.mark.parametrize("family", families())
+def test_a_stance_that_runs_the_decoder_eagerly_is_an_error(family):
+    fast = kvpass.compile(tiny_model(family), **OPTIONS)
+    ids = random_ids(1, 60)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=NOT_RUN):
+        fast(ids)
+    cache = fast(ids).past_key_values
+    for new in (random_ids(1, 1, seed=1), random_ids(1, 5, seed=2)):
+        expected = fast(new, past_key_values=cache.clone()).logits
+        with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=NOT_RUN):
+            fast(new, past_key_values=cache)
+        assert cache.columns == 60
+        with torch.compiler.set_stance("eager_on_recompile"):
+            assert torch.equal(fast(new, past_key_values=cache.clone()).logits, expected)
+
+
+@pytest.mark.parametrize("stance", ["eager_on_recompile", "force_eager"])
+def test_a_first_step_that_is_not_captured_leaves_the_cache_as_it_was(stance):
+    fast, same = (kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS) for _ in range(2))
+    cache = fast(random_ids(1, 60)).past_key_values
+    token = random_ids(1, 1, seed=1)
+    with torch.compiler.set_stance(stance), pytest.raises(RuntimeError, match=NOT_RUN):
+        fast(token, past_key_values=cache)
+    expected = same(token, past_key_values=same(random_ids(1, 60)).past_key_values).logits
+    assert cache.columns == 60
+    assert torch.equal(fast(token, past_key_values=cache).logits, expected)
+
+
+def test_another_backend_forced_on_everything_is_an_error():
+    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS)
+    with torch.compiler.set_stance("default", force_backend="eager"), pytest.raises(RuntimeError, match=NOT_RUN):
+        fast(random_ids(1, 60))
+    assert fast(random_ids(1, 60)).past_key_values.columns == 60
+
+
+def test_a_disabled_compiler_is_an_error():
+    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS)
+    with torch._dynamo.config.patch(disable=True), pytest.raises(RuntimeError, match=f"{NOT_RUN}|no compiled frames"):
+        fast(random_ids(1, 60))
+
+
+def test_an_evicting_cache_is_not_called_interrupted_when_nothing_ran():
+    _, fast = compiled_once("llama", layers=2, policy="h2o", **OPTIONS)
+    cache = fast(random_ids(1, 60)).past_key_values
+    token = random_ids(1, 1, seed=1)
+    fast(token, past_key_values=cache)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=NOT_RUN):
+        fast(token, past_key_values=cache)
+    assert not cache.interrupted and cache.columns == 61
+    fast(token, past_key_values=cache)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("wrapper", ["model", "forward", "nn.Module.compile"])
+def test_torch_compile_around_a_compiled_model_changes_nothing(wrapper, fullgraph):
+    model = tiny_model("llama", num_hidden_layers=2)
+    plain, fast = (kvpass.compile(model, **OPTIONS) for _ in range(2))
+    call = torch.compile(fast, backend="eager", fullgraph=fullgraph) if wrapper == "model" else fast
+    if wrapper == "forward":
+        fast.forward = torch.compile(fast.forward, backend="eager", fullgraph=fullgraph)
+    elif wrapper == "nn.Module.compile":
+        fast.compile(backend="eager", fullgraph=fullgraph)
+    ids, token = random_ids(1, 60), random_ids(1, 1, seed=1)
+    try:
+        cache = call(ids).past_key_values
+    except torch._dynamo.exc.Unsupported:
+        assert fullgraph
+        return
+    assert isinstance(cache, kvpass.CompressedCache)
+    expected = plain(token, past_key_values=plain(ids).past_key_values).logits
+    assert torch.equal(call(token, past_key_values=cache).logits, expected)
+
+
+# -- forward set on the instance ---------------------------------------------------------------------------------------
+
+
+def compiled_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+def forward_compiled_twice(model):
+    model.forward = torch.compile(torch.compile(model.forward, backend="eager"), backend="eager")
+
+
+def hooks_taken_off_again(model):
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    remove_hook_from_submodules(model)
+
+
+def hooks_that_move_nothing(model):
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
+def compiled_layer_forwards(model):
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend="eager")
+        layer.mlp.compile(backend="eager")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [compiled_forward, forward_compiled_twice, hooks_taken_off_again, hooks_that_move_nothing, compiled_layer_forwards],
+)
+def test_a_replaced_forward_that_changes_nothing_is_left_out_of_the_copy(change):
+    model = tiny_model("llama", num_hidden_layers=2)
+    plain = kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS)
+    change(model)
+    before = dict(model.__dict__)
+    fast = kvpass.compile(model, **OPTIONS)
+    ids, token = random_ids(1, 60), random_ids(1, 1, seed=1)
+    caches = [one(ids).past_key_values for one in (fast, plain)]
+    assert all(isinstance(cache, kvpass.CompressedCache) for cache in caches)
+    logits = [one(token, past_key_values=cache).logits for one, cache in zip((fast, plain), caches, strict=True)]
+    assert torch.equal(*logits)
+    assert model.__dict__ == before, "the user's model keeps what was set on it"
+    assert_close("original", model(ids, use_cache=False).logits, plain(ids, use_cache=False).logits, atol=1e-4)
+
+
+def offloaded_to_the_cpu(model):
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def offloaded_partly(model):
+    accelerate.dispatch_model(model, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
+    accelerate.cpu_offload(model.lm_head, execution_device=torch.device("cpu"))
+
+
+def own_hook(model):
+    add_hook_to_module(model.model.layers[0], ModelHook())
+
+
+def own_forward(model):
+    original = model.forward
+    model.forward = lambda *args, **kwargs: original(*args, **kwargs)
+
+
+def own_method(model):
+    def forward(self, *args, **kwargs):
+        return type(self).forward(self, *args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (offloaded_to_the_cpu, "weights of LlamaForCausalLM are on .*meta.*without offload"),
+        (offloaded_partly, "weights of LlamaForCausalLM are on cpu, meta"),
+        (own_hook, r"model\.layers\.0 has the accelerate hook ModelHook"),
+        (own_forward, "forward of this LlamaForCausalLM was replaced on the instance"),
+        (own_method, "forward of this LlamaForCausalLM was replaced on the instance"),
+    ],
+)
+def test_a_replaced_forward_that_may_change_something_is_refused(change, message):
+    model = tiny_model("llama", num_hidden_layers=2)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        kvpass.compile(model, **OPTIONS)
+
+
+# -- raw modules -------------------------------------------------------------------------------------------------------
+
+
+def raw():
+    model = tiny_model("llama", num_hidden_layers=2)
+
+    def logits(ids, positions):
+        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
+    options = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager"}
+    return torch.compile(logits, backend="kvpass", options=options, fullgraph=True, dynamic=True)
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "eager_then_compile"])
+def test_no_session_under_a_stance_that_may_run_modules_eagerly(stance):
+    compiled = raw()
+    with torch.compiler.set_stance(stance):
+        with pytest.raises(RuntimeError, match="default stance"), kvpass.session():
+            pass
+        with pytest.raises(RuntimeError, match="default stance"):
+            kvpass.generate(compiled, random_ids(1, 40), max_new_tokens=3, positions=True)
+
+
+def test_generate_notices_a_step_that_ran_eagerly():
+    compiled = raw()
+    steps = []
+
+    def changing(ids, positions):
+        steps.append(ids)
+        if len(steps) < 2:
+            return compiled(ids, positions)
+        with torch.compiler.set_stance("force_eager"):
+            return compiled(ids, positions)
+
+    with pytest.raises(RuntimeError, match="ran no graph of kvpass"):
+        kvpass.generate(changing, random_ids(1, 40), max_new_tokens=3, positions=True)
+    assert len(steps) == 2
