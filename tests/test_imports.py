@@ -33,7 +33,7 @@ LAYERS = """
     cuda_graphs
     backend
     captured
-    decoders report phases
+    decoders report phases wrappers
     model raw
     generation
     api
