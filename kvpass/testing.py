@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,6 +248,96 @@ def assert_close(label: str, actual: Tensor, expected: Tensor, *, atol: float, r
     torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol, msg=lambda text: f"{label}: {text}")
 
 
+EPS = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What float64 gives, and how far from it rounding may take a computation in float32, number by number.
+
+    The rounding errors of a sum of n terms add up like random steps: ``EPS * sqrt(n)`` times the sum of the terms'
+    sizes is about four standard deviations of one that is computed term by term, and any order does better.
+    """
+
+    value: Tensor
+    error: Tensor
+
+    @staticmethod
+    def cat(parts: Sequence[Exact], dim: int = 0) -> Exact:
+        return Exact(*(torch.cat([getattr(part, name) for part in parts], dim) for name in ("value", "error")))
+
+    def view(self, *shape: int) -> Exact:
+        return Exact(self.value.reshape(shape), self.error.reshape(shape))
+
+
+def assert_rounded(label: str, actual: Tensor, exact: Exact) -> None:
+    """Whether a tensor is the exact one but for rounding, that to its own dtype included."""
+    assert actual.shape == exact.value.shape, f"{label}: shape {tuple(actual.shape)} for {tuple(exact.value.shape)}"
+    allowed = exact.error + torch.finfo(actual.dtype).eps / 2 * exact.value.abs().nan_to_num(posinf=0.0)
+    away = (actual.cpu().double() - exact.value).abs()
+    wrong = ~((actual.cpu() == exact.value) | (away <= allowed))
+    if bool(wrong.any()):
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{label}: {int(wrong.sum())} of {wrong.numel()} numbers are off, the first at {at}: "
+            f"{actual[at]} for {exact.value[at]}, and rounding is worth {allowed[at]:.1e}"
+        )
+
+
+@dataclass(frozen=True)
+class ExactAttention:
+    """Output ``[..., T, Dv]``, log-sum-exp ``[..., T]`` and weights ``[..., T, S]`` of an attention."""
+
+    out: Exact
+    lse: Exact
+    weights: Exact
+
+
+def exact_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    hidden: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    rounds_weights: bool = False,
+) -> ExactAttention:
+    """Attention from its definition. On the CPU; the leading axes broadcast.
+
+    Args:
+        q: ``[..., T, D]``. k: ``[..., S, D]``. v: ``[..., S, Dv]``. hidden: bool ``[..., T, S]``, by default nothing.
+        sinks: one more logit, broadcast to ``[..., T]``.
+        rounds_weights: whether the computation may round the weights to the dtype of the values.
+    """
+    half = torch.finfo(v.dtype).eps / 2 if rounds_weights else 0.0
+    q, k, v = (x.cpu().double() for x in (q, k, v))
+    logits = q @ k.mT * scale
+    size = q.abs() @ k.abs().mT * abs(scale)
+    if softcap is not None:
+        capped = torch.tanh(logits / softcap)
+        logits, size = softcap * capped, size * (1 - capped**2) + softcap
+    if hidden is not None:
+        logits, size = logits.masked_fill(hidden, -torch.inf), size.masked_fill(hidden, 0.0)
+    seen = logits.isfinite().sum(-1).double()
+    if sinks is not None:
+        extra = sinks.cpu().double().expand(logits.shape[:-1])[..., None]
+        logits, size = torch.cat([logits, extra], -1), torch.cat([size, extra.abs()], -1)
+    lse = logits.logsumexp(-1)
+    weights = (logits - lse[..., None]).exp().nan_to_num()[..., : v.shape[-2]]
+    out = weights @ v
+    # An error d_j of a logit moves the output by w_j d_j (v_j - out); the mean of |v_j - out| is at most the deviation.
+    shift = EPS * (q.shape[-1] ** 0.5 + 2) * size.amax(-1)
+    total = EPS * (seen**0.5 + 4)  # relative, of a sum over the columns and of the exponentials in it
+    deviation = (weights @ v**2 - out**2).clamp(min=0.0).sqrt()
+    return ExactAttention(
+        Exact(out, shift[..., None] * deviation + (total[..., None] + half) * (weights @ v.abs())),
+        Exact(lse, shift + total + EPS * lse.abs().nan_to_num(posinf=0.0)),
+        Exact(weights, (2 * shift + total)[..., None] * weights),
+    )
+
+
 @dataclass
 class DecodeCase:
     """Arguments of one ``attend_cache`` call, by the names of its kernels; what none of them may read is NaN."""
@@ -269,6 +361,30 @@ class DecodeCase:
     def memory(self) -> list[Tensor]:
         """What the call may write, and what it must not."""
         return [self.pool_k, self.pool_v, self.tail_k, self.tail_v]
+
+    def exact(self, *, rounds_weights: bool = False) -> Exact:
+        """Output ``[B, H, T, Dv]``, one row and KV head after another."""
+        (rows, heads, tokens, _), kv_heads = self.q.shape, self.k.shape[1]
+        group, used = heads // kv_heads, int(self.tail_used)
+        outs = []
+        for row, head in itertools.product(range(rows), range(kv_heads)):
+            segment = slice(*self.offsets[row, self.layer * kv_heads + head :][:2].tolist())
+            held = (self.layer, row, head, slice(int(self.tail_start[row]), used))
+            keys = torch.cat([self.pool_k[row, segment], self.tail_k[held], self.k[row, head]])
+            values = torch.cat([self.pool_v[row, segment], self.tail_v[held], self.v[row, head]])
+            of_head = slice(head * group, (head + 1) * group)
+            found = exact_attention(
+                self.q[row, of_head],
+                keys,
+                values,
+                self.scale,
+                hidden=torch.arange(len(keys)) > torch.arange(len(keys) - tokens, len(keys))[:, None],
+                softcap=self.softcap,
+                sinks=None if self.sinks is None else self.sinks[of_head, None],
+                rounds_weights=rounds_weights,
+            )
+            outs.append(found.out)
+        return Exact.cat(outs).view(rows, heads, tokens, -1)
 
 
 def decode_case(

@@ -1,4 +1,4 @@
-"""Prefill attention on Triton's interpreter against a masked softmax in double precision and the eager reference."""
+"""Prefill attention on Triton's interpreter, and the eager reference, against attention in double precision."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvpass.kernels import prefill_attention as module
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.prefill_attention import flash_attention_varlen, flash_takes, prefill_attention
 from kvpass.reference import causal_attention
+from kvpass.testing import EPS, Exact, assert_rounded, exact_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
 
@@ -24,7 +25,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = KernelConfig.of(4, 1, BLOCK_Q=32, BLOCK_K=16)
 UNEVEN = KernelConfig.of(4, 1, BLOCK_Q=16, BLOCK_K=64)
 LARGE = KernelConfig.of(4, 1, BLOCK_Q=256, BLOCK_K=256)
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 
 @dataclass(frozen=True)
@@ -92,27 +92,28 @@ def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.torch, "empty", filled)
 
 
-def brute_force(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, case: Case, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp from the full logits, in double precision; zeros and -inf in padding."""
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, case: Case, sinks: Tensor | None = None
+) -> tuple[Exact, Exact]:
+    """Output and log-sum-exp; zeros and -inf in padding."""
     group = q.shape[1] // k.shape[1]
-    q, k, v = (x.double().cpu() for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
     start, n = start.cpu(), q.shape[2]
-    logits = q @ k.mT * scale
-    if case.softcap is not None:
-        logits = case.softcap * torch.tanh(logits / case.softcap)
-    row, column = torch.arange(n)[:, None], torch.arange(n)[None]
+    row, column = torch.arange(n)[:, None], torch.arange(n)
     seen = (column <= row) & (column >= start[:, None, None])
     if case.sliding_window is not None:
         seen &= row - column < case.sliding_window
-    logits = logits.masked_fill(~seen[:, None], float("-inf"))
-    if sinks is not None:
-        extra = sinks.double().cpu()[None, :, None, None].expand(*logits.shape[:3], 1)
-        logits = torch.cat([logits, extra], 3)
-    padding = (torch.arange(n) < start[:, None])[:, None]
-    out = (logits.softmax(3)[..., :n].nan_to_num() @ v).masked_fill(padding[..., None], 0.0)
-    return out, logits.logsumexp(3).masked_fill(padding, float("-inf"))
+    found = exact_attention(
+        q,
+        k.repeat_interleave(group, 1),
+        v.repeat_interleave(group, 1),
+        scale,
+        hidden=~seen[:, None],
+        softcap=case.softcap,
+        sinks=None if sinks is None else sinks[:, None],
+        rounds_weights=case.dtype != torch.float32,
+    )
+    padding = (column < start[:, None])[:, None]
+    return found.out, Exact(found.lse.value.masked_fill(padding, float("-inf")), found.lse.error)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -122,24 +123,24 @@ def test_output_and_lse_are_those_of_a_masked_softmax(case: Case) -> None:
     out, lse = prefill_attention(
         q, k, v, start, scale, case.sliding_window, case.softcap, sinks, case.config if DEVICE == "cpu" else None
     )
-    expected_out, expected_lse = brute_force(q, k, v, start, scale, case, sinks)
-    tolerance = TOLERANCE[case.dtype]
+    expected_out, expected_lse = exact(q, k, v, start, scale, case, sinks)
     assert out.dtype == q.dtype
     assert lse.dtype == torch.float32
-    torch.testing.assert_close(out.double().cpu(), expected_out, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=1e-5, rtol=1e-5)
+    assert_rounded("out", out, expected_out)
+    assert_rounded("lse", lse, expected_lse)
 
 
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (3.0, True)])
-def test_each_row_is_what_the_eager_reference_computes_of_it_alone(softcap: float | None, with_sinks: bool) -> None:
+def test_the_eager_reference_computes_the_same_of_each_row_alone(softcap: float | None, with_sinks: bool) -> None:
     case = Case(70, 64, heads=4, kv_heads=2, starts=(0, 13, 69), softcap=softcap, sinks=with_sinks)
     q, k, v, start, sinks = case.tensors()
-    out, _ = prefill_attention(q, k, v, start, 0.3, softcap=softcap, sinks=sinks)
+    expected, _ = exact(q, k, v, start, 0.3, case, sinks)
+    assert_rounded("kernel", prefill_attention(q, k, v, start, 0.3, softcap=softcap, sinks=sinks)[0], expected)
+    out = torch.zeros_like(q)
     for row, first in enumerate(case.starts):
         live = (slice(row, row + 1), slice(None), slice(first, None))
-        expected = causal_attention(q[live], k[live], v[live], 0.3, softcap, sinks)
-        torch.testing.assert_close(out[live], expected, atol=1e-5, rtol=1e-5)
-        assert not out[row, :, :first].any()
+        out[live] = causal_attention(q[live], k[live], v[live], 0.3, softcap, sinks)
+    assert_rounded("eager", out, expected)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
@@ -159,19 +160,21 @@ def test_contract_4_padding_changes_no_bit(sliding_window: int | None) -> None:
 def test_equal_scores_average_the_values() -> None:
     q, k, v, start, _ = Case(50, 64).tensors()
     out, lse = prefill_attention(q, torch.zeros_like(k), v, start, 1.0)
-    count = torch.arange(1, 51, device=DEVICE)
-    expected = (v.double().cumsum(2) / count[:, None]).float().expand_as(out)
-    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(lse, count.float().log().expand_as(lse), atol=1e-6, rtol=1e-6)
+    count = torch.arange(1, 51, dtype=torch.float64)
+    rounding = EPS * (count**0.5 + 4)
+    v = v.cpu().double().expand(out.shape)
+    mean, size = (x.cumsum(2) / count[:, None] for x in (v, v.abs()))
+    assert_rounded("out", out, Exact(mean, rounding[:, None] * size))
+    assert_rounded("lse", lse, Exact(count.log().expand(lse.shape), rounding.expand(lse.shape)))
 
 
 def test_large_logits_do_not_overflow() -> None:
     case = Case(40, 64, dtype=torch.float16)
     q, k, v, start, _ = case.tensors()
     out, lse = prefill_attention(q * 30, k * 30, v, start, 1.0)
-    expected_out, expected_lse = brute_force(q * 30, k * 30, v, start, 1.0, case, None)
-    torch.testing.assert_close(out.double().cpu(), expected_out, atol=2e-3, rtol=2e-3)
-    torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=1e-2, rtol=1e-6)
+    expected_out, expected_lse = exact(q * 30, k * 30, v, start, 1.0, case)
+    assert_rounded("out", out, expected_out)
+    assert_rounded("lse", lse, expected_lse)
 
 
 @pytest.mark.parametrize("start_dtype", [torch.int32, torch.int64])
@@ -254,9 +257,9 @@ def test_flash_attention_gets_the_padding_as_sequences_of_their_own(
     q, k, v, start, _ = case.tensors()
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen_attention)
     out, lse = flash_attention_varlen(q, k, v, start, 0.125, sliding_window)
-    expected_out, expected_lse = brute_force(q, k, v, start, 0.125, case, None)
-    torch.testing.assert_close(out.double(), expected_out, atol=2e-3, rtol=2e-3)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+    expected_out, expected_lse = exact(q, k, v, start, 0.125, case)
+    assert_rounded("out", out, expected_out)
+    assert_rounded("lse", lse, expected_lse)
     assert out.transpose(1, 2).is_contiguous()
     assert lse.is_contiguous()
 

@@ -1,4 +1,4 @@
-"""Decode and extend kernels, in Triton's interpreter, against the eager reference. What they must not read is NaN."""
+"""Decode and extend kernels, in Triton's interpreter, and the eager reference. What they must not read is NaN."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import TAIL_TILE, attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.kernels.tile_map import tile_map
-from kvpass.testing import DecodeCase, decode_case
+from kvpass.testing import DecodeCase, Exact, assert_rounded, decode_case
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 SPLIT = KernelConfig.of(4, 2, BLOCK_S=16)
 EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
 
@@ -43,6 +42,10 @@ def extend(case: DecodeCase, config: KernelConfig | None = EXTEND) -> Tensor:
 BOTH = (ragged, extend)
 
 
+def exact(case: DecodeCase) -> Exact:
+    return case.exact(rounds_weights=case.q.dtype != torch.float32)
+
+
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
@@ -50,17 +53,16 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(case: DecodeCase, ways: Sequence[Callable[[DecodeCase], Tensor]] = BOTH) -> None:
-    """Output close to the reference, tail equal to the reference's bit for bit, pool untouched."""
-    expected = copied(case)
+    """Output exact but for rounding, tail equal to the reference's bit for bit, pool untouched."""
+    right, expected = exact(case), copied(case)
     out = eager(expected)
+    assert_rounded("eager", out, right)
     for way in ways:
         given = copied(case)
         pools = given.pool_k.clone(), given.pool_v.clone()
         found = way(given)
         assert found.shape == out.shape and found.dtype == out.dtype and found.transpose(1, 2).is_contiguous()
-        assert not found.isnan().any(), way.__name__
-        error = (found.float() - out.float()).abs().max()
-        assert error < TOLERANCE[out.dtype], f"{way.__name__}: {error}"
+        assert_rounded(way.__name__, found, right)
         for name in ("tail_k", "tail_v"):
             same = getattr(given, name).view(torch.uint8), getattr(expected, name).view(torch.uint8)
             assert torch.equal(*same), f"{way.__name__}: {name}"
@@ -146,10 +148,10 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("tile", [1, 16, 64, 128])
 def test_any_tile_length_and_the_usual_config(tile: int) -> None:
     case = decode_case([[0, 70], [5, 64]] if tile < 16 else [[0, 130], [5, 64]], tokens=2, dim=32)
-    expected = eager(copied(case))
-    torch.testing.assert_close(ragged(copied(case), tile), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(ragged(copied(case), tile, config=None), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(extend(copied(case), config=None), expected, atol=1e-5, rtol=0)
+    expected = exact(case)
+    assert_rounded("ragged", ragged(copied(case), tile), expected)
+    assert_rounded("ragged, usual config", ragged(copied(case), tile, config=None), expected)
+    assert_rounded("extend, usual config", extend(copied(case), config=None), expected)
 
 
 @pytest.mark.parametrize(("group", "tokens"), [(70, 1), (20, 4)])
@@ -172,11 +174,12 @@ def test_strided_queries_keys_and_values() -> None:
 def test_steps_one_after_another_are_one_long_step() -> None:
     """Tokens appended one by one, read back from the tail, give what all of them at once give."""
     case = decode_case(LENGTHS, tokens=4, slots=TAIL_TILE + 6, used=TAIL_TILE - 2, dim=16)
-    expected = eager(copied(case))
+    expected = exact(case)
     for token in range(4):
-        step = replace(case, **{name: getattr(case, name)[:, :, token : token + 1] for name in "qkv"})
+        at = slice(token, token + 1)
+        step = replace(case, **{name: getattr(case, name)[:, :, at] for name in "qkv"})
         found = ragged(step) if token % 2 else extend(step)
-        torch.testing.assert_close(found[:, :, 0], expected[:, :, token], atol=1e-5, rtol=0)
+        assert_rounded(f"token {token}", found, Exact(expected.value[:, :, at], expected.error[:, :, at]))
         case.tail_used += 1
 
 

@@ -1,4 +1,4 @@
-"""Window statistics on Triton's interpreter against `Observation`, one batch row at a time without its padding."""
+"""Window statistics on Triton's interpreter, and those of `Observation`, against attention in double precision."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvpass.kernels.prefill_attention import prefill_attention
 from kvpass.kernels.window_statistics import column_sums, value_norms, window_statistics
 from kvpass.observation import Observation
 from kvpass.policies.scores import column_sum
+from kvpass.testing import EPS, Exact, assert_rounded, exact_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
 
@@ -112,37 +113,66 @@ def true_lse(q: Tensor, k: Tensor, start: Tensor, scale: float, case: Case, sink
     return lse
 
 
-def compare(name: str, found: Tensor | None, expected: Tensor, first: int) -> None:
-    """Relative to the largest value of each head, to 0.1 at least where a = 1 gives an entropy of zero; no padding."""
-    assert found is not None, name
-    least = 0.1 if name == "entropy" else 1e-9
-    assert found.dtype == torch.float32
-    assert torch.equal(found[..., :first], torch.zeros_like(found[..., :first])), name
-    error = (found[..., first:] - expected).abs().amax(-1) / expected.abs().amax(-1).clamp(min=least)
-    assert not error.isnan().any(), name
-    assert error.max() < 1e-5, f"{name}: {error.max():.1e}"
+def exact_statistics(q: Tensor, k: Tensor, v: Tensor, case: Case, sinks: Tensor | None) -> dict[str, Exact]:
+    """By name, of one row of a batch without its padding; an error of the weights goes into each by its derivative."""
+    n = k.shape[2]
+    attention = exact_attention(
+        q,
+        k.repeat_interleave(case.heads // case.kv_heads, 1),
+        v.repeat_interleave(case.heads // case.kv_heads, 1),
+        case.d**-0.5,
+        hidden=torch.ones(n, n, dtype=torch.bool).triu(1),
+        softcap=case.softcap,
+        sinks=None if sinks is None else sinks[:, None],
+    )
+
+    def last(rows: int) -> tuple[Tensor, Tensor]:
+        return (x[0, :, max(n - rows, 0) :] for x in (attention.weights.value, attention.weights.error))  # type: ignore[return-value]
+
+    a, error = last(max(case.window, 1))
+    rows = a.shape[1]
+    adding = EPS * rows**0.5
+    mean = a.mean(1)
+    away = a - mean[:, None]
+    # a mean of few equal numbers may be off by a rounding of its own
+    error_of_away = error + error.mean(1, keepdim=True) + adding * mean[:, None]
+    logarithm = (a + 1e-10).log()
+    norm = v[0].cpu().double().abs().sum(-1)
+    found = {
+        "mean": Exact(mean, error.mean(1) + adding * mean),
+        "variance": Exact(
+            (away**2).sum(1) / max(rows - 1, 1),
+            ((2 * away.abs() + error_of_away) * error_of_away + adding * away**2).sum(1) / max(rows - 1, 1),
+        ),
+        "entropy": Exact(
+            -(a * logarithm).sum(1), ((logarithm + 1).abs() * error + (adding + EPS) * (a * logarithm).abs()).sum(1)
+        ),
+        "value_norm": Exact(norm, EPS * v.shape[3] ** 0.5 * norm),
+    }
+    if case.rows:
+        a, error = last(case.rows)
+        total = a.sum(1)
+        found["column_sum"] = Exact(total, error.sum(1) + EPS * a.shape[1] ** 0.5 * total)
+    return found
 
 
 def compare_all(statistics: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, case: Case, sinks: Tensor | None) -> None:
+    """Both the kernels' and the observation's; zeros in padding."""
     for row, first in enumerate(case.starts):
         live = (slice(row, row + 1), slice(None), slice(first, None))
         window = min(case.window, case.n - first)
         obs = Observation(q[live], k[live], v[live], case.d**-0.5, window, 0, 1, case.softcap, sinks)
-        entropy = torch.cat([-(a * (a + 1e-10).log()).sum(2) for a in obs.window_attention()], 1)
-        compare("mean", statistics.mean[row], obs.mean[0], first)
-        for name, expected in (
-            ("variance", obs.variance),
-            ("entropy", entropy),
-            ("value_norm", obs.value_norm),
-        ):
-            compare(name, getattr(statistics, name)[row], expected[0], first)
-        if case.rows:
-            assert statistics.column_sum is not None
-            compare("column_sum", statistics.column_sum[row], column_sum(obs, case.rows)[0], first)
+        for name, expected in exact_statistics(q[live], k[live], v[live], case, sinks).items():
+            found = getattr(statistics, name)[row]
+            assert found.dtype == torch.float32
+            assert not found[..., :first].any(), name
+            assert_rounded(name, found[..., first:], expected)
+            observed = column_sum(obs, case.rows) if name == "column_sum" else getattr(obs, name)
+            assert_rounded(f"{name} of the observation", observed[0], expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_statistic_is_that_of_the_observation(case: Case) -> None:
+def test_every_statistic_is_that_of_the_attention(case: Case) -> None:
     q, k, v, start, sinks = site(case)
     scale = case.d**-0.5
     lse = true_lse(q, k, start, scale, case, sinks)

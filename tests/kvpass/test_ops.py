@@ -1,4 +1,4 @@
-"""The operators: schemas and fakes by opcheck, numbers against brute force, the cascade against deciding once."""
+"""The operators: schemas and fakes by opcheck, numbers against float64, the cascade against deciding once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvpass.ops  # noqa: F401
 from kvpass import evict, reference, slots
 from kvpass.policies import resolve
-from kvpass.testing import assert_close
+from kvpass.testing import DecodeCase, assert_rounded, exact_attention
 
 OPS = torch.ops.kvpass
 SCALE = 0.3
@@ -125,8 +125,9 @@ def test_opcheck_the_ring_operators():
 @pytest.mark.parametrize("window", [1, 4, 64])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sinks": torch.linspace(-1, 2, 4)}], ids=["plain", "capped"])
 def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, options, impl):
-    """A padded prompt, then one token and three at once, each query brute force over the columns it may see."""
+    """A padded prompt, then one token and three at once; nothing in padding."""
     q, k, v = qkv(n=27, dv=6)
+    capped = options | ({"sinks": options["sinks"][:, None]} if options else {})
     start, rings = torch.tensor([0, 20]), [torch.full((2, 2, 2, window, dim), float("nan")) for dim in (8, 6)]
     for ring in rings:
         ring[1] = 0.0
@@ -137,67 +138,40 @@ def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, op
         seen = torch.tensor(part.start)
         held = OPS.columns_held.default(seen, start, window)
         outs.append(OPS.attend_ring.default(*new, *rings, held, seen, SCALE, 1, impl, **options))
-    out = torch.cat(outs, 2)
-    for row, first in enumerate(start.tolist()):
-        assert not out[row, :, :first].any()
-        for head in range(4):
-            for i in range(first, 27):
-                seen = slice(max(first, i - window + 1), i + 1)
-                logits = k[row, head // 2, seen].double() @ q[row, head, i].double() * SCALE
-                if options:
-                    logits = options["softcap"] * torch.tanh(logits / options["softcap"])
-                weights = logits.exp()
-                total = weights.sum() + (options["sinks"][head].double().exp() if options else 0.0)
-                expected = weights / total @ v[row, head // 2, seen].double()
-                assert_close(f"row {row}, head {head}, column {i}", out[row, head, i].double(), expected, atol=1e-5)
+    columns = torch.arange(27)
+    seen = (columns <= columns[:, None]) & (columns[:, None] - columns < window) & (columns >= start[:, None, None])
+    expected = exact_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), SCALE, hidden=~seen[:, None], **capped)
+    assert_rounded("out", torch.cat(outs, 2), expected.out)
     assert all(ring[0].isnan().all() for ring in rings), "a ring of another layer changed"
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
-def test_prompt_attention_equals_brute_force_row_by_row(heads, options):
+def test_prompt_attention_of_padded_rows(heads, options):
     h, kv = heads
     q, k, v = qkv(h=h, k=kv, n=23, dv=6)
     start = torch.tensor([0, 5])
     sinks = torch.linspace(-1, 2, h) if options.get("sinks") else None
     softcap = options.get("softcap")
-    out = reference.prompt_attention(q, k, v, start, SCALE, softcap, sinks)
-    for row, first in enumerate(start.tolist()):
-        for head in range(h):
-            keys, values = k[row, head // (h // kv)].double(), v[row, head // (h // kv)].double()
-            for i in range(first, 23):
-                logits = keys[first : i + 1] @ q[row, head, i].double() * SCALE
-                if softcap:
-                    logits = softcap * torch.tanh(logits / softcap)
-                weights = logits.exp()
-                total = weights.sum() + (sinks[head].double().exp() if sinks is not None else 0.0)
-                assert_close("out", out[row, head, i].double(), weights / total @ values[first : i + 1], atol=1e-5)
-        assert not out[row, :, :first].any()
+    columns = torch.arange(23)
+    seen = (columns <= columns[:, None]) & (columns >= start[:, None, None])
+    keys, values = (x.repeat_interleave(h // kv, 1) for x in (k, v))
+    expected = exact_attention(
+        q, keys, values, SCALE, hidden=~seen[:, None], softcap=softcap, sinks=None if sinks is None else sinks[:, None]
+    )
+    assert_rounded("out", reference.prompt_attention(q, k, v, start, SCALE, softcap, sinks), expected.out)
 
 
 @pytest.mark.parametrize("impl", ["reference", "native"])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": torch.linspace(-1, 2, 4)}], ids=lambda o: str(*o))
-def test_attend_cache_equals_brute_force(impl, tokens, options):
+def test_attend_cache_appends_and_attends(impl, tokens, options):
     q, k, v = qkv(n=tokens, dv=6)
     state = decode_state(dv=6)
-    pool_k, pool_v, offsets, tail_k, tail_v, start, _ = state
     before = [tensor.clone() for tensor in state]
-    out = OPS.attend_cache.default(q, k, v, *state, SCALE, 1, impl, **options)
-    for row in range(2):
-        for head in range(4):
-            kv_head = head // 2
-            segment = slice(int(offsets[row, 2 + kv_head]), int(offsets[row, 3 + kv_head]))
-            for t in range(tokens):
-                live = slice(int(start[row]), 5)
-                keys = torch.cat([pool_k[row, segment], before[3][1, row, kv_head, live], k[row, kv_head, : t + 1]])
-                values = torch.cat([pool_v[row, segment], before[4][1, row, kv_head, live], v[row, kv_head, : t + 1]])
-                logits = keys.double() @ q[row, head, t].double() * SCALE
-                if "softcap" in options:
-                    logits = options["softcap"] * torch.tanh(logits / options["softcap"])
-                weights = logits.exp()
-                total = weights.sum() + (options["sinks"][head].double().exp() if "sinks" in options else 0.0)
-                assert_close("out", out[row, head, t].double(), weights / total @ values.double(), atol=1e-5)
+    expected = DecodeCase(q, k, v, *before, layer=1, scale=SCALE, **options).exact()
+    assert_rounded("out", OPS.attend_cache.default(q, k, v, *state, SCALE, 1, impl, **options), expected)
+    tail_k, tail_v = state[3:5]
     assert torch.equal(tail_k[1, :, :, 5 : 5 + tokens], k) and torch.equal(tail_v[1, :, :, 5 : 5 + tokens], v)
     assert tail_k[1, :, :, 5 + tokens :].isnan().all() and tail_k[0, :, :, 5:].isnan().all()
     for name, now, then in zip(("pool_k", "pool_v", "offsets"), state[:3], before[:3], strict=True):
@@ -277,5 +251,8 @@ def test_a_full_pool_raises_instead_of_dropping_entries():
 
 def test_site_equals_sdpa_with_grouped_heads():
     q, k, v = qkv()
-    expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
-    assert_close("site", OPS.site.default(q, k, v, SCALE), expected, atol=1e-5)
+    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    expected = exact_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), SCALE, hidden=hidden).out
+    assert_rounded("site", OPS.site.default(q, k, v, SCALE), expected)
+    of_torch = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
+    assert_rounded("torch", of_torch, expected)

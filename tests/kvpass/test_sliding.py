@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.sliding import ROW_BLOCK, attend_ring, columns_held
+from kvpass.testing import assert_rounded, exact_attention
 
 ROWS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 
@@ -25,20 +26,6 @@ def filled_ring(k, v, slots):
     return ring_k, ring_v
 
 
-def by_hand(q, k, v, first, slots, softcap, sinks):
-    """The last queries over every column, one mask for all."""
-    total, tokens = k.shape[2], q.shape[2]
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1).double() for x in (k, v))
-    logits = q.double() @ k.mT * 0.3
-    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    query, column = torch.arange(total - tokens, total)[:, None], torch.arange(total)
-    seen = (column <= query) & (query - column < slots) & (column >= first[:, None, None, None])
-    weights = logits.masked_fill(~seen, float("-inf")).exp()
-    ground = weights.sum(-1, keepdim=True)
-    ground = ground if sinks is None else ground + sinks.double().exp()[:, None, None]
-    return weights / ground @ v
-
-
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("slots", [16, 300])
@@ -54,8 +41,17 @@ def test_a_turn_of_any_length(before, tokens, slots, with_sinks, softcap):
     held = columns_held(seen, first, slots)
     out = attend_ring(q, k, v, ring_k, ring_v, held, seen, 0.3, 0, softcap, sinks)
     all_k, all_v = torch.cat([k_before, k], 2), torch.cat([v_before, v], 2)
-    expected = by_hand(q, all_k, all_v, first, slots, softcap, sinks)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    query, column = torch.arange(before, before + tokens)[:, None], torch.arange(before + tokens)
+    seen = (column <= query) & (query - column < slots) & (column >= first[:, None, None])
+    expected = exact_attention(
+        q,
+        *(x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (all_k, all_v)),
+        0.3,
+        hidden=~seen[:, None],
+        softcap=softcap,
+        sinks=None if sinks is None else sinks[:, None],
+    )
+    assert_rounded("out", out, expected.out)
     after_k, after_v = filled_ring(all_k, all_v, slots)
     assert torch.equal(ring_k, after_k) and torch.equal(ring_v, after_v)
 
