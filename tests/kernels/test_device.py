@@ -8,6 +8,7 @@ import torch
 from kvpass import device, reference
 from kvpass.kernels import window_statistics
 from kvpass.policies import POLICIES, resolve
+from kvpass.testing import DecodeCase, assert_rounded, exact_attention
 
 LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "scissorhands"}}
@@ -22,6 +23,15 @@ def site(seed, tokens=TOKENS, dtype=torch.float32):
     return [
         torch.randn(rows, tokens, heads, dim, generator=generator, dtype=dtype).transpose(1, 2) for heads, dim in shapes
     ]
+
+
+def exact_prompt(q, k, v, scale, sliding_window=TOKENS, **options):
+    """Attention of a prompt in float64, nothing in padding."""
+    column = torch.arange(q.shape[2])
+    away = column[:, None] - column
+    seen = (away >= 0) & (away < sliding_window) & (column >= STARTS[:, None, None])
+    keys, values = (x.repeat_interleave(GROUP, 1) for x in (k, v))
+    return exact_attention(q, keys, values, scale, hidden=~seen[:, None], **options).out
 
 
 def state(policy, entries, tail=TOKENS):
@@ -58,10 +68,10 @@ def prefill(backend, policy, entries):
 def test_prefill_keeps_and_answers_the_same(name, window):
     policy = resolve(name, window=window, **OPTIONS.get(name, {}))
     entries = 6 if policy.needs_budget else TOKENS
-    expected, wanted, bounds = prefill(reference, policy, entries)
-    actual, got, offsets = prefill(device, policy, entries)
-    for layer, (out, want) in enumerate(zip(actual, expected, strict=True)):
-        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5, msg=lambda text, i=layer: f"layer {i}: {text}")
+    _, wanted, bounds = prefill(reference, policy, entries)
+    outputs, got, offsets = prefill(device, policy, entries)
+    for layer, out in enumerate(outputs):
+        assert_rounded(f"layer {layer}", out, exact_prompt(*site(layer), 0.3))
     assert torch.equal(offsets, bounds), "other numbers of entries per head"
     live = wanted["slots"][reference.OWNER] >= 0
     for plane in (reference.OWNER, reference.POSITION, reference.PLACE):
@@ -135,9 +145,9 @@ def test_attending_the_cache_answers_and_appends_the_same(tokens):
     start, used = torch.tensor([0, 1, 2]), torch.tensor(WINDOW)
     for layer in range(LAYERS):
         tail, twin = [[buffers[name].clone() for name in ("tail_k", "tail_v")] for _ in range(2)]
-        expected = reference.attend_cache(q, k, v, *pool, *tail, start, used, 0.3, layer)
-        actual = device.attend_cache(q, k, v, *pool, *twin, start, used, 0.3, layer, *tables)
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+        expected = DecodeCase(q, k, v, *pool, *tail, start, used, layer, 0.3).exact()
+        assert_rounded("eager", reference.attend_cache(q, k, v, *pool, *tail, start, used, 0.3, layer), expected)
+        assert_rounded("device", device.attend_cache(q, k, v, *pool, *twin, start, used, 0.3, layer, *tables), expected)
         for one, other in zip(tail, twin, strict=True):
             torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
 
@@ -155,14 +165,15 @@ def test_the_index_of_a_small_pool_has_two_tiles_and_attends_it(held):
     new = (random(1, 2, 1, DIM), random(1, 1, 1, DIM), random(1, 1, 1, VALUE_DIM))
     tables = device.index_pool(pool[2], 1, 70)
     assert tables[0].shape[1] == 2
-    place = (torch.tensor([1]), torch.tensor(3), 0.3, 0)
-    expected = reference.attend_cache(*new, *pool, *(x.clone() for x in tail), *place)
-    torch.testing.assert_close(device.attend_cache(*new, *pool, *tail, *place, *tables), expected, atol=1e-5, rtol=1e-5)
+    start, used = torch.tensor([1]), torch.tensor(3)
+    expected = DecodeCase(*new, *pool, *tail, start, used, 0, 0.3).exact()
+    assert_rounded("out", device.attend_cache(*new, *pool, *tail, start, used, 0.3, 0, *tables), expected)
 
 
 @pytest.mark.parametrize("sliding_window", [5, 64])
 def test_a_prompt_with_a_sliding_window_is_attended_the_same(sliding_window):
     q, k, v = site(3)
-    options = (0.3, 20.0, torch.randn(KV_HEADS * GROUP), sliding_window)
-    expected = reference.prompt_attention(q, k, v, STARTS, *options)
-    torch.testing.assert_close(device.prompt_attention(q, k, v, STARTS, *options), expected, atol=1e-5, rtol=1e-5)
+    sinks = torch.randn(KV_HEADS * GROUP)
+    expected = exact_prompt(q, k, v, 0.3, sliding_window, softcap=20.0, sinks=sinks[:, None])
+    for name, way in (("eager", reference), ("device", device)):
+        assert_rounded(name, way.prompt_attention(q, k, v, STARTS, 0.3, 20.0, sinks, sliding_window), expected)
