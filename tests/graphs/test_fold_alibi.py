@@ -54,6 +54,9 @@ FORMS = {
         (hidden(q.shape[2]) + of_distance(q.shape[2]))[None], scale=0.3,
     ),
     "written out": lambda q, k, v: (q @ k.mT * 0.3 + of_distance(q.shape[2]) + hidden(q.shape[2])).softmax(-1) @ v,
+    "written out, in float32": lambda q, k, v: (
+        ((q @ k.mT * 0.3).float() + of_keys(q.shape[2]) + hidden(q.shape[2])).softmax(-1) @ v
+    ),
     "counted, one bias for all heads": lambda q, k, v: (
         (q @ k.mT + hidden(q.shape[2]) + 0.1 * positions(q.shape[2])).softmax(-1) @ v
     ),
