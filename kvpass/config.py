@@ -6,7 +6,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
+
+import numpy as np
+
+MAX_ENTRIES = 2**31 - 1
+"""No prompt is longer, since positions are int32. A budget above it keeps everything, as one of this size does."""
 
 _BYTE_UNITS = {
     "b": 1,
@@ -17,7 +23,7 @@ _BYTE_UNITS = {
     "mib": 2**20,
     "gib": 2**30,
 }
-_BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*")
+_BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,35 +133,24 @@ class Budget:
 
     @classmethod
     def parse(cls, value: Budget | int | float | str) -> Budget:
-        """Read a budget as users write it.
+        """Read a budget as users write it; numbers of NumPy count as Python's.
 
         Raises:
             ValueError: the value is not a positive int, a float in (0, 1] or a byte string.
         """
         if isinstance(value, Budget):
             return value
-        if isinstance(value, bool):
-            raise ValueError(f"budget={value!r}: expected an int >= 1, a float in (0, 1] or bytes such as '512MiB'")
-        if isinstance(value, int):
+        if isinstance(value, int | np.integer) and not isinstance(value, bool):
             if value < 1:
                 raise ValueError(f"budget={value}: entries per KV head per layer must be >= 1")
-            return cls("entries", value)
-        if isinstance(value, float):
-            if not (math.isfinite(value) and 0.0 < value <= 1.0):
+            return cls("entries", int(value))
+        if isinstance(value, float | np.floating):
+            fraction = float(str(value))  # as it was written: float(np.float32(0.29)) is less than 0.29
+            if not 0.0 < fraction <= 1.0:
                 raise ValueError(f"budget={value}: a float is the fraction of the prompt kept and must be in (0, 1]")
-            return cls("fraction", value)
+            return cls("fraction", fraction)
         if isinstance(value, str):
-            match = _BYTES.fullmatch(value)
-            unit = match.group(2).lower() if match else None
-            if match is None or unit not in _BYTE_UNITS:
-                raise ValueError(
-                    f"budget={value!r}: cannot read as bytes; write a number and one of "
-                    "B, kB, MB, GB, KiB, MiB, GiB, for instance '512MiB'"
-                )
-            size = int(float(match.group(1)) * _BYTE_UNITS[unit])
-            if size < 1:
-                raise ValueError(f"budget={value!r}: must be at least one byte")
-            return cls("bytes", size)
+            return cls("bytes", _read_bytes(value))
         raise ValueError(
             f"budget={value!r} of type {type(value).__name__}: expected an int >= 1, a float in (0, 1] "
             "or bytes such as '512MiB'"
@@ -169,16 +164,18 @@ class Budget:
     def entries(self, prompt_length: int, token_bytes: int) -> int:
         """Entries per KV head per layer for a prompt of ``prompt_length`` real tokens, window included.
 
+        At most :data:`MAX_ENTRIES`: whoever gives more wants everything kept.
+
         Args:
             token_bytes: of one token in a full cache, over all layers that share the budget.
         """
         match self.kind:
             case "entries":
-                return int(self.value)
+                return min(int(self.value), MAX_ENTRIES)
             case "fraction":
                 return math.floor(self.value * prompt_length + 1e-9)  # 0.29 * 100 is less than 29
             case "bytes":
-                return int(self.value) // token_bytes
+                return min(int(self.value) // token_bytes, MAX_ENTRIES)
 
     def check(self, prompt_length: int, window: int, token_bytes: int) -> int:
         """Like :meth:`entries`, but refuses a budget that cannot hold the window and one more entry.
@@ -202,3 +199,27 @@ class Budget:
                 return str(self.value)
             case "bytes":
                 return f"{int(self.value)}B"
+
+
+def _read_bytes(text: str) -> int:
+    """Bytes of a text such as ``"512MiB"``.
+
+    Raises:
+        ValueError: the text is no number with a unit, or less than one byte.
+    """
+    match = _BYTES.fullmatch(text)
+    number, unit = match.groups() if match else ("", "")
+    if match and not unit:
+        kind = "the fraction of each prompt that is kept pass a float" if "." in number else "entries pass an int"
+        raise ValueError(
+            f"budget={text!r}: a text is bytes and needs a unit, as in '512MiB'; for {kind}, budget={number}"
+        )
+    if unit.lower() not in _BYTE_UNITS:
+        raise ValueError(
+            f"budget={text!r}: cannot read as bytes; write a number and one of "
+            "B, kB, MB, GB, KiB, MiB, GiB, for instance '512MiB'"
+        )
+    size = int(Decimal(number) * _BYTE_UNITS[unit.lower()])
+    if size < 1:
+        raise ValueError(f"budget={text!r}: must be at least one byte")
+    return size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -24,3 +25,46 @@ def test_a_model_keeps_the_fraction_that_was_written(fraction, kept):
     fast = compiled_once("llama", layers=2, policy="lava", budget=fraction, window=8, backend="eager")[1]
     cache = fast(random_ids(1, 100)).past_key_values
     assert int(cache.lengths.sum()) == kept * 2 * 2
+
+
+@pytest.mark.parametrize("above", [10**6, 10**30, "10000000GiB", "9" * 400 + "GiB"])
+def test_a_budget_above_any_prompt_keeps_everything(above):
+    for policy in ("lava", "h2o"):
+        options = {"layers": 2, "policy": policy, "window": 8, "backend": "eager"}
+        model, fast = compiled_once("llama", budget=above, **options)
+        ids = random_ids(2, 40)
+        out = fast.generate(ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+        assert out.sequences.equal(model.generate(ids, max_new_tokens=5, do_sample=False))
+        assert int(out.past_key_values.lengths.min()) == 44
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_an_integer_of_numpy_is_an_int(kind):
+    assert Budget.parse(kind(100)) == Budget.parse(100)
+    assert str(Budget.parse(kind(100))) == "100"
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16])
+@pytest.mark.parametrize("fraction", [0.25, 0.29, 0.58, 1.0])
+def test_a_float_of_numpy_is_the_decimal_that_was_written(kind, fraction):
+    assert Budget.parse(kind(fraction)) == Budget.parse(fraction)
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("0.2", r"pass a float, budget=0.2$"),
+        ("1024", r"needs a unit, as in '512MiB'; for entries pass an int, budget=1024$"),
+        ("1O24", "cannot read as bytes; write a number and one of B, kB"),
+        ("0.1B", "at least one byte"),
+        (np.float32(2), r"budget=2.0: a float is the fraction .* \(0, 1\]"),
+        (np.int64(0), "budget=0: entries"),
+        (np.True_, "budget=.*True.* of type bool.*: expected an int"),
+        (True, "budget=True of type bool: expected an int"),
+        (float("inf"), "budget=inf"),
+    ],
+    ids=repr,
+)
+def test_an_unreadable_budget_is_refused_with_what_to_write(budget, message):
+    with pytest.raises(ValueError, match=message):
+        Budget.parse(budget)
