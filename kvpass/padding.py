@@ -28,6 +28,7 @@ def first_real_column(attention_mask: Tensor | None, rows: int, columns: int) ->
     wrong = (real != (torch.arange(columns) >= start[:, None])).any(1).nonzero()
     if wrong.numel():
         raise ValueError(
-            f"attention_mask: row {int(wrong[0])} is not left-padded; kvpass accepts padding only on the left"
+            f"attention_mask: row {int(wrong[0])} is not left-padded, and kvpass accepts padding only on the left: "
+            'make the batch with tokenizer.padding_side = "left"'
         )
     return start

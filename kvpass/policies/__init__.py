@@ -30,6 +30,9 @@ __all__ = ["POLICIES", "Policy", "from_spec", "register_policy", "resolve", "res
 
 POLICIES: dict[str, type[Policy]] = {}
 
+_BESIDE_OPTIONS = ("policy", "budget", "backend", "recompress", "cuda_graphs")
+"""Arguments of ``kvpass.compile`` that are given beside a policy's options, and mistyped among them."""
+
 P = TypeVar("P", bound=type[Policy])
 
 
@@ -58,8 +61,8 @@ def resolve(policy: str | Policy, **options: object) -> Policy:
     """The policy of that name with these options; a ready policy with these options changed.
 
     Raises:
-        ValueError: unknown name (the nearest is named), unknown option (the policy's own are named), or an option
-            out of range.
+        ValueError: unknown name (the nearest is named), unknown option (the nearest and the policy's own are named),
+            or an option out of range.
     """
     if isinstance(policy, Policy):
         _check_options(type(policy), options)
@@ -97,7 +100,11 @@ def _check_options(kind: type[Policy], options: dict[str, object]) -> None:
     own = [field.name for field in dataclasses.fields(kind)]
     for name, value in options.items():
         if name not in own:
-            raise ValueError(f"{name}={value!r}: not an option of policy {kind.name!r}, which has {', '.join(own)}")
+            near = difflib.get_close_matches(name, [*own, *_BESIDE_OPTIONS], n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"{name}={value!r}: not an option of policy {kind.name!r}; {meant}its options are {', '.join(own)}"
+            )
 
 
 for _policy in (

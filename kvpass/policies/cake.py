@@ -45,7 +45,10 @@ def temperatures(model: str, budget: Budget | int | float | str | None) -> tuple
         if name in plain and Budget.parse(entries) == wanted:
             return taus
     known = ", ".join(f"{name} at {entries}" for name, entries in TEMPERATURES)
-    raise ValueError(f"no published CAKE temperatures for model={model!r}, budget={budget}, only for {known}")
+    raise ValueError(
+        f"no published CAKE temperatures for model={model!r}, budget={budget}: give both as options, for instance "
+        f"tau1=1.6, tau2=0.4 (published: {known})"
+    )
 
 
 def check_temperatures(tau1: float | None, tau2: float | None, *, required: bool) -> None:
@@ -54,8 +57,8 @@ def check_temperatures(tau1: float | None, tau2: float | None, *, required: bool
         if tau is None:
             if required:
                 raise ValueError(
-                    f"{name}=None: CAKE's layer split needs a number in (0, inf); "
-                    "kvpass.policies.cake.TEMPERATURES lists the published ones"
+                    f"{name}=None: CAKE's layer split needs a number in (0, inf); give both temperatures as options, "
+                    "for instance tau1=1.6, tau2=0.4 (kvpass.policies.cake.TEMPERATURES lists the published ones)"
                 )
         else:
             check_float(name, tau, 0.0, open_low=True)
