@@ -73,6 +73,7 @@ def supported_row(family: str, model: CompressedModel) -> list[str]:
         "ALiBi as two more columns of queries and keys": any(
             record.name == "fold_alibi" and record.sites for record in prefill.passes
         ),
+        "two attention ops a layer, each with keys and values of its own": prefill.sites > config.num_hidden_layers,
         "one KV head": all(group.geometry.kv_heads == 1 for group in groups),
         "not beyond the end of its table of positions": model._kvpass.decoders.longest is not None,
         "expanded heads are cached, as transformers does, not latent rows": hasattr(config, "kv_lora_rank"),

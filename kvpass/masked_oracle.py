@@ -58,6 +58,7 @@ class MaskedOracle:
 
 _ORACLE_NAME = "kvpass_masked_oracle"
 _ORACLE_MASKS: list[Tensor] = []
+"""What may be seen in the attention calls to come, one each: some models have two in a layer."""
 
 
 def _masked_attention(
@@ -73,7 +74,7 @@ def _masked_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     group = query.shape[1] // key.shape[1]
-    allowed = _ORACLE_MASKS[module.layer_idx].repeat_interleave(group, 1)  # type: ignore[index]
+    allowed = _ORACLE_MASKS.pop(0).repeat_interleave(group, 1)
     if sliding_window is not None:
         rows = torch.arange(query.shape[2])
         allowed = allowed & (rows[:, None] - rows < sliding_window)

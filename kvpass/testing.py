@@ -150,6 +150,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 2048,
         },
     ),
+    "diffllama": ("diffllama", LLAMA_LIKE),
     "gpt2": ("gpt2", {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048}),
     "xglm": (
         "xglm",

@@ -26,6 +26,13 @@ def test_contract_7_a_decoder_that_is_no_single_graph_is_refused():
         kvpass.compile(branching, budget=100, backend="eager")(random_ids(1, 40))
 
 
+def test_contract_7_a_layer_without_attention_is_refused():
+    model = tiny_model("llama", num_hidden_layers=2)
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(kvpass.UnsupportedAttentionError, match="found 1 attention ops in 1 modules .* of 2 layers"):
+        kvpass.compile(model, budget=100, backend="eager")(random_ids(1, 40))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
