@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
@@ -47,10 +49,15 @@ MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}
 SOFTMAX = {"softmax", "_softmax", "_safe_softmax", "Softmax"}
 """Names of the softmax, as function, method, operator and module."""
 
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
 _SHAPE_OF_FIRST = re.compile(r"(new_(ones|zeros|full|empty)|(ones|zeros|full|empty|rand|randn)_like)")
 _SHAPE_OF_SECOND = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
 _INPLACE_OPERATORS = set("iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split())
 
+
+_OF_MODULES = {"self", "_modules", "_parameters", "_buffers", "__dict__"}
 
 VMAP_OPERAND = "_add_batch_dim"
 VMAP_LEVELS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
@@ -62,17 +69,28 @@ def module_path_of(node: Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path.removeprefix("L").removeprefix("G"))
-    parts = [part for part in path.split(".") if part and part not in ("_modules", "self")]
+    return dotted(str(list(stack.values())[-1][0]))
+
+
+def dotted(source: str) -> str:
+    """A place as Dynamo names it, ``L['self']._modules['norm'].eps``, as it is written in code: ``norm.eps``."""
+    path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", source.removeprefix("L").removeprefix("G"))
+    parts = [part for part in path.split(".") if part and part not in _OF_MODULES]
     if "__self__" in parts:  # a bound method was traced: its name stands before the module it is bound to
         parts = parts[parts.index("__self__") + 1 :]
     return ".".join(parts)
 
 
+def line_of(node: Node) -> str:
+    """``file:line`` that made the node, of those outside of torch the innermost; empty when not recorded."""
+    lines = _FRAME.findall(node.stack_trace or "")
+    own = [(file, line) for file, line in lines if not file.startswith(_TORCH)]
+    return ":".join((own or lines)[-1]) if lines else ""
+
+
 def refuse(node: Node, reason: str) -> UnsupportedAttentionError:
     """The error for a node that is not understood."""
-    return UnsupportedAttentionError(module_path_of(node), node.name, reason)
+    return UnsupportedAttentionError(module_path_of(node), node.name, reason, line_of(node))
 
 
 def target_name(node: Node) -> str:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch._guards import ShapeGuard
 from torch.fx import GraphModule, Node
 from torch.utils._sympy.numbers import int_oo
 
@@ -37,24 +40,41 @@ def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 
     environment, symbol = tokens.node.shape_env, tokens.node.expr
     sizes = symbols_of(dim for node in gm.graph.find_nodes(op="placeholder") for dim in shape_of(node) or ())
     bounds = environment.bound_sympy(symbol)
-    numbers = {sympy.Ge: {bounds.lower}, sympy.Le: {bounds.upper}, sympy.Ne: set()}
-    for guard in (guard.expr for guard in environment.guards):
+    numbers: dict[Any, dict[Any, str]] = {sympy.Ge: {bounds.lower: ""}, sympy.Le: {bounds.upper: ""}, sympy.Ne: {}}
+    for known in environment.guards:
+        guard, line = environment.replace(known.expr), _line_of(known)
         if not symbol.free_symbols & guard.free_symbols or not guard.free_symbols <= sizes or _equates(guard):
             continue
         relation, number = _bound(guard, symbol)
         if relation is None:
-            relation, number = sympy.Le, _end(guard, symbol)
-        numbers[relation].add(number)
+            relation, number = sympy.Le, _end(guard, symbol, line)
+        numbers[relation][number] = line
     lower, longest = max(numbers[sympy.Ge]), min(numbers[sympy.Le])
     if lower > shortest:
-        raise _refusal(sympy.Ge(symbol, lower), symbol)
-    for number in numbers[sympy.Ne]:
+        raise _refusal(sympy.Ge(symbol, lower), symbol, numbers[sympy.Ge][lower])
+    for number, line in numbers[sympy.Ne].items():
         if shortest < number < longest:
-            raise _refusal(sympy.Ne(symbol, number), symbol)
+            raise _refusal(sympy.Ne(symbol, number), symbol, line)
     if longest == int_oo:
         return None
     # at its ends a slice is another kind of view, a whole or a contiguous one: that branch is not the decoder's
-    return int(longest) + (longest + 1 in numbers[sympy.Le] | numbers[sympy.Ne])
+    return int(longest) + (longest + 1 in numbers[sympy.Le] or longest + 1 in numbers[sympy.Ne])
+
+
+def fixed_length(length: int, guards: Sequence[ShapeGuard]) -> ValueError:
+    """The error for a capture of several tokens that holds for no other number of them."""
+    equal = (guard for guard in guards if isinstance(guard.expr, sympy.Eq) and length in guard.expr.args)
+    line = next(filter(None, map(_line_of, equal)), "")
+    cause = f"`{line}` makes a constant of it" if line else "say torch.compile(..., dynamic=True)"
+    return ValueError(
+        f"captured for {length} tokens and no other length: {cause}. What a decoder computes from it is a number like "
+        "any other then, and wrong for the next token"
+    )
+
+
+def _line_of(guard: ShapeGuard) -> str:
+    """The line of code that a guard comes from; empty when not recorded."""
+    return guard.sloc.maybe_user_loc or ""
 
 
 def check_length(longest: int | None, seen: int, tokens: int) -> None:
@@ -101,7 +121,7 @@ def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | 
     return sympy.Ge, sympy.floor(number) + 1 if strict else sympy.ceiling(number)
 
 
-def _end(guard: sympy.Basic, symbol: sympy.Symbol) -> int:
+def _end(guard: sympy.Basic, symbol: sympy.Symbol, line: str) -> int:
     """The last length of those, from short ones on, for which a guard of any form holds.
 
     Raises:
@@ -112,13 +132,14 @@ def _end(guard: sympy.Basic, symbol: sympy.Symbol) -> int:
     holds = [guard.xreplace({symbol: sympy.Integer(length)}) == sympy.true for length in tried]
     last = holds.index(False) - 1 if False in holds else len(tried)
     if last in (-1, len(tried)) or any(holds[last + 1 :]) or tried[last] + 1 != tried[last + 1]:
-        raise _refusal(guard, symbol)
+        raise _refusal(guard, symbol, line)
     return tried[last]
 
 
-def _refusal(guard: sympy.Basic, symbol: sympy.Basic) -> ValueError:
+def _refusal(guard: sympy.Basic, symbol: sympy.Basic, line: str) -> ValueError:
     holds = str(guard.xreplace({symbol: sympy.Symbol("tokens")}))
     return ValueError(
-        f"the decoder branches on the length of its input: what was captured is what it does where {holds}; the next "
-        "token, decoded against a cache, would take another side than it takes at the end of the whole text"
+        f"the decoder branches on the length of its input{line and f', in `{line}`'}: what was captured is what it does "
+        f"where {holds}; the next token, decoded against a cache, would take another side than it takes at the end of "
+        "the whole text"
     )

@@ -5,7 +5,8 @@ places) it changed, or that only checks it and says 0; its settings are bound wi
 is built (``kvpass.backend``). In order:
 
 ==========================  =====================================================================================
-``specialize_floats``       floats that Dynamo made symbolic -> numbers
+``specialize_attributes``   attributes of modules that Dynamo made symbolic -> numbers
+``check_own_state``         fail closed: the decoder writes into tensors of its own, as into a cache
 ``find_attention``          raw ``scaled_dot_product_attention`` calls proved causal -> ``kvpass::site``
 ``find_flash_attention``    calls of the flash-attn library -> ``kvpass::site``
 ``find_flex_attention``     FlexAttention proved causal -> ``kvpass::site``

@@ -33,6 +33,7 @@ from kvpass.graphs.bind_state import (
     size_reader,
 )
 from kvpass.graphs.check_no_raw_attention import check_no_raw_attention_pass
+from kvpass.graphs.check_own_state import check_own_state_pass
 from kvpass.graphs.check_places import check_places_pass
 from kvpass.graphs.check_token_mixing import check_token_mixing_pass
 from kvpass.graphs.decompose_linear import decompose_linear_pass
@@ -53,7 +54,7 @@ from kvpass.graphs.rewrite_attention import (
     rewrite_evicting_pass,
     rewrite_prefill_pass,
 )
-from kvpass.graphs.specialize_floats import specialize_floats_pass
+from kvpass.graphs.specialize_attributes import specialize_attributes_pass
 from kvpass.graphs.strip_repeat_kv import strip_repeat_kv_pass
 from kvpass.store import dynamic_dims
 
@@ -66,7 +67,8 @@ Compiler = Literal["inductor", "eager"]
 COMPILERS: tuple[Compiler, ...] = ("inductor", "eager")
 
 CANONICAL_PASSES = (
-    specialize_floats_pass,
+    specialize_attributes_pass,
+    check_own_state_pass,
     find_attention_pass,
     find_flash_attention_pass,
     find_flex_attention_pass,

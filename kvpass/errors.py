@@ -4,14 +4,17 @@
 class UnsupportedAttentionError(ValueError):
     """An attention call of the traced decoder is not understood, so nothing was compressed.
 
-    The message names the module path, the graph node and the reason.
+    The message names the module path, the graph node, the line of code that it stands for where that is known, and the
+    reason.
     """
 
-    def __init__(self, module_path: str, node: str, reason: str) -> None:
-        super().__init__(f"cannot compress attention in {module_path or '<root>'} (node {node}): {reason}")
+    def __init__(self, module_path: str, node: str, reason: str, line: str = "") -> None:
+        place = f"node {node}, {line}" if line else f"node {node}"
+        super().__init__(f"cannot compress attention in {module_path or '<root>'} ({place}): {reason}")
         self.module_path = module_path
         self.node = node
         self.reason = reason
+        self.line = line
 
 
 class CacheMismatchError(ValueError):

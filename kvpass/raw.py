@@ -34,10 +34,10 @@ from kvpass.cache import CompressedCache
 from kvpass.captured import CapturedDecoder
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
-from kvpass.graphs.bind_state import example_value, placeholders, size_reader
+from kvpass.graphs.bind_state import backend_mode, example_value, placeholders, size_reader
 from kvpass.graphs.check_token_mixing import check_reduced_positions_pass
-from kvpass.graphs.fx_utils import dim_of, is_module_tensor, shape_of
-from kvpass.graphs.length_guards import check_length, longest_length
+from kvpass.graphs.fx_utils import Dim, dim_of, is_integral, is_module_tensor, shape_of
+from kvpass.graphs.length_guards import check_length, fixed_length, longest_length
 from kvpass.graphs.offset_positions import counts_positions
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.table_ends import table_end
@@ -111,16 +111,29 @@ def kvpass_backend(
 
 
 def _check_sizes(gm: GraphModule) -> None:
-    """Refuse a capture in which one symbol is rows and tokens: Dynamo takes equal sizes of a first call for one."""
-    for node in placeholders(gm):
+    """Refuse a capture in which one symbol is rows and tokens: Dynamo takes equal sizes of a first call for one.
+
+    And one for a single length, which passes would refuse for what follows from that.
+    """
+    inputs = [node for node in placeholders(gm) if not is_module_tensor(node)]
+    lengths = {shape[1] for node in inputs if is_integral(node) and (shape := shape_of(node)) and len(shape) == 2}
+    if len(lengths) == 1:
+        _check_length_varies(*lengths)
+    for node in inputs:
         shape = shape_of(node)
-        if is_module_tensor(node) or shape is None or len(shape) < 2:
+        if shape is None or len(shape) < 2:
             continue
         if isinstance(shape[0], sympy.Expr) and shape[0] == shape[1]:
             raise ValueError(
                 f"{node.name} has as many rows as tokens in the call that is captured, and Dynamo takes both for one "
                 "size: let the first call have other sizes, or set torch.fx.experimental._config.use_duck_shape = False"
             )
+
+
+def _check_length_varies(length: Dim) -> None:
+    if isinstance(length, int) and length > 1:
+        shapes = backend_mode().shape_env
+        raise fixed_length(length, [] if shapes is None else shapes.guards)
 
 
 class RawModule:
@@ -135,13 +148,7 @@ class RawModule:
         self.paths = tuple(site.module_path for site in sites)
         query = example_value(sites[0].q)
         tokens: int | torch.SymInt = query.shape[2]
-        length = dim_of(tokens)
-        if isinstance(length, int) and length > 1:
-            raise ValueError(
-                f"captured for {length} tokens and no other length: say torch.compile(..., dynamic=True), or find what "
-                "makes a constant of it all the same (a list of indices, math.log): what a decoder computes from it is "
-                "a number like any other, and wrong for the next token"
-            )
+        _check_length_varies(dim_of(tokens))
         # before the batch is a number, so that branches on rows x tokens are seen
         ends = (longest_length(graph, tokens), table_end(graph))
         self.longest = min((end for end in ends if end is not None), default=None)

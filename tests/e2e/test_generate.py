@@ -248,7 +248,7 @@ def test_a_mixture_of_experts_is_captured_for_any_logits_to_keep(monkeypatch, tm
     monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
     for keep in (0, 1, 5, 2):
         assert_close(f"keep {keep}", fast(ids, logits_to_keep=keep).logits, expected[:, -keep:], atol=1e-4)
-    captured = [path.read_text() for path in tmp_path.glob("capture.*.specialize_floats.before.txt")]
+    captured = [path.read_text() for path in tmp_path.glob("capture.*.specialize_attributes.before.txt")]
     symbols = [len(set(re.findall(r"Sym\((\w+)\)", text))) for text in captured]
     assert len(symbols) == 4 and len(set(symbols)) == 1, "the prompt length is a symbol, and in none logits_to_keep"
 

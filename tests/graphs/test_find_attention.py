@@ -37,7 +37,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_of_the_call_becomes_a_site_with_the_same_output(form, decoder, capture, inputs) -> None:
-    gm, (_, found, *_) = capture(decoder(FORMS[form]), inputs())
+    gm, (_, _, found, *_) = capture(decoder(FORMS[form]), inputs())
     assert found == 2
     assert not any(is_raw_attention(node) for node in gm.graph.nodes)
     sites = find_sites(gm)
@@ -58,7 +58,7 @@ def test_a_fixed_length_is_enough_without_numbers_in_the_mask(decoder, capture, 
 
 def test_one_token_attends_causally_without_a_mask(decoder, capture, inputs) -> None:
     plain = decoder(lambda m, q, k, v, p: sdpa(q, k, v, enable_gqa=True))
-    _, (_, found, *_) = capture(plain, inputs(tokens=1), dynamic=False)
+    _, (_, _, found, *_) = capture(plain, inputs(tokens=1), dynamic=False)
     assert found == 2
 
 
@@ -128,7 +128,7 @@ def tiny_model(family: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_models_with_sdpa_pass_every_check_and_compute_the_same(family, capture, inputs) -> None:
-    gm, (_, found, _, _, _, stripped, *_) = capture(
+    gm, (_, _, found, _, _, _, stripped, *_) = capture(
         tiny_model(family, **({"n_layer": 1} if family == "gpt2" else ONE)), inputs()
     )
     grouped = family not in ("gpt2", "opt", "gpt_neox")

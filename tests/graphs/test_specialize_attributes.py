@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kvpass.graphs.find_attention import find_attention_pass
 from kvpass.graphs.rewrite_attention import find_sites
-from kvpass.graphs.specialize_floats import specialize_floats_pass
+from kvpass.graphs.specialize_attributes import specialize_attributes_pass
 
 
 class Scaled(nn.Module):
@@ -27,7 +27,7 @@ def test_float_attributes_are_numbers_again_and_guarded() -> None:
     scales: list[float] = []
 
     def backend(gm, _):
-        assert specialize_floats_pass(gm) == 0
+        assert specialize_attributes_pass(gm) == 0
         copied = gm.graph.python_code("self").src
         assert "item" not in copied and "0.01" in copied
         find_attention_pass(gm)
@@ -46,5 +46,5 @@ def test_float_attributes_are_numbers_again_and_guarded() -> None:
 
 
 def test_floats_made_from_sizes_are_no_reason_to_start_again(capture, inputs) -> None:
-    _, counts = capture(lambda ids, positions: ids * positions.shape[1] ** 0.5, inputs(), [specialize_floats_pass])
+    _, counts = capture(lambda ids, positions: ids * positions.shape[1] ** 0.5, inputs(), [specialize_attributes_pass])
     assert counts == [0]
