@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpass.attention import ATTENTION_NAME
 from kvpass.backend import Compiler, PhaseCompiler, check_compiler
 from kvpass.cache import CompressedCache
-from kvpass.cache_file import read_metadata, read_tensors
+from kvpass.cache_file import read_cache_file, typed
+from kvpass.cache_metadata import CacheMetadata
 from kvpass.config import Budget
 from kvpass.decoders import Decoders
 from kvpass.errors import CacheFileError, CacheMismatchError
@@ -143,25 +144,40 @@ def load_cache(path: str | Path, model: Any, *, device: torch.device | str | Non
         ValueError: the model was not compiled by kvpass.
         OSError: the file cannot be read.
     """
-    return restore_cache(path, read_metadata(path), model, device=device)
-
-
-def restore_cache(
-    path: str | Path, metadata: Mapping[str, Any], model: Any, *, device: torch.device | str | None = None
-) -> CompressedCache:
-    """Like :func:`load_cache`, for a caller who has read the file's metadata and so found it undamaged."""
     if not isinstance(model, CompressedModel):
         raise ValueError(f"model of type {type(model).__name__}: must be what kvpass.compile returned")
+    return restore_cache(path, *read_saved(path), model, device=device)
+
+
+@torch.inference_mode(False)
+def read_saved(path: str | Path) -> tuple[CacheMetadata, dict[str, Tensor]]:
+    """What a file says and holds, for :func:`restore_cache`; how the two fit together is checked there.
+
+    Raises:
+        CacheFileError: as in :func:`load_cache`. OSError: the file cannot be read.
+    """
+    metadata, tensors = read_cache_file(path)
+    return typed(metadata, CacheMetadata, path), tensors
+
+
+@torch.inference_mode(False)
+def restore_cache(
+    path: str | Path,
+    metadata: CacheMetadata,
+    tensors: Mapping[str, Tensor],
+    model: Any,
+    *,
+    device: torch.device | str | None = None,
+) -> CompressedCache:
+    """Like :func:`load_cache`, for a caller who has read the file and compiled the model."""
     runtime, rules = model._kvpass, model._kvpass.rules
-    runtime.identity.check(metadata["model"])
-    if metadata["policy"] != rules.policy.spec:
-        raise CacheMismatchError(f"the cache has policy {metadata['policy']}, the model {rules.policy.spec}")
-    budget = Budget.from_dict(metadata["budget"])
-    if budget != rules.budget:
-        raise CacheMismatchError(f"the cache has budget {budget}, the model {rules.budget}")
-    with torch.inference_mode(False):
-        tensors = read_tensors(path, runtime.identity.weights.device if device is None else device)
-        try:
-            return CompressedCache.restore(rules.policy, rules.budget, runtime.identity, metadata, tensors)
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise CacheFileError(path, f"holds no cache: {error!r}") from error
+    runtime.identity.check(metadata.model)
+    if metadata.policy != rules.policy.spec:
+        raise CacheMismatchError(f"the cache has policy {metadata.policy}, the model {rules.policy.spec}")
+    if metadata.budget != rules.budget:
+        raise CacheMismatchError(f"the cache has budget {metadata.budget}, the model {rules.budget}")
+    try:
+        cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors)
+    except ValueError as error:
+        raise CacheFileError(path, f"holds no cache: {error}") from error
+    return cache.to(runtime.identity.weights.device if device is None else device)

@@ -209,7 +209,7 @@ class PhaseCompiler:
         def state_of(cache: CompressedCache) -> dict[str, Tensor]:
             if phase == "prefill":
                 return cache.prefill_state(layout, dtype, device)
-            return cache.cached_state(layout)
+            return cache.cached_state(layout, dtype)
 
         state = state_of(cache)
         fake_mode = backend_mode()

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kvpass.cache_face import CacheFace
 from kvpass.cache_file import write_cache_file
+from kvpass.cache_metadata import CacheMetadata
+from kvpass.check_saved import check_tensors
 from kvpass.config import Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
 from kvpass.identity import Identity, Owner, reference
@@ -122,15 +124,20 @@ class CompressedCache(CacheFace):
         for store in self.stores:
             store.ensure_room(tokens)
 
-    def cached_state(self, layout: Layout) -> dict[str, Tensor]:
+    def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         """The buffers decode and extend graphs read, tails and rings being written in place.
 
         ``seen`` int64 ``[]`` counts the columns before the new tokens, ``first`` int64 ``[B]`` is the first real one.
 
+        Args:
+            layout, dtype: of the keys and values in the graph.
         Raises:
-            CacheMismatchError: the graph's model has another layout than the one that filled the cache.
+            CacheMismatchError: those of the cache are others.
         """
         self._check_layout(layout)
+        held = self.stores[0].pool_k if self.stores else self.rings[0].ring_k
+        if held.dtype != dtype:
+            raise CacheMismatchError(f"{self!r} of {held.dtype} was handed to a model of {dtype}")
         turns = [turn.state for turn in self._turns] or [{}] * len(self.stores)
         state = self._state([{**store.cached_state, **turn} for store, turn in zip(self.stores, turns, strict=True)])
         return {**state, "seen": self._seen_columns, "first": self._first_column}
@@ -329,13 +336,16 @@ class CompressedCache(CacheFace):
         """Write the cache to a file that :func:`kvpass.load_cache` reads, replacing one that is there.
 
         Slots that hold no entry are not written. The file states its checksum and describes the model that filled
-        the cache, so that no other model can be given it.
+        the cache, so that no other model can be given it. It is written beside its place and then renamed: whoever
+        reads finds the old file or the new one. A new file can be read by its owner only; one that is replaced keeps
+        its permissions. What a killed process left is removed by the next save in the folder.
 
         Args:
             notes: what the caller wants to find in the file's metadata again; anything JSON can say.
         Raises:
             ValueError: the cache is empty, a call on it was interrupted, or the model that filled it is gone or was
-                compiled by the raw backend.
+                compiled by the raw backend; or the notes are more than JSON can say.
+            OSError: the file cannot be written, for instance because the disk is full; an old one is as before.
         """
         layout = self._known_layout()
         if self.interrupted:
@@ -346,55 +356,47 @@ class CompressedCache(CacheFace):
         parts = {f"store{i}": store.compact_tensors() for i, store in enumerate(self.stores)}
         parts |= {f"ring{i}": ring.state for i, ring in enumerate(self.rings)}
         tensors = {f"{prefix}_{name}": tensor for prefix, part in parts.items() for name, tensor in part.items()}
-        metadata = {
-            "kvpass_version": __version__,
-            "model": identity.describe(),
-            "policy": self.policy.spec,
-            "budget": None if self.budget is None else asdict(self.budget),
-            "layout": asdict(layout),
-            "columns": self.columns,
-            "seen_columns": int(self._seen_columns),
-            "entries": self._budgets,
-            "reusable": self.reusable,
-            "stores": [store.facts for store in self.stores],
-            "notes": dict(notes or {}),
-        }
-        write_cache_file(path, {**tensors, "start": self.start, "first_column": self._first_column}, metadata)
+        metadata = CacheMetadata(
+            kvpass_version=__version__,
+            model=identity.describe(),
+            policy=self.policy.spec,
+            budget=self.budget,
+            layout=layout,
+            columns=self.columns,
+            seen_columns=int(self._seen_columns),
+            entries=tuple(self._budgets),
+            reusable=self.reusable,
+            stores=tuple(store.facts for store in self.stores),
+            notes=dict(notes or {}),
+        )
+        write_cache_file(path, {**tensors, "start": self.start, "first_column": self._first_column}, asdict(metadata))
 
     @classmethod
     def restore(
-        cls,
-        policy: Policy,
-        budget: Budget | None,
-        identity: Identity,
-        metadata: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
+        cls, policy: Policy, identity: Identity, metadata: CacheMetadata, tensors: Mapping[str, Tensor]
     ) -> CompressedCache:
-        """The cache whose :meth:`save` wrote these.
+        """The cache whose :meth:`save` wrote these; everything is on the CPU.
 
         Raises:
             ValueError: they do not fit together.
         """
-        cache = cls(policy, budget, identity)
-        cache.layout = layout = Layout.from_dict(metadata["layout"])
+        check_tensors(metadata, policy, tensors)
+        cache = cls(policy, metadata.budget, identity)
+        cache.layout = layout = metadata.layout
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
         cache.stores = [
-            Store.restore(group, policy, part(f"store{i}_"), metadata["stores"][i])
-            for i, group in enumerate(layout.pools)
+            Store.restore(group, policy, part(f"store{i}_"), metadata.stores[i]) for i, group in enumerate(layout.pools)
         ]
         cache.rings = [Ring.restore(group, part(f"ring{i}_")) for i, group in enumerate(layout.rings)]
         cache.start, cache._first_column = tensors["start"], tensors["first_column"]
-        rows = [part.rows for part in cache._parts]
-        if set(rows) != {cache.start.numel()} or cache._first_column.shape != cache.start.shape:
-            raise ValueError(f"parts of {rows} rows beside {cache.start.numel()} first columns")
         cache._device = cache.start.device
-        cache._budgets = metadata["entries"]
-        cache.columns = metadata["columns"]
-        cache._seen_columns = torch.tensor(metadata["seen_columns"], dtype=torch.int64, device=cache._device)
-        cache.reusable = metadata["reusable"]
+        cache._budgets = list(metadata.entries)
+        cache.columns = metadata.columns
+        cache._seen_columns = torch.tensor(metadata.seen_columns, dtype=torch.int64)
+        cache.reusable = metadata.reusable
         return cache
 
     def __repr__(self) -> str:

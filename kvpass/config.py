@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -69,10 +69,30 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which sites share a pool (one per KV geometry) and which a ring (one per geometry and sliding window)."""
+    """Which sites share a pool (one per KV geometry) and which a ring (one per geometry and sliding window).
+
+    Raises:
+        ValueError: a size is below 1, or the groups do not hold each site of a model once, in ascending order.
+    """
 
     pools: tuple[LayerGroup, ...]
     rings: tuple[LayerGroup, ...]
+
+    def __post_init__(self) -> None:
+        groups = (*self.pools, *self.rings)
+        sites = [site for group in groups for site in group.layers]
+        if sorted(sites) != list(range(len(sites))) or any(sorted(g.layers) != list(g.layers) for g in groups):
+            raise ValueError("each of a model's sites must be in one group, in ascending order")
+        for group in groups:
+            g = group.geometry
+            if g.layers != len(group.layers):
+                raise ValueError(f"a geometry of {g.layers} layers for a group of {len(group.layers)}")
+            if min(g.layers, g.kv_heads, g.key_dim, g.value_dim, g.itemsize) < 1:
+                raise ValueError(f"{g}: every size must be >= 1")
+        if any(group.sliding_window is not None for group in self.pools):
+            raise ValueError("a group with a sliding window has a ring, not a pool")
+        if any(group.sliding_window is None or group.sliding_window < 1 for group in self.rings):
+            raise ValueError("a ring needs a sliding window >= 1")
 
     @classmethod
     def of(cls, sites: Sequence[SiteShape]) -> Layout:
@@ -99,16 +119,6 @@ class Layout:
             rings=tuple(group for group in groups if group.sliding_window is not None),
         )
 
-    @classmethod
-    def from_dict(cls, layout: Mapping[str, Any]) -> Layout:
-        """The layout whose ``dataclasses.asdict`` this is, also after a trip through JSON."""
-
-        def group(given: Mapping[str, Any]) -> LayerGroup:
-            geometry, layers = Geometry(**given["geometry"]), tuple(given["layers"])
-            return LayerGroup(geometry=geometry, layers=layers, sliding_window=given["sliding_window"])
-
-        return cls(pools=tuple(map(group, layout["pools"])), rings=tuple(map(group, layout["rings"])))
-
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in a full cache of the layers that have a budget."""
@@ -129,7 +139,14 @@ class Budget:
     """
 
     kind: Literal["entries", "fraction", "bytes"]
-    value: float
+    value: int | float
+
+    def __post_init__(self) -> None:
+        if self.kind == "fraction":
+            if not 0.0 < self.value <= 1.0:
+                raise ValueError(f"budget={self.value}: a fraction of the prompt must be in (0, 1]")
+        elif not (isinstance(self.value, int) and self.value >= 1):
+            raise ValueError(f"budget={self.value}: a number of {self.kind} must be an int >= 1")
 
     @classmethod
     def parse(cls, value: Budget | int | float | str) -> Budget:
@@ -155,11 +172,6 @@ class Budget:
             f"budget={value!r} of type {type(value).__name__}: expected an int >= 1, a float in (0, 1] "
             "or bytes such as '512MiB'"
         )
-
-    @classmethod
-    def from_dict(cls, budget: Mapping[str, Any] | None) -> Budget | None:
-        """The budget whose ``dataclasses.asdict`` this is, also after a trip through JSON; None stays None."""
-        return None if budget is None else cls(**budget)
 
     def entries(self, prompt_length: int, token_bytes: int) -> int:
         """Entries per KV head per layer for a prompt of ``prompt_length`` real tokens, window included.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import kvpass
-from kvpass.api import restore_cache
+from kvpass.api import read_saved, restore_cache
 from kvpass.backend import Compiler
 from kvpass.cache import CompressedCache
-from kvpass.cache_file import read_metadata
-from kvpass.config import Budget
+from kvpass.cache_metadata import CacheMetadata
 from kvpass.errors import CacheFileError
 from kvpass.loading import load_model
-from kvpass.policies import from_spec
+from kvpass.policies import Policy, from_spec, resolve_budget
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,19 +69,24 @@ class Document:
     def load(
         cls, path: str | Path, *, model: str | None = None, device: str = "cpu", backend: Compiler = "inductor"
     ) -> Document:
-        """What :meth:`save` wrote; policy, options and budget come from the file, and the model unless it is given.
+        """What :meth:`save` wrote; policy, options and budget come from the file.
 
+        Args:
+            model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin`` or a local folder:
+                a file does not decide what is downloaded.
         Raises:
-            ValueError: the file is damaged or no document, or the model is not the one that compressed it.
+            ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and
+                the file names another.
         """
-        metadata = read_metadata(path)
-        notes = metadata["notes"]
-        if "model" not in notes or "dtype" not in notes:
+        metadata, tensors = read_saved(path)
+        named, dtype = metadata.notes.get("model"), metadata.notes.get("dtype")
+        if not isinstance(named, str) or not isinstance(dtype, str):
             raise CacheFileError(path, "is a cache that names no model: kvpass.load_cache reads it")
-        made, tokenizer = load_model(model or notes["model"], dtype=notes["dtype"], device=device)
-        policy, budget = from_spec(metadata["policy"]), Budget.from_dict(metadata["budget"])
-        fast = kvpass.compile(made, policy=policy, budget=budget, backend=backend)
-        return cls(fast, tokenizer, restore_cache(path, metadata, fast), notes)
+        policy = _policy_of(path, metadata)
+        made, tokenizer = load_model(model or _trusted(path, named), dtype=dtype, device=device)
+        fast = kvpass.compile(made, policy=policy, budget=metadata.budget, backend=backend)
+        cache = restore_cache(path, metadata, tensors, fast)
+        return cls(fast, tokenizer, cache, {"model": named, "dtype": dtype})
 
     def ask(self, question: str, *, new_tokens: int = 64) -> str:
         """The model's continuation, greedily, of the text followed by the question.
@@ -105,3 +110,32 @@ class Document:
             use_cache=True,
         )
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+
+
+def _trusted(path: str | Path, name: str) -> str:
+    """A model's name out of a file, which may be a stranger's, where loading it fetches nothing.
+
+    Raises:
+        CacheFileError: it is another.
+    """
+    if name == "builtin" or os.path.isdir(name):
+        return name
+    raise CacheFileError(
+        path,
+        f"names the model {name!r}, which is no folder here, and what is downloaded is not for a file to decide; "
+        "say which model it is: kvpass ask FILE QUESTION --model NAME",
+    )
+
+
+def _policy_of(path: str | Path, metadata: CacheMetadata) -> Policy:
+    """The policy that a file names, held against the budget.
+
+    Raises:
+        CacheFileError: this kvpass has none of that name and options.
+    """
+    try:
+        policy = from_spec(metadata.policy)
+        resolve_budget(policy, metadata.budget)
+    except (ValueError, RecursionError) as error:
+        raise CacheFileError(path, f"was made with a policy that this kvpass does not have: {error}") from None
+    return policy

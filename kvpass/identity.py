@@ -130,6 +130,9 @@ class Identity:
             CacheMismatchError: they differ; the message says in what.
         """
         own = self.describe()
+        for name, value in own.items():
+            if type(described.get(name)) is not type(value):
+                raise CacheMismatchError(f"the cache does not say of which {name} its model is, or not as kvpass does")
         for name in ("class", "dtype"):
             if own[name] != described[name]:
                 raise CacheMismatchError(

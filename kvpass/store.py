@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvpass.cache_metadata import StoreFacts
 from kvpass.config import LayerGroup
 from kvpass.device import index_pool
 from kvpass.evict import SLOT_POSITION, first_slots
@@ -268,9 +269,9 @@ class Store:
     # -- files and devices ------------------------------------------------------------------------------------------
 
     @property
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> StoreFacts:
         """What :meth:`restore` needs beside the tensors."""
-        return {"used": self.used, "tail_bound": self._tail_bound}
+        return StoreFacts(used=self.used, tail_bound=self._tail_bound)
 
     def compact_tensors(self) -> dict[str, Tensor]:
         """Everything the store holds, without the capacity nobody uses, zeros in every slot without an entry."""
@@ -291,52 +292,11 @@ class Store:
         return tensors
 
     @classmethod
-    def restore(
-        cls, group: LayerGroup, policy: Policy, tensors: Mapping[str, Tensor], facts: Mapping[str, int]
-    ) -> Store:
-        """The store whose :meth:`compact_tensors` and :attr:`facts` these are.
-
-        Raises:
-            ValueError: they do not fit together.
-        """
+    def restore(cls, group: LayerGroup, policy: Policy, tensors: Mapping[str, Tensor], facts: StoreFacts) -> Store:
+        """The store whose :meth:`compact_tensors` and :attr:`facts` these are; nothing is checked."""
         store = cls(group, policy)
-        store.used, store._tail_bound = facts["used"], facts["tail_bound"]
-        store._check(tensors)
-        return store.holding(tensors, store.used)
-
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        if tensors.keys() != self.row_dim.keys():
-            raise ValueError(f"tensors {sorted(tensors)}: must be {sorted(self.row_dim)}")
-        g, rows, entry = self.geometry, tensors["offsets"].shape[0], tensors["pool_k"].dtype
-        slots, capacity = tensors["pool_k"].shape[1], tensors["tail_k"].shape[3]
-        heads = (g.layers, rows, g.kv_heads)
-        width = tensors["table"].shape[-1] if self.evicts else 0
-        table = (2, *heads, width)
-        expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "pool_k": (entry, (rows, slots, g.key_dim)),
-            "pool_v": (entry, (rows, slots, g.value_dim)),
-            "pool_positions": (torch.int32, (rows, slots)),
-            "offsets": (torch.int32, (rows, g.layers * g.kv_heads + 1)),
-            "tail_k": (entry, (*heads, capacity, g.key_dim)),
-            "tail_v": (entry, (*heads, capacity, g.value_dim)),
-            "tail_start": (torch.int64, (rows,)),
-            "table": (torch.int32, table),
-            "memory": (torch.float32, table),
-            "quota": (torch.int64, heads),
-            "next_position": (torch.int64, (rows,)),
-        }
-        for name, tensor in tensors.items():
-            if (tensor.dtype, tuple(tensor.shape)) != expected[name]:
-                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: must be {expected[name]}")
-        if entry.itemsize != g.itemsize or not entry.is_floating_point:
-            raise ValueError(f"entries of {entry}: must have {g.itemsize} bytes")
-        offsets = tensors["offsets"]
-        if bool((offsets.diff(dim=1) < 0).any()) or int(offsets.min()) < 0 or int(offsets.max()) > slots:
-            raise ValueError(f"offsets into a pool of {slots} slots do not ascend from 0 to at most {slots}")
-        evicting = self._tail_bound >= 1 and width >= capacity
-        fits = evicting if self.evicts else 0 <= self.used <= capacity
-        if not fits:
-            raise ValueError(f"a tail of capacity {capacity} does not fit {self.facts} and a table of width {width}")
+        store._tail_bound = facts.tail_bound
+        return store.holding(tensors, facts.used)
 
     def to(self, device: torch.device) -> Store:
         """A copy on another device."""

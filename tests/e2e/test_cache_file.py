@@ -10,7 +10,7 @@ import torch
 
 import kvpass
 from kvpass import cache_file
-from kvpass.cache_file import read_metadata, read_tensors, write_cache_file
+from kvpass.cache_file import read_cache_file, write_cache_file
 from kvpass.testing import left_pad, random_ids, tiny_model
 
 CASES = {
@@ -148,7 +148,7 @@ def test_no_memory_of_the_process_leaks_into_the_file(tmp_path):
             store.pool_v[row, int(store.offsets[row, -1]) :] = value
             store.tail_v[:, row, :, : int(store.tail_start[row])] = value
         cache.save(tmp_path / "cache.kv")
-        files.append(read_tensors(tmp_path / "cache.kv"))
+        files.append(read_cache_file(tmp_path / "cache.kv")[1])
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
 
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_saved_says_why(fast, tmp_path):
 
 def parts_of(fast, folder):
     fast(random_ids(1, 40)).past_key_values.save(folder / "parts.kv")
-    return read_metadata(folder / "parts.kv"), read_tensors(folder / "parts.kv")
+    return read_cache_file(folder / "parts.kv")
 
 
 def test_200_damaged_files_are_all_refused(fast, saved, tmp_path):
@@ -268,7 +268,7 @@ def test_a_cache_of_a_newer_kvpass_is_refused(fast, tmp_path, monkeypatch):
 
 def test_notes_are_found_again(fast, tmp_path):
     fast(random_ids(1, 40)).past_key_values.save(tmp_path / "cache.kv", notes={"source": "a book"})
-    assert read_metadata(tmp_path / "cache.kv")["notes"] == {"source": "a book"}
+    assert read_cache_file(tmp_path / "cache.kv")[0]["notes"] == {"source": "a book"}
 
 
 def test_loading_in_inference_mode_gives_a_cache_that_works_outside(fast, saved):

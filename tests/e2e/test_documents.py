@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvpass.cache_file import read_metadata
+from kvpass.cache_file import read_cache_file
 from kvpass.cli import app
 from kvpass.documents import Document
 from kvpass.testing import tiny_model
@@ -89,7 +89,7 @@ def test_the_question_may_be_longer_than_the_document(document):
 def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tmp_path):
     path = tmp_path / "doc.kv"
     document.save(path)
-    metadata = read_metadata(path)
+    metadata, _ = read_cache_file(path)
     assert metadata["notes"] == {"model": "builtin", "dtype": "auto"}
     from kvpass import builtin
 
@@ -105,7 +105,7 @@ def test_the_window_is_an_option_of_the_policy_or_of_the_command(text, tmp_path,
     path = tmp_path / "doc.kv"
     result = invoke("compress", text, "-o", path, "--budget", "40", "--backend", "eager", *words.split())
     assert result.exit_code == 0, result.output
-    assert json.loads(read_metadata(path)["policy"])["window"] == window
+    assert json.loads(read_cache_file(path)[0]["policy"])["window"] == window
 
 
 def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
-from kvpass.cache_file import read_tensors
+from kvpass.cache_file import read_cache_file
 from kvpass.eval.support_table import REFUSED
 from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
 
@@ -135,7 +135,7 @@ def test_a_refused_call_on_a_loaded_cache_spoils_nothing(tokens, tmp_path):
     with pytest.raises(ValueError, match=f"{tokens} tokens after 256: the decoder does not take more than 256"):
         fast(ids[:, :tokens], past_key_values=loaded)
     loaded.save(tmp_path / "again.kv")
-    was, again = (read_tensors(tmp_path / name) for name in ("cache.kv", "again.kv"))
+    was, again = (read_cache_file(tmp_path / name)[1] for name in ("cache.kv", "again.kv"))
     assert was.keys() == again.keys() and all(torch.equal(was[name], again[name]) for name in was)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kvpass import cache_file
-from kvpass.cache_file import read_metadata, read_tensors, write_cache_file
+from kvpass.cache_file import read_cache_file, write_cache_file
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.identity import Identity, weights_digest
 from kvpass.testing import tiny_model
@@ -45,13 +45,13 @@ def test_everything_comes_back_bit_for_bit_in_storages_of_its_own(written):
     expected = some_tensors()
     torch.manual_seed(0)
     write_cache_file(written, some_tensors(), METADATA)
-    found = read_tensors(written)
+    metadata, found = read_cache_file(written)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert tensor.dtype == expected[name].dtype
         assert tensor.shape == expected[name].shape and torch.equal(bits(tensor), bits(expected[name]))
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    assert read_metadata(written) == {**METADATA, "format": cache_file.FORMAT}
+    assert metadata == {**METADATA, "format": cache_file.FORMAT}
 
 
 def test_every_byte_of_the_file_counts(written):
@@ -59,16 +59,16 @@ def test_every_byte_of_the_file_counts(written):
     for place in range(len(whole)):
         written.write_bytes(whole[:place] + bytes([whole[place] ^ 0x20]) + whole[place + 1 :])
         with pytest.raises(CacheFileError):
-            read_metadata(written)
+            read_cache_file(written)
     for length in range(len(whole)):
         written.write_bytes(whole[:length])
         with pytest.raises(CacheFileError):
-            read_metadata(written)
+            read_cache_file(written)
     written.write_bytes(whole + b"\0")
     with pytest.raises(CacheFileError):
-        read_metadata(written)
+        read_cache_file(written)
     written.write_bytes(whole)
-    read_metadata(written)
+    read_cache_file(written)
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,17 @@ def test_other_files_are_refused(tmp_path, content, reason):
     path = tmp_path / "other"
     path.write_bytes(content)
     with pytest.raises(CacheFileError, match=reason):
-        read_metadata(path)
+        read_cache_file(path)
 
 
 def test_a_safetensors_file_that_is_no_cache_is_refused(tmp_path, written):
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(3)}, path)
     with pytest.raises(CacheFileError, match="states no checksum"):
-        read_metadata(path)
+        read_cache_file(path)
     save_file({"weight": torch.ones(3)}, path, {"sha256": "0" * 64})
     with pytest.raises(CacheFileError, match="damaged"):
-        read_metadata(path)
+        read_cache_file(path)
 
 
 def test_a_newer_format_is_refused_with_both_versions(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_a_newer_format_is_refused_with_both_versions(tmp_path, monkeypatch):
     write_cache_file(path, {}, {"kvpass_version": "9.9"})
     monkeypatch.undo()
     with pytest.raises(CacheFileError, match=r"format 3, written by kvpass 9\.9; this kvpass reads formats up to 1"):
-        read_metadata(path)
+        read_cache_file(path)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(written, monkeypatch):
@@ -114,7 +114,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(written, monkeypatc
     def fail(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache_file, "_digest", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(KeyboardInterrupt):
         write_cache_file(written, {"x": torch.ones(2)}, {})
     assert written.read_bytes() == before and os.listdir(written.parent) == [written.name]
