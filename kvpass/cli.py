@@ -25,11 +25,13 @@ app = typer.Typer(
 
 @contextmanager
 def _bad_values() -> Iterator[None]:
-    """A ``ValueError`` about what the user asked for becomes one line and exit code 2."""
+    """A ``ValueError`` about what the user asked for, or a file that cannot be used: one line and exit code 2."""
     try:
         yield
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
+    except (ValueError, OSError) as error:
+        # a message may quote a stranger's file: no character of it moves the cursor or changes a colour
+        line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(error))
+        typer.echo(f"error: {line}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -275,7 +277,7 @@ def results(
 def compress(
     document: Annotated[Path, typer.Argument(help="Text file to compress; '-' reads standard input.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File the compressed cache goes to.")],
-    model: Annotated[str, typer.Option(help="'builtin', or a folder or hub name.")] = "builtin",
+    model: Annotated[str, typer.Option(envvar="KVPASS_MODEL", help="'builtin', or a folder or hub name.")] = "builtin",
     policy: Annotated[
         str, typer.Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")
     ] = ("lava"),
@@ -310,7 +312,7 @@ def compress(
             device=device,
             backend=check_compiler("backend", backend),
         )
-    made.save(output)
+        made.save(output)
     console = Console()
     console.print(made.model.report())
     console.print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
@@ -320,9 +322,14 @@ def compress(
 def ask(
     cache: Annotated[Path, typer.Argument(help="File that 'kvpass compress' wrote.")],
     question: Annotated[str, typer.Argument(help="Text that follows the document; the model continues it.")],
-    model: Annotated[str | None, typer.Option(help="Where the model is now; by default as in 'kvpass compress'.")] = (
-        None
-    ),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVPASS_MODEL",
+            help="The model that compressed it; if not given, the one that the file names if that is 'builtin' or a "
+            "folder here.",
+        ),
+    ] = None,
     new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
     backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
     device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
@@ -335,7 +342,8 @@ def ask(
         if not cache.is_file():
             raise ValueError(f"cache={str(cache)!r}: there is no such file")
         found = Document.load(cache, model=model, device=device, backend=check_compiler("backend", backend))
-        typer.echo(found.ask(question, new_tokens=new_tokens))
+        answer = found.ask(question, new_tokens=new_tokens)
+    typer.echo(answer)
 
 
 @app.command()

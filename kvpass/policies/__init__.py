@@ -91,9 +91,15 @@ def check_registered(policy: Policy) -> Policy:
 
 @functools.lru_cache(maxsize=256)
 def from_spec(spec: str) -> Policy:
-    """The policy whose :attr:`Policy.spec` is this text."""
+    """The policy whose :attr:`Policy.spec` is this text.
+
+    Raises:
+        ValueError: it is that of no registered policy.
+    """
     options = json.loads(spec)
-    return resolve(options.pop("policy"), **options)
+    if not isinstance(options, dict):
+        raise ValueError(f"policy={spec!r}: must be the spec of a policy")
+    return resolve(options.pop("policy", None), **options)
 
 
 def _check_options(kind: type[Policy], options: dict[str, object]) -> None:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
+MOST = 1 << 30
+"""No number of tokens is larger: positions are int32."""
+MOST_NEIGHBOURS = 1 << 16
+"""No pooling reaches further."""
 
-def check_int(name: str, value: object, low: int) -> None:
-    """Refuse anything but an int ``>= low``."""
+
+def check_int(name: str, value: object, low: int, high: int = MOST) -> None:
+    """Refuse anything but an int from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name}={value!r}: must be an int >= {low}")
+    if value > high:
+        raise ValueError(f"{name}={value}: must be at most {high}")
 
 
 def check_odd(name: str, value: object) -> None:
-    """Refuse anything but an odd int ``>= 1``."""
+    """Refuse anything but an odd int from 1 to :data:`MOST_NEIGHBOURS`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % 2 == 0:
         raise ValueError(f"{name}={value!r}: must be an odd int >= 1")
+    check_int(name, value, 1, MOST_NEIGHBOURS)
 
 
 def check_float(
     name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> None:
     """Refuse anything but a finite number from ``low`` to ``high``, ends included unless said otherwise."""
-    number = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+    number = not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= sys.float_info.max
     if number:
         above = value > low if open_low else value >= low  # type: ignore[operator]
         below = value < high if open_high else value <= high  # type: ignore[operator]

@@ -20,7 +20,7 @@ class Random(Policy):
     Scores are the top 24 bits of a multiply-xorshift hash of the four numbers, in [0, 1).
 
     Args:
-        seed: int >= 0.
+        seed: int from 0 to 2**64.
     """
 
     name: ClassVar[str] = "random"
@@ -29,7 +29,7 @@ class Random(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("seed", self.seed, 0)
+        check_int("seed", self.seed, 0, high=1 << 64)
 
     def score(self, obs: Observation) -> Tensor:
         position = torch.arange(obs.evictable, device=obs.keys.device)
