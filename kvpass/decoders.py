@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.utils
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
 from torch._dynamo.source import LocalSource
@@ -26,6 +29,9 @@ from kvpass.graphs.table_ends import table_end
 Forward = Callable[..., Any]
 """``forward`` of a causal language model of transformers."""
 
+
+_NOT_ITS_CODE = (*torch.__path__, *transformers.utils.__path__, str(Path(__file__).parent))
+"""Folders of code that is never a model's own."""
 
 _ONLY_CAPTURE: ContextVar[bool] = ContextVar("kvpass_only_capture", default=False)
 
@@ -152,9 +158,22 @@ def _called(captured: Callable[..., Tensor], ids: Tensor, positions: Tensor) -> 
         inner = failure.inner_exception
         raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
     except Unsupported as failure:
-        raise ValueError(f"the decoder cannot be captured as one graph: {failure}") from failure
+        raise ValueError(
+            f"the decoder cannot be captured as one graph: {_stop(failure)}; change that, or use the model uncompiled"
+        ) from failure
     except TorchRuntimeError as failure:
-        raise ValueError(f"the decoder fails on an input of {tokens} tokens: {failure}") from failure
+        raise ValueError(f"the decoder fails on an input of {tokens} tokens: {_stop(failure)}") from failure
+
+
+def _stop(failure: Unsupported | TorchRuntimeError) -> str:
+    """Where in the model's code Dynamo stopped and why, in one line."""
+    text = str(failure)
+    detail = re.search(r"Developer debug context: (.+)|got (\w+\(.+\))", text)
+    reason = text.splitlines()[0] + (f" ({detail[1] or detail[2]})" if detail else "")
+    frames = [frame for frame in failure.real_stack if not any(map(Path(frame.filename).is_relative_to, _NOT_ITS_CODE))]
+    if not frames:
+        return reason
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, `{frames[-1].line}`: {reason}"
 
 
 def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, ends: _Ends) -> Callable[..., Tensor]:
