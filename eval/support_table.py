@@ -38,6 +38,7 @@ _TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "p
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 REFUSED: dict[str, dict[str, Any]] = {
     "mamba": {**_TINY, "num_hidden_layers": 1, "state_size": 4},
+    "falcon_mamba": {**_TINY, "num_hidden_layers": 1, "state_size": 4},
     "rwkv": {**_TINY, "attention_hidden_size": 32},
     "lfm2": {**LLAMA_LIKE, "full_attn_idxs": [1]},
     "qwen3_next": {
@@ -53,6 +54,15 @@ REFUSED: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
     },
     "llama4_text": {**LLAMA_LIKE, **_EXPERTS, "head_dim": 16, "intermediate_size_mlp": 32, "attention_chunk_size": 8},
+    "deepseek_v32": {
+        **FAMILIES["deepseek_v3"][1],
+        "first_k_dense_replace": 3,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 8,
+    },
+    "openai-gpt": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "xlm": {"vocab_size": VOCABULARY, "emb_dim": 32, "n_layers": 2, "n_heads": 4},
     "xlnet": {"vocab_size": VOCABULARY, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64},
     "bert": {**_TINY, "num_attention_heads": 4, "intermediate_size": 64},
     "t5": {**_TINY, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4},

@@ -57,6 +57,7 @@ COST_OF_LOGITS = 8
 _ODD_ROW = (0, 0, 1, 1, 1, 0)
 NEGLIGIBLE_LOGIT = -1e9
 """An additive mask at or below this leaves nothing of an entry."""
+_BIAS = "its mask adds a bias to the logits, or hides tokens by a small number only, such as -10000"
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,7 @@ def prove_band(
             check_band(attended, window, tokens, start, name)
     first = Band(window, slopes[-1][0])
     if not all(first.is_close(Band(window, other), tolerance) for other, tolerance in slopes):
-        raise NotCausalError("its mask adds a bias to the logits")
+        raise NotCausalError(_BIAS)
     if lengths.undecided is not None:
         raise NotCausalError(lengths.undecided)
     return first, longest
@@ -332,7 +333,7 @@ def attended_of(mask: Tensor, floor: float) -> Tensor:
     if not mask.is_floating_point():
         raise NotCausalError(f"its mask has dtype {mask.dtype}")
     if bool(mask.isnan().any()):
-        raise NotCausalError("its mask adds a bias to the logits")
+        raise NotCausalError(_BIAS)
     return mask > max(floor, torch.finfo(mask.dtype).min) / 2
 
 
@@ -350,7 +351,7 @@ def _slopes(mask: Tensor, attended: Tensor, tokens: int, heads: int, rounding: f
     rows = mask.expand(shape).reshape(-1, tokens, tokens).double()
     seen = attended.expand(shape).reshape(-1, tokens, tokens)
     if len(rows) not in (1, heads) and len(rows) % heads:
-        raise NotCausalError("its mask adds a bias to the logits")
+        raise NotCausalError(_BIAS)
     first = int(seen[0, -1].int().argmax())
     slopes = (rows[:, -1, -1] - rows[:, -1, first]) / max(tokens - 1 - first, 1)
     rest = rows - slopes[:, None, None] * torch.arange(tokens, device=rows.device)
@@ -360,7 +361,7 @@ def _slopes(mask: Tensor, attended: Tensor, tokens: int, heads: int, rounding: f
     tolerance = max(exact, rounding)
     even = bool((rest <= tolerance * rows[seen].abs().max()).all())
     if not even or tokens == 1 or not torch.allclose(by_row, slopes[:heads].expand(by_row.shape), rtol=1e-5, atol=0):
-        raise NotCausalError("its mask adds a bias to the logits")
+        raise NotCausalError(_BIAS)
     return tuple(by_row.reshape(-1, heads)[0].tolist())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvpass.arguments import check_model
 from kvpass.attention import ATTENTION_NAME
 from kvpass.backend import Compiler, PhaseCompiler, check_compiler
 from kvpass.cache import CompressedCache
@@ -66,28 +66,11 @@ def compile(
     Raises:
         ValueError: an argument is out of range, or the model cannot be compiled: already compiled, in training mode,
             an encoder-decoder, no causal language model.
-        UnsupportedAttentionError: on first use, when an attention layer of the model is not understood.
+        UnsupportedAttentionError: an attention layer of the model is not understood; mostly raised on first use.
     """
     if isinstance(model, CompressedModel):
         raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model of type {type(model).__name__}: kvpass.compile takes a transformers model; "
-            'for any other decoder use torch.compile(module, backend="kvpass", ...) in a session'
-        )
-    if model.training:
-        raise ValueError("the model is in training mode; call model.eval() first")
-    for wish in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        if getattr(model.config, wish, None):
-            raise ValueError(f"config.{wish}=True: a compiled graph does not return intermediate tensors")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder; kvpass compresses decoders only")
-    if not model.can_generate() or "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
-        raise ValueError(f"{type(model).__name__} is no causal language model with a logits_to_keep argument")
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} counts positions from its padding token on; kvpass counts them from 0"
-        )
+    check_model(model)
     ropes = _rope_types(model)
     if "dynamic" in ropes:
         raise ValueError("rope_type='dynamic': its frequencies change as a sequence grows, those of kept keys cannot")

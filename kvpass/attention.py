@@ -47,7 +47,9 @@ def _refusal(
     if (limited := _limited_by_mask(module, sliding_window)) is not None:
         return limited
     if is_causal is False or getattr(module, "is_causal", True) is False:
-        return "the attention is not causal"
+        if getattr(getattr(module, "config", None), "is_decoder", None) is False:
+            return "it is not causal: config.is_decoder=False, and a model trained as a decoder needs is_decoder=True"
+        return "it is not causal"
     if dropout:
         return f"dropout={dropout} in attention"
     unknown = sorted(name for name, value in extra.items() if value is not None and name not in _HARMLESS)

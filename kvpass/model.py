@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvpass.arguments import OF_OTHER_MODELS, check_forward, check_generate, check_ids
 from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.decoders import Decoders
@@ -25,16 +26,6 @@ from kvpass.prompt_record import PromptRecord
 from kvpass.recompress import OCCASIONS
 from kvpass.report import Report
 from kvpass.rules import Rules, read_rules
-
-_IGNORED = {"cache_position", "output_attentions", "output_hidden_states"}
-_ASSISTED = "assisted generation is not supported, a compressed cache cannot be cropped"
-_REFUSED = {
-    "assistant_model": _ASSISTED,
-    "prompt_lookup_num_tokens": _ASSISTED,
-    "assistant_early_exit": _ASSISTED,
-    "prefill_chunk_size": "a prompt is prefilled whole: what a chunk alone would keep is not its budget",
-}
-"""Arguments of ``generate`` that are refused, and why."""
 
 
 @dataclass(kw_only=True)
@@ -107,13 +98,12 @@ class CompressedModel:
         use_cache: bool,
         kwargs: dict[str, Any],
     ) -> CausalLMOutputWithPast:
-        _refuse_unsupported(kwargs)
+        check_forward(kwargs)
         if input_ids is None:
-            raise ValueError("input_ids=None: kvpass needs token ids; inputs_embeds is not supported")
+            raise ValueError("input_ids=None: a kvpass model takes token ids")
+        check_ids(input_ids, self.device)  # type: ignore[attr-defined]
         if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
-        if input_ids.ndim != 2 or input_ids.numel() == 0:
-            raise ValueError(f"input_ids of shape {list(input_ids.shape)}: must be [B, T] with B, T >= 1")
         if self.training:  # type: ignore[attr-defined]
             raise ValueError("the model is in training mode; call model.eval() first")
         runtime = self._kvpass
@@ -142,9 +132,11 @@ class CompressedModel:
                 chunks: only the first would be a prompt. Or the configuration says ``use_cache=False`` and the call
                 does not.
         """
-        _refuse_generation(kwargs, generation_config, self.generation_config)  # type: ignore[attr-defined]
+        check_generate(kwargs, generation_config, self.generation_config)  # type: ignore[attr-defined]
         kwargs["disable_compile"] = True  # a static cache that is asked for would have transformers compile our forward
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
+        if ids is not None:
+            check_ids(ids)
         if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.columns:
             given = kwargs.get("attention_mask")
             if given is None or given.shape[1] == ids.shape[1]:
@@ -156,12 +148,15 @@ class CompressedModel:
         """As in transformers, asking for the logits of the last position only.
 
         An empty cache of another kind gives way to ours first: for a static one transformers would turn the mask into
-        one that says nothing of padding.
+        one that says nothing of padding. A model that is prepared in a way of its own mostly cannot be compiled, and
+        the prompt alone tells why: better than that an argument of its ``forward`` is not supported.
         """
         given = kwargs.get("past_key_values")
         if given is not None and not isinstance(given, CompressedCache):
             kwargs["past_key_values"] = _new_cache(self._kvpass, given)
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_first_iteration") and any(prepared.get(name) is not None for name in OF_OTHER_MODELS):
+            self.forward(prepared["input_ids"])
         prepared.setdefault("logits_to_keep", 1)
         return prepared
 
@@ -247,29 +242,6 @@ class CompressedModel:
             prompt=runtime.last_prompt,
             compiled=tuple(record for record in runtime.decoders.compiler.records if record.policy == policy.spec),
         )
-
-
-def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
-    for name, value in kwargs.items():
-        if name in {"output_attentions", "output_hidden_states"} and value:
-            raise ValueError(f"{name}=True: a compiled graph does not return intermediate tensors")
-        if name not in _IGNORED and value is not None:
-            raise ValueError(f"forward argument {name!r} is not supported by a kvpass model")
-
-
-def _refuse_generation(kwargs: dict[str, Any], given: Any, default: Any) -> None:
-    configured = given or default
-    said = (getattr(config, "use_cache", None) for config in (configured, default))
-    cache = kwargs.get("past_key_values")
-    begins = not (isinstance(cache, CompressedCache) and not cache.is_empty)
-    if begins and kwargs.get("use_cache") is None and next((one for one in said if one is not None), True) is False:
-        raise ValueError(
-            "the model is configured with use_cache=False: every new token would be a prompt of its own and computed "
-            "from the whole text; say use_cache=True, or use_cache=False if that is meant"
-        )
-    for name, reason in _REFUSED.items():
-        if kwargs.get(name, getattr(configured, name, None)) is not None:
-            raise ValueError(f"{name}: {reason}")
 
 
 def _new_cache(runtime: Runtime, given: Cache | None) -> CompressedCache:

@@ -30,7 +30,7 @@ LAYERS = """
     store ring cache_face
     turn
     cache
-    cuda_graphs
+    cuda_graphs arguments
     backend
     captured
     decoders report phases wrappers

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    BatchEncoding,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    DynamicCache,
+    EncoderDecoderCache,
+    FalconMambaConfig,
+    GenerationConfig,
+    MambaConfig,
+    OpenAIGPTConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrOCRConfig,
+    TrOCRForCausalLM,
+    XLMConfig,
+)
 
 import kvpass
 from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
@@ -12,7 +31,7 @@ from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
 
 def test_a_prompt_is_not_prefilled_in_chunks(tight):
     for options in ({"prefill_chunk_size": 8}, {"generation_config": GenerationConfig(prefill_chunk_size=8)}):
-        with pytest.raises(ValueError, match="prefill_chunk_size: a prompt is prefilled whole"):
+        with pytest.raises(ValueError, match="'prefill_chunk_size' is not supported: a prompt is prefilled whole"):
             tight.generate(random_ids(1, 40), max_new_tokens=2, **options)
 
 
@@ -22,14 +41,16 @@ def test_contract_7_a_decoder_that_is_no_single_graph_is_refused():
         kvpass.compile(tiny_model("llama", rope_parameters=dynamic), budget=100)
     branching = tiny_model("llama", num_hidden_layers=1)
     branching.model.norm.forward = lambda x: x if x.sum() > 0 else -x
-    with pytest.raises(ValueError, match="cannot be captured as one graph"):
+    place = r"one graph: test_refusals.py, line \d+, `branching.model.norm.forward = .*`: Data-dependent branching"
+    with pytest.raises(ValueError, match=place) as refused:
         kvpass.compile(branching, budget=100, backend="eager")(random_ids(1, 40))
+    assert "\n" not in str(refused.value) and "Explanation" in str(refused.value.__cause__)
 
 
 def test_contract_7_a_layer_without_attention_is_refused():
     model = tiny_model("llama", num_hidden_layers=2)
     model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-    with pytest.raises(kvpass.UnsupportedAttentionError, match="found 1 attention ops in 1 modules .* of 2 layers"):
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"found 1 attention ops in 1 modules .* of 2 layers"):
         kvpass.compile(model, budget=100, backend="eager")(random_ids(1, 40))
 
 
@@ -82,8 +103,19 @@ def test_contract_10_models_that_cannot_be_compiled_are_refused(model, fast):
         kvpass.compile(T5ForConditionalGeneration(t5).eval(), budget=100)
     with pytest.raises(ValueError, match=r"torch\.compile"):
         kvpass.compile(torch.nn.Linear(2, 2), budget=100)
-    with pytest.raises(ValueError, match="causal language model"):
+    for name in ("gpt2", Path("folder/gpt2")):
+        with pytest.raises(ValueError, match=rf"is a name: load it .*AutoModelForCausalLM.from_pretrained\('{name}'\)"):
+            kvpass.compile(name, budget=100)
+    with pytest.raises(ValueError, match=r"LlamaModel is no causal language model: .*AutoModelForCausalLM.from_pre"):
         kvpass.compile(tiny_model("llama").model, budget=100)
+    bert = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    with pytest.raises(ValueError, match=r"BertForMaskedLM is no causal language model: .* predicts the next token"):
+        kvpass.compile(BertForMaskedLM(bert).eval(), budget=100)
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"is_decoder=False, .* needs is_decoder=True"):
+        kvpass.compile(BertLMHeadModel(bert).eval(), budget=100, backend="eager")(random_ids(1, 40) % 50)
+    trocr = TrOCRConfig(vocab_size=50, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)
+    with pytest.raises(ValueError, match="TrOCRForCausalLM is not supported: its forward has no argument logits_to_k"):
+        kvpass.compile(TrOCRForCausalLM(trocr).eval(), budget=100)
 
 
 def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
@@ -109,10 +141,22 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
         (stranger, {"input_ids": token, "past_key_values": cache}, "another model"),
         (same_shape, {"input_ids": token, "past_key_values": cache}, "another model"),
         (other_budget, {"input_ids": token, "past_key_values": cache}, "has budget 16, the model 24"),
-        (tight, {"input_ids": None}, "input_ids"),
-        (tight, {"input_ids": torch.empty(1, 0, dtype=torch.int64)}, "input_ids"),
-        (tight, {"input_ids": ids, "labels": ids}, "labels"),
-        (tight, {"input_ids": ids, "output_attentions": True}, "output_attentions"),
+        (tight, {"input_ids": None}, "input_ids=None"),
+        (tight, {"input_ids": torch.empty(1, 0, dtype=torch.int64)}, r"\[1, 0\]: must be \[B, T\] with B, T >= 1$"),
+        (tight, {"input_ids": ids[0]}, r"\[40\]: must be \[B, T\] with B, T >= 1, use input_ids\[None\]"),
+        (tight, {"input_ids": ids.float()}, r"torch.float32: .* use input_ids.long\(\)"),
+        (tight, {"input_ids": ids.bool()}, r"torch.bool: .* use input_ids.long\(\)"),
+        (tight, {"input_ids": token.float(), "past_key_values": cache}, "torch.float32"),
+        (tight, {"input_ids": ids.to("meta")}, r"on meta, but the model is on cpu: use input_ids.to\(model.device\)"),
+        (tight, {"input_ids": token.to("meta"), "past_key_values": cache}, "on meta, but the model is on cpu"),
+        (tight, {"input_ids": "how are you?"}, "of type str: must be a tensor of token ids, such as tokenizer"),
+        (tight, {"input_ids": ids.tolist()}, "of type list: must be a tensor of token ids"),
+        (tight, {"input_ids": BatchEncoding({"input_ids": ids})}, r"of type BatchEncoding: .* model\(\*\*inputs\)"),
+        (tight, {"inputs_embeds": torch.zeros(2, 40, 64)}, "'inputs_embeds' is not supported: .* pass input_ids"),
+        (tight, {"input_ids": ids, "labels": ids}, "'labels' is not supported: .* compute it from the logits"),
+        (tight, {"input_ids": ids, "token_type_ids": ids}, "return_token_type_ids=False"),
+        (tight, {"input_ids": ids, "speed": 3}, "'speed' is not supported: a kvpass model takes input_ids"),
+        (tight, {"input_ids": ids, "output_attentions": True}, "output_attentions.* use the uncompiled model"),
         (tight, {"input_ids": ids, "logits_to_keep": -1}, "logits_to_keep=-1"),
         (tight, {"input_ids": ids, "position_ids": torch.zeros(2, 3, dtype=torch.int64)}, "position_ids"),
         (
@@ -131,6 +175,44 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
             subject(**call)
         assert cache.get_seq_length() == 40
     assert_close("logits", tight(token, past_key_values=cache).logits, expected, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"inputs": "how are you?"}, "of type str: must be a tensor of token ids, such as tokenizer"),
+        ({"inputs": BatchEncoding({"input_ids": random_ids(1, 40)})}, r"of type BatchEncoding: .* model\(\*\*inputs\)"),
+        ({"input_ids": random_ids(1, 40).float()}, "torch.float32: token ids must be int64"),
+        ({"inputs": random_ids(1, 40)[0]}, r"of shape \[40\]"),
+        (
+            {"inputs_embeds": torch.zeros(2, 40, 64)},
+            "'inputs_embeds' is not supported: .* pass input_ids",
+        ),
+        ({"inputs": random_ids(1, 40), "token_type_ids": random_ids(1, 40)}, "return_token_type_ids=False"),
+        ({"inputs": random_ids(1, 40), "output_attentions": True}, "'output_attentions' .* use the uncompiled model"),
+    ],
+    ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
+)
+def test_contract_10_generate_takes_token_ids(tight, call, message):
+    with pytest.raises(ValueError, match=message):
+        tight.generate(**call, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (OpenAIGPTConfig(vocab_size=128, n_embd=32, n_layer=1, n_head=4), "adds a bias"),
+        (XLMConfig(vocab_size=128, emb_dim=32, n_layers=1, n_heads=4), "not causal"),
+        (MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4), "conv1d with a kernel of 4"),
+        (FalconMambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4), "conv1d with a kernel"),
+    ],
+    ids=lambda given: getattr(given, "model_type", None),
+)
+def test_generate_refuses_a_family_for_the_same_reason_as_forward(config, reason):
+    fast = kvpass.compile(AutoModelForCausalLM.from_config(config).eval(), policy="full", backend="eager")
+    for call in (fast, lambda ids: fast.generate(ids, max_new_tokens=2, do_sample=False)):
+        with pytest.raises(kvpass.UnsupportedAttentionError, match=reason):
+            call(random_ids(1, 20))
 
 
 def test_contract_10_a_mask_cannot_take_padding_back(tight):

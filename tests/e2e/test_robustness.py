@@ -189,15 +189,18 @@ def test_assisted_generation_is_refused_and_says_so(how):
     model, fast = compiled()
     ids = random_ids(1, 20).repeat(1, 2)
     options = {"assistant_model": model} if how == "assistant" else {"prompt_lookup_num_tokens": 3}
-    with pytest.raises(ValueError, match="assisted generation"):
+    message = f"'{next(iter(options))}' is not supported: a compressed cache cannot be cropped .* the uncompiled model"
+    with pytest.raises(ValueError, match=message):
         greedy(fast, ids, **options)
     assert greedy(fast, ids).shape == (1, 40 + NEW)
 
 
 def test_a_compiled_model_is_no_assistant_either():
     model, fast = compiled()
-    with pytest.raises(NotImplementedError, match="assisted generation is not supported"):
+    with pytest.raises(ValueError, match=r"assistant_model: a kvpass model cannot draft .* give the uncompiled model"):
         greedy(model, random_ids(1, 40), assistant_model=fast)
+    with pytest.raises(ValueError, match="nothing to report"):  # refused at once
+        fast.report()
 
 
 def test_a_compiled_model_that_nobody_holds_is_freed():

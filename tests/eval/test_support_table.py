@@ -10,7 +10,7 @@ from kvpass.eval.support_table import REFUSED, listed, refused_row, tables
 from kvpass.testing import FAMILIES, LLAMA_LIKE
 
 README = Path(__file__).resolve().parents[2] / "README.md"
-SLOW = {"mamba", "qwen3_next"}
+SLOW = {"mamba", "falcon_mamba", "qwen3_next"}
 """Refused for the same reason as lfm2, after ten seconds of tracing."""
 
 
