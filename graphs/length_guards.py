@@ -139,7 +139,7 @@ def _end(guard: sympy.Basic, symbol: sympy.Symbol, line: str) -> int:
 def _refusal(guard: sympy.Basic, symbol: sympy.Basic, line: str) -> ValueError:
     holds = str(guard.xreplace({symbol: sympy.Symbol("tokens")}))
     return ValueError(
-        f"the decoder branches on the length of its input{line and f', in `{line}`'}: what was captured is what it does "
-        f"where {holds}; the next token, decoded against a cache, would take another side than it takes at the end of "
+        f"the decoder branches on the length of its input{line and f', in `{line}`'}: what was captured is what it "
+        f"does where {holds}; the next token, decoded against a cache, would take another side than at the end of "
         "the whole text"
     )

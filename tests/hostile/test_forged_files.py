@@ -167,7 +167,7 @@ ANY = {
     "first_column of the smallest number": of("first_column", put(0, value=-(2**63))),
     "first_column is missing": without("first_column"),
     "a tensor too many": lambda tensors: {**tensors, "ring7_ring_k": torch.ones(1)},
-    "a store too many": lambda tensors: {**tensors, "store1_pool_k": tensors["store0_pool_k"]},
+    "a store too many": lambda tensors: {**tensors, "store1_pool_k": tensors["store0_pool_k"].clone()},
     "keys are missing": without("store0_pool_k"),
     "keys of another dtype": of("store0_pool_k", lambda x: x.half()),
     "keys of ints": of("store0_pool_k", lambda x: x.int()),
