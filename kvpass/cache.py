@@ -20,6 +20,7 @@ from kvpass.cache_file import write_cache_file
 from kvpass.cache_metadata import CacheMetadata
 from kvpass.check_saved import check_tensors
 from kvpass.config import Budget, Geometry, Layout
+from kvpass.copying import copied_only
 from kvpass.errors import CacheMismatchError
 from kvpass.identity import Identity, Owner, reference
 from kvpass.policies.base import Policy
@@ -398,6 +399,9 @@ class CompressedCache(CacheFace):
         cache._seen_columns = torch.tensor(metadata.seen_columns, dtype=torch.int64)
         cache.reusable = metadata.reusable
         return cache
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copied_only(self, "a CompressedCache cannot be pickled: use cache.save and kvpass.load_cache")
 
     def __repr__(self) -> str:
         return (

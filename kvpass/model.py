@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvpass.arguments import OF_OTHER_MODELS, check_forward, check_generate, check_ids
 from kvpass.cache import CompressedCache
 from kvpass.config import Budget
+from kvpass.copying import copied_only
 from kvpass.decoders import Decoders
 from kvpass.errors import CacheMismatchError
 from kvpass.identity import Identity
@@ -175,6 +176,13 @@ class CompressedModel:
         assert isinstance(cache, CompressedCache)
         cache.reusable = True
         return cache
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copied_only(
+            self,
+            f"a compiled {type(self).__name__} cannot be pickled, it holds captured graphs and compiled code: save the "
+            "original model, and call kvpass.compile again after it is loaded",
+        )
 
     @property
     def policy(self) -> Policy:

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "kvpass"
 # From low to high. A module may import from its own line and from the lines above it, never from a line below.
 # A name stands for the module kvpass.<name> or for every module of that package; "kvpass" is kvpass/__init__.py.
 LAYERS = """
-    errors config padding version replace_file
+    errors config copying padding version replace_file
     observation builtin kernels prompt_record cache_file cache_metadata identity
     scheduler decode loading
     policies released

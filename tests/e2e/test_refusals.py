@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -231,3 +233,28 @@ def test_contract_10_a_fraction_too_small_for_the_prompt_is_refused(model):
     with pytest.raises(ValueError, match=r"window \+ 1 = 9"):
         fast(random_ids(1, 40))
     assert fast(random_ids(1, 200)).past_key_values.lengths.sum() == 20 * 6
+
+
+def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_path):
+    tight = kvpass.compile(model, budget=16, window=8, backend="eager")
+    ids, token = random_ids(2, 40), random_ids(2, 1, seed=3)
+    cache = tight(ids).past_key_values
+    refusals = {
+        r"a compiled LlamaForCausalLM cannot be pickled, .* call kvpass.compile again": tight,
+        "a CompressedCache cannot be pickled: use cache.save": cache,
+    }
+    for message, value in refusals.items():
+        for pickled in (value, {"held": value}):
+            with pytest.raises(pickle.PicklingError, match=message):
+                torch.save(pickled, tmp_path / "pickled.pt")
+            with pytest.raises(pickle.PicklingError, match=message):
+                pickle.dumps(pickled)
+
+    torch.save(tight.state_dict(), tmp_path / "weights.pt")
+    expected = tight(token, past_key_values=copy.deepcopy(cache)).logits
+    assert cache.get_seq_length() == 40
+    assert torch.equal(tight(token, past_key_values=copy.copy(cache).clone()).logits, expected)
+    for twin in (copy.copy(tight), copy.deepcopy(tight)):
+        assert type(twin) is type(tight)
+        assert torch.equal(twin(token, past_key_values=twin(ids).past_key_values).logits, expected)
+    assert all(map(torch.equal, copy.deepcopy(tight).parameters(), tight.parameters()))
