@@ -56,6 +56,11 @@ def test_a_model_that_fetches_nothing_or_that_the_user_names_is_loaded(ask, tmp_
     assert ask("--model", "builtin", notes=notes)[0][-1:] == ["builtin"]
 
 
+def test_a_message_quotes_no_control_character_of_a_file(ask):
+    _, output = ask(format=2, kvpass_version="\x1b[31m\nred\u202e")
+    assert r"written by kvpass \x1b[31m\nred\u202e" in output
+
+
 POLICIES = {
     "unknown": {"policy": "evil"},
     "none": {},

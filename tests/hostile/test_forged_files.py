@@ -197,6 +197,13 @@ ONLY_APPENDING = {
         "start": torch.tensor([0, 50]),
         "first_column": torch.tensor([0, 50]),
     },
+    "the same in a row without a pool": lambda tensors: {
+        **tensors,
+        "start": torch.tensor([0, 50]),
+        "first_column": torch.tensor([0, 50]),
+        "store0_offsets": tensors["store0_offsets"] * torch.tensor([[1], [0]], dtype=torch.int32),
+        "store0_pool_positions": torch.stack([tensors["store0_pool_positions"][0], torch.full((24,), -1).int()]),
+    },
     "a tail that is longer than its use": of("store0_tail_k", lambda x: torch.cat([x, x], 3)),
     "a shorter ring": of("ring0_ring_k", lambda x: x[..., 1:, :]),
     "a ring of another dtype": of("ring0_ring_v", lambda x: x.half()),
@@ -304,7 +311,6 @@ HEADERS = {
     "a later format": of_text('{"format": 2}'),
     "an endless format": of_text('{"format": 1e999}'),
     "a format of 5000 digits": of_text('{"format": ' + "1" * 5000 + "}"),
-    "nothing but a format": of_text('{"format": 1}'),
     "a name twice": of_text('{"format": 2, "format": 1}'),
     "a name twice, deeper": of_text('{"format": 1, "notes": {"a": [{"b": 1, "b": 2}]}}'),
     "NaN": of_text('{"format": 1, "columns": NaN}'),
@@ -353,17 +359,24 @@ ENTRIES = {
     "a shape of null": of_tensors(one(shape="null")),
     "a shape that overflows": of_tensors(one(), one(shape=f"[{2**62},{2**62},0]", offsets="[4,4]")),
     "a shape of huge numbers": of_tensors(one(), one(shape=f"[{HUGE},0]", offsets="[4,4]")),
-    "a shape of 10,000 dims": of_tensors(one(shape=str([1] * 10**4))),
     "a text as entry": of_tensors('"F32"'),
     "null as entry": of_tensors("null"),
 }
 
 
 @pytest.mark.parametrize("case", [*HEADERS, *ENTRIES])
-def test_headers_and_metadata_of_every_odd_kind_are_refused(appending, tmp_path, case):
+def test_headers_and_metadata_of_every_odd_kind_are_refused(tmp_path, case):
     path = tmp_path / "cache.kv"
     path.write_bytes(seal(HEADERS[case]) if case in HEADERS else seal(ENTRIES[case], DATA))
     with pytest.raises(kvpass.CacheFileError):
+        read_cache_file(path)
+
+
+@pytest.mark.parametrize("header", [of_text('{"format": 1}'), of_tensors(one(shape=str([1] * 10**4)))])
+def test_a_file_that_is_in_order_and_no_cache_is_refused(appending, tmp_path, header):
+    path = tmp_path / "cache.kv"
+    path.write_bytes(seal(header, DATA if b"F32" in header else b""))
+    with pytest.raises(kvpass.CacheFileError, match="holds no cache"):
         kvpass.load_cache(path, appending.fast)
 
 
