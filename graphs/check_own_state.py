@@ -1,8 +1,8 @@
 """Fail closed on a decoder that keeps what it has seen: a cache or counter of its own, beside those of kvpass.
 
-It is written into (``self.k_cache[:, :, input_pos] = k``) or put in the place of what a call before has left there
-(``self.prev = x[:, -1:]``). Either way a call gives something else than the same tokens at the end of the whole text,
-and nothing takes it back when a call is refused, or goes on from another cache.
+It is written into (``self.k_cache[:, :, input_pos] = k``), put in the place of what a call before has left there
+(``self.prev = x[:, -1:]``), or counts (``self.start += tokens``). A call then gives something else than the same tokens
+at the end of the whole text, and nothing takes it back when a call is refused or goes on from another cache.
 """
 
 from __future__ import annotations
@@ -10,19 +10,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor
+from torch._dynamo.source import GlobalSource, LocalSource
 from torch._dynamo.symbolic_convert import tls
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._guards import ChainedSource
 from torch.fx import GraphModule, Node
 
 from kvpass.graphs.apart import fed_by_inputs
-from kvpass.graphs.fx_utils import DataFlow, dotted, is_module_tensor, mutated_inputs, recorded, refuse, storage_of
+from kvpass.graphs.fx_utils import (
+    DataFlow,
+    dotted,
+    is_module_tensor,
+    mutated_inputs,
+    recorded,
+    refuse,
+    shape_of,
+    storage_of,
+    symbols_in,
+    symbols_of,
+    token_sizes,
+)
 
 
 def check_own_state_pass(gm: GraphModule) -> int:
-    """Refuse a graph that reads state which it also changes; changes nothing.
+    """Refuse a graph that reads a tensor which it also changes, or keeps a size or a table by length; changes nothing.
 
-    State: tensors of the module, and others that are no numbers of tokens (a cache given as an argument).
+    Tensors of the module, and floating-point ones among the arguments, which may be a cache.
 
     Raises:
         UnsupportedAttentionError: naming the call that makes what is kept.
@@ -37,29 +51,41 @@ def check_own_state_pass(gm: GraphModule) -> int:
         for operand in mutated_inputs(node):
             if storage_of(operand) in written:
                 raise _refusal(node, written[storage_of(operand)])
-    fed = {node.name: node for node in fed_by_inputs(list(gm.graph.nodes))}
-    for place, made in _replaced():
-        read = any(name == place or name.startswith((f"{place}.", f"{place}[")) for name in held.values())
-        if read and made in fed:
-            raise _refusal(fed[made], place)
+    fed = {node.name for node in fed_by_inputs(list(gm.graph.nodes))}
+    lengths = symbols_of(token_sizes(gm.graph.nodes))
+    for place, node in _replaced():
+        size = symbols_in(node) & lengths
+        table = symbols_of(shape_of(node) or ()) & lengths
+        read = any(source == place or source.startswith((f"{place}.", f"{place}[")) for source in held.values())
+        if size or (read and node.name in fed):
+            raise _refusal(node, place)
+        if table and node.name not in fed:
+            raise refuse(
+                node,
+                f"it leaves a table for the length of this call in {dotted(place)}, and would take it for another. "
+                "Call the decoder once on the longest text before it is compiled: then the table is there",
+            )
     return 0
 
 
-def _replaced() -> Iterator[tuple[str, str]]:
-    """Places outside of the graph that the traced call puts tensors in, and the names of the nodes that make these."""
+def _replaced() -> Iterator[tuple[str, Node]]:
+    """Places outside of the graph in which the traced call puts tensors and sizes, and the nodes that these were."""
     translator = getattr(tls, "current_tx", None)
     if translator is None:
         return
     effects = translator.output.side_effects
     for variable in list(effects.id_to_variable.values()):
-        if variable.source is None or not effects.is_modified(variable):
-            continue
-        base = variable.source.name
+        source = variable.source
+        root = source.get_base() if isinstance(source, ChainedSource) else source
+        if not isinstance(root, LocalSource | GlobalSource) or not effects.is_modified(variable):
+            continue  # made by the call itself
+        base = source.name
         stored = {f"{base}.{name}": value for name, value in effects.store_attr_mutations.get(variable, {}).items()}
         for place, value in (stored or {base: variable}).items():
             found: list[VariableTracker] = []
             VariableTracker.visit(found.append, value)
-            yield from ((place, part.proxy.node.name) for part in found if isinstance(part, TensorVariable))
+            parts = (part for part in found if isinstance(part, TensorVariable | SymNodeVariable))
+            yield from ((place, part.proxy.node) for part in parts)
 
 
 def _refusal(node: Node, place: str) -> Exception:

@@ -94,7 +94,7 @@ def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, 
     if call["dropout_p"] != 0.0:
         raise refuse(node, f"dropout_p={call['dropout_p']}; only 0.0 is possible in a compressed cache")
     if not (call["scale"] is None or isinstance(call["scale"], int | float)):
-        raise refuse(node, f"scale is computed by node {call['scale']}, not a number")
+        raise refuse(node, computed_scale(call["scale"]))
     mask, is_causal = call["attn_mask"], call["is_causal"]
     if not isinstance(is_causal, bool):
         raise refuse(node, f"is_causal is computed by node {is_causal}, not a constant")
@@ -133,7 +133,8 @@ def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -
     if k[2] != q[2] or v[2] != q[2]:
         raise refuse(
             node,
-            f"{q[2]} queries read {k[2]} keys and {v[2]} values: a decoder with a cache of its own, or cross-attention",
+            f"{q[2]} queries read {k[2]} keys and {v[2]} values: cross-attention, or a decoder with a cache of its "
+            "own, which must be built or called without it",
         )
     if k[3] != q[3] or not isinstance(q[3], int):
         raise refuse(node, f"head dims of query {q[3]} and key {k[3]} must be equal and static")
@@ -143,6 +144,14 @@ def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -
     if kv_heads not in (1, heads) and enable_gqa is not True:
         raise refuse(node, f"{heads} query heads on {kv_heads} key heads without enable_gqa=True")
     return q
+
+
+def computed_scale(scale: Any) -> str:
+    """Why a scale that is no number is refused."""
+    return (
+        f"its scale (node {scale}) depends on a size or a number that the call gives, and would be another one for a "
+        "piece of the text: make it of numbers that the module holds"
+    )
 
 
 def _replace(gm: GraphModule, node: Node, band: Band) -> None:

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from kvpass.graphs.emit_site import emit_site
 from kvpass.graphs.example_lengths import NotCausalError, NotEvaluatedError, example_lengths, numbers_of
 from kvpass.graphs.examples import SizeMap, concrete, example_sizes
-from kvpass.graphs.find_attention import check_heads
+from kvpass.graphs.find_attention import check_heads, computed_scale
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
@@ -58,7 +58,7 @@ def find_flex_attention_pass(gm: GraphModule) -> int:
         shape = check_heads(node, call["query"], call["key"], call["value"], True)
         try:
             if not isinstance(call["scale"], int | float):
-                raise NotCausalError("its scale is computed in the graph, not a number")
+                raise NotCausalError(computed_scale(call["scale"]))
             rule = _Flex(gm, flow, node, call, shape).prove(float(call["scale"]))
         except NotCausalError as error:
             raise refuse(node, str(error)) from error
@@ -72,12 +72,21 @@ class _Flex:
     def __init__(
         self, gm: GraphModule, flow: DataFlow, node: Node, call: dict[str, Any], shape: tuple[Dim, ...]
     ) -> None:
+        """
+        Raises:
+            NotCausalError: the block mask is an input, or depends on a tensor whose content is out of reach.
+        """
         self.gm, self.flow, self.node, self.shape = gm, flow, node, shape
         self.score_mod, self.mask_mod = (_function(gm, call["score_mod"]), _function(gm, call["block_mask"][-1]))
         self.score_other = [self._part(value) for value in call["score_other"]]
         self.mask_other = [self._part(value) for value in call["mask_other"]]
         self.tables = [self._part(value) for value in call["block_mask"][2:6]]
         self.blocks = tuple(call["block_mask"][-3:-1])
+        if not all(isinstance(block, int) for block in self.blocks):
+            raise NotCausalError(
+                "its block mask is an input of the decoder, and says nothing of the next call's: make it in forward, "
+                "with create_block_mask"
+            )
         self.like: Tensor = recorded(call["query"])
 
     def _part(self, value: Any) -> Any:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -32,6 +31,7 @@ from kvpass.graphs.fx_utils import (
     refuse,
     shape_of,
     storage_of,
+    symbols_in,
     symbols_of,
     target_name,
     token_sizes,
@@ -184,7 +184,7 @@ class Search:
         return math.prod(concrete(shape, rows)) < math.prod(concrete(of, rows))
 
     def _depends(self, node: Node) -> bool:
-        return not self.symbols.isdisjoint(_symbols_in(node))
+        return not self.symbols.isdisjoint(symbols_in(node))
 
     def _has_tokens(self, shape: tuple[Dim, ...]) -> bool:
         return bool(symbols_of(shape) & self.symbols)
@@ -194,7 +194,7 @@ class Search:
         if is_scalar(node):
             return
         for operand in numbers_given(node):
-            if not self.lengths_given.isdisjoint(_symbols_in(operand)):
+            if not self.lengths_given.isdisjoint(symbols_in(operand)):
                 reason = (
                     f"it computes with {operand.name}, a number made from the length of the input; against a cache "
                     "that would be the length of a piece of the text"
@@ -363,11 +363,3 @@ def _weight(gm: GraphModule, node: Node, sizes: SizeMap, generator: torch.Genera
     if content is None:
         raise EvaluationError(f"the content of {node.name} is out of reach")
     return content
-
-
-def _symbols_in(node: Node) -> set[sympy.Symbol]:
-    """Symbols that the sizes a node holds depend on."""
-    value = recorded(node) if is_scalar(node) else ()
-    parts = value if isinstance(value, (tuple, list)) else [value]
-    symbolic = (part for part in parts if isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool)))
-    return {symbol for part in symbolic for symbol in part.node.expr.free_symbols}

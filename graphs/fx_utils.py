@@ -133,6 +133,14 @@ def symbols_of(dims: Iterable[Dim]) -> set[sympy.Symbol]:
     return {symbol for dim in dims if isinstance(dim, sympy.Expr) for symbol in dim.free_symbols}
 
 
+def symbols_in(node: Node) -> set[sympy.Symbol]:
+    """Symbols that the numbers a node holds depend on; none of a tensor's sizes."""
+    value = recorded(node) if is_scalar(node) else ()
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    symbolic = (part for part in parts if isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool)))
+    return {symbol for part in symbolic for symbol in part.node.expr.free_symbols}
+
+
 def numbers_in(value: Any, symbols: Collection[sympy.Symbol]) -> set[float]:
     """Numbers in sizes that depend on the symbols, other than factors of them.
 

@@ -140,6 +140,6 @@ def _refusal(guard: sympy.Basic, symbol: sympy.Basic, line: str) -> ValueError:
     holds = str(guard.xreplace({symbol: sympy.Symbol("tokens")}))
     return ValueError(
         f"the decoder branches on the length of its input{line and f', in `{line}`'}: what was captured is what it "
-        f"does where {holds}; the next token, decoded against a cache, would take another side than at the end of "
-        "the whole text"
+        f"does where {holds}; the next token, decoded against a cache, would take another side than it takes at the "
+        "end of the whole text"
     )

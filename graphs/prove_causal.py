@@ -55,6 +55,9 @@ COST_OF_LOGITS = 8
 """Of evaluating logits several times in double precision, against that of a mask once."""
 
 _ODD_ROW = (0, 0, 1, 1, 1, 0)
+_LEAVE_OUT = (
+    "Leave that argument out: a causal mask of the decoder's own is found, and kvpass.session takes the padding"
+)
 NEGLIGIBLE_LOGIT = -1e9
 """An additive mask at or below this leaves nothing of an entry."""
 _BIAS = "its mask adds a bias to the logits, or hides tokens by a small number only, such as -10000"
@@ -153,7 +156,9 @@ class MaskPart:
             return self.tensors[node]
         value, shape = recorded(node), shape_of(node)
         if not shape or shape[-1] != self.tokens or value.is_floating_point() or value.dtype == torch.bool:
-            raise NotCausalError(f"its mask depends on the input {node.name}, which is no row of positions")
+            raise NotCausalError(
+                f"its mask depends on the input {node.name}, which is no row of positions. {_LEAVE_OUT}"
+            )
         size = concrete(shape, sizes)
         row = torch.arange(start, start + size[-1])
         if node is odd:
@@ -249,7 +254,7 @@ def mask_part(gm: GraphModule, flow: DataFlow, site: Node, mask: Node, q: Node) 
     assert shape is not None and len(shape) == 4
     part = MaskPart(gm, flow, mask, before=site, batch=shape[0], tokens=shape[2])
     if not part.calls:
-        raise NotCausalError(f"the mask is the input {mask.name}, whose content is unknown")
+        raise NotCausalError(f"its mask is the input {mask.name}, whose content is unknown. {_LEAVE_OUT}")
     return part
 
 

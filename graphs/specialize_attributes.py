@@ -23,7 +23,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch.fx import GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from kvpass.graphs.fx_utils import dim_of, is_module_tensor, recorded, shape_of, symbols_of
+from kvpass.graphs.fx_utils import dim_of, is_module_tensor, recorded, shape_of, symbols_in, symbols_of
 
 
 def specialize_attributes_pass(gm: GraphModule) -> int:
@@ -57,18 +57,18 @@ def _restart_for_floats(gm: GraphModule) -> None:
 def _guard_sizes(gm: GraphModule) -> None:
     """Fix the sizes of a module's tensors, but for those that Dynamo takes for one with a size of an input."""
     inputs = gm.graph.find_nodes(op="placeholder")
-    given = {symbol for node in inputs if not is_module_tensor(node) for symbol in _symbols(node)}
+    given = {
+        symbol
+        for node in inputs
+        if not is_module_tensor(node)
+        for symbol in symbols_in(node) | symbols_of(shape_of(node) or ())
+    }
     for node in inputs:
         value = recorded(node)
         if is_module_tensor(node) and isinstance(value, Tensor):
             for size in value.shape:
                 if isinstance(size, torch.SymInt) and symbols_of([dim_of(size)]).isdisjoint(given):
                     int(size)
-
-
-def _symbols(node: Node) -> set[object]:
-    value = recorded(node)
-    return symbols_of([dim_of(value)] if isinstance(value, torch.SymInt) else shape_of(node) or ())
 
 
 def _number(node: Node) -> float | None:

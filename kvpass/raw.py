@@ -27,7 +27,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch._dynamo import eval_frame
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from kvpass.backend import PhaseCompiler, check_compiler
 from kvpass.cache import CompressedCache
@@ -36,7 +36,7 @@ from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.graphs.bind_state import backend_mode, example_value, placeholders, size_reader
 from kvpass.graphs.check_token_mixing import check_reduced_positions_pass
-from kvpass.graphs.fx_utils import Dim, dim_of, is_integral, is_module_tensor, shape_of
+from kvpass.graphs.fx_utils import Dim, dim_of, is_integral, is_module_tensor, recorded, shape_of
 from kvpass.graphs.length_guards import check_length, fixed_length, longest_length
 from kvpass.graphs.offset_positions import counts_positions
 from kvpass.graphs.rewrite_attention import find_sites
@@ -116,18 +116,22 @@ def _check_sizes(gm: GraphModule) -> None:
     And one for a single length, which passes would refuse for what follows from that.
     """
     inputs = [node for node in placeholders(gm) if not is_module_tensor(node)]
-    lengths = {shape[1] for node in inputs if is_integral(node) and (shape := shape_of(node)) and len(shape) == 2}
+    lengths = {shape[1] for node in inputs if _is_whole(node) and (shape := shape_of(node)) and len(shape) == 2}
     if len(lengths) == 1:
         _check_length_varies(*lengths)
     for node in inputs:
         shape = shape_of(node)
-        if shape is None or len(shape) < 2:
-            continue
+        if shape is None or len(shape) < 2 or (len(shape) == 2 and not _is_whole(node)):
+            continue  # [T, T] may be a mask
         if isinstance(shape[0], sympy.Expr) and shape[0] == shape[1]:
             raise ValueError(
                 f"{node.name} has as many rows as tokens in the call that is captured, and Dynamo takes both for one "
                 "size: let the first call have other sizes, or set torch.fx.experimental._config.use_duck_shape = False"
             )
+
+
+def _is_whole(node: Node) -> bool:
+    return is_integral(node) and recorded(node).dtype != torch.bool
 
 
 def _check_length_varies(length: Dim) -> None:

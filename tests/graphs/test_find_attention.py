@@ -168,10 +168,10 @@ def test_a_padding_mask_given_to_a_transformers_model_is_refused(capture, inputs
 REFUSED = {
     "no mask and is_causal=False": lambda m, q, k, v, p: sdpa(q, k, v, enable_gqa=True),
     "dropout_p=0.5": lambda m, q, k, v, p: sdpa(q, k, v, dropout_p=0.5, is_causal=True, enable_gqa=True),
-    "scale is computed by node": lambda m, q, k, v, p: sdpa(
+    "depends on a size or a number that the call gives": lambda m, q, k, v, p: sdpa(
         q, k, v, is_causal=True, scale=1 / math.sqrt(q.shape[2]), enable_gqa=True
     ),
-    "a cache of its own, or cross-attention": lambda m, q, k, v, p: sdpa(
+    "a decoder with a cache of its own": lambda m, q, k, v, p: sdpa(
         q, torch.cat([k, k], 2), torch.cat([v, v], 2), is_causal=True, enable_gqa=True
     ),
     r"\[batch, heads, tokens, head_dim\] is needed": lambda m, q, k, v, p: sdpa(
