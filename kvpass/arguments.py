@@ -17,7 +17,17 @@ from kvpass.errors import UnsupportedAttentionError
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _ONLY_LOGITS = "a compiled graph does not return intermediate tensors; use the uncompiled model"
 _OF_WHOLE_TEXT = ("next_sequence_length", "is_first_iteration")
-_TAKEN = "input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep and return_dict"
+_TAKEN = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "return_dict",
+)
+"""Arguments of ``forward`` that a kvpass model takes."""
+
 _OF_FORWARD = {
     "inputs_embeds": "a kvpass model takes token ids: pass input_ids",
     "labels": "a kvpass model computes no loss: compute it from the logits, or use the uncompiled model",
@@ -26,9 +36,6 @@ _OF_FORWARD = {
     **dict.fromkeys(_OF_WHOLE_TEXT, "the model's class prepares every step from the whole text and knows no cache"),
 }
 """Arguments of ``forward`` that are refused for a reason of their own."""
-
-OF_OTHER_MODELS = (*_OF_WHOLE_TEXT, "cache_params", "langs")
-"""Arguments of ``forward`` that transformers itself gives to models without a cache of keys and values."""
 
 _ASSISTED = "a compressed cache cannot be cropped to the tokens that are accepted; use the uncompiled model"
 _OF_GENERATE = {
@@ -108,16 +115,24 @@ def check_ids(ids: object, device: torch.device | None = None) -> None:
         raise ValueError(f"input_ids on {ids.device}, but the model is on {device}: use input_ids.to(model.device)")
 
 
-def check_forward(others: Mapping[str, Any]) -> None:
-    """Refuse arguments of ``forward`` that kvpass does not know, unless they wish for nothing.
+def unsupported_argument(given: Mapping[str, Any]) -> str | None:
+    """The first of the arguments of ``forward`` that kvpass does not support; those that wish for nothing are not."""
+    for name, value in given.items():
+        harmless = value is None or name == "cache_position" or (name in _OUTPUTS and not value)
+        if name not in _TAKEN and not harmless:
+            return name
+    return None
+
+
+def check_forward(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of ``forward`` that kvpass does not support.
 
     Raises:
         ValueError: there is one; the message says what to do.
     """
-    for name, value in others.items():
-        if value is None or name == "cache_position" or (name in _OUTPUTS and not value):
-            continue
-        reason = _OF_FORWARD.get(name, f"a kvpass model takes {_TAKEN}")
+    name = unsupported_argument(given)
+    if name is not None:
+        reason = _OF_FORWARD.get(name, f"a kvpass model takes {', '.join(_TAKEN)}; leave it out")
         raise ValueError(f"forward argument {name!r} is not supported: {reason}")
 
 

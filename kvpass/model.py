@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvpass.arguments import OF_OTHER_MODELS, check_forward, check_generate, check_ids
+from kvpass.arguments import check_forward, check_generate, check_ids, unsupported_argument
 from kvpass.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.copying import copied_only
@@ -156,7 +156,7 @@ class CompressedModel:
         if given is not None and not isinstance(given, CompressedCache):
             kwargs["past_key_values"] = _new_cache(self._kvpass, given)
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
-        if kwargs.get("is_first_iteration") and any(prepared.get(name) is not None for name in OF_OTHER_MODELS):
+        if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"])
         prepared.setdefault("logits_to_keep", 1)
         return prepared

@@ -25,6 +25,7 @@ from transformers import (
     TrOCRConfig,
     TrOCRForCausalLM,
     XLMConfig,
+    XLNetConfig,
 )
 
 import kvpass
@@ -205,6 +206,7 @@ def test_contract_10_generate_takes_token_ids(tight, call, message):
     [
         (OpenAIGPTConfig(vocab_size=128, n_embd=32, n_layer=1, n_head=4), "adds a bias"),
         (XLMConfig(vocab_size=128, emb_dim=32, n_layers=1, n_heads=4), "not causal"),
+        (XLNetConfig(vocab_size=128, d_model=32, n_layer=1, n_head=4, d_inner=32), "relates tokens to tokens"),
         (MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4), "conv1d with a kernel of 4"),
         (FalconMambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4), "conv1d with a kernel"),
     ],
