@@ -34,14 +34,17 @@ _MATMUL = {*MATMULS, "baddbmm"}
 def check_no_raw_attention_pass(gm: GraphModule) -> int:
     """Refuse a graph in which tokens still attend to tokens outside the canonical sites; changes nothing.
 
-    The signs, in what reaches the output: a call named after attention; a recurrence, or a convolution along the
-    tokens; a tensor with two token axes, as only attention weights and masks have; in a capture of fixed length, where
-    sizes cannot tell tokens from heads, a softmax whose square result is multiplied with something.
+    Sites that were refused while tracing come first. The signs of others, in what reaches the output: a call named
+    after attention; a recurrence, or a convolution along the tokens; a tensor with two token axes, as only attention
+    weights and masks have; in a capture of fixed length, where sizes cannot tell tokens from heads, a softmax whose
+    square result is multiplied with something.
 
     Raises:
         UnsupportedAttentionError: naming the node and the reason.
     """
     for site in find_sites(gm):
+        if site.refusal is not None:
+            raise refuse(site.node, site.refusal)
         if site.node.meta.get(SLOPES) is not None:
             raise refuse(site.node, "its logits grow with the position of the key, and nothing has folded that")
     flow = DataFlow(gm)

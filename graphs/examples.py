@@ -46,9 +46,7 @@ def concrete(value: Any, sizes: SizeMap) -> Any:
 def _substitute(expr: sympy.Basic, sizes: SizeMap) -> sympy.Basic:
     result = sympy.sympify(expr.xreplace(dict(sizes)))
     if result.free_symbols:
-        raise EvaluationError(
-            f"size {expr} depends on {sorted(map(str, result.free_symbols))}, not a token or batch size"
-        )
+        raise EvaluationError(f"size {expr} depends on what is neither the number of tokens nor of rows")
     return result
 
 

@@ -79,8 +79,7 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
     Args:
         expected: attention layers the model is known to have; None when unknown.
     Raises:
-        UnsupportedAttentionError: no site, a site that was refused while tracing, sites of different dtypes or devices,
-            or layers without a site.
+        UnsupportedAttentionError: no site, sites of different dtypes or devices, or layers without a site.
     """
     sites = find_sites(gm)
     if not sites:
@@ -95,8 +94,6 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
         )
     first = example_value(sites[0].k)
     for site in sites:
-        if site.refusal is not None:
-            raise refuse(site.node, site.refusal)
         q, k, v = (example_value(node) for node in (site.q, site.k, site.v))
         if not q.dtype == k.dtype == v.dtype:
             raise refuse(site.node, f"queries of {q.dtype} beside keys of {k.dtype} and values of {v.dtype}")

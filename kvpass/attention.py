@@ -98,6 +98,8 @@ def kvpass_attention(
         output ``[B, T, H, Dv]`` and no attention weights.
     """
     refusal = _refusal(module, attention_mask, dropout, sliding_window, is_causal, extra)
+    if query.shape[2] != key.shape[2]:
+        refusal = "not every token of the prompt has a query here: the model leaves out those whose logits are not kept"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does
         lower = torch.get_autocast_dtype(query.device.type)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
@@ -71,6 +73,26 @@ def test_contract_7_a_window_in_the_mask_alone_is_refused(model_type):
     with pytest.raises(kvpass.UnsupportedAttentionError, match=reason) as refusal:
         fast(random_ids(1, 20))
     assert layer in refusal.value.module_path
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="before, it keeps all queries")
+def test_a_layer_without_a_query_of_each_token_is_refused():
+    shared = {
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "layer_types": ["full_attention"] * 2,
+        "num_kv_shared_layers": 1,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+    }
+    model = tiny("gemma4_text", shared)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(1, 20)
+    with torch.no_grad():
+        assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
+    with pytest.raises(kvpass.UnsupportedAttentionError, match="not every token of the prompt has a query") as refusal:
+        fast.generate(ids, max_new_tokens=2)
+    assert "layers.1" in refusal.value.module_path
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "xglm", "mpt"])
