@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache
 
 from kvpass.config import Layout
+from kvpass.errors import CacheMismatchError
 
 
 class CacheFace(Cache):
@@ -46,7 +47,8 @@ class CacheFace(Cache):
     get_max_cache_shape = get_max_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.columns + int(query_length), 0
+        """What a model that builds a mask for this cache asks; the one that filled it builds none."""
+        raise self._elsewhere()
 
     @property
     def is_compileable(self) -> bool:
@@ -82,4 +84,12 @@ class CacheFace(Cache):
         raise NotImplementedError("a compressed cache cannot be cropped; assisted generation is not supported")
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("a CompressedCache is filled by compiled graphs, only in the model that made it")
+        """What an uncompiled model does with a cache."""
+        raise self._elsewhere()
+
+    @staticmethod
+    def _elsewhere() -> CacheMismatchError:
+        return CacheMismatchError(
+            "a CompressedCache was given to an uncompiled model: only the kvpass model that filled it can go on with "
+            "it; give the whole text and no cache to the uncompiled one"
+        )

@@ -237,6 +237,23 @@ def test_contract_10_a_fraction_too_small_for_the_prompt_is_refused(model):
     assert fast(random_ids(1, 200)).past_key_values.lengths.sum() == 20 * 6
 
 
+def test_an_uncompiled_model_refuses_the_cache_of_a_compiled_one(model, tight):
+    ids = random_ids(1, 40)
+    cache = tight(ids).past_key_values
+    calls = [
+        lambda: model(ids[:, :3], past_key_values=cache),
+        lambda: model(ids[:, :1], past_key_values=cache),
+        lambda: model(ids[:, :1], past_key_values=cache, attention_mask=torch.zeros(1, 1, 1, 41)),
+        lambda: model.generate(ids[:, :3], past_key_values=cache, max_new_tokens=2),
+        lambda: model.generate(torch.cat([ids, ids], 1), past_key_values=cache, max_new_tokens=2),
+    ]
+    for call in calls:
+        with pytest.raises(kvpass.CacheMismatchError, match="CompressedCache was given to an uncompiled model"):
+            call()
+    assert cache.get_seq_length() == 40
+    assert tight(ids[:, :1], past_key_values=cache).logits.isfinite().all()
+
+
 def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_path):
     tight = kvpass.compile(model, budget=16, window=8, backend="eager")
     ids, token = random_ids(2, 40), random_ids(2, 1, seed=3)
