@@ -16,6 +16,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import ChainedSource
 from torch.fx import GraphModule, Node
+from torch.nn import Parameter
 
 from kvpass.graphs.apart import fed_by_inputs
 from kvpass.graphs.fx_utils import (
@@ -29,6 +30,7 @@ from kvpass.graphs.fx_utils import (
     storage_of,
     symbols_in,
     symbols_of,
+    target_name,
     token_sizes,
 )
 
@@ -44,14 +46,18 @@ def check_own_state_pass(gm: GraphModule) -> int:
     held = {
         node: node._dynamo_source.name
         for node in gm.graph.find_nodes(op="placeholder")
-        if isinstance(recorded(node), Tensor) and (is_module_tensor(node) or recorded(node).is_floating_point())
+        if isinstance(recorded(node), Tensor)
+        and (is_module_tensor(node) or recorded(node).is_floating_point())
+        and not isinstance(recorded(node), Parameter)  # a call that writes to weights ends the caches filled before
     }
     written = {storage_of(node): name for node, name in held.items()}
+    fed = {node.name for node in fed_by_inputs(list(gm.graph.nodes))}
     for node in DataFlow(gm).sources([gm.graph.output_node()]):
         for operand in mutated_inputs(node):
-            if storage_of(operand) in written:
+            # as the frequencies of longrope: written whole in every call before anything reads them
+            made_anew = target_name(node) == "copy_" and operand in held and min(operand.users) is node
+            if storage_of(operand) in written and not made_anew:
                 raise _refusal(node, written[storage_of(operand)])
-    fed = {node.name for node in fed_by_inputs(list(gm.graph.nodes))}
     lengths = symbols_of(token_sizes(gm.graph.nodes))
     for place, node in _replaced():
         size = symbols_in(node) & lengths

@@ -73,9 +73,13 @@ def read_cache_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
         raise CacheFileError(source, "is no cache file of kvpass: its metadata is no plain JSON object") from None
     _check_format(metadata, source)
     try:
-        return metadata, load(content)
+        tensors = load(content)
     except (SafetensorError, RuntimeError, KeyError) as error:  # the last two: sizes and dtypes that torch lacks
         raise CacheFileError(source, f"holds no cache: {error}") from None
+    strange = {tensor.dtype for tensor in tensors.values() if tensor.dtype.is_complex or tensor.dtype.itemsize < 2}
+    if strange:
+        raise CacheFileError(source, f"holds no cache: tensors of {', '.join(map(str, strange))}")
+    return metadata, tensors
 
 
 def typed(found: object, kind: type[T], path: str | Path) -> T:
