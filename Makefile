@@ -21,9 +21,10 @@ demo: $(READY) ## compress the cache of the built-in model and show what is kept
 test: $(READY) ## run every test that this machine can run
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-lint: $(LINT_READY) ## ruff: style and formatting
+lint: $(LINT_READY) ## ruff: style and formatting; import-linter: which package may import which
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 typecheck: $(LINT_READY) ## mypy
 	@$(BIN)/mypy

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.cache import CompressedCache
+from kvpass.cache.cache import CompressedCache
 from kvpass.eval.prompt import Prompt, by_head, chunks, pad, rounds
 
 T = TypeVar("T")

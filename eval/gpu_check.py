@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from kvpass.eval import kernel_bench
-from kvpass.eval.bench_report import markdown, plot
+from kvpass.eval.bench import kernels as kernel_bench
+from kvpass.eval.bench.report import markdown, plot
 from kvpass.eval.environment import source_digest
 from kvpass.eval.markdown import markdown_table
 
@@ -84,7 +84,7 @@ def _tests(name: str, files: tuple[str, ...], seconds: int) -> Stage:
 
 
 def _bench(name: str, seconds: int, words: str, least: int = 180) -> Stage:
-    program = "from kvpass.cli import app; app()"
+    program = "from kvpass.cli.main import app; app()"
     usual = "bench --device cuda --model llama-3.1-8b --budget 1024 --policies lava --json {} --warm-cache"
     return Stage(name, (sys.executable, "-c", program, *usual.split(), *words.split()), seconds, least=least)
 
@@ -99,7 +99,7 @@ def full_cache_rows() -> int:
 
 STAGES = (
     _tests("tests", TESTS, 200),
-    Stage("kernels", (sys.executable, "-m", "kvpass.eval.kernel_bench", "--json", "{}"), 100),
+    Stage("kernels", (sys.executable, "-m", "kvpass.eval.bench.kernels", "--json", "{}"), 100),
     _tests("graph-tests", GRAPH_TESTS, 200),
     _bench("decode-128k", 500, "--contexts 131072 --repeats 1 --systems hf-eager,hf-static,full", least=330),
     _bench("decode-8k-32k", 320, "--contexts 8192,32768 --repeats 2 --systems hf-eager,hf-static,full", least=240),

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvpass.cache.fingerprint import Identity
 from kvpass.eval.environment import machine, versions
 from kvpass.eval.records import Row
-from kvpass.identity import Identity
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A digest of what :class:`~kvpass.identity.Identity` says of a model: class, dtype, configuration, weights."""
+    """Digest of a model: class, dtype, configuration, weights (:class:`~kvpass.cache.fingerprint.Identity`)."""
     text = json.dumps(Identity(model).describe(), sort_keys=True)
     return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
 

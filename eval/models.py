@@ -1,4 +1,4 @@
-"""Decoders of the bench: published shapes and small ones with random weights, and any transformers config file."""
+"""CaptureCache of the bench: published shapes and small ones with random weights, and any transformers config file."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
-from kvpass.backend import Compiler
+from kvpass.compiler.backend import Compiler
 from kvpass.config import Budget
 from kvpass.eval.answer import Answer, Answerer, Request
 from kvpass.eval.environment import answering_digest

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 import kvpass
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.eval.markdown import markdown_table
-from kvpass.model import CompressedModel
+from kvpass.frontends.transformers import CompressedModel
 from kvpass.testing import FAMILIES, LLAMA_LIKE, VOCABULARY, random_ids, tiny_model
 
 _FOUND_BY = {
@@ -85,7 +85,7 @@ def supported_row(family: str, model: CompressedModel) -> list[str]:
         ),
         "two attention ops a layer, each with keys and values of its own": prefill.sites > config.num_hidden_layers,
         "one KV head": all(group.geometry.kv_heads == 1 for group in groups),
-        "not beyond the end of its table of positions": model._kvpass.decoders.longest is not None,
+        "not beyond the end of its table of positions": model._kvpass.captures.longest is not None,
         "expanded heads are cached, as transformers does, not latent rows": hasattr(config, "kv_lora_rank"),
     }
     return [

@@ -2,7 +2,7 @@
 
 A pass is a function ``verb_object_pass(gm) -> int`` that changes a Dynamo graph in place and says how many sites (or
 places) it changed, or that only checks it and says 0; its settings are bound with ``functools.partial`` where the list
-is built (``kvpass.backend``). In order:
+is built (``kvpass.compiler.backend``). In order:
 
 ==========================  =====================================================================================
 ``specialize_attributes``   attributes of modules that Dynamo made symbolic -> numbers

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-import kvpass.ops  # noqa: F401 (registers the operators)
+import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.config import Layout, SiteShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import example_value

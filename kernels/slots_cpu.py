@@ -38,7 +38,7 @@ def attend_slots(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`kvpass.slots.attend_slots`; slots without an entry are not read.
+    """As :func:`kvpass.ops.slots.attend_slots`; slots without an entry are not read.
 
     All tensors are on the CPU and contiguous, but q, k and v, of which a last dim that is not contiguous costs a copy,
     and position, which may repeat over rows and KV heads.
@@ -113,7 +113,7 @@ def _function(name: str, pointers: int, numbers: int) -> Callable[..., None]:
 
 
 def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
-    """As :func:`kvpass.slots.evict_losers`; all tensors on the CPU and contiguous.
+    """As :func:`kvpass.ops.slots.evict_losers`; all tensors on the CPU and contiguous.
 
     Raises:
         ValueError: an argument would be read out of bounds; nothing was written.

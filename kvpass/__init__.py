@@ -5,14 +5,14 @@ entries worth keeping, and decodes against a small static cache in compiled code
 """
 
 from kvpass.api import compile, load_cache
-from kvpass.cache import CompressedCache
+from kvpass.cache.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.errors import CacheFileError, CacheMismatchError, UnsupportedAttentionError
-from kvpass.generation import generate
-from kvpass.loss import OutputLoss, attention_output_loss
-from kvpass.plan import Plan, plan
+from kvpass.frontends.generation import generate
+from kvpass.frontends.raw import session
 from kvpass.policies import POLICIES, Policy, register_policy
-from kvpass.raw import session
+from kvpass.policies.loss import OutputLoss, attention_output_loss
+from kvpass.policies.plan import Plan, plan
 from kvpass.report import Report
 from kvpass.version import __version__
 

@@ -11,21 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpass.arguments import check_model
-from kvpass.attention import ATTENTION_NAME
-from kvpass.backend import Compiler, PhaseCompiler, check_compiler
-from kvpass.cache import CompressedCache
-from kvpass.cache_file import read_cache_file, typed
-from kvpass.cache_metadata import CacheMetadata
+from kvpass.cache.cache import CompressedCache
+from kvpass.cache.fingerprint import Identity
+from kvpass.cache.metadata import CacheMetadata
+from kvpass.cache.serialization import read_cache_file, typed
+from kvpass.compiler.backend import Compiler, PhaseCompiler, check_compiler
+from kvpass.compiler.capture import CaptureCache
 from kvpass.config import Budget
-from kvpass.decoders import Decoders
 from kvpass.errors import CacheFileError, CacheMismatchError
-from kvpass.identity import Identity
-from kvpass.model import CompressedModel, Runtime, compressed_class
+from kvpass.frontends.arguments import check_model
+from kvpass.frontends.attention import ATTENTION_NAME
+from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
+from kvpass.frontends.wrappers import check_wrappers, remove_wrappers
 from kvpass.policies import Policy
-from kvpass.recompress import Recompress
-from kvpass.rules import read_rules
-from kvpass.wrappers import check_wrappers, remove_wrappers
+from kvpass.policies.rules import Recompress, read_rules
 
 
 def compile(
@@ -89,7 +88,7 @@ def compile(
     compiled._kvpass = Runtime(
         rules=rules,
         identity=Identity(compiled),
-        decoders=Decoders(
+        captures=CaptureCache(
             PhaseCompiler(
                 compiler=compiler,
                 layers=model.config.get_text_config().num_hidden_layers,

@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import kvpass.eval
-from kvpass.eval.harness_prompt import SEPARATOR
+from kvpass.eval.harness.prompt import SEPARATOR
 
 try:
     import lm_eval.models  # noqa: F401  # first: the harness adds its own models only to an empty registry
     from lm_eval.api.registry import model_registry
 
-    from kvpass.eval.harness import KVPassLM
+    from kvpass.eval.harness.model import KVPassLM
 except ModuleNotFoundError as error:
     raise ImportError(f"{error.name!r} is not installed: pip install 'kvpass[eval]'") from error
 

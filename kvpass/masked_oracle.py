@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvpass.api import copy_structure
-from kvpass.cache import CompressedCache
+from kvpass.cache.cache import CompressedCache
 
 
 class MaskedOracle:

@@ -14,10 +14,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from torch import Tensor
 
-from kvpass.backend import CompileRecord
+from kvpass.cache.prompt_record import PromptRecord, by_layer, layer_ids
+from kvpass.compiler.backend import CompileRecord
 from kvpass.config import Budget
 from kvpass.policies.base import Policy
-from kvpass.prompt_record import PromptRecord, by_layer, layer_ids
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import kvpass
-from kvpass.backend import Compiler
-from kvpass.recompress import Recompress
+from kvpass.compiler.backend import Compiler
+from kvpass.policies.rules import Recompress
 
 VOCABULARY = 128
 

@@ -139,8 +139,8 @@ def test_the_wheel_registers_the_command_and_the_backend(wheel: zipfile.ZipFile)
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
-    assert entry_points["console_scripts"]["kvpass"] == "kvpass.cli:app"
-    assert entry_points["torch_dynamo_backends"]["kvpass"] == "kvpass.raw:kvpass_backend"
+    assert entry_points["console_scripts"]["kvpass"] == "kvpass.cli.main:app"
+    assert entry_points["torch_dynamo_backends"]["kvpass"] == "kvpass.frontends.raw:kvpass_backend"
     assert entry_points["torch.backends"]["kvpass"] == "kvpass_autoload:hook"
     assert entry_points["lm_eval.models"]["kvpass"] == "kvpass.lm_eval:KVPassLM"
 

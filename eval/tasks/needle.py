@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.eval import needle_text
 from kvpass.eval.metrics import code_match
+from kvpass.eval.needle import text as needle_text
 from kvpass.eval.tasks.base import Sample, check_count, encode, largest
 
 LENGTHS = (0.25, 0.5, 0.75, 1.0)

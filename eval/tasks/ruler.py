@@ -23,7 +23,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from kvpass.eval.metrics import string_match_all
-from kvpass.eval.needle_words import ADJECTIVES, NOUNS, PLACES, make_sentence
+from kvpass.eval.needle.words import ADJECTIVES, NOUNS, PLACES, make_sentence
 from kvpass.eval.tasks.base import Sample, check_count, find_rows, largest, read_rows
 
 _NOISE = "Coal is black and snow is white. Tides rise and fall. Leaves turn in autumn. On it goes, year after year."

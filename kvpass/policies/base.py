@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpass.observation import Observation
 from kvpass.policies.decode_rules import DecodeRule
 from kvpass.policies.head_splits import HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import LayerSplit, Parity, UniformLayers
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_int
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvpass.config import Budget
-from kvpass.observation import Observation
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, PooledLastQuery
 from kvpass.policies.layer_splits import CakeLayers, LayerSplit
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_float
 from kvpass.policies.scores import Group, Pool, check_score_options, pool_scores, reduce_group
 

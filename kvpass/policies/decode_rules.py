@@ -1,7 +1,8 @@
 """Decode rules: which entry gives way to a new token, so that the cache keeps its size for any output length.
 
 A step sees one layer's slots, ``[B, K, C]``, the new token in its slot already. A rule turns the new query's attention
-over the slots into scores; :func:`kvpass.decode.survivors` then keeps each head's best and the newest ``window``.
+over the slots into scores; :func:`kvpass.policies.decode.survivors` then keeps each head's best and the newest
+``window``.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpass.decode import older, rank_slots
-from kvpass.observation import Observation
+from kvpass.policies.decode import older, rank_slots
+from kvpass.policies.observation import Observation
 from kvpass.policies.scores import Group, Pool, column_sum, pool_scores, reduce_group
 
 

@@ -7,11 +7,11 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvpass.observation import Observation
 from kvpass.policies.base import Policy
 from kvpass.policies.cake import check_temperatures
 from kvpass.policies.decode_rules import Accumulated, DecodeRule
 from kvpass.policies.layer_splits import CakeLayers, LayerSplit, UniformLayers
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice
 from kvpass.policies.scores import Group, Pool, check_score_options, pool_scores, reduce_group
 

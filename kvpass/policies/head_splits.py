@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvpass.released import rank_safeguarded
-from kvpass.scheduler import rank_entries
+from kvpass.policies.released import rank_safeguarded
+from kvpass.policies.scheduler import rank_entries
 
 
 class HeadSplit(Protocol):

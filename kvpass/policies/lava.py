@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvpass.observation import Observation
 from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, ReleasedAdaptiveHeads
 from kvpass.policies.layer_splits import EntropyLayers, LayerSplit
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_float
 from kvpass.policies.scores import Group, Pool, check_score_options, pool_scores, reduce_group
 

@@ -9,9 +9,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.observation import Observation
-from kvpass.released import cake_budgets, pyramid_budgets, truncated_budgets
-from kvpass.scheduler import adaptive_budgets, fixed_budgets
+from kvpass.policies.observation import Observation
+from kvpass.policies.released import cake_budgets, pyramid_budgets, truncated_budgets
+from kvpass.policies.scheduler import adaptive_budgets, fixed_budgets
 
 Parity = Literal["paper", "code"]
 
@@ -78,7 +78,7 @@ class CakeLayers:
 
     With a the window's attention to evictable positions, not renormalised: ``H = sum of -a ln(a + 1e-10)`` and
     ``V = sum of the unbiased variance of a over the window rows``, both over all query heads. As released, shares are
-    whole numbers per head by CAKE's own rule (:func:`kvpass.released.cake_budgets`).
+    whole numbers per head by CAKE's own rule (:func:`kvpass.policies.released.cake_budgets`).
     """
 
     tau1: float

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvpass.observation import Observation
 from kvpass.policies.layer_splits import SHAPES, LayerSplit, PyramidLayers, Shape
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_int
 from kvpass.policies.window_attention import WindowAttention
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpass.observation import Observation
 from kvpass.policies.base import Policy
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_int
 
 

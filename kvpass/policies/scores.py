@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvpass.observation import Observation
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_odd
 
 Pool = Literal["max", "avg"] | None

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpass.observation import Observation
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, RollingWindow
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_int
 
 

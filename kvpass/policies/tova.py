@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvpass.observation import Observation
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, LastQuery
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpass.observation import Observation
 from kvpass.policies.decode_rules import Accumulated, DecodeRule
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_int
 from kvpass.policies.scores import column_sum, reduce_group
 from kvpass.policies.window_attention import WindowAttention

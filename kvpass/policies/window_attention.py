@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvpass.observation import Observation
 from kvpass.policies.base import Policy
+from kvpass.policies.observation import Observation
 from kvpass.policies.scores import Group, Pool, check_score_options, pool_scores, reduce_group
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kvpass
-from kvpass import cache_file
-from kvpass.cache_file import read_cache_file, write_cache_file
+from kvpass.cache import serialization as cache_file
+from kvpass.cache.serialization import read_cache_file, write_cache_file
 from kvpass.testing import left_pad, random_ids, tiny_model
 
 CASES = {

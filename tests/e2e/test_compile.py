@@ -16,7 +16,7 @@ from torch._inductor.utils import sympy_product
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import kvpass
-from kvpass import reference
+from kvpass.ops import reference
 from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
 
 

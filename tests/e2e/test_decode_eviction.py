@@ -7,10 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
-from kvpass import evict, reference, store
+from kvpass.cache import layers as store
 from kvpass.kernels.slots_cpu import attend_slots, evict_losers, pool_in_order
 from kvpass.masked_oracle import kept_columns
-from kvpass.plan import plan
+from kvpass.ops import evict, reference
+from kvpass.policies.plan import plan
 from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
 
 RULES = {

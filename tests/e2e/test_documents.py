@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvpass.cache_file import read_cache_file
-from kvpass.cli import app
-from kvpass.documents import Document
+from kvpass.cache.serialization import read_cache_file
+from kvpass.cli.documents import Document
+from kvpass.cli.main import app
 from kvpass.testing import tiny_model
 
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
 TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of bara dador"])
 QUESTIONS = ["is", "is 482", ". question the pin of lato gilum is"]
-FRESH = "import sys; from kvpass.cli import app; app(sys.argv[1:])"
+FRESH = "import sys; from kvpass.cli.main import app; app(sys.argv[1:])"
 
 
 def invoke(*words):

@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import kvpass
-from kvpass import device, reference, slots
 from kvpass.masked_oracle import kept_columns
+from kvpass.ops import cuda as device
+from kvpass.ops import reference, slots
 from kvpass.policies import POLICIES, resolve
 from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
 

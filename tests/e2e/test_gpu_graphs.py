@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.cuda_graphs import CudaRecorder
+from kvpass.compiler.cuda_graphs import CudaRecorder
 from kvpass.testing import assert_close, random_ids, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ class CountingRecorder(CudaRecorder):
 def recorded(monkeypatch):
     """How many CUDA graphs have been captured."""
     CountingRecorder.recorded = 0
-    monkeypatch.setattr("kvpass.backend.CudaRecorder", CountingRecorder)
+    monkeypatch.setattr("kvpass.compiler.backend.CudaRecorder", CountingRecorder)
     return lambda: CountingRecorder.recorded
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.backend import PhaseCompiler
-from kvpass.store import Store
+from kvpass.cache.layers import Store
+from kvpass.compiler.backend import PhaseCompiler
 from kvpass.testing import compiled_once, random_ids, tiny_model
 
 OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
@@ -37,12 +37,12 @@ class Interrupt:
 @pytest.mark.parametrize(
     ("policy", "where", "count"),
     [
-        ("lava", ("kvpass.reference", "observe_attention"), 2),
-        ("lava", ("kvpass.reference", "cascade_step"), 2),
-        ("lava", ("kvpass.reference", "pack"), 1),
-        ("h2o", ("kvpass.evict", "first_slots"), 1),
-        ("lava", ("kvpass.store", "StoreRecord"), 1),
-        ("lava", ("kvpass.cache", "PromptRecord"), 1),
+        ("lava", ("kvpass.ops.reference", "observe_attention"), 2),
+        ("lava", ("kvpass.ops.reference", "cascade_step"), 2),
+        ("lava", ("kvpass.ops.reference", "pack"), 1),
+        ("h2o", ("kvpass.ops.evict", "first_slots"), 1),
+        ("lava", ("kvpass.cache.layers", "StoreRecord"), 1),
+        ("lava", ("kvpass.cache.cache", "PromptRecord"), 1),
     ],
 )
 def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch, policy, where, count):
@@ -56,7 +56,7 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch
     reused.reset()
     expected_live = fast(token, past_key_values=live.clone()).logits
     name = where[1]
-    holder = "kvpass.store" if name in ("first_slots", "StoreRecord") else where[0]
+    holder = "kvpass.cache.layers" if name in ("first_slots", "StoreRecord") else where[0]
     with monkeypatch.context() as patch:
         Interrupt(patch, (importlib.import_module(holder), name), count)
         with pytest.raises(KeyboardInterrupt):
@@ -81,7 +81,7 @@ def test_an_interrupt_while_compiling_leaves_the_model_usable(monkeypatch):
 @pytest.mark.parametrize("recompress", ["never", "every_turn"])
 @pytest.mark.parametrize("tokens", [1, 12])
 def test_an_interrupted_step_on_an_appending_cache_did_not_happen(monkeypatch, tokens, recompress):
-    from kvpass import reference
+    from kvpass.ops import reference
 
     _, fast = compiled(recompress=recompress)
     cache = fast(random_ids(1, 50)).past_key_values
@@ -172,7 +172,7 @@ def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatc
 
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
 def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_path, family, policy):
-    from kvpass import sliding, slots
+    from kvpass.ops import sliding, slots
 
     _, fast = compiled(family, policy=policy)
     ids, token = random_ids(1, 50), random_ids(1, 1, seed=1)

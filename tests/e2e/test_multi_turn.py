@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvpass
+from kvpass.cache.layers import Store
 from kvpass.masked_oracle import MaskedOracle, Transcript, kept_columns
-from kvpass.store import Store
 from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
 
 WINDOW, BUDGET = 8, 20

@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
-from kvpass import backend, reference, slots
+from kvpass.compiler import backend
 from kvpass.masked_oracle import kept_columns
+from kvpass.ops import reference, slots
 from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
 
 NEW = 8

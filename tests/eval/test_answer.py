@@ -11,7 +11,7 @@ import torch
 import kvpass
 from kvpass import builtin
 from kvpass.eval.answer import Answerer, Request
-from kvpass.eval.harness_measured import Measured
+from kvpass.eval.harness.measured import Measured
 from kvpass.eval.policy_spec import parse_policies
 from kvpass.eval.prompt import Prompt
 from kvpass.eval.run import stop_tokens

@@ -12,13 +12,15 @@ from matplotlib.axes import Axes
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from kvpass.eval import bench, bench_measure, bench_report
-from kvpass.eval.bench import Bench, BenchSettings
-from kvpass.eval.bench_measure import largest_batch, scoring_time
-from kvpass.eval.bound import least_step_seconds, weight_bytes
+from kvpass.eval.bench import measure as bench_measure
+from kvpass.eval.bench import report as bench_report
+from kvpass.eval.bench import run as bench
+from kvpass.eval.bench.bound import least_step_seconds, weight_bytes
+from kvpass.eval.bench.measure import largest_batch, scoring_time
+from kvpass.eval.bench.run import Bench, BenchSettings
+from kvpass.eval.bench.systems import HfEager, HfStatic, Kvpass, has_kvpress
 from kvpass.eval.models import build, find_model
 from kvpass.eval.policy_spec import parse_policies
-from kvpass.eval.systems import HfEager, HfStatic, Kvpass, has_kvpress
 from kvpass.policies import resolve
 
 
@@ -209,7 +211,7 @@ def test_weights_that_a_step_reads(micro_sizes):
 
 
 def test_the_bound_of_llama_8b_is_the_one_design_says():
-    """3.15 ms at 4.8 TB/s with 1024 entries a KV head: design.md section 6."""
+    """3.15 ms at 4.8 TB/s with 1024 entries a KV head."""
     with torch.device("meta"):
         model = LlamaForCausalLM(find_model("llama-3.1-8b").config).to(torch.bfloat16)
     weights = weight_bytes(model)
@@ -271,7 +273,7 @@ def test_scoring_time_adds_up_what_is_not_attention():
 
 
 def test_kvpress_is_named_where_it_is_not_installed(monkeypatch):
-    from kvpass.eval import bench_settings
+    from kvpass.eval.bench import settings as bench_settings
 
     monkeypatch.setattr(bench_settings, "has_kvpress", lambda: False)
     asked = BenchSettings(model="tiny")

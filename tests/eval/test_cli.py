@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 import kvpass
-from kvpass.cli import app
-from kvpass.eval import bench_measure, demo
-from kvpass.eval.needle_text import Task, sample
+from kvpass.cli.main import app
+from kvpass.eval.bench import measure as bench_measure
+from kvpass.eval.experiments import demo
+from kvpass.eval.needle.text import Task, sample
 
 
 def invoke(*words: object):

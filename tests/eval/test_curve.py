@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import kvpass
-from kvpass.cli import app
-from kvpass.eval.curve import CurveSettings, curve_table, default_policies
+from kvpass.cli.main import app
+from kvpass.eval.experiments.curve import CurveSettings, curve_table, default_policies
 from kvpass.eval.plots import plot_curve, plot_grid
 from kvpass.eval.records import Row
 from kvpass.policies import Policy

@@ -200,7 +200,7 @@ def test_every_stage_can_be_started_from_this_checkout():
 
     from typer.testing import CliRunner
 
-    from kvpass.cli import app
+    from kvpass.cli.main import app
 
     assert len({stage.name for stage in STAGES}) == len(STAGES)
     for stage in STAGES:

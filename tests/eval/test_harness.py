@@ -14,9 +14,9 @@ from lm_eval.models.huggingface import HFLM
 
 import kvpass
 from kvpass import builtin
-from kvpass.eval.harness import KVPassLM
-from kvpass.eval.harness_prompt import SEPARATOR, split_at_separator
-from kvpass.eval.needle_text import sample
+from kvpass.eval.harness.model import KVPassLM
+from kvpass.eval.harness.prompt import SEPARATOR, split_at_separator
+from kvpass.eval.needle.text import sample
 from kvpass.masked_oracle import MaskedOracle, kept_columns
 from kvpass.testing import tiny_model
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
 
-from kvpass.eval.harness import KVPassLM
+from kvpass.eval.harness.model import KVPassLM
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import yaml
 
 from kvpass import builtin
 from kvpass.eval.harness_tasks import documents, score
-from kvpass.eval.needle_text import sample
+from kvpass.eval.needle.text import sample
 from kvpass.eval.tasks import Sample, find_tasks, longbench, ruler
 from kvpass.lm_eval import SEPARATOR, TASKS, main
 

@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer
 
 from kvpass import builtin
-from kvpass.eval.harness import KVPassLM
+from kvpass.eval.harness.model import KVPassLM
 from kvpass.testing import tiny_model
 
 TIGHT = {"policy": "lava", "budget": 16, "window": 6}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpass.eval.harness_prompt import SEPARATOR, split_at_separator, without_separator
+from kvpass.eval.harness.prompt import SEPARATOR, split_at_separator, without_separator
 
 
 def test_the_last_separator_counts():

@@ -9,14 +9,14 @@ import sys
 import pytest
 import torch
 
-from kvpass.eval import kernel_bench
-from kvpass.eval.kernel_bench import Shape, prompt_figures, prompt_run, ragged_lengths, uniform_lengths
+from kvpass.eval.bench import kernels as kernel_bench
+from kvpass.eval.bench.kernels import Shape, prompt_figures, prompt_run, ragged_lengths, uniform_lengths
 
 CPU = Shape(layers=2, heads=4, kv_heads=2, dim=16, dtype=torch.float32, place="cpu")
 
 INTERPRETED = """
 import torch
-from kvpass.eval import kernel_bench as bench
+from kvpass.eval.bench import kernels as bench
 
 calls = []
 def once(function):

@@ -9,12 +9,13 @@ from itertools import pairwise
 
 import pytest
 
-from kvpass.eval import needle_text, needle_words
-from kvpass.eval.needle_model import tokenizer
-from kvpass.eval.needle_text import TASKS, Question, Task, sample
-from kvpass.eval.needle_training_text import Kind, Mix, TrainingText
-from kvpass.eval.needle_words import HELD_OUT_NAMES, SEEN_NAMES, is_held_out, vocabulary
-from kvpass.eval.train_needle import STAGES
+from kvpass.eval.needle import text as needle_text
+from kvpass.eval.needle import words as needle_words
+from kvpass.eval.needle.model import tokenizer
+from kvpass.eval.needle.text import TASKS, Question, Task, sample
+from kvpass.eval.needle.train import STAGES
+from kvpass.eval.needle.training_text import Kind, Mix, TrainingText
+from kvpass.eval.needle.words import HELD_OUT_NAMES, SEEN_NAMES, is_held_out, vocabulary
 
 VALUE = r"(\d{3}(?: \d{3})?)"
 GOLDEN = (

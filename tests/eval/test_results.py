@@ -10,11 +10,12 @@ import torch
 from rich.console import Console
 
 from kvpass import builtin, plan
-from kvpass.eval import bench_measure, results
-from kvpass.eval.needle_text import sample
-from kvpass.eval.output_loss import PolicyLoss, measure_output_loss, record_attention
+from kvpass.eval.bench import measure as bench_measure
+from kvpass.eval.experiments import results
+from kvpass.eval.experiments.output_loss import PolicyLoss, measure_output_loss, record_attention
+from kvpass.eval.experiments.results import Results, ResultsSettings
+from kvpass.eval.needle.text import sample
 from kvpass.eval.policy_spec import PolicySpec, parse_policies
-from kvpass.eval.results import Results, ResultsSettings
 
 
 @pytest.fixture(scope="module")

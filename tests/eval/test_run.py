@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import kvpass
 from kvpass import builtin
-from kvpass.cli import app
+from kvpass.cli.main import app
 from kvpass.eval.answer import Answerer, Request
 from kvpass.eval.manifest import fingerprint
 from kvpass.eval.policy_spec import PolicySpec, parse_policies

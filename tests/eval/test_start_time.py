@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpass.eval.start_time import measure_starts
+from kvpass.eval.bench.start_time import measure_starts
 
 
 def test_the_next_start_compiles_nothing_anew(micro):

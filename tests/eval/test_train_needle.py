@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvpass
-from kvpass.eval.needle_accuracy import answer, measure
-from kvpass.eval.needle_model import Shape, build, tokenizer
-from kvpass.eval.needle_text import sample
-from kvpass.eval.needle_training_text import Kind, Mix
-from kvpass.eval.needle_words import vocabulary
-from kvpass.eval.train_needle import STAGES, Run, Stage, batch, set_cross_entropy
+from kvpass.eval.experiments.needle_accuracy import answer, measure
+from kvpass.eval.needle.model import Shape, build, tokenizer
+from kvpass.eval.needle.text import sample
+from kvpass.eval.needle.train import STAGES, Run, Stage, batch, set_cross_entropy
+from kvpass.eval.needle.training_text import Kind, Mix
+from kvpass.eval.needle.words import vocabulary
 
 TINY = Shape(layers=2, hidden=64, heads=4, feed_forward=64)
 FACTS = Mix(copies=0.3, lists=0, variables=0, short=1, density=(0.7, 1), attributes=1, clash=0, two=0, decoys=0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from kvpass.backend import CANONICAL_PASSES
+from kvpass.compiler.backend import CANONICAL_PASSES
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import copy_graph
 from kvpass.graphs.passes import GraphPass

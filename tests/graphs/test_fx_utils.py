@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from kvpass.graphs.examples import EvaluationError, concrete, evaluate
 from kvpass.graphs.fx_utils import (
     DataFlow,
     erase_dead_nodes,
@@ -24,6 +23,7 @@ from kvpass.graphs.fx_utils import (
     target_name,
     value_inputs,
 )
+from kvpass.graphs.verify.examples import EvaluationError, concrete, evaluate
 
 
 def graph_of(function: Callable[..., Any], *inputs: Any) -> GraphModule:

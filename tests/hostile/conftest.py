@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvpass
-from kvpass.cache_file import read_cache_file, write_cache_file
+from kvpass.cache.serialization import read_cache_file, write_cache_file
 from kvpass.testing import left_pad, random_ids, tiny_model
 
 REFUSED = (kvpass.CacheFileError, kvpass.CacheMismatchError)

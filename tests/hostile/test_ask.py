@@ -7,9 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvpass import documents
-from kvpass.cache_file import write_cache_file
-from kvpass.cli import app
+from kvpass.cache.serialization import write_cache_file
+from kvpass.cli import documents
+from kvpass.cli.main import app
 
 HUGE = 10**30
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvpass
-from kvpass.cache_file import read_cache_file, write_cache_file
+from kvpass.cache.serialization import read_cache_file, write_cache_file
 from kvpass.testing import random_ids, tiny_model
 
 BLANK = b"0" * 64

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import kvpass
-from kvpass import replace_file
-from kvpass.cache_file import read_cache_file, write_cache_file
+from kvpass.cache import replace_file
+from kvpass.cache.serialization import read_cache_file, write_cache_file
 from kvpass.testing import random_ids, tiny_model
 
 # Only these modules of kvpass, not what kvpass/__init__.py imports: a child starts in a second or less.
@@ -32,7 +32,7 @@ KILLS = (
     + """
 import itertools, random, signal, time
 import torch
-from kvpass.cache_file import read_cache_file, write_cache_file
+from kvpass.cache.serialization import read_cache_file, write_cache_file
 
 folder, kills = sys.argv[2], int(sys.argv[3])
 path = os.path.join(folder, "cache.kv")
@@ -93,7 +93,7 @@ check()
 SLOW_WRITER = (
     CHILD
     + """
-from kvpass.replace_file import replacing
+from kvpass.cache.replace_file import replacing
 
 with replacing(sys.argv[2]) as file:
     file.write(b"first ")

@@ -1,12 +1,13 @@
-"""The operators on CUDA (``kvpass.device``), kernels interpreted on the CPU, against the eager reference."""
+"""The operators on CUDA (``kvpass.ops.cuda``), kernels interpreted on the CPU, against the eager reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvpass import device, reference
 from kvpass.kernels import window_statistics
+from kvpass.ops import cuda as device
+from kvpass.ops import reference
 from kvpass.policies import POLICIES, resolve
 from kvpass.testing import DecodeCase, assert_rounded, exact_attention
 

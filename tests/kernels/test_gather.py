@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass import reference
 from kvpass.kernels import gather
 from kvpass.kernels.gather import assign_slots, gather_winners
-from kvpass.reference import OWNER, PLACE, POSITION, RANK
+from kvpass.ops import reference
+from kvpass.ops.reference import OWNER, PLACE, POSITION, RANK
 
 EMPTY = -1
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass import device, evict, sliding
 from kvpass.kernels import (
     gather,
     prefill_attention,
@@ -24,6 +23,8 @@ from kvpass.kernels import (
     slot_neighbours,
     window_statistics,
 )
+from kvpass.ops import cuda as device
+from kvpass.ops import evict, sliding
 from kvpass.policies import POLICIES, resolve
 
 LAYERS, KV_HEADS, GROUP, DIM, WINDOW, TOKENS, CAPACITY = 3, 2, 2, 16, 4, 37, 64

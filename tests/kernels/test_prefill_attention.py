@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from kvpass.kernels import prefill_attention as module
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.prefill_attention import flash_attention_varlen, flash_takes, prefill_attention
-from kvpass.reference import causal_attention
+from kvpass.ops.reference import causal_attention
 from kvpass.testing import EPS, Exact, assert_rounded, exact_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored

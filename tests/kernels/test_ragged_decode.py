@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass import reference
 from kvpass.kernels import ragged_decode, ragged_extend
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import TAIL_TILE, attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.kernels.tile_map import tile_map
+from kvpass.ops import reference
 from kvpass.testing import DecodeCase, Exact, assert_rounded, decode_case
 
 SPLIT = KernelConfig.of(4, 2, BLOCK_S=16)

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass import device, evict, slots
 from kvpass.kernels import slots_cpu
+from kvpass.ops import cuda as device
+from kvpass.ops import evict, slots
+from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.decode_rules import pool_in_order
-from kvpass.slots import ABSENT, EMPTY
 from kvpass.testing import EPS, Exact, assert_rounded, compiled_once, exact_attention, left_pad, random_ids
 
 WAYS = {"cpu": slots_cpu.attend_slots, "triton": device.attend_slots}

@@ -15,7 +15,7 @@ from kvpass.kernels import window_statistics as module
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.prefill_attention import prefill_attention
 from kvpass.kernels.window_statistics import column_sums, value_norms, window_statistics
-from kvpass.observation import Observation
+from kvpass.policies.observation import Observation
 from kvpass.policies.scores import column_sum
 from kvpass.testing import EPS, Exact, assert_rounded, exact_attention
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpass import builtin
-from kvpass.eval import needle_text
+from kvpass.eval.needle import text as needle_text
 
 FACTS = {"bara dador": "482 913", "lato tepas": "703", "gosha zulum": "192 048", "mivi fegil": "661"}
 FILLER = [

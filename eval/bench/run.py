@@ -1,0 +1,313 @@
+"""What a compressed cache saves: prefill, decode, memory and compile time beside other caches, at equal bytes.
+
+Every system prefills the same random prompt and decodes greedily, one token a forward. Each repeat goes round all
+systems, so that a drifting machine slows all of them alike, and a system's cache is gone before the next one's turn.
+Weights are random: this measures speed, not quality.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from torch._inductor.utils import fresh_cache
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpass.config import Budget, Geometry
+from kvpass.eval.bench.bound import weight_bytes
+from kvpass.eval.bench.measure import (
+    Clock,
+    Memory,
+    copy_bandwidth,
+    fits_on_device,
+    largest_batch,
+    run_in_memory,
+    scoring_time,
+)
+from kvpass.eval.bench.record import Measurement, record
+from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings
+from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System
+from kvpass.eval.environment import machine, versions
+from kvpass.eval.models import build
+from kvpass.eval.policy_spec import PolicySpec
+
+__all__ = ["Bench", "BenchSettings"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One context and batch. ``entries``: the budget, per KV head per layer, of each row."""
+
+    context: int
+    batch: int
+    entries: int
+
+
+class Bench:
+    """A checked run of the bench; ``run`` measures.
+
+    Raises:
+        ValueError: the budget cannot hold the window and one more entry of a prompt.
+    """
+
+    def __init__(self, settings: BenchSettings) -> None:
+        self.settings = settings
+        self.device = torch.device(settings.device)
+        self.clock, self.memory = Clock(self.device), Memory(self.device)
+        self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
+        self.geometry = _geometry(self.model)
+        self.step_weight_bytes = weight_bytes(self.model)
+        budget = Budget.parse(settings.budget)
+        self.comparisons = [
+            Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes))
+            for batch in settings.batches
+            for context in settings.prompts
+        ]
+        self._kvpass_systems: dict[PolicySpec, Kvpass] = {}
+        self._errors: list[tuple[str, Exception]] = []
+
+    def run(self, console: Console, save: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
+        """Measure all systems, showing progress on the console.
+
+        Args:
+            save: is handed what has been measured so far, after every turn; ``complete`` says whether it is all.
+
+        Returns:
+            what ``--json`` writes: machine, versions, model, settings and, in ``runs``, one record a system for each
+            context and batch.
+
+        Raises:
+            RuntimeError: a system failed for another reason than memory; what the others did is measured and saved.
+        """
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with torch.no_grad(), Progress(*columns, console=console, transient=True) as progress:
+            bandwidth = copy_bandwidth(self.device)
+            self.memory.release()
+            task = progress.add_task("", total=None)
+            runs: list[dict[str, Any]] = []
+            for comparison in self.comparisons:
+                for run in self._compare(comparison, bandwidth, progress, task):
+                    save(self._result([*runs, run], bandwidth))
+                runs.append(run)
+        result = {**self._result(runs, bandwidth), "complete": not self._errors}
+        save(result)
+        if self._errors:
+            name, error = self._errors[0]
+            raise RuntimeError(f"{len(self._errors)} failed, first {name}: {type(error).__name__}: {error}") from error
+        return result
+
+    def _compare(
+        self, wanted: Comparison, bandwidth: float, progress: Progress, task: TaskID
+    ) -> Iterator[dict[str, Any]]:
+        """The run so far, after every turn that took times and at its end."""
+        settings = self.settings
+        generator = torch.Generator().manual_seed(settings.seed)
+        rows = 1 if settings.shared_prompt else wanted.batch
+        ids = torch.randint(self.model.config.vocab_size, (rows, wanted.context), generator=generator).to(self.device)
+        measured: list[Measurement] = []
+
+        def turn(measurement: Measurement, what: str, function: Callable[[], Any]) -> None:
+            progress.update(task, description=f"{wanted.context} x {wanted.batch}, {measurement.system.name}: {what}")
+            if measurement.failure is None:
+                try:
+                    measurement.failure = run_in_memory(function)
+                except Exception as error:  # raised when the others are measured
+                    _forget_locals(error)
+                    self._errors.append((measurement.system.name, error))
+                    measurement.failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                gc.collect()  # its cache; the allocator keeps the memory, unless a CUDA graph was captured
+                if measurement.failure is not None:
+                    self.memory.release()
+            progress.advance(task)
+
+        makers = list(self._makers(wanted))
+        progress.reset(task, total=len(makers) * (3 + settings.repeats))
+        for make in makers:
+            measurement = Measurement(make())
+            measured.append(measurement)
+            turn(measurement, "first run", partial(self._first_run, measurement, ids, wanted.batch))
+        for repeat in range(settings.repeats):
+            for measurement in measured:
+                turn(measurement, f"repeat {repeat + 1}", partial(self._repeat, measurement, ids, wanted.batch))
+                yield self._run_record(measured, wanted, bandwidth)
+        for measurement in measured:
+            turn(measurement, "scoring", partial(self._profile, measurement, ids))
+        for measurement in measured:  # empties the allocator, so that timed runs would wait for memory again
+            turn(measurement, "largest batch", partial(self._find_largest_batch, measurement, wanted.batch))
+        yield self._run_record(measured, wanted, bandwidth)
+
+    def _run_record(self, measured: list[Measurement], wanted: Comparison, bandwidth: float) -> dict[str, Any]:
+        return {
+            "context": wanted.context,
+            "batch": wanted.batch,
+            "budget": {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes},
+            "systems": [
+                record(measurement, measured, wanted.batch, self.step_weight_bytes, bandwidth)
+                for measurement in measured
+                if measurement.steps or measurement.failure is not None
+            ],
+        }
+
+    def _makers(self, wanted: Comparison) -> Iterator[Callable[[], System]]:
+        settings = self.settings
+        slots = wanted.context + settings.new_tokens + WARM_UP_STEPS
+        baselines = settings.baselines
+        if "hf-eager" in baselines:
+            yield partial(HfEager, self.model)
+        if "hf-static" in baselines:
+            yield partial(HfStatic, self.model, slots, settings.backend)
+        for name in map(str, settings.policies) if "kvpress" in baselines else ():
+            if name in KVPRESS_TWINS:
+                yield partial(Kvpress, self.model, policy=name, entries=wanted.entries, window=settings.window)
+        full = (PolicySpec("full"),) if "full" in baselines else ()
+        for policy in dict.fromkeys((*settings.policies, *full)):
+            yield partial(self._kvpass_system, policy)
+
+    def _kvpass_system(self, spec: PolicySpec) -> Kvpass:
+        """One compiled model serves all contexts and batches."""
+        made = self._kvpass_systems.get(spec)
+        if made is None:
+            settings = self.settings
+            policy = spec.with_window(settings.window).resolve()
+            made = self._kvpass_systems[spec] = Kvpass(
+                self.model, str(spec), policy=policy, budget=settings.budget, backend=settings.backend
+            )
+        return made
+
+    def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
+        if not measurement.system.compiled:  # libraries are loaded by a short prompt as well
+            ids = ids[:, :WARM_UP_TOKENS]
+        with nullcontext() if self.settings.warm_cache else fresh_cache():
+            prefill, steps = self._once(measurement, ids, batch, WARM_UP_STEPS)
+        measurement.warm_up = prefill + sum(steps)
+
+    def _repeat(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
+        settling = WARM_UP_STEPS if self.device.type == "cuda" else 0
+        prefill, steps = self._once(measurement, ids, batch, settling + self.settings.new_tokens)
+        measurement.prefill.append(prefill)
+        measurement.first_steps.append(steps[:settling])
+        measurement.steps.append(steps[settling:])
+
+    def _profile(self, measurement: Measurement, ids: Tensor) -> None:
+        """Profiling takes more memory than the prefill: where that does not suffice, the timings taken still stand."""
+        system = measurement.system
+        if not isinstance(system, Kvpass) or not system.model.policy.needs_budget:
+            return
+
+        def run() -> None:
+            measurement.scoring = scoring_time(partial(system.prefill, ids), self.device)
+
+        if run_in_memory(run) is not None:
+            self.memory.release()
+
+    def _once(self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int) -> tuple[float, list[float]]:
+        """Prefill and decode; returns seconds of the prefill and of each step, choice of the token included."""
+        system = measurement.system
+        self.memory.reset_peak()
+        marks = [self.clock.mark()]
+        logits, cache = system.prefill(ids)
+        marks.append(self.clock.mark())
+        repeats = batch // ids.shape[0]
+        cache = system.decoding_cache(cache, repeats)
+        tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
+        del logits
+        prefill_peak, begun = self.memory.peak(), self.memory.allocated()
+        self.memory.reset_peak()
+        steps = [self.clock.mark()]
+        for position in range(ids.shape[1], ids.shape[1] + new_tokens):
+            logits = system.step(tokens[-1], position, cache)
+            tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+            steps.append(self.clock.mark())
+        prefill, taken = self.clock.seconds(marks)[0], self.clock.seconds(steps)
+        peak = self.memory.peak()
+        if peak is not None and prefill_peak is not None:
+            # the most of all runs: replayed steps allocate next to nothing
+            measurement.peak_bytes = max(measurement.peak_bytes or 0, prefill_peak, peak)
+            measurement.step_bytes = max(measurement.step_bytes or 0, peak - begun)
+        measurement.tokens = torch.cat(tokens, 1)[0].tolist()
+        measurement.cache_bytes = system.nbytes(cache)
+        measurement.attended_bytes = system.attended_bytes(cache, ids.shape[1] + new_tokens)
+        return prefill, taken
+
+    def _find_largest_batch(self, measurement: Measurement, batch: int) -> None:
+        """Rows of this context whose caches, and what a step needs beside them, fit beside the weights.
+
+        Bytes a row are those measured; that so many rows fit is tried by allocating them. None on the CPU.
+        """
+        if measurement.step_bytes is not None:
+            row_bytes = -(-(measurement.cache_bytes + measurement.step_bytes) // batch)
+            measurement.largest_batch = largest_batch(partial(fits_on_device, row_bytes=row_bytes, device=self.device))
+
+    def _result(self, runs: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
+        settings, config = self.settings, self.model.config
+        return {
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "machine": {**machine(self.device), "copy_bandwidth": bandwidth},
+            "versions": versions(),
+            "model": {
+                "name": settings.model,
+                "type": config.model_type,
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "parameters": self.model.num_parameters(),
+                "step_weight_bytes": self.step_weight_bytes,
+                "hidden_size": config.hidden_size,
+                "query_heads": config.num_attention_heads,
+                "vocabulary": config.vocab_size,
+                **asdict(self.geometry),
+            },
+            "new_tokens": settings.new_tokens,
+            "repeats": settings.repeats,
+            "seed": settings.seed,
+            "backend": settings.backend,
+            "window": settings.window,
+            "budget": settings.budget,
+            "shared_prompt": settings.shared_prompt,
+            "warm_cache": settings.warm_cache,
+            "left_out": settings.left_out,
+            "complete": False,
+            "runs": runs,
+        }
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Let go of what the frames of an error hold, such as a cache; where it came from can still be told."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+
+
+def _geometry(model: PreTrainedModel) -> Geometry:
+    """Read off a cache that holds one token.
+
+    Raises:
+        ValueError: layers with a sliding window, or of different shapes, share no budget that other systems know.
+    """
+    cache: Any = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache)
+    shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers}
+    if len(shapes) > 1 or any(layer.is_sliding for layer in cache.layers):
+        raise ValueError(
+            f"a {model.config.model_type} model with sliding windows or layers of different shapes: "
+            "the bench compares caches of equal bytes, which these have not"
+        )
+    ((kv_heads, key_dim, value_dim),) = shapes
+    return Geometry(
+        layers=len(cache.layers),
+        kv_heads=kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        itemsize=cache.layers[0].keys.element_size(),
+    )

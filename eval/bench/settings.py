@@ -1,0 +1,114 @@
+"""What a run of the bench is asked for, checked before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvpass.compiler.backend import Compiler
+from kvpass.eval.bench.systems import KVPRESS_TWINS, has_kvpress
+from kvpass.eval.models import BenchModel, find_model
+from kvpass.eval.policy_spec import PolicySpec
+from kvpass.policies import resolve_budget
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BASELINES = ("hf-eager", "hf-static", "full", "kvpress")
+WARM_UP_STEPS = 3
+"""Decode steps of the first run of a system, and those before the timed steps of every run on CUDA, where the first
+steps on a new cache capture a CUDA graph."""
+WARM_UP_TOKENS = 512
+"""Prompt of the first run of a system that compiles nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """One run of the bench.
+
+    Attributes:
+        model: a name that :func:`find_model` knows, or the path of a config.json.
+        device: ``"cpu"`` or ``"cuda"``. dtype: ``"fp32"``, ``"bf16"``, ``"fp16"``; None is bf16 on CUDA, else fp32.
+        contexts: prompt tokens; empty takes the model's own. batches: rows. Every pair of them is one comparison.
+        budget, window: as in ``kvpass.compile``.
+        policies: of kvpass; ``window`` is theirs unless they have their own.
+        systems: what they are compared with, of ``BASELINES``; None takes all, kvpress only where it is installed.
+        new_tokens: decode steps of one repeat. repeats: timed rounds over all systems.
+        backend: of every compiled system, ``"inductor"`` or ``"eager"``.
+        shared_prompt: prefill one row and repeat its cache for the batch: prefill figures are those of one row.
+        warm_cache: let Inductor use what it has compiled before: quick, but compile times then mean little.
+        seed: of weights and prompt.
+
+    Raises:
+        ValueError: a number out of range, an unknown name, or a device this machine does not have.
+    """
+
+    model: str = "small-mha"
+    device: str = "cpu"
+    dtype: str | None = None
+    contexts: tuple[int, ...] = ()
+    batches: tuple[int, ...] = (1,)
+    budget: int | float | str = 256
+    window: int = 32
+    policies: tuple[PolicySpec, ...] = (PolicySpec("lava"), PolicySpec("snapkv"))
+    systems: tuple[str, ...] | None = None
+    new_tokens: int = 32
+    repeats: int = 3
+    backend: Compiler = "inductor"
+    shared_prompt: bool = False
+    warm_cache: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("window", "new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r}: must be one of cpu, cuda")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device='cuda': this machine has no CUDA device")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        if not self.batches or min(self.batches) < 1:
+            raise ValueError(f"batches={','.join(map(str, self.batches))}: must be one or more numbers >= 1")
+        for spec in self.policies:
+            policy = spec.with_window(self.window).resolve()
+            if policy.needs_budget:
+                resolve_budget(policy, self.budget)
+        for name in self.systems or ():
+            if name not in BASELINES:
+                raise ValueError(f"systems: {name!r} must be one of {', '.join(BASELINES)}")
+        if "kvpress" in (self.systems or ()) and not has_kvpress():
+            raise ValueError("systems: 'kvpress' is not installed; pip install 'kvpass[bench]'")
+        longest = self.bench_model.config.max_position_embeddings - self.new_tokens - WARM_UP_STEPS
+        for tokens in self.prompts:
+            if not self.window < tokens <= longest:
+                raise ValueError(
+                    f"context={tokens}: must be above window={self.window} and at most {longest}, the positions of "
+                    f"the model less {self.new_tokens} new tokens and {WARM_UP_STEPS} to warm up"
+                )
+
+    @property
+    def bench_model(self) -> BenchModel:
+        return find_model(self.model)
+
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """Contexts, in tokens."""
+        return self.contexts or (self.bench_model.context,)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype or ("bf16" if self.device == "cuda" else "fp32")]
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        if self.systems is not None:
+            return tuple(dict.fromkeys(self.systems))
+        return tuple(name for name in BASELINES if name != "kvpress" or has_kvpress())
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Systems that are not measured, and why."""
+        if "kvpress" not in self.baselines:
+            return {} if has_kvpress() else {"kvpress": "not installed"}
+        return {f"kvpress/{name}": "kvpress has none" for name in map(str, self.policies) if name not in KVPRESS_TWINS}

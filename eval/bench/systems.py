@@ -1,0 +1,248 @@
+"""The systems the bench compares: transformers' caches, kvpress and kvpass, behind one small interface."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import kvpass
+from kvpass.compiler.backend import Compiler
+from kvpass.policies import Policy
+
+
+def storage_bytes(cache: Any) -> int:
+    """Bytes that the storages of a transformers cache occupy, each counted once."""
+    storages = [tensor.untyped_storage() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class System(ABC):
+    """A way to prefill a prompt and to decode after it. Nothing of a prompt is held but by the cache it gave."""
+
+    name: str
+    compiled: bool = True
+
+    @abstractmethod
+    def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
+        """Logits of the last position, ``[B, 1, vocabulary]``, and a cache, from a prompt, int64 ``[B, N]``."""
+
+    @abstractmethod
+    def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
+        """Logits after ``token``, int64 ``[B, 1]``, whose key and value join the cache at ``position``."""
+
+    def decoding_cache(self, cache: Any, repeats: int) -> Any:
+        """The cache that :meth:`step` takes, every row ``repeats`` times, made of what :meth:`prefill` gave."""
+        if repeats > 1:
+            cache.batch_repeat_interleave(repeats)
+        return cache
+
+    def nbytes(self, cache: Any) -> int:
+        """Bytes the storages of the cache occupy."""
+        return storage_bytes(cache)
+
+    def attended_bytes(self, cache: Any, tokens: int) -> int:
+        """Bytes of the entries that a step after ``tokens`` tokens must read."""
+        rows = [
+            tensor[:, :, : min(tensor.shape[2], tokens)]
+            for layer in cache.layers
+            for tensor in (layer.keys, layer.values)
+        ]
+        return sum(row.numel() * row.element_size() for row in rows)
+
+
+class HfEager(System):
+    """transformers as it comes: eager forward, SDPA, DynamicCache."""
+
+    name = "hf-eager"
+    compiled = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
+        cache = DynamicCache(config=self.model.config)
+        return self.model(ids, past_key_values=cache, logits_to_keep=1).logits, cache
+
+    def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
+        return self.model(token, past_key_values=cache, logits_to_keep=1).logits
+
+
+def _forward_of(model: PreTrainedModel) -> Callable[..., Any]:
+    """The forward in a code object of its own: Dynamo counts compiled shapes, and limits them, per code object."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model.forward(*args, **kwargs)
+
+    return types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
+
+
+class HfStatic(System):
+    """transformers compiled: decode steps under ``torch.compile`` with static shapes, into a StaticCache.
+
+    On CUDA as its documentation advises, with ``mode="reduce-overhead"`` (CUDA graphs) and, as ``generate`` does, an
+    eager prefill. On the CPU the prefill is compiled too, with a DynamicCache, which needs no mask; its keys and values
+    are then copied.
+
+    Args:
+        model: uncompiled. tokens: slots of the static cache, prompt and new tokens together.
+        backend: of ``torch.compile``.
+    """
+
+    name = "hf-static"
+
+    def __init__(self, model: PreTrainedModel, tokens: int, backend: Compiler) -> None:
+        self.model = model
+        self.tokens = tokens
+        self.on_cuda = model.device.type == "cuda"
+        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
+        self.prefill_forward = model.forward if self.on_cuda else torch.compile(_forward_of(model), **options)
+        if self.on_cuda and backend == "inductor":
+            options["mode"] = "reduce-overhead"
+        self.compiled_step = torch.compile(_forward_of(model), **options)
+        self.takes_cache_position = "cache_position" in inspect.signature(model.forward).parameters
+
+    def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
+        cache = DynamicCache(config=self.model.config)
+        return self.prefill_forward(ids, past_key_values=cache, logits_to_keep=1).logits, cache
+
+    def decoding_cache(self, cache: Any, repeats: int) -> Any:
+        static = StaticCache(config=self.model.config, max_cache_len=self.tokens)
+        for index in range(len(cache.layers)):
+            layer = cache.layers[index]
+            cache.layers[index] = None  # its memory is free as soon as it is copied
+            keys, values = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (layer.keys, layer.values))
+            del layer
+            positions = torch.arange(keys.shape[2], device=keys.device)
+            static.update(keys, values, index, {"cache_position": positions})
+        return static
+
+    def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
+        positions = torch.arange(position, position + 1, device=token.device)  # made there: nothing waits for a copy
+        extra = {"cache_position": positions} if self.takes_cache_position else {}
+        if self.on_cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+        return self.compiled_step(
+            token, position_ids=positions[None], past_key_values=cache, logits_to_keep=1, **extra
+        ).logits
+
+
+KVPRESS_TWINS = {
+    "snapkv": "SnapKVPress",
+    "ada_snapkv": "AdaKVPress",
+    "pyramidkv": "PyramidKVPress",
+    "streaming_llm": "StreamingLLMPress",
+    "tova": "TOVAPress",
+}
+"""Policies that kvpress has too, and its name for them. Its AdaKV masks entries and frees none."""
+
+
+def has_kvpress() -> bool:
+    return importlib.util.find_spec("kvpress") is not None
+
+
+class Kvpress(System):
+    """NVIDIA's kvpress with the press of the same policy, keeping as many entries; eager, as kvpress is.
+
+    Importing kvpress wraps transformers' attention functions. The wrappers are in force only while this system runs.
+
+    Args:
+        entries: kept per KV head per layer on average, window included.
+    """
+
+    compiled = False
+
+    def __init__(self, model: PreTrainedModel, *, policy: str, entries: int, window: int) -> None:
+        self.name = f"kvpress/{policy}"
+        self.model = model
+        self._policy = policy
+        self._entries = entries
+        self._window = window
+        self._kvpress, self._attention = _import_kvpress()
+
+    def _press(self, prompt: int) -> Any:
+        # so that int(prompt * (1 - ratio)) is the number of entries, whatever the rounding
+        kept = {"compression_ratio": max(0.0, 1 - (self._entries + 0.5) / prompt)}
+        observing = {**kept, "window_size": self._window}
+        match self._policy:
+            case "ada_snapkv":
+                return self._kvpress.AdaKVPress(self._kvpress.SnapKVPress(**observing))
+            case "snapkv" | "pyramidkv":
+                return getattr(self._kvpress, KVPRESS_TWINS[self._policy])(**observing)
+            case _:
+                return getattr(self._kvpress, KVPRESS_TWINS[self._policy])(**kept)
+
+    def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
+        cache = DynamicCache(config=self.model.config)
+        with _sdpa_attention(self._attention), self._press(ids.shape[1])(self.model):
+            return self._forward(ids, 0, cache), cache
+
+    def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
+        with _sdpa_attention(self._attention):
+            return self._forward(token, position, cache)
+
+    def _forward(self, ids: Tensor, first: int, cache: Any) -> Tensor:
+        # its hooks read cache_position, which newer versions of transformers no longer make
+        positions = torch.arange(first, first + ids.shape[1], device=ids.device)
+        return self.model(
+            ids, position_ids=positions[None], cache_position=positions, past_key_values=cache, logits_to_keep=1
+        ).logits
+
+
+@functools.cache
+def _import_kvpress() -> tuple[Any, Callable[..., Any]]:
+    """The package, and its wrapper of SDPA attention, out of force again."""
+    plain = dict(ALL_ATTENTION_FUNCTIONS.items())
+    import kvpress
+
+    wrapped = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    for name, function in plain.items():
+        ALL_ATTENTION_FUNCTIONS[name] = function
+    return kvpress, wrapped
+
+
+@contextmanager
+def _sdpa_attention(function: Callable[..., Any]) -> Iterator[None]:
+    """transformers takes ``function`` for SDPA attention inside."""
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = function
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
+
+
+class Kvpass(System):
+    """kvpass with one policy; ``budget`` is not used by a policy that needs none."""
+
+    def __init__(
+        self, model: PreTrainedModel, name: str, *, policy: Policy, budget: int | float | str, backend: Compiler
+    ) -> None:
+        self.name = name
+        self.model = kvpass.compile(
+            model, policy=policy, budget=budget if policy.needs_budget else None, backend=backend
+        )
+
+    def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
+        out = self.model(ids, logits_to_keep=1)
+        return out.logits, out.past_key_values
+
+    def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
+        return self.model(token, past_key_values=cache, logits_to_keep=1).logits
+
+    def nbytes(self, cache: Any) -> int:
+        return cache.nbytes
+
+    def attended_bytes(self, cache: Any, tokens: int) -> int:
+        stored = sum(int(store.lengths.sum()) * store.geometry.entry_bytes for store in cache.stores)
+        return stored + sum(ring.nbytes for ring in cache.rings)

@@ -1,0 +1,1 @@
+"""Experiments on the built-in model."""

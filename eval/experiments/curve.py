@@ -1,0 +1,115 @@
+"""``kvpass curve``: accuracy against budget, every policy on the built-in model, both scopes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from kvpass.compiler.backend import Compiler
+from kvpass.eval.markdown import markdown_table
+from kvpass.eval.plots import plot_curve
+from kvpass.eval.policy_spec import PolicySpec
+from kvpass.eval.records import Row
+from kvpass.eval.run import SCOPES, BudgetValue, EvalSettings, Evaluation
+from kvpass.policies import POLICIES
+
+BUDGETS: tuple[BudgetValue, ...] = (0.03, 0.06, 0.12, 0.25, 0.5)
+"""Up to the whole cache, which is ``full``: every policy keeps everything then (contract 1)."""
+WINDOW = 8
+"""Of policies that observe or protect a window: the default of 32 is more than 3 % of a short prompt."""
+
+CAKE_TEMPERATURES = (("tau1", 1.6), ("tau2", 0.4))
+"""Published for Llama-3.1-8B at 1024; none are for the built-in model."""
+
+TASK = "multi_needle"
+
+
+def default_policies() -> tuple[PolicySpec, ...]:
+    """Every registered policy with its default options, but for the window and CAKE's temperatures; full first."""
+    names = sorted(POLICIES, key=lambda name: (POLICIES[name].needs_budget, name))
+    return tuple(PolicySpec(name, CAKE_TEMPERATURES if name == "cake" else ()).with_window(WINDOW) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveSettings:
+    """One curve; values as in :class:`~kvpass.eval.run.EvalSettings`.
+
+    Attributes:
+        samples: questions a point; those of one context share it. output: folder for picture, table and samples.
+    """
+
+    output: Path
+    samples: int = 24
+    length: int = 512
+    budgets: tuple[BudgetValue, ...] = BUDGETS
+    policies: tuple[PolicySpec, ...] = dataclasses.field(default_factory=default_policies)
+    scopes: tuple[str, ...] = SCOPES
+    seed: int = 0
+    batch: int = 25
+    backend: Compiler = "eager"
+    dtype: str = "auto"
+    model: str = "builtin"
+
+    def evaluation(self) -> EvalSettings:
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return EvalSettings(tasks=(TASK,), **given)
+
+
+class Curve:
+    """A checked curve.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(self, settings: CurveSettings) -> None:
+        self.settings = settings
+        self._evaluation = Evaluation(settings.evaluation())
+
+    def run(self, console: Console) -> list[Row]:
+        """Answer, draw ``curve.png`` and write ``curve.md``."""
+        rows = self._evaluation.run(console)
+        output = self.settings.output
+        title = (
+            f"{self.settings.model}: needles in {self.settings.length} tokens, {rows[0].samples} questions a point, "
+            "95 % intervals"
+        )
+        plot_curve(rows, output / "curve.png", title=title)
+        text = curve_table(rows)
+        (output / "curve.md").write_text(text, encoding="utf-8")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"written: {output / 'curve.png'}, curve.md, samples.jsonl, manifest.json", highlight=False)
+        return rows
+
+
+def curve_table(rows: Sequence[Row]) -> str:
+    """A Markdown table a scope: policies down, budgets across, exact answers in percent and their 95 % interval."""
+    text = []
+    for scope in dict.fromkeys(row.scope for row in rows):
+        own = [row for row in rows if row.scope == scope]
+        budgets = list(dict.fromkeys(row.budget for row in own if row.budget != "all"))
+        policies = list(dict.fromkeys(row.policy for row in own))
+        cells = {(row.policy, row.budget): _cell(row) for row in own}
+        text.append(f"Scope `{scope}`, {own[0].samples} questions a point:\n")
+        lines = [
+            [f"`{policy}`", *(cells.get((policy, b), cells.get((policy, "all"), "")) for b in budgets)]
+            for policy in policies
+        ]
+        text.append(markdown_table(["policy", *map(_heading, budgets)], lines))
+    return "\n".join(text)
+
+
+def _heading(budget: str) -> str:
+    try:
+        share = float(budget)
+    except ValueError:
+        return budget
+    return f"{share:.0%}" if "." in budget else budget
+
+
+def _cell(row: Row) -> str:
+    return f"{100 * row.score:.1f} ({100 * row.low:.0f}-{100 * row.high:.0f})"

@@ -1,0 +1,1 @@
+"""The lm-evaluation-harness model."""

@@ -1,0 +1,1 @@
+"""The built-in model: its text, its training."""

@@ -1,0 +1,336 @@
+"""Train the built-in needle model from scratch: ``python -m kvpass.eval.needle.train --output DIR --minutes 60``.
+
+A small Qwen3 decoder learns the language of :mod:`kvpass.eval.needle.text` on texts that grow from 64 to 4096 tokens.
+It must first learn to copy, then to match keys; the loss of the first number of each value shows the latter, so it is
+kept apart. Batches are drawn from the seed and the step, so a stopped run goes on from its checkpoint as if it had
+never stopped: give the same command again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+from transformers import GenerationConfig, Qwen3ForCausalLM
+
+from kvpass.eval.needle.model import IDS, POSITIONS, SHAPE, Shape, build, tokenizer
+from kvpass.eval.needle.training_text import LONGEST_LIST, Kind, Mix, TrainingText
+
+WARMUP = 30
+SAVE_EVERY = 180.0  # seconds
+_LOG_EVERY = 10  # steps
+_FILLER_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the curriculum.
+
+    Attributes:
+        length: tokens of each text.
+        steps: at most.
+        tokens: of one step.
+        mix: what the texts are made of.
+        gaps: share of texts whose positions jump at sentence starts (PoSE, Zhu et al. 2024), up to ``reach``.
+        until: the stage ends early when the loss of first numbers, smoothed, is below this.
+        rate: factor of the learning rates at the start and after ``steps`` steps.
+    """
+
+    length: int
+    steps: int
+    tokens: int = 8192
+    mix: Mix = field(default_factory=Mix)
+    gaps: float = 0.5
+    reach: int = 10240
+    until: float = 0.0
+    rate: tuple[float, float] = (1.0, 1.0)
+
+
+_FEW_KEYS = Mix(
+    copies=0.3,
+    lists=0,
+    variables=0.15,
+    short=0.7,
+    density=(0.7, 1),
+    attributes=1,
+    clash=0,
+    two=0.3,
+    decoys=0,
+    hops=1,
+    questions=0.5,
+)
+_MORE_KEYS = Mix(copies=0.1, lists=0.2, short=0.4, density=(0.4, 1), attributes=2, clash=0.2, decoys=0.1, hops=1)
+_ONE_LIST = Mix(copies=0.02, lists=0.9, variables=0.03, density=(0.8, 1), attributes=1, clash=0, decoys=0)
+_FEW_LISTS = Mix(copies=0.02, lists=0.85, variables=0.03, density=(0.8, 1), attributes=2, clash=0.1, decoys=0.05)
+_MORE_LISTS = Mix(copies=0.02, lists=0.6, variables=0.05, density=(0.3, 1), decoys=0.1)
+STAGES = (
+    Stage(64, 100, 4096, _FEW_KEYS, gaps=0.2),
+    Stage(128, 170, 4096, _MORE_KEYS, gaps=0.3),
+    Stage(256, 120, 4096, Mix(lists=0.2, density=(0.2, 1))),
+    Stage(512, 130, 4096, Mix(copies=0.05, lists=0.2, density=(0.08, 1))),
+    Stage(1024, 60, mix=Mix(copies=0.05, density=(0.04, 1))),
+    Stage(2048, 40, mix=Mix(copies=0.02, density=(0.02, 0.6)), rate=(1.0, 0.2)),
+    Stage(4096, 15, mix=Mix(copies=0.02, density=(0.01, 0.3)), reach=POSITIONS, rate=(0.2, 0.02)),
+    # again, with many lists: they are learned last
+    Stage(512, 101, mix=Mix(copies=0.03, lists=0.4, density=(0.08, 1)), rate=(0.5, 0.5)),
+    Stage(2048, 32, mix=Mix(copies=0.02, lists=0.25, density=(0.02, 0.6)), rate=(0.5, 0.1)),
+    Stage(4096, 12, mix=Mix(copies=0.02, lists=0.2, density=(0.01, 0.3)), reach=POSITIONS, rate=(0.1, 0.01)),
+    # not a value twice: learned from texts of little else
+    Stage(64, 500, 4096, _ONE_LIST, gaps=0.3, rate=(0.5, 0.1)),
+    Stage(64, 250, 4096, _FEW_LISTS, gaps=0.3, rate=(0.4, 0.2)),
+    Stage(128, 250, 4096, _MORE_LISTS, rate=(0.4, 0.2)),
+    Stage(256, 200, 4096, Mix(copies=0.02, lists=0.5, density=(0.15, 1)), rate=(0.3, 0.2)),
+    Stage(512, 120, mix=Mix(copies=0.02, lists=0.4, density=(0.06, 1)), rate=(0.3, 0.15)),
+    Stage(1024, 60, mix=Mix(copies=0.02, lists=0.35, density=(0.03, 1)), rate=(0.15, 0.08)),
+    Stage(64, 250, 4096, _FEW_LISTS, gaps=0.3, rate=(0.4, 0.2)),
+    Stage(128, 150, 4096, _MORE_LISTS, rate=(0.3, 0.15)),
+    Stage(512, 70, mix=Mix(copies=0.02, lists=0.4, density=(0.06, 1)), rate=(0.2, 0.1)),
+    Stage(128, 80, 4096, _MORE_LISTS, rate=(0.3, 0.15)),
+    Stage(512, 110, mix=Mix(copies=0.02, lists=0.5, density=(0.05, 1)), rate=(0.2, 0.05)),
+    Stage(1024, 30, mix=Mix(copies=0.02, lists=0.35, density=(0.03, 1)), rate=(0.1, 0.05)),
+    Stage(512, 90, mix=Mix(copies=0.02, lists=0.5, density=(0.03, 0.7)), rate=(0.15, 0.03)),
+    Stage(256, 50, mix=Mix(copies=0.02, lists=0.5, density=(0.06, 1)), rate=(0.4, 0.35)),
+    Stage(512, 110, mix=Mix(copies=0.02, lists=0.5, density=(0.03, 0.7)), rate=(0.35, 0.05)),
+    Stage(2048, 16, mix=Mix(copies=0.02, lists=0.35, density=(0.01, 0.4)), rate=(0.05, 0.02)),
+    Stage(4096, 8, mix=Mix(copies=0.02, lists=0.3, density=(0.008, 0.2)), reach=POSITIONS, rate=(0.02, 0.002)),
+)
+
+
+@dataclass
+class Progressed:
+    """Where a run is: everything but weights and moments."""
+
+    stage: int = 0
+    stage_step: int = 0
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    first: float = 10.0  # smoothed loss of first numbers
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts of one step.
+
+    Attributes:
+        ids, kinds, positions: int64 ``[B, T]``; kinds as in :class:`~kvpass.eval.needle.training_text.Kind`, with a
+            random part of the filler marked ``IGNORED``.
+        others: int64 ``[B, T, 2]``, ids that are as right as that in ``ids``, -1 where there are fewer.
+    """
+
+    ids: Tensor
+    kinds: Tensor
+    positions: Tensor
+    others: Tensor
+
+
+def batch(stage: Stage, seed: int, step: int) -> Batch:
+    """The texts of a step, which seed and step alone decide."""
+    rng = random.Random(f"{seed}/{step}")
+    ids, kinds, positions, others = [], [], [], []
+    for _ in range(max(1, stage.tokens // stage.length)):
+        text = TrainingText(stage.length, rng, stage.mix)
+        ids.append([IDS[word] for word in text.words])
+        kinds.append(
+            [Kind.IGNORED if kind == Kind.FILLER and rng.random() > _FILLER_SHARE else kind for kind in text.kinds]
+        )
+        positions.append(_positions(text, stage, rng))
+        others.append([_padded([IDS[word] for word in text.others.get(i, ())]) for i in range(stage.length)])
+    return Batch(*map(torch.tensor, (ids, kinds, positions, others)))
+
+
+def _padded(others: list[int]) -> list[int]:
+    return others + [-1] * (LONGEST_LIST - 1 - len(others))
+
+
+def _positions(text: TrainingText, stage: Stage, rng: random.Random) -> list[int]:
+    positions = list(range(stage.length))
+    if rng.random() < stage.gaps:
+        starts = sorted(rng.sample(text.starts, min(len(text.starts), rng.randint(1, 5))))
+        room = rng.randint(0, stage.reach - stage.length)
+        cuts = [0, *sorted(rng.randint(0, room) for _ in starts[1:]), room]
+        for start, before, after in zip(starts, cuts, cuts[1:], strict=False):
+            positions[start:] = [position + after - before for position in positions[start:]]
+    return positions
+
+
+def set_cross_entropy(logits: Tensor, right: Tensor) -> Tensor:
+    """Minus the log-probability that any of the right ids is said, fp32 ``[N]``.
+
+    Args:
+        logits: fp32 ``[N, vocabulary]``. right: int64 ``[N, R]``, different ids, -1 for none.
+    """
+    logs = F.log_softmax(logits, -1).gather(1, right.clamp(min=0))
+    return -logs.masked_fill(right < 0, float("-inf")).logsumexp(1)
+
+
+class Run:
+    """A training run in a folder: model, optimizers and place in the curriculum; resumes where a checkpoint is.
+
+    Args:
+        output: folder of ``checkpoint.pt``, ``log.jsonl`` and, when done, of the model.
+        compiled: compile the decoder, once a length.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        stages: tuple[Stage, ...] = STAGES,
+        shape: Shape = SHAPE,
+        seed: int = 0,
+        device: str = "cpu",
+        compiled: bool = True,
+    ) -> None:
+        self.output, self.stages, self.seed, self.device, self.compiled = output, stages, seed, device, compiled
+        self.at = Progressed()
+        self.model = build(shape, seed)
+        nn.Module.to(self.model, device)
+        self.model.set_attn_implementation("needle_training")
+        inner = [p for name, p in self.model.named_parameters() if p.dim() == 2 and ".layers." in name]
+        outer = [p for name, p in self.model.named_parameters() if p.dim() == 1 or ".layers." not in name]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(inner, lr=0.02, momentum=0.95, weight_decay=0.05),
+            torch.optim.AdamW(outer, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+        self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
+        output.mkdir(parents=True, exist_ok=True)
+        self._checkpoint = output / "checkpoint.pt"
+        if self._checkpoint.exists():
+            saved = torch.load(self._checkpoint, map_location=device, weights_only=True)
+            if saved["seed"] != seed or saved["shape"] != asdict(shape):
+                raise ValueError(
+                    f"{self._checkpoint}: seed {saved['seed']}, {saved['shape']}; asked for {seed}, {shape}"
+                )
+            self.model.load_state_dict(saved["model"])
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            self.at = Progressed(**saved["at"])
+        self._shape = shape
+
+    @property
+    def done(self) -> bool:
+        return self.at.stage == len(self.stages)
+
+    def save(self) -> None:
+        """Write the checkpoint; a kill in between leaves the one before."""
+        partial = self._checkpoint.with_suffix(".partial")
+        state = {
+            "seed": self.seed,
+            "shape": asdict(self._shape),
+            "at": asdict(self.at),
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        torch.save(state, partial)
+        partial.replace(self._checkpoint)
+
+    def export(self) -> None:
+        """Write config, bf16 weights, generation config and tokenizer, for ``from_pretrained``."""
+        exported = Qwen3ForCausalLM(build(self._shape, 0).config)
+        exported.load_state_dict(self.model.state_dict())
+        exported.generation_config = GenerationConfig(
+            bos_token_id=IDS["<bos>"], eos_token_id=IDS["."], pad_token_id=IDS["<pad>"], do_sample=False
+        )
+        nn.Module.to(exported, torch.bfloat16)
+        exported.save_pretrained(self.output)
+        tokenizer().save_pretrained(self.output)
+
+    def advance(self, *, minutes: float | None = None, steps: int | None = None) -> None:
+        """Train to the end of the curriculum, or until the minutes or the steps of this call are used up."""
+        began = saved = time.monotonic()
+        with (
+            Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bars,
+            (self.output / "log.jsonl").open("a", buffering=1) as log,
+        ):
+            while not self.done:
+                stage = self.stages[self.at.stage]
+                bar = bars.add_task(f"{stage.length} tokens", total=stage.steps, completed=self.at.stage_step)
+                torch._dynamo.reset()
+                forward = torch.compile(self._hidden, dynamic=False) if self.compiled else self._hidden
+                while self.at.stage_step < stage.steps:
+                    before = time.monotonic()
+                    if steps == 0 or (minutes is not None and before - began > 60 * minutes):
+                        self.save()
+                        return
+                    losses = self._step(stage, forward)
+                    self.at.seconds += time.monotonic() - before
+                    bars.update(bar, advance=1, description=f"{stage.length} tokens, first {self.at.first:.3f}")
+                    if self.at.step % _LOG_EVERY == 0:
+                        line = {"length": stage.length, **asdict(self.at), "now": losses}
+                        log.write(json.dumps(line, default=lambda number: round(number, 4)) + "\n")
+                    if time.monotonic() - saved > SAVE_EVERY:
+                        self.save()
+                        saved = time.monotonic()
+                    steps = None if steps is None else steps - 1
+                    if self.at.first < stage.until and self.at.stage_step >= WARMUP:
+                        break
+                self.at.stage, self.at.stage_step = self.at.stage + 1, 0
+                self.save()
+
+    def _hidden(self, ids: Tensor, positions: Tensor) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16):
+            return self.model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+
+    def _step(self, stage: Stage, forward: Any) -> dict[str, float]:
+        """One update; the mean loss of each kind."""
+        start, end = stage.rate
+        factor = start + (end - start) * self.at.stage_step / stage.steps
+        for optimizer, rate in zip(self.optimizers, self._rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * factor * min(1.0, (self.at.step + 1) / WARMUP)
+        texts = batch(stage, self.seed, self.at.step)
+        ids, kinds, positions, others = (
+            x.to(self.device) for x in (texts.ids, texts.kinds, texts.positions, texts.others)
+        )
+        wanted = kinds[:, 1:] != Kind.IGNORED
+        hidden = forward(ids, positions)[:, :-1][wanted]
+        with torch.autocast(self.device, torch.bfloat16):
+            logits = self.model.lm_head(hidden)
+        loss = set_cross_entropy(logits.float(), torch.cat([ids[..., None], others], -1)[:, 1:][wanted])
+        kind = kinds[:, 1:][wanted]
+        weights = {Kind.FIRST: 1.0, Kind.REST: 1.0, Kind.LIST: 1.0, Kind.VARIABLE: 1.0, Kind.FILLER: 0.2}
+        means = {k: loss[kind == k].mean() for k in weights if (kind == k).any()}
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        torch.stack([weights[k] * mean for k, mean in means.items()]).sum().backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        losses = {k.name.lower(): mean.item() for k, mean in means.items()}
+        self.at.step, self.at.stage_step, self.at.tokens = (
+            self.at.step + 1,
+            self.at.stage_step + 1,
+            self.at.tokens + ids.numel(),
+        )
+        self.at.first = 0.9 * self.at.first + 0.1 * losses.get("first", self.at.first)
+        return losses
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder of checkpoint, log and model; an earlier run there goes on.")],
+    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after this long; the checkpoint is kept.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and texts.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    compiled: Annotated[bool, typer.Option(help="Compile the decoder; needs a C++ compiler on the CPU.")] = True,
+) -> None:
+    """Train the built-in needle model and export it."""
+    torch.set_num_threads(threads)
+    run = Run(output, seed=seed, device=device, compiled=compiled)
+    run.advance(minutes=minutes)
+    run.export()
+    print(
+        f"{'done' if run.done else 'stopped'} after {run.at.step} steps, {run.at.tokens} tokens, {run.at.seconds:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

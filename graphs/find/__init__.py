@@ -1,0 +1,1 @@
+"""Passes that find attention and replace it by the canonical ``kvpass::site``."""

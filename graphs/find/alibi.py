@@ -1,0 +1,75 @@
+"""Make logits that grow with the position of the key ordinary products, as two more columns of queries and keys.
+
+Before (ALiBi: Press et al. 2022, "Train short, test long", section 3; found by the proof of the mask)::
+
+    out = kvpass.site(q, k, v, scale)                # + slope[h] * position of the key
+
+After::
+
+    order = arange(T)
+    q = cat([q, slope / scale, slope / scale], -1)
+    k = cat([k, order // 256 * 256, order % 256], -1)       # two columns: 16-bit keys hold neither part inexactly
+    out = kvpass.site(q, k, v, scale)
+
+An entry then carries its position, whatever is evicted around it. Only differences of positions count, since a softmax
+does not see what is added to all its logits: columns serve as positions, so left padding does no harm. ``order`` is
+offset by the tokens seen like any other position the decoder counts by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from kvpass.graphs.find.emit_site import SLOPES
+from kvpass.graphs.fx_utils import recorded, refuse
+from kvpass.graphs.insert_nodes import insert_function, insert_method
+from kvpass.graphs.rewrite_attention import find_sites
+
+_STEP = 256
+
+RELATIVE = "kvpass_relative"
+"""Key in the meta of nodes that number tokens for differences only."""
+
+
+def fold_alibi_pass(gm: GraphModule) -> int:
+    """Fold the slopes that ``emit_site`` left at sites; returns the sites changed.
+
+    Raises:
+        UnsupportedAttentionError: beside soft-capping, which would cap the slopes too.
+    """
+    changed = 0
+    for site in find_sites(gm):
+        slopes = site.node.meta.pop(SLOPES, None)
+        if slopes is None:
+            continue
+        if site.softcap is not None:
+            raise refuse(site.node, "a bias that grows with the position (ALiBi) beside soft-capping cannot be folded")
+        key = recorded(site.k)
+        with gm.graph.inserting_before(site.node), key.fake_mode:
+            tokens = insert_method(gm, "size", site.k, 2)
+            order = insert_function(gm, site.node, torch.arange, tokens, device=key.device)
+            order.meta[RELATIVE] = True
+            parts = [insert_function(gm, site.node, torch.remainder, order, _STEP)]
+            parts.insert(0, insert_function(gm, site.node, torch.sub, order, parts[0]))
+            columns = insert_function(gm, site.node, torch.stack, parts, -1)
+            ramp = insert_function(
+                gm,
+                site.node,
+                torch.tensor,
+                [slope / site.scale for slope in slopes],
+                dtype=key.dtype,
+                device=key.device,
+            )
+            q = _widened(gm, site.node, site.q, insert_method(gm, "view", ramp, -1, 1, 1))
+            k = _widened(gm, site.node, site.k, insert_method(gm, "to", columns, key.dtype))
+        site.node.update_arg(0, q)
+        site.node.update_arg(1, k)
+        changed += 1
+    return changed
+
+
+def _widened(gm: GraphModule, site: Node, rows: Node, columns: Node) -> Node:
+    """``rows`` with two columns more, which broadcast to its other axes."""
+    shape = insert_function(gm, site, torch.zeros_like, insert_method(gm, "narrow", rows, -1, 0, 2))
+    return insert_function(gm, site, torch.cat, [rows, insert_function(gm, site, torch.add, shape, columns)], -1)

@@ -1,0 +1,240 @@
+"""Find attention that is written out as matmul, softmax, matmul, and make each a canonical site.
+
+Before::
+
+    logits = matmul(q, k.transpose(-1, -2)) * scale         # any product, any order of scaling, capping and masking
+    weights = softmax(logits + mask, dim=-1)
+    out = matmul(dropout(weights, training=False), v)
+
+After, when the logits are proved to be scaled products in a causal mask and the weights their softmax::
+
+    out = kvpass.site(q, k, v, scale)
+
+Structure proposes and evaluation proves: the products before and after a softmax are found by walking the graph, and
+what lies between them is evaluated (``prove_logits``), never recognised by its spelling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from kvpass.graphs.find.emit_site import emit_site
+from kvpass.graphs.find.operands import Heads, Product, heads_of, product_of
+from kvpass.graphs.fx_utils import (
+    MATMULS,
+    SOFTMAX,
+    DataFlow,
+    Dim,
+    erase_dead_nodes,
+    is_module_tensor,
+    recorded,
+    refuse,
+    shape_of,
+    target_name,
+    token_sizes,
+    value_inputs,
+)
+from kvpass.graphs.verify.causal_mask import MaskPart, settle, starts_of
+from kvpass.graphs.verify.example_lengths import NotCausalError
+from kvpass.graphs.verify.examples import concrete
+from kvpass.graphs.verify.logits import LogitRule, prove_logits, snap
+
+
+@dataclass(frozen=True)
+class _Match:
+    """``scores = q k^T`` reaches ``softmax`` as ``logits``; its result weighs the values in ``out``."""
+
+    scores: Product
+    softmax: Node
+    logits: Node
+    out: Product
+    heads: Heads
+
+
+def find_eager_attention_pass(gm: GraphModule) -> int:
+    """Replace attention that is written out by ``kvpass::site``; returns how many.
+
+    Raises:
+        UnsupportedAttentionError: two products around a softmax that are not proved causal self-attention.
+    """
+    split_baddbmm(gm)
+    tokens = token_sizes(gm.graph.nodes)
+    found = 0
+    proofs: dict[str, LogitRule] = {}
+    for softmax in [node for node in gm.graph.nodes if target_name(node) in SOFTMAX]:
+        flow = DataFlow(gm)
+        try:
+            match = _match(gm, flow, softmax, tokens)
+            if match is None:
+                continue
+            rule = _prove(gm, flow, match, proofs)
+        except NotCausalError as error:
+            raise refuse(softmax, str(error)) from error
+        _replace(gm, flow, match, rule)
+        found += 1
+    return found
+
+
+def split_baddbmm(gm: GraphModule) -> None:
+    """``baddbmm(bias, q, k)`` -> ``bmm(q, k) * alpha + bias * beta``, so that the product is a node of its own."""
+    for node in [node for node in gm.graph.nodes if target_name(node) == "baddbmm"]:
+        names = ("input", "batch1", "batch2")
+        given: dict[str, Any] = {"beta": 1, "alpha": 1, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        with gm.graph.inserting_before(node):
+            product = gm.graph.call_function(torch.bmm, (given["batch1"], given["batch2"]))
+            scaled = gm.graph.call_function(torch.mul, (product, given["alpha"]))
+            bias = gm.graph.call_function(torch.mul, (given["input"], given["beta"]))
+            total = gm.graph.call_function(torch.add, (bias, scaled))
+        for part in (product, scaled, total):
+            part.meta = dict(node.meta)
+        bias.meta = {**given["input"].meta, "example_value": recorded(given["input"]) * 1}
+        node.replace_all_uses_with(total)
+        gm.graph.erase_node(node)
+
+
+def _match(gm: GraphModule, flow: DataFlow, softmax: Node, tokens: set[Dim]) -> _Match | None:
+    logits = softmax.args[0] if softmax.args else softmax.kwargs.get("input")
+    shape = shape_of(softmax)
+    dim = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
+    if not isinstance(logits, Node) or shape is None or len(shape) < 3 or dim not in (-1, len(shape) - 1):
+        return None
+    if shape[-1] != shape[-2] or shape[-1] not in tokens:
+        return None
+    before, after = _product_before(flow, logits, softmax), _product_after(softmax)
+    if before is None or after is None:
+        return None
+    scores, out = product_of(before), product_of(*after)
+    if scores is None or out is None or not _is_fed(flow, scores.right.node):
+        return None
+    return _Match(scores, softmax, logits, out, heads_of(gm, flow, scores, out))
+
+
+def _product_before(flow: DataFlow, logits: Node, softmax: Node) -> Node | None:
+    """The one product that the logits are made of."""
+    seen: set[Node] = set()
+    products: list[Node] = []
+    stack = [logits]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if target_name(node) in MATMULS:
+            products.append(node)
+        else:
+            stack.extend(value_inputs(node))
+        stack.extend(flow.writes_to(node, before=softmax))
+    return products[0] if len(products) == 1 else None
+
+
+def _product_after(softmax: Node) -> tuple[Node, Node] | None:
+    """The one product that the weights enter, through operations of one operand, and the weights as they enter it."""
+    products: list[tuple[Node, Node]] = []
+    stack, seen = [softmax], {softmax}
+    while stack:
+        weights = stack.pop()
+        for user in weights.users:
+            if target_name(user) in MATMULS:
+                products.append((user, weights))
+            elif user not in seen and len(value_inputs(user)) == 1:
+                seen.add(user)
+                stack.append(user)
+    return products[0] if len(products) == 1 else None
+
+
+def _is_fed(flow: DataFlow, node: Node) -> bool:
+    return any(source.op == "placeholder" and not is_module_tensor(source) for source in flow.sources([node]))
+
+
+def _prove(gm: GraphModule, flow: DataFlow, match: _Match, proofs: dict[str, LogitRule]) -> LogitRule:
+    """What lies between the two products, as a rule.
+
+    Args:
+        proofs: rules already proved, by the text of what was evaluated; layers share masks.
+    """
+    scores, shape = match.scores.node, shape_of(match.scores.node)
+    assert shape is not None
+
+    def part_of(result: Node, before: Node) -> MaskPart:
+        return MaskPart(gm, flow, result, before=before, batch=shape[0], tokens=shape[-1], given=[scores])
+
+    heads = match.heads.q.heads
+    assert isinstance(heads, int)
+    part, weights = part_of(match.logits, match.softmax), part_of(match.out.left.node, match.out.node)
+    key = _text(weights, scores)
+    if key not in proofs:
+        proofs[key] = _prove_parts(part, weights, scores, heads)
+    rule = proofs[key]
+    band = settle(rule.band, match.softmax, heads, part.tokens, part.tensors.values(), part.numbers())
+    return replace(rule, band=band)
+
+
+def _prove_parts(part: MaskPart, weights: MaskPart, scores: Node, heads: int) -> LogitRule:
+    shape = shape_of(scores)
+
+    def product_shape(length: int) -> tuple[int, ...]:
+        return tuple(concrete(shape, part.sizes(length)))
+
+    def logits(length: int, start: int, products: Tensor, _: tuple[int, ...] = ()) -> Tensor:
+        return part.run(length, start, {scores: products.clone()})
+
+    lengths = part.lengths()
+    rule = prove_logits(logits, lengths, part.count, product_shape, heads, part.name, recorded(scores))
+    shortest = (*lengths.longest, *lengths.short)[-1]
+    example = torch.zeros(product_shape(shortest), dtype=torch.float64, device=recorded(scores).device)
+    part.check_content(lambda odd: part.run(shortest, 0, {scores: example.clone()}, odd))
+    for length in lengths.short or lengths.longest:
+        for start in starts_of(length):
+            zeros = torch.zeros(product_shape(length), dtype=torch.float64, device=recorded(scores).device)
+            _check_softmax(rule, weights, scores, logits(length, start, zeros).reshape(zeros.shape), length, start)
+    return rule
+
+
+def _check_softmax(rule: LogitRule, weights: MaskPart, scores: Node, mask: Tensor, length: int, start: int) -> None:
+    """Whether the weights are the softmax of the logits, nothing dropped, for random products.
+
+    Args:
+        mask: the logits of no product.
+    """
+    generator = torch.Generator().manual_seed(1)
+    products = (torch.randn(mask.shape, generator=generator, dtype=torch.float64) * 3 / rule.scale).to(mask.device)
+    got = weights.run(length, start, {scores: products.clone()})
+    expected = (rule.logits(products) + mask).softmax(-1)
+    tolerance = max(2e-6, 4 * torch.finfo(got.dtype).eps) if got.is_floating_point() else 0.0
+    if got.numel() != expected.numel() or not torch.allclose(
+        got.double().reshape(mask.shape), expected, rtol=0.0, atol=tolerance
+    ):
+        raise NotCausalError(f"its weights {weights.name} are not the softmax of its logits (dropout, sinks?)")
+
+
+def _text(part: MaskPart, scores: Node) -> str:
+    """What a part does to the product, the same for layers that share their mask."""
+    names = {scores: "scores"}
+    lines = []
+    for index, node in enumerate(part.calls):
+        if any(operand in names for operand in node.all_input_nodes):
+            names[node] = f"step{index - len(part.calls)}"
+            arguments = map_arg((node.args, node.kwargs), lambda operand: names.get(operand, operand.name))
+            lines.append(f"{names[node]} = {node.op} {node.target} {arguments}")
+        else:
+            lines.append(node.name)
+    shape = shape_of(scores)
+    return "\n".join([f"{shape} {recorded(scores).dtype}", *lines])
+
+
+def _replace(gm: GraphModule, flow: DataFlow, match: _Match, rule: LogitRule) -> None:
+    out = match.out.node
+    between = flow.needed([match.out.left.node])
+    with gm.graph.inserting_before(out):
+        q, k, v = match.heads.emit(gm)
+        site = emit_site(gm, out, q, k, v, replace(rule, scale=snap(rule.scale, int(recorded(q).shape[3]))))
+        result = match.heads.restore(gm, site)
+    out.replace_all_uses_with(result)
+    gm.graph.erase_node(out)
+    erase_dead_nodes(gm, between)

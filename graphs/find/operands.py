@@ -1,0 +1,307 @@
+"""Queries, keys and values of attention that is written out, in whatever layout its products have them.
+
+A product of queries and keys has leading axes (batch and heads, batch and groups of heads, or both flattened into
+one), then query rows, then key columns. :class:`Heads` says how to get ``[B, H, T, D]`` from that, and how to put the
+output of a site back into the layout the graph goes on with.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from kvpass.graphs.fx_utils import (
+    DataFlow,
+    Dim,
+    recorded,
+    shape_of,
+    target_name,
+    token_sizes,
+    value_inputs,
+)
+from kvpass.graphs.insert_nodes import insert_method
+from kvpass.graphs.verify.example_lengths import NotCausalError
+from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS, EvaluationError, evaluate, example_sizes, random_like
+
+Axes = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor seen as ``[lead..., tokens, features]``: for each of these its own axis, None for one it lacks."""
+
+    node: Node
+    axes: Axes
+
+    @property
+    def shape(self) -> tuple[Dim, ...]:
+        shape = shape_of(self.node)
+        assert shape is not None
+        return tuple(1 if axis is None else shape[axis] for axis in self.axes)
+
+    def emit(self, gm: GraphModule) -> Node:
+        """The node in that layout, lacking axes being of size 1."""
+        node, own = self.node, [axis for axis in self.axes if axis is not None]
+        if own != sorted(own):
+            node = insert_method(gm, "permute", node, *own)
+        for position, axis in enumerate(self.axes):
+            if axis is None:
+                node = insert_method(gm, "unsqueeze", node, position)
+        return node
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of two tensors.
+
+    Attributes:
+        left: ``[lead..., query tokens, features]``, or the weights ``[lead..., query tokens, key tokens]``.
+        right: ``[lead..., key tokens, features]``.
+        result: axis of ``[lead..., query tokens, last]`` at each axis of the node.
+    """
+
+    node: Node
+    left: Operand
+    right: Operand
+    result: tuple[int, ...]
+
+
+def product_of(node: Node, weights: Node | None = None) -> Product | None:
+    """A product as one of queries and keys, or of ``weights`` and values; None when it is neither."""
+    if target_name(node) == "einsum":
+        return _einsum(node, weights)
+    operands = [operand for operand in (*node.args, *node.kwargs.values()) if isinstance(operand, Node)]
+    if len(operands) != 2 or (weights is not None and operands[0] is not weights):
+        return None
+    left, right = operands
+    n, m = (len(shape) if (shape := shape_of(operand)) is not None else 0 for operand in (left, right))
+    if n < 3 or m < 2 or m > n:
+        return None
+    last = (m - 1, m - 2) if weights is None else (m - 2, m - 1)
+    axes = (*(None for _ in range(n - m)), *range(m - 2), *last)
+    return Product(node, Operand(left, tuple(range(n))), Operand(right, axes), tuple(range(n)))
+
+
+def _einsum(node: Node, weights: Node | None) -> Product | None:
+    labels = _labels(node)
+    if labels is None:
+        return None
+    (first, a), (second, b), out = labels
+    if (second is weights) if weights is not None else (len(out) > 1 and out[-2] in b):
+        (first, a), (second, b) = (second, b), (first, a)
+    if weights is None:
+        lead, row, column = out[:-2], out[-2:-1], out[-1:]
+        inner = [label for label in a if label in b and label not in out]
+        left, right, result = lead + row + inner, lead + column + inner, out
+    else:
+        lead, row, column = a[:-2], a[-2:-1], a[-1:]
+        inner = [label for label in b if label in out and label not in a]
+        left, right, result = a, lead + column + inner, lead + row + inner
+        if first is not weights or set(column) & set(out) or set(row) & set(b):
+            return None
+    if len(lead) < 1 or len(inner) != 1 or set(a) != set(left) or not set(right[-2:]) <= set(b) <= set(right):
+        return None
+    if sorted(out) != sorted(result) or any(len(set(part)) != len(part) for part in (a, b, out)):
+        return None
+    return Product(
+        node,
+        Operand(first, tuple(a.index(label) for label in left)),
+        Operand(second, tuple(b.index(label) if label in b else None for label in right)),
+        tuple(result.index(label) for label in out),
+    )
+
+
+def _labels(node: Node) -> tuple[tuple[Node, list[str]], tuple[Node, list[str]], list[str]] | None:
+    """Operands of an einsum of two with one label per axis, and the labels of its result."""
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
+        return None
+    inputs, out = equation.replace(" ", "").split("->")
+    spare = [letter for letter in "ZYXWVU" if letter not in inputs]
+    rests, texts = [], []
+    for operand, text in zip(operands, inputs.split(","), strict=True):
+        shape = shape_of(operand) if isinstance(operand, Node) else None
+        if shape is None:
+            return None
+        rest = "".join(spare[: len(shape) - len(text.replace("...", ""))]) if "..." in text else ""
+        rests.append(rest)
+        texts.append(text.replace("...", rest))
+        if len(texts[-1]) != len(shape):
+            return None
+    if rests[0] != rests[1]:
+        return None
+    first, second = operands
+    assert isinstance(first, Node) and isinstance(second, Node)
+    return (first, list(texts[0])), (second, list(texts[1])), list(out.replace("...", rests[0]))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A tensor ``[B, heads, T, D]`` as an operand and the methods that lead from it there."""
+
+    operand: Operand
+    heads: Dim
+    methods: tuple[tuple[Any, ...], ...] = ()
+
+    def emit(self, gm: GraphModule) -> Node:
+        node = self.operand.emit(gm)
+        for name, *args in self.methods:
+            node = insert_method(gm, name, node, *args)
+        return node
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries, keys and values ``[B, heads, T, D]``, and the way back to the layout of the output's product."""
+
+    q: _Rows
+    k: _Rows
+    v: _Rows
+    back: tuple[tuple[Any, ...], ...]
+
+    def emit(self, gm: GraphModule) -> tuple[Node, Node, Node]:
+        """Nodes of the three, at the graph's insertion point."""
+        return self.q.emit(gm), self.k.emit(gm), self.v.emit(gm)
+
+    def restore(self, gm: GraphModule, site: Node) -> Node:
+        """The output ``[B, H, T, Dv]`` as the product had it."""
+        node = site
+        for name, *args in self.back:
+            node = insert_method(gm, name, node, *args)
+        return node
+
+
+def heads_of(gm: GraphModule, flow: DataFlow, scores: Product, out: Product) -> Heads:
+    """Queries, keys and values of two products around a softmax.
+
+    Raises:
+        NotCausalError: they are not the heads of self-attention, or cannot be told from the batch.
+    """
+    q = _rows(gm, flow, scores.left)
+    k = _rows(gm, flow, scores.right, scores.left)
+    v = _rows(gm, flow, out.right, out.left)
+    dtype = recorded(out.right.node).dtype
+    q, k = (_in_dtype(gm, flow, rows, dtype) for rows in (q, k))
+    heads, kv_heads = q.heads, k.heads
+    if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads % kv_heads:
+        raise NotCausalError(f"{heads} query heads cannot share {kv_heads} key heads")
+    if v.heads != kv_heads:
+        raise NotCausalError(f"there are {kv_heads} key heads and {v.heads} value heads")
+    tokens = scores.left.shape[-2]
+    if scores.right.shape[-2] != tokens or out.right.shape[-2] != tokens:
+        raise NotCausalError(
+            f"{tokens} queries read {scores.right.shape[-2]} keys and {out.right.shape[-2]} values: a decoder with a "
+            "cache of its own, or cross-attention"
+        )
+    if not isinstance(scores.left.shape[-1], int) or not isinstance(out.right.shape[-1], int):
+        raise NotCausalError("its head dims are not static")
+    lead = out.left.shape[:-2]
+    back: list[tuple[Any, ...]] = []
+    if len(lead) == 3:
+        back.append(("unflatten", 1, lead[1:]))
+    elif len(lead) == 1:
+        back.append(("squeeze", 1) if heads == 1 else ("flatten", 0, 1))
+    if out.result != tuple(range(len(out.result))):
+        back.append(("permute", *out.result))
+    if not back and not all(target_name(user) in ("transpose", "permute") for user in out.node.users):
+        back.append(("contiguous",))
+    return Heads(q, k, v, tuple(back))
+
+
+def _rows(gm: GraphModule, flow: DataFlow, operand: Operand, queries: Operand | None = None) -> _Rows:
+    """The operand as ``[B, heads, T, D]``; ``queries`` is the left side of its product, for keys and values."""
+    shape = operand.shape
+    lead = shape[:-2]
+    full = lead if queries is None else queries.shape[:-2]
+    if lead[0] != full[0]:
+        raise NotCausalError(f"its products have leading axes {full} and {lead}")
+    if len(lead) == 2 and lead[1] in (full[1], 1):
+        return _Rows(operand, lead[1])
+    if len(lead) == 3 and lead[1:] == full[1:]:
+        return _Rows(operand, lead[1] * lead[2], (("flatten", 1, 2),))
+    if len(lead) == 3 and lead[2] == 1 and lead[1] in (full[1], 1):
+        return _Rows(operand, lead[1], (("squeeze", 2),))
+    if len(lead) == 1:
+        split = _split_heads(gm, flow, operand)
+        if split is not None:
+            return _Rows(split, split.shape[1])
+        if lead[0] in _batch_sizes(gm):
+            return _Rows(operand, 1, (("unsqueeze", 1),))
+    raise NotCausalError(f"its products have leading axes {full} and {lead}, which are not batch and heads")
+
+
+def _in_dtype(gm: GraphModule, flow: DataFlow, rows: _Rows, dtype: torch.dtype) -> _Rows:
+    """Queries or keys in the dtype of the values, which they had before they were cast up for the product."""
+    node = rows.operand.node
+    if recorded(node).dtype == dtype:
+        return rows
+    chain = [node]
+    while len(inputs := value_inputs(chain[0])) == 1 and chain[0].op.startswith("call_"):
+        (base,) = inputs
+        if any(flow.writes_to(part) for part in (base, *chain)):
+            break
+        value = recorded(base)
+        if isinstance(value, Tensor) and value.dtype == dtype and _moves(gm, rows.operand, base, chain):
+            return replace(rows, methods=(*rows.methods, ("to", dtype)))
+        chain.insert(0, base)
+    raise NotCausalError(f"{node.name} has dtype {recorded(node).dtype} beside values of {dtype}")
+
+
+def _moves(gm: GraphModule, operand: Operand, base: Node, chain: Sequence[Node]) -> bool:
+    """Whether ``chain`` only moves and casts what ``base`` holds, on a random example."""
+    sizes = example_sizes(operand.shape[:1], operand.shape[-2:-1], EXAMPLE_LENGTHS[0])
+    try:
+        example = random_like(recorded(base), sizes)
+        got = evaluate(gm, chain[-1], chain, {base: example}, sizes)
+    except EvaluationError:
+        return False
+    return torch.equal(got.flatten().sort().values, example.to(got.dtype).flatten().sort().values)
+
+
+def _batch_sizes(gm: GraphModule) -> set[Dim]:
+    """Sizes of the first axis of the inputs that have tokens as their second."""
+    tokens = token_sizes(gm.graph.nodes)
+    shapes = [shape for node in gm.graph.nodes if node.op == "placeholder" and (shape := shape_of(node))]
+    return {shape[0] for shape in shapes if len(shape) > 1 and shape[1] in tokens}
+
+
+def _split_heads(gm: GraphModule, flow: DataFlow, operand: Operand) -> Operand | None:
+    """The nearest tensor of four axes that ``operand``, ``[B * heads, T, D]``, is a reshape of."""
+    chain = [operand.node]
+    while len(inputs := value_inputs(chain[0])) == 1 and chain[0].op.startswith("call_"):
+        (node,) = inputs
+        if any(flow.writes_to(part) for part in (node, *chain)):
+            return None
+        for axes in itertools.permutations(range(4)):
+            candidate = Operand(node, axes)
+            if len(shape_of(node) or ()) == 4 and _is_flat(gm, candidate, operand, chain):
+                return candidate
+        chain.insert(0, node)
+    return None
+
+
+def _is_flat(gm: GraphModule, split: Operand, operand: Operand, chain: Sequence[Node]) -> bool:
+    """Whether ``chain`` makes ``operand`` from ``split`` by flattening batch and heads, on random examples."""
+    batch, heads, tokens, dim = split.shape
+    if not isinstance(heads, int) or operand.shape != (batch * heads, tokens, dim):
+        return False
+    for length in EXAMPLE_LENGTHS:
+        sizes = example_sizes([batch], [tokens], length)
+        try:
+            example = random_like(recorded(split.node), sizes)
+            got = evaluate(gm, chain[-1], chain, {split.node: example}, sizes)
+        except EvaluationError:
+            return False
+        expected = example.permute([axis for axis in split.axes if axis is not None]).flatten(0, 1)
+        found = got.permute([axis for axis in operand.axes if axis is not None])
+        if found.shape != expected.shape or not torch.equal(found, expected):
+            return False
+    return True

@@ -1,0 +1,164 @@
+"""Find raw ``scaled_dot_product_attention`` calls and make each a canonical site.
+
+Before::
+
+    mask = ...                                      # any sub-graph
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+After, when the mask is proved causal (the sub-graph of the mask is gone)::
+
+    out = kvpass.site(q, k, v, scale)
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from kvpass.graphs.find.emit_site import emit_site
+from kvpass.graphs.fx_utils import DataFlow, Dim, erase_dead_nodes, recorded, refuse, shape_of
+from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.graphs.verify.causal_mask import Band, mask_part, prove_causal, settle
+from kvpass.graphs.verify.example_lengths import NotCausalError
+from kvpass.graphs.verify.logits import LogitRule
+
+_ATEN = torch.ops.aten.scaled_dot_product_attention
+_TARGETS = {F.scaled_dot_product_attention, _ATEN, _ATEN.default}
+
+
+def _arguments(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> None:
+    """Parameters of ``scaled_dot_product_attention``, which has no Python signature of its own."""
+
+
+_SIGNATURE = inspect.signature(_arguments)
+
+
+def is_raw_attention(node: Node) -> bool:
+    """Whether the node calls ``scaled_dot_product_attention``."""
+    return node.op == "call_function" and node.target in _TARGETS
+
+
+def find_attention_pass(gm: GraphModule) -> int:
+    """Replace every raw attention call by ``kvpass::site``, layers in order of occurrence; returns how many.
+
+    Raises:
+        UnsupportedAttentionError: a call that is not proved causal self-attention without dropout.
+    """
+    raw = [node for node in gm.graph.nodes if is_raw_attention(node)]
+    if not raw:
+        return 0
+    if find_sites(gm):
+        raise refuse(raw[0], "some attention calls of this graph are canonical sites and some are not")
+    flow = DataFlow(gm)
+    proofs: dict[tuple[Any, ...], Band] = {}
+    bands = [_check(gm, flow, node, proofs) for node in raw]
+    masks = [mask for mask in (_bind(node)["attn_mask"] for node in raw) if mask is not None]
+    mask_nodes = flow.needed(masks)
+    for node, band in zip(raw, bands, strict=True):
+        _replace(gm, node, band)
+    erase_dead_nodes(gm, mask_nodes)
+    return len(raw)
+
+
+def _bind(node: Node) -> dict[str, Any]:
+    bound = _SIGNATURE.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, ...], Band]) -> Band:
+    """What the mask of a call does that is proved causal self-attention.
+
+    Args:
+        proofs: what masks do that were already proved, by mask, query shape and the calls that make the
+            mask up to here, writes into it included; layers share masks.
+    """
+    call = _bind(node)
+    q = check_heads(node, call["query"], call["key"], call["value"], call["enable_gqa"])
+    heads = q[1]
+    assert isinstance(heads, int)
+    if call["dropout_p"] != 0.0:
+        raise refuse(node, f"dropout_p={call['dropout_p']}; only 0.0 is possible in a compressed cache")
+    if not (call["scale"] is None or isinstance(call["scale"], int | float)):
+        raise refuse(node, computed_scale(call["scale"]))
+    mask, is_causal = call["attn_mask"], call["is_causal"]
+    if not isinstance(is_causal, bool):
+        raise refuse(node, f"is_causal is computed by node {is_causal}, not a constant")
+    if mask is None:
+        if is_causal or q[2] == 1:
+            return settle(Band(None), node, heads, q[2])
+        raise refuse(node, "it is not causal: no mask and is_causal=False")
+    if is_causal:
+        raise refuse(node, "both attn_mask and is_causal=True are given")
+    try:
+        part = mask_part(gm, flow, node, mask, call["query"])
+        key = (mask, q, tuple(part.calls))
+        if key not in proofs:
+            proofs[key] = prove_causal(part, heads)
+        band = proofs[key]
+        return settle(band, node, heads, q[2], part.tensors.values(), part.numbers())
+    except NotCausalError as error:
+        raise refuse(node, str(error)) from error
+
+
+def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -> tuple[Dim, ...]:
+    """Shape of the queries, when the three tensors are self-attention of grouped or equal heads.
+
+    Raises:
+        UnsupportedAttentionError: they are not.
+    """
+    shapes = []
+    for name, operand in (("query", query), ("key", key), ("value", value)):
+        shape = shape_of(operand) if isinstance(operand, Node) else None
+        if shape is None or len(shape) != 4:
+            raise refuse(node, f"{name} has shape {shape}; [batch, heads, tokens, head_dim] is needed")
+        shapes.append(shape)
+    q, k, v = shapes
+    if k[0] != q[0] or v[0] != q[0]:
+        raise refuse(node, f"batch sizes differ: query {q}, key {k}, value {v}")
+    if k[2] != q[2] or v[2] != q[2]:
+        raise refuse(
+            node,
+            f"{q[2]} queries read {k[2]} keys and {v[2]} values: cross-attention, or a decoder with a cache of its "
+            "own, which must be built or called without it",
+        )
+    if k[3] != q[3] or not isinstance(q[3], int):
+        raise refuse(node, f"head dims of query {q[3]} and key {k[3]} must be equal and static")
+    heads, kv_heads = q[1], k[1]
+    if not (isinstance(heads, int) and isinstance(kv_heads, int)) or v[1] != kv_heads or heads % kv_heads:
+        raise refuse(node, f"{heads} query heads cannot share {kv_heads} key heads and {v[1]} value heads")
+    if kv_heads not in (1, heads) and enable_gqa is not True:
+        raise refuse(node, f"{heads} query heads on {kv_heads} key heads without enable_gqa=True")
+    return q
+
+
+def computed_scale(scale: Any) -> str:
+    """Why a scale that is no number is refused."""
+    return (
+        f"its scale (node {scale}) depends on a size or a number that the call gives, and would be another one for a "
+        "piece of the text: make it of numbers that the module holds"
+    )
+
+
+def _replace(gm: GraphModule, node: Node, band: Band) -> None:
+    call = _bind(node)
+    query = call["query"]
+    scale = int(recorded(query).shape[3]) ** -0.5 if call["scale"] is None else float(call["scale"])
+    with gm.graph.inserting_before(node):
+        site = emit_site(gm, node, query, call["key"], call["value"], LogitRule(scale, None, band))
+    node.replace_all_uses_with(site)
+    gm.graph.erase_node(node)

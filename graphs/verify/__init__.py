@@ -1,0 +1,1 @@
+"""Passes that verify what a graph takes for granted."""

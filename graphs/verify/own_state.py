@@ -1,0 +1,102 @@
+"""Fail closed on a decoder that keeps what it has seen: a cache or counter of its own, beside those of kvpass.
+
+It is written into (``self.k_cache[:, :, input_pos] = k``), put in the place of what a call before has left there
+(``self.prev = x[:, -1:]``), or counts (``self.start += tokens``). A call then gives something else than the same tokens
+at the end of the whole text, and nothing takes it back when a call is refused or goes on from another cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch._dynamo.source import GlobalSource, LocalSource
+from torch._dynamo.symbolic_convert import tls
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._guards import ChainedSource
+from torch.fx import GraphModule, Node
+from torch.nn import Parameter
+
+from kvpass.graphs.fx_utils import (
+    DataFlow,
+    dotted,
+    is_module_tensor,
+    mutated_inputs,
+    recorded,
+    refuse,
+    shape_of,
+    storage_of,
+    symbols_in,
+    symbols_of,
+    target_name,
+    token_sizes,
+)
+from kvpass.graphs.verify.apart import fed_by_inputs
+
+
+def check_own_state_pass(gm: GraphModule) -> int:
+    """Refuse a graph that reads a tensor which it also changes, or keeps a size or a table by length; changes nothing.
+
+    Tensors of the module, and floating-point ones among the arguments, which may be a cache.
+
+    Raises:
+        UnsupportedAttentionError: naming the call that makes what is kept.
+    """
+    held = {
+        node: node._dynamo_source.name
+        for node in gm.graph.find_nodes(op="placeholder")
+        if isinstance(recorded(node), Tensor)
+        and (is_module_tensor(node) or recorded(node).is_floating_point())
+        and not isinstance(recorded(node), Parameter)  # a call that writes to weights ends the caches filled before
+    }
+    written = {storage_of(node): name for node, name in held.items()}
+    fed = {node.name for node in fed_by_inputs(list(gm.graph.nodes))}
+    for node in DataFlow(gm).sources([gm.graph.output_node()]):
+        for operand in mutated_inputs(node):
+            # as the frequencies of longrope: written whole in every call before anything reads them
+            made_anew = target_name(node) == "copy_" and operand in held and min(operand.users) is node
+            if storage_of(operand) in written and not made_anew:
+                raise _refusal(node, written[storage_of(operand)])
+    lengths = symbols_of(token_sizes(gm.graph.nodes))
+    for place, node in _replaced():
+        size = symbols_in(node) & lengths
+        table = symbols_of(shape_of(node) or ()) & lengths
+        read = any(source == place or source.startswith((f"{place}.", f"{place}[")) for source in held.values())
+        if size or (read and node.name in fed):
+            raise _refusal(node, place)
+        if table and node.name not in fed:
+            raise refuse(
+                node,
+                f"it leaves a table for the length of this call in {dotted(place)}, and would take it for another. "
+                "Call the decoder once on the longest text before it is compiled: then the table is there",
+            )
+    return 0
+
+
+def _replaced() -> Iterator[tuple[str, Node]]:
+    """Places outside of the graph in which the traced call puts tensors and sizes, and the nodes that these were."""
+    translator = getattr(tls, "current_tx", None)
+    if translator is None:
+        return
+    effects = translator.output.side_effects
+    for variable in list(effects.id_to_variable.values()):
+        source = variable.source
+        root = source.get_base() if isinstance(source, ChainedSource) else source
+        if not isinstance(root, LocalSource | GlobalSource) or not effects.is_modified(variable):
+            continue  # made by the call itself
+        base = source.name
+        stored = {f"{base}.{name}": value for name, value in effects.store_attr_mutations.get(variable, {}).items()}
+        for place, value in (stored or {base: variable}).items():
+            found: list[VariableTracker] = []
+            VariableTracker.visit(found.append, value)
+            parts = (part for part in found if isinstance(part, TensorVariable | SymNodeVariable))
+            yield from ((place, part.proxy.node) for part in parts)
+
+
+def _refusal(node: Node, place: str) -> Exception:
+    return refuse(
+        node,
+        f"it changes {dotted(place)}, a cache or counter of the decoder's own, which goes on from call to call. Build "
+        "the decoder without one (no setup_caches, no set_kv_cache): kvpass keeps the cache and counts the tokens",
+    )

@@ -1,0 +1,1 @@
+"""The compressed cache: buffers, what a user reads of it, files."""

@@ -1,0 +1,431 @@
+"""The compressed cache: stores of kept entries, rings of sliding-window layers, and what has been seen.
+
+Legend: B batch, N prompt columns, L layers, K KV heads, P entries of the longest head.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.check_saved import check_tensors
+from kvpass.cache.copying import copied_only
+from kvpass.cache.fingerprint import Identity, Owner, reference
+from kvpass.cache.hf_adapter import CacheFace
+from kvpass.cache.layers import Store
+from kvpass.cache.metadata import CacheMetadata
+from kvpass.cache.prompt_record import PromptRecord, StoreRecord, by_layer, layer_ids
+from kvpass.cache.recompression import Turn
+from kvpass.cache.serialization import write_cache_file
+from kvpass.cache.sliding_layers import Ring
+from kvpass.config import Budget, Geometry, Layout
+from kvpass.errors import CacheMismatchError
+from kvpass.ops.recompress import NOT_DUE
+from kvpass.policies.base import Policy
+from kvpass.version import __version__
+
+
+class CompressedCache(CacheFace):
+    """Keys and values that were worth keeping, as a ``transformers`` cache.
+
+    Made by a model that ``kvpass.compile`` returned; comes back in ``output.past_key_values``.
+
+    Args:
+        policy: decides what is kept. budget: how much; None only for a policy that needs none.
+        owner: by what the model that fills the cache is known again.
+    Attributes:
+        columns: tokens seen, padding included. start: first real column of each row, int64 ``[B]``.
+        longest: tokens in all that the captures which filled it hold for; None when any number.
+        reusable: calls continue on a copy and leave this cache as it is.
+        interrupted: a call that had begun to overwrite entries did not end; the cache can only be reset.
+        stores: the layers that share the budget, one store per KV geometry. rings: the layers with a sliding window.
+    """
+
+    def __init__(self, policy: Policy, budget: Budget | None, owner: Owner) -> None:
+        super().__init__(layers=[])
+        self._identity = weakref.ref(owner) if isinstance(owner, Identity) else None
+        self._owner = reference(owner)
+        self._filled_by = owner.state
+        self.policy = policy
+        self.budget = budget
+        self._forget()
+
+    def _forget(self) -> None:
+        self.layout: Layout | None = None
+        self.stores: list[Store] = []
+        self.rings: list[Ring] = []
+        self._turns: list[Turn] = []
+        self.columns = 0
+        self.longest: int | None = None
+        self.start = torch.empty(0, dtype=torch.int64)
+        self.reusable = False
+        self.interrupted = False
+        self.record: PromptRecord | None = None
+
+    # -- prefill ----------------------------------------------------------------------------------------------------
+
+    def begin_prefill(self, start: Tensor, columns: int, extra: int = 0) -> None:
+        """Forget everything and expect a prompt of ``columns`` columns whose real tokens begin at ``start``.
+
+        The first ``extra`` columns are padding the caller added and are not counted as seen.
+        """
+        self._forget()
+        self.start = start
+        self._prompt_columns = columns
+        self._extra = extra
+
+    def prefill_state(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """The buffers the prefill graph writes, allocated on first use.
+
+        Raises:
+            ValueError: the budget cannot hold window + 1 entries of some row.
+            CacheMismatchError: a graph of another layout asks for them.
+        """
+        if self.layout is None:
+            self._allocate(layout, dtype, device)
+        self._check_layout(layout)
+        return {**self._state([store.prefill_state for store in self.stores]), "start": self.start}
+
+    def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        n, window = self._prompt_columns, self.policy.window
+        lengths = [n - column for column in self.start.tolist()]
+        self._budgets = lengths
+        if self.budget is not None and layout.pools:
+            self._budgets = [self.budget.check(length, window, layout.token_bytes) for length in lengths]
+        self.stores = [Store(group, self.policy) for group in layout.pools]
+        for store in self.stores:
+            store.begin_prefill(self._budgets, self.start, n, dtype, device)
+        self.rings = [Ring(group, len(lengths), dtype, device) for group in layout.rings]
+        self._device = device
+        self.layout = layout
+
+    def finish_prefill(self) -> None:
+        """Take over what the prefill graph left."""
+        n, extra = self._prompt_columns, self._extra
+        window = min(self.policy.window, n)
+        stores = tuple(store.finish_prefill() for store in self.stores)
+        self._first_column = self.start.to(self._device)
+        self._seen_columns = torch.tensor(n, dtype=torch.int64, device=self._device)
+        self.start = self._first_column - extra
+        self.columns = n - extra
+        held = window - (self._first_column - (n - window)).clamp(min=0)
+        self.record = self._record(torch.tensor(self._budgets), held, stores)
+
+    # -- decode and extend ------------------------------------------------------------------------------------------
+
+    def ensure_room(self, tokens: int) -> None:
+        """Grow the tails so that ``tokens`` more fit."""
+        for store in self.stores:
+            store.ensure_room(tokens)
+
+    def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The buffers decode and extend graphs read, tails and rings being written in place.
+
+        ``seen`` int64 ``[]`` counts the columns before the new tokens, ``first`` int64 ``[B]`` is the first real one.
+
+        Args:
+            layout, dtype: of the keys and values in the graph.
+        Raises:
+            CacheMismatchError: those of the cache are others.
+        """
+        self._check_layout(layout)
+        held = self.stores[0].pool_k if self.stores else self.rings[0].ring_k
+        if held.dtype != dtype:
+            raise CacheMismatchError(f"{self!r} of {held.dtype} was handed to a model of {dtype}")
+        turns = [turn.state for turn in self._turns] or [{}] * len(self.stores)
+        state = self._state([{**store.cached_state, **turn} for store, turn in zip(self.stores, turns, strict=True)])
+        return {**state, "seen": self._seen_columns, "first": self._first_column}
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens whose rows a graph has written."""
+        self.columns += tokens
+        self._seen_columns.add_(tokens)
+        for store in self.stores:
+            store.advance(tokens)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether decoding overwrites entries, so that an interrupted call cannot be taken back."""
+        return bool(self.rings) or any(store.evicts for store in self.stores)
+
+    def begin_turn(self, tokens: int, occasion: float) -> bool:
+        """Prepare for compressing rows again that hold more than ``occasion`` budgets after ``tokens`` more.
+
+        To be called when there is room for them, and followed by :meth:`end_turn`.
+
+        Returns:
+            whether there is such a row; the extend graph must then observe the turn.
+        """
+        if occasion == float("inf") or self.budget is None or not self.stores or self.stores[0].evicts:
+            return False
+        heads = sum(store.geometry.layers * store.geometry.kv_heads for store in self.stores)
+        held = sum((store.lengths.sum((1, 2)) for store in self.stores), torch.tensor(tokens * heads)).cpu()
+        budgets = torch.tensor(self._budgets)
+        due = held > budgets * (heads * occasion)
+        if not bool(due.any()):
+            return False
+        window = torch.where(due, budgets.clamp(max=self.policy.window), NOT_DUE)
+        self._turns = [Turn(store, window) for store in self.stores]
+        self._every_row_due = bool(due.all())
+        return True
+
+    def end_turn(self) -> None:
+        """Forget what :meth:`begin_turn` prepared."""
+        self._turns = []
+
+    def recompress(self) -> PromptRecord | None:
+        """Cut the rows that were due to their budget, by what the turn's queries saw; the others stay as they are.
+
+        Returns:
+            when all rows were due the new record, which is then the cache's.
+        """
+        budgets = torch.tensor(self._budgets, device=self._device)
+        window = budgets.clamp(max=self.policy.window)
+        seen = self.columns - self.start
+        done = [turn.finish(budgets - window, seen) for turn in self._turns]
+        self.stores = [store for store, _ in done]
+        if not self._every_row_due:
+            return None
+        self.record = self._record(budgets, window, tuple(record for _, record in done))
+        return self.record
+
+    def _record(self, entries: Tensor, window: Tensor, stores: tuple[StoreRecord, ...]) -> PromptRecord:
+        """What was just kept: entries and window of each row, int64 ``[B]``, and what the stores say."""
+        return PromptRecord(
+            start=self.start,
+            columns=self.columns,
+            entries=entries,
+            window=window,
+            stores=stores,
+            rings=tuple(ring.group for ring in self.rings),
+            nbytes=self.nbytes,
+            ring_nbytes=sum(ring.nbytes for ring in self.rings),
+        )
+
+    def _state(self, stores: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        named = [(f"store{i}", state) for i, state in enumerate(stores)]
+        named += [(f"ring{i}", ring.state) for i, ring in enumerate(self.rings)]
+        return {f"{prefix}_{name}": tensor for prefix, state in named for name, tensor in state.items()}
+
+    def _check_layout(self, layout: Layout) -> None:
+        if layout != self.layout:
+            raise CacheMismatchError(f"{self!r} of layout {self.layout} was handed to a model of layout {layout}")
+
+    # -- what a user reads ------------------------------------------------------------------------------------------
+
+    def check_owner(self, policy: Policy, budget: Budget | None, owner: Owner) -> None:
+        """Hold the cache against the model of a call: its settings, its tensors and what was written to them.
+
+        Raises:
+            CacheMismatchError: another model filled it, or this one before it changed; the message says which.
+        """
+        filled, asked = self._owner(), reference(owner)()
+        if not (filled == asked if isinstance(asked, tuple) else filled is asked):
+            raise CacheMismatchError(f"{self!r} was made by another model")
+        if self.policy != policy:
+            raise CacheMismatchError(f"{self!r} has policy {self.policy.spec}, the model {policy.spec}")
+        if self.budget != budget:
+            raise CacheMismatchError(f"{self!r} has budget {self.budget}, the model {budget}")
+        self._check_state(owner)
+
+    def recheck_owner(self) -> None:
+        """Like :meth:`check_owner`, when a capture shows that modules of the model may have been replaced."""
+        identity = None if self._identity is None else self._identity()
+        if identity is not None:
+            identity.look_again()
+            self._check_state(identity)
+
+    def _check_state(self, owner: Owner) -> None:
+        if self.is_empty:
+            self._filled_by = owner.state
+        elif self._filled_by != owner.state:
+            raise CacheMismatchError(
+                f"{self!r} was filled by another state of this model: its weights were written to or replaced since, "
+                "or other adapters are active; prefill the prompt again"
+            )
+
+    @property
+    def geometry(self) -> Geometry:
+        """KV geometry of the layers that share the budget.
+
+        Raises:
+            ValueError: the cache is empty, or those layers have several geometries or there are none; see ``stores``.
+        """
+        if len(self.stores) != 1:
+            raise ValueError(f"{self!r} has {len(self.stores)} KV geometries; ask each of cache.stores")
+        return self.stores[0].geometry
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the cache's storages occupy: spare slots, tail capacity, rings, positions and all tables included."""
+        if self.is_empty:
+            return 0
+        starts = (self.start, self._first_column)
+        return sum(part.nbytes for part in self._parts) + sum(tensor.untyped_storage().nbytes() for tensor in starts)
+
+    @property
+    def _parts(self) -> tuple[Store | Ring, ...]:
+        return (*self.stores, *self.rings)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the entries live."""
+        self._known_layout()
+        return self._device
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Index, among all attention sites of the model, of each layer that shares the budget, ascending."""
+        return layer_ids([store.group for store in self.stores])
+
+    @property
+    def lengths(self) -> Tensor:
+        """Entries held per row, layer and KV head, window and appended tokens included; int64 ``[B, L, K]``.
+
+        L counts ``layer_ids``; heads that a layer of another geometry does not have hold 0.
+        """
+        pools = self._known_layout().pools
+        return by_layer(pools, [store.lengths for store in self.stores], 0, (self.batch_size, 0, 0))
+
+    @property
+    def positions(self) -> Tensor:
+        """True positions of the entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``."""
+        pools = self._known_layout().pools
+        seen = self.columns - self.start
+        return by_layer(pools, [store.positions(seen) for store in self.stores], -1, (self.batch_size, 0, 0, 0))
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """Which columns seen so far are real tokens, int64 ``[B, columns]``."""
+        return (torch.arange(self.columns, device=self.start.device) >= self.start[:, None]).long()
+
+    @torch.inference_mode(False)
+    def clone(self) -> CompressedCache:
+        """An independent copy, not reusable; what no call ever writes is shared."""
+        twin = copy.copy(self)
+        twin.reusable = False
+        twin.stores = [store.clone() for store in self.stores]
+        twin.rings = [ring.clone() for ring in self.rings]
+        twin._seen_columns = self._seen_columns.clone()
+        return twin
+
+    @torch.inference_mode(False)
+    def to(self, device: torch.device | str) -> CompressedCache:
+        """The cache itself where it is on ``device``, else a copy there, reusable if this one is."""
+        target = torch.device(device)
+        self._known_layout()
+        if target.type == self._device.type and target.index in (None, self._device.index):
+            return self
+        twin = copy.copy(self)
+        twin.stores = [store.to(target) for store in self.stores]
+        twin.rings = [ring.to(target) for ring in self.rings]
+        for name in ("start", "_first_column", "_seen_columns"):
+            setattr(twin, name, getattr(self, name).to(target))
+        twin._device = twin.start.device
+        return twin
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
+        """Write the cache to a file that :func:`kvpass.load_cache` reads, replacing one that is there.
+
+        Slots that hold no entry are not written. The file states its checksum and describes the model that filled
+        the cache, so that no other model can be given it. It is written beside its place and then renamed: whoever
+        reads finds the old file or the new one. A new file can be read by its owner only; one that is replaced keeps
+        its permissions. What a killed process left is removed by the next save in the folder.
+
+        Args:
+            notes: what the caller wants to find in the file's metadata again; anything JSON can say.
+        Raises:
+            ValueError: the cache is empty, a call on it was interrupted, or the model that filled it is gone or was
+                compiled by the raw backend; or the notes are more than JSON can say.
+            OSError: the file cannot be written, for instance because the disk is full; an old one is as before.
+        """
+        layout = self._known_layout()
+        if self.interrupted:
+            raise ValueError(f"{self!r} cannot be saved: a call on it was interrupted; reset it")
+        identity = None if self._identity is None else self._identity()
+        if identity is None:
+            raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
+        parts = {f"store{i}": store.compact_tensors() for i, store in enumerate(self.stores)}
+        parts |= {f"ring{i}": ring.state for i, ring in enumerate(self.rings)}
+        tensors = {f"{prefix}_{name}": tensor for prefix, part in parts.items() for name, tensor in part.items()}
+        metadata = CacheMetadata(
+            kvpass_version=__version__,
+            model=identity.describe(),
+            policy=self.policy.spec,
+            budget=self.budget,
+            layout=layout,
+            columns=self.columns,
+            seen_columns=int(self._seen_columns),
+            entries=tuple(self._budgets),
+            reusable=self.reusable,
+            stores=tuple(store.facts for store in self.stores),
+            notes=dict(notes or {}),
+        )
+        write_cache_file(path, {**tensors, "start": self.start, "first_column": self._first_column}, asdict(metadata))
+
+    @classmethod
+    def restore(
+        cls, policy: Policy, identity: Identity, metadata: CacheMetadata, tensors: Mapping[str, Tensor]
+    ) -> CompressedCache:
+        """The cache whose :meth:`save` wrote these; everything is on the CPU.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        check_tensors(metadata, policy, tensors)
+        cache = cls(policy, metadata.budget, identity)
+        cache.layout = layout = metadata.layout
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+        cache.stores = [
+            Store.restore(group, policy, part(f"store{i}_"), metadata.stores[i]) for i, group in enumerate(layout.pools)
+        ]
+        cache.rings = [Ring.restore(group, part(f"ring{i}_")) for i, group in enumerate(layout.rings)]
+        cache.start, cache._first_column = tensors["start"], tensors["first_column"]
+        cache._device = cache.start.device
+        cache._budgets = list(metadata.entries)
+        cache.columns = metadata.columns
+        cache._seen_columns = torch.tensor(metadata.seen_columns, dtype=torch.int64)
+        cache.reusable = metadata.reusable
+        return cache
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copied_only(self, "a CompressedCache cannot be pickled: use cache.save and kvpass.load_cache")
+
+    def __repr__(self) -> str:
+        return (
+            f"CompressedCache(policy={self.policy.name!r}, budget={self.budget}, tokens={self.columns}, "
+            f"batch={self.batch_size}, nbytes={self.nbytes})"
+        )
+
+    def reset(self) -> None:
+        """Forget every entry; the cache can be filled again."""
+        self._forget()
+
+    @torch.inference_mode(False)
+    def _pick_rows(self, index: Tensor) -> None:
+        index = index.clone().to(self.start.device)
+        picked = {
+            "stores": [store.with_rows(index) for store in self.stores],
+            "rings": [ring.with_rows(index) for ring in self.rings],
+            "start": self.start[index],
+            "_first_column": self._first_column[index],
+            "_budgets": [self._budgets[row] for row in index.tolist()],
+        }
+        vars(self).update(picked)  # all or none: memory may run out on the way
+
+    def _known_layout(self) -> Layout:
+        if self.layout is None or self.is_empty:
+            raise ValueError("the cache is empty: no prompt has been prefilled into it")
+        return self.layout

@@ -1,0 +1,164 @@
+"""The tensors of a cache file held against its metadata: a file that contradicts itself holds no cache.
+
+Legend: B batch, L layers of one KV geometry, K KV heads, E pool slots, C tail capacity, S slots of a line, see
+:mod:`kvpass.ops.slots`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.metadata import CacheMetadata, StoreFacts
+from kvpass.config import Geometry, LayerGroup
+from kvpass.ops.evict import SLOT_POSITION
+from kvpass.ops.slots import ABSENT, EMPTY
+from kvpass.policies.base import Policy
+from kvpass.policies.decode_rules import DecodeRule
+
+Shapes: TypeAlias = dict[str, tuple[torch.dtype, tuple[int | str, ...]]]
+"""Dtype and sizes of tensors by name; a size with a name may be anything, but is the same wherever it stands."""
+
+
+def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
+    """Whether these are the tensors of the cache that the metadata describes; all on the CPU.
+
+    Args:
+        policy: the one that the metadata names.
+    Raises:
+        ValueError: one is missing or too many, or has another dtype, shape or range.
+    """
+    rows, rule = len(metadata.entries), policy.decode_rule()
+    dtypes = {tensor.dtype for name, tensor in tensors.items() if name.endswith(("_k", "_v"))}
+    if len(dtypes) != 1:
+        raise ValueError(f"keys and values of dtypes {dtypes}: must be of one")
+    (entry,) = dtypes
+    parts: dict[str, Shapes] = {"": {"start": (torch.int64, (rows,)), "first_column": (torch.int64, (rows,))}}
+    for i, group in enumerate(metadata.layout.pools):
+        parts[f"store{i}_"] = _store_shapes(group.geometry, rows, entry, evicts=rule is not None)
+    for i, group in enumerate(metadata.layout.rings):
+        parts[f"ring{i}_"] = _ring_shapes(group, rows, entry)
+    names = {prefix + name for prefix, shapes in parts.items() for name in shapes}
+    if tensors.keys() != names:
+        raise ValueError(f"tensors {sorted(tensors.keys() ^ names)} are missing or unknown")
+    for prefix, shapes in parts.items():
+        _check_shapes({name: tensors[prefix + name] for name in shapes}, shapes)
+    for group in (*metadata.layout.pools, *metadata.layout.rings):
+        if not entry.is_floating_point or entry.itemsize != group.geometry.itemsize:
+            raise ValueError(f"keys and values are {entry}: must be floats of {group.geometry.itemsize} bytes")
+    start = tensors["start"]
+    _check_range("start", start, 0, metadata.columns - 1)
+    if bool((tensors["first_column"] - start != metadata.seen_columns - metadata.columns).any()):
+        raise ValueError("first_column is not start and the columns that were added before it")
+    seen = metadata.columns - start
+    for i, facts in enumerate(metadata.stores):
+        store = {name: tensors[f"store{i}_{name}"] for name in parts[f"store{i}_"]}
+        if rule is None:
+            _check_tail(store, facts, seen)
+        else:
+            _check_pool(store, facts, seen)
+            _check_slots(store, facts, seen, rule)
+
+
+def _store_shapes(g: Geometry, rows: int, entry: torch.dtype, *, evicts: bool) -> Shapes:
+    heads = (g.layers, rows, g.kv_heads)
+    shapes: Shapes = {
+        "pool_k": (entry, (rows, "E", g.key_dim)),
+        "pool_v": (entry, (rows, "E", g.value_dim)),
+        "pool_positions": (torch.int32, (rows, "E")),
+        "offsets": (torch.int32, (rows, g.layers * g.kv_heads + 1)),
+        "tail_k": (entry, (*heads, "C", g.key_dim)),
+        "tail_v": (entry, (*heads, "C", g.value_dim)),
+        "tail_start": (torch.int64, (rows,)),
+    }
+    if evicts:
+        shapes["table"] = (torch.int32, (2, *heads, "S"))
+        shapes["memory"] = (torch.float32, (2, *heads, "S"))
+        shapes["quota"] = (torch.int64, heads)
+        shapes["next_position"] = (torch.int64, (rows,))
+    return shapes
+
+
+def _ring_shapes(group: LayerGroup, rows: int, entry: torch.dtype) -> Shapes:
+    g, window = group.geometry, group.sliding_window
+    assert window is not None
+    slots = (g.layers, rows, g.kv_heads, window)
+    return {"ring_k": (entry, (*slots, g.key_dim)), "ring_v": (entry, (*slots, g.value_dim))}
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
+    sizes: dict[str, int] = {}
+    for name, (dtype, shape) in shapes.items():
+        found = tensors[name]
+        fits = found.dtype == dtype and found.ndim == len(shape)
+        for size, expected in zip(found.shape, shape, strict=False):
+            fits &= size == (sizes.setdefault(expected, size) if isinstance(expected, str) else expected)
+        if not fits:
+            raise ValueError(f"{name} is {found.dtype} {list(found.shape)}: must be {dtype} {list(shape)} with {sizes}")
+
+
+def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
+    if values.numel() and not (low <= int(values.min()) and int(values.max()) <= high):
+        raise ValueError(f"{name} from {int(values.min())} to {int(values.max())}: must be from {low} to {high}")
+
+
+def _check_tail(store: Mapping[str, Tensor], facts: StoreFacts, seen: Tensor) -> None:
+    """Pool and tail of a policy that only appends: the tail holds the newest tokens, the pool is older.
+
+    Args:
+        seen: real tokens seen of each row, int64 ``[B]``.
+    """
+    if facts.used != store["tail_k"].shape[3] or facts.tail_bound != 0:
+        raise ValueError(f"{facts} with tails of {store['tail_k'].shape[3]} slots")
+    _check_range("tail_start", store["tail_start"], 0, facts.used)
+    before = seen - (facts.used - store["tail_start"])
+    _check_range("first position of a tail", before, 0, int(seen.max()))
+    _check_pool(store, facts, before)
+
+
+def _check_pool(store: Mapping[str, Tensor], facts: StoreFacts, end: Tensor) -> None:
+    """Segments of the pool that follow each other, each of ascending positions below ``end``, int64 ``[B]``."""
+    _check_range("tail_start", store["tail_start"], 0, facts.used)
+    positions, offsets = store["pool_positions"].long(), store["offsets"].long()
+    rows, slots = positions.shape
+    if slots < 2:
+        raise ValueError(f"a pool of {slots} slots: must be at least 2")
+    _check_range("first offset", offsets[:, 0], 0, 0)
+    _check_range("length of a segment", offsets.diff(dim=1), 0, slots)
+    _check_range("last offset", offsets[:, -1], 0, slots)
+    held = torch.arange(slots) < offsets[:, -1:]
+    begins = torch.zeros(rows, slots + 1, dtype=torch.bool).scatter_(1, offsets, True)
+    in_range = (positions >= 0) & (positions < end[:, None])
+    falls = positions.diff(dim=1, prepend=positions[:, :1]) <= 0
+    wrong = torch.where(held, ~in_range | (falls & ~begins[:, :-1]), positions != EMPTY)
+    if bool(wrong.any()):
+        raise ValueError("pool_positions do not ascend among the positions that were seen before")
+
+
+def _check_slots(store: Mapping[str, Tensor], facts: StoreFacts, seen: Tensor, rule: DecodeRule) -> None:
+    """The table of a policy that evicts while decoding: every line has room for the tokens to come."""
+    position, capacity = store["table"][SLOT_POSITION].long(), store["tail_k"].shape[3]
+    layers, rows, kv_heads, width = position.shape
+    lengths = store["offsets"].long().diff(dim=1).view(rows, layers, kv_heads).transpose(0, 1)
+    behind = width - capacity
+    if capacity < 2 or behind < int(lengths.max()):
+        raise ValueError(f"lines of {width} slots, {capacity} of them in the tail: the pool does not fit")
+    slot = torch.arange(width)
+    absent = (slot >= lengths[..., None]) & (slot < behind)
+    if bool(((position == ABSENT) != absent).any()):
+        raise ValueError("table: other slots are absent than those behind a segment of the pool")
+    occupied = position >= 0
+    in_order = position.sort(-1).values
+    twice = (in_order.diff(dim=-1) == 0) & (in_order[..., 1:] >= 0)
+    if bool((position < ABSENT).any()) or bool((position >= seen[None, :, None, None]).any()) or bool(twice.any()):
+        raise ValueError("table: a position was not seen, or stands twice in a line")
+    if not torch.equal(store["next_position"], seen):
+        raise ValueError(f"next_position {store['next_position'].tolist()} after {seen.tolist()} tokens")
+    _check_range("entries of a tail", occupied[..., behind:].sum(-1), 0, facts.used)
+    _check_range("quota", store["quota"], 0, torch.iinfo(torch.int64).max)
+    needed = max(int((store["quota"] - lengths).max()) + rule.window, int((occupied.sum(-1) - lengths).max())) + 1
+    if facts.tail_bound < max(needed, 1):
+        raise ValueError(f"{facts}: a tail may need {needed} slots")

@@ -1,0 +1,69 @@
+"""What a cache file says beside its tensors: one description by which it is written and read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvpass.config import MAX_ENTRIES, Budget, Layout
+
+MOST_COLUMNS = 1 << 26
+"""No file says that its cache has seen more: a mask over the columns must fit in memory."""
+MOST_SLOTS = 2 * MAX_ENTRIES
+"""No tail needs more: a head that decoding evicts from holds its budget and a window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreFacts:
+    """Of a store: tail slots in use, and slots that a tail never needs more of (0 where decoding does not evict)."""
+
+    used: int
+    tail_bound: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheMetadata:
+    """The JSON metadata of a file of format 1, in the words of :class:`kvpass.cache.cache.CompressedCache`.
+
+    The numbers are checked among themselves here; :mod:`kvpass.cache.check_saved` compares the tensors with them.
+
+    Attributes:
+        model: of the model that filled the cache, read by :class:`kvpass.cache.fingerprint.Identity` only.
+        policy: its ``spec``. entries: budget of each row in entries. seen_columns: ``columns`` and what was added to
+            the prompt on the left. stores: of the groups in ``layout.pools``. notes: the user's.
+    Raises:
+        ValueError: the numbers contradict each other.
+    """
+
+    kvpass_version: str
+    model: dict[str, Any]
+    policy: str
+    budget: Budget | None
+    layout: Layout
+    columns: int
+    seen_columns: int
+    entries: tuple[int, ...]
+    reusable: bool
+    stores: tuple[StoreFacts, ...]
+    notes: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.columns <= self.seen_columns <= MOST_COLUMNS:
+            raise ValueError(f"columns={self.columns}, seen_columns={self.seen_columns}: must ascend from 1 to 2**26")
+        if not (self.layout.pools or self.layout.rings):
+            raise ValueError("layout: must have a group of layers")
+        if len(self.stores) != len(self.layout.pools):
+            raise ValueError(f"stores: {len(self.stores)} for {len(self.layout.pools)} groups of layers with a budget")
+        for facts in self.stores:
+            if not (0 <= facts.used <= self.seen_columns and 0 <= facts.tail_bound <= MOST_SLOTS):
+                raise ValueError(f"{facts} after {self.seen_columns} columns")
+        least, most = self._bounds_of_entries()
+        if not self.entries or not all(least <= entries <= most for entries in self.entries):
+            raise ValueError(f"entries={list(self.entries)}: must be {least} to {most} of each row")
+
+    def _bounds_of_entries(self) -> tuple[int, int]:
+        """Smallest and largest budget of a row; prompts are no longer than what was seen."""
+        if self.budget is None or not self.layout.pools:
+            return 1, self.columns
+        most = self.budget.entries(self.columns, self.layout.token_bytes)
+        return 1 if self.budget.kind == "fraction" else most, most

@@ -1,0 +1,108 @@
+"""One turn on a store that is compressed again: what the extend graph must say of it, and the store that is left.
+
+Legend: B batch, L layers of this geometry, K KV heads, S slots of the longest head, its entries in ascending position.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvpass.cache.layers import TAIL_STEP, Store
+from kvpass.cache.prompt_record import StoreRecord
+from kvpass.ops.recompress import NOT_DUE, select_held
+from kvpass.ops.slots import EMPTY
+
+
+class Turn:
+    """What the queries of one turn see of the entries held, the new tokens included.
+
+    Args:
+        store: has room for the turn's tokens. window: newest tokens of each row that will be kept, int64 ``[B]``,
+            ``NOT_DUE`` for rows left as they are.
+    Attributes:
+        state: the buffers that the extend graph writes, beside those of the store.
+    """
+
+    def __init__(self, store: Store, window: Tensor) -> None:
+        self.store = store
+        g, device = store.geometry, store.offsets.device
+        slots = int(store.pool_lengths.max()) + store.tail_k.shape[3]
+        shape = (store.rows, g.layers, g.kv_heads, slots)
+        self.state = {
+            "turn_scores": torch.full(shape, float("-inf"), dtype=torch.float32, device=device),
+            "turn_masses": torch.zeros(shape, dtype=torch.float32, device=device),
+            "turn_ledger": torch.zeros(store.rows, g.layers, dtype=torch.float64, device=device),
+            "turn_window": window.to(device),
+        }
+
+    def finish(self, entries: Tensor, seen: Tensor) -> tuple[Store, StoreRecord]:
+        """A store of what stays after the turn, in buffers of its own, and the record of it.
+
+        Args:
+            entries: evictable entries per KV head per layer on average, int64 ``[B]``.
+            seen: real tokens seen of each row, the turn's included, int64 ``[B]``.
+        """
+        store, window, ledger = self.store, self.state["turn_window"], self.state["turn_ledger"]
+        available = (seen - window).clamp(min=0)
+        stay = select_held(self.state["turn_scores"], ledger, entries, available, store.policy)
+        due = window != NOT_DUE
+        tails = torch.where(due, window, store.used - store.tail_start)
+        kept = torch.where(due[:, None], stay.sum(3).flatten(1), store.offsets.diff(dim=1))
+        left = self._move(stay, due, tails, pad(kept.cumsum(1), (1, 0)).int(), seen)
+        lengths, masses = store.lengths, self.state["turn_masses"]
+        line = torch.arange(masses.shape[3], device=masses.device)
+        newest = (line >= (lengths - window[:, None, None])[..., None]) & (line < lengths[..., None])
+        return left, StoreRecord(
+            group=store.group,
+            kept=left.pool_lengths,
+            mass=(masses * (stay | newest)).sum(3),
+            weights=ledger,
+            positions=left.pool_positions,
+            offsets=left.offsets,
+        )
+
+    def _move(self, stay: Tensor, due: Tensor, tails: Tensor, offsets: Tensor, seen: Tensor) -> Store:
+        """A store of what stays (bool ``[B, L, K, S]``) of rows that are due, and of all entries of the others.
+
+        Args:
+            tails: tokens of each row that go into the new tail, int64 ``[B]``. offsets: of the new pool.
+        """
+        store, used = self.store, int(tails.max())
+        slots = max(2, int(offsets[:, -1].max()))
+        tensors = {"offsets": offsets, "tail_start": used - tails}
+        tensors["pool_positions"] = store.pool_positions.new_full((store.rows, slots), EMPTY)
+        for name in ("pool_k", "pool_v"):
+            pool: Tensor = getattr(store, name)
+            tensors[name] = pool.new_empty(store.rows, slots, pool.shape[2])
+        for name in ("tail_k", "tail_v"):
+            tail: Tensor = getattr(store, name)
+            tensors[name] = tail.new_empty(*tail.shape[:3], used + TAIL_STEP, tail.shape[4])
+        for row, (is_due, length) in enumerate(zip(due.tolist(), tails.tolist(), strict=True)):
+            for name in ("tail_k", "tail_v"):
+                newest = getattr(store, name)[:, row, :, store.used - length : store.used]
+                tensors[name][:, row, :, used - length : used] = newest
+            self._move_row(tensors, row, stay[row].flatten(0, 1) if is_due else None, int(seen[row]))
+        return store.holding(tensors, used)
+
+    def _move_row(self, tensors: dict[str, Tensor], row: int, stay: Tensor | None, seen: int) -> None:
+        """Copy one row's pool, or (``stay`` bool ``[L*K, S]``) what stays of pool and tail, into the new pool."""
+        store = self.store
+        first = int(store.tail_start[row])
+        appended = torch.arange(first, store.used, device=store.offsets.device) + (seen - store.used)
+        sources, targets = store.offsets[row].tolist(), tensors["offsets"][row].tolist()
+        for segment in range(len(sources) - 1):
+            source, target = slice(*sources[segment : segment + 2]), slice(*targets[segment : segment + 2])
+            layer, head = divmod(segment, store.geometry.kv_heads)
+            live = (layer, row, head, slice(first, store.used))
+            for name, rest in (
+                ("pool_k", store.tail_k[live]),
+                ("pool_v", store.tail_v[live]),
+                ("pool_positions", appended.int()),
+            ):
+                held = getattr(store, name)[row, source]
+                if stay is not None:
+                    every = torch.cat([held, rest])
+                    held = every[stay[segment, : every.shape[0]]]
+                tensors[name][row, target] = held

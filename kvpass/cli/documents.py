@@ -1,0 +1,141 @@
+"""Compress a document once, ask it questions later: what the commands ``compress`` and ``ask`` do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+import kvpass
+from kvpass.api import read_saved, restore_cache
+from kvpass.cache.cache import CompressedCache
+from kvpass.cache.metadata import CacheMetadata
+from kvpass.compiler.backend import Compiler
+from kvpass.errors import CacheFileError
+from kvpass.loading import load_model
+from kvpass.policies import Policy, from_spec, resolve_budget
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """A compressed text and the model that can be asked about it.
+
+    Attributes:
+        model: from ``kvpass.compile``. cache: the text; questions leave it as it is.
+    """
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    cache: CompressedCache
+    notes: Mapping[str, str]
+
+    @classmethod
+    def compress(
+        cls,
+        text: str,
+        *,
+        model: str,
+        policy: str,
+        budget: int | float | str | None,
+        options: Mapping[str, Any] | None = None,
+        dtype: str = "auto",
+        device: str = "cpu",
+        backend: Compiler = "inductor",
+    ) -> Document:
+        """Compress a text before any question is known.
+
+        Args:
+            model: ``builtin``, or a folder or hub name. options: of the policy. dtype: as ``kvpass eval`` has it.
+        Raises:
+            ValueError: the text is empty, or an argument does not fit.
+        """
+        if not text.strip():
+            raise ValueError("the document is empty")
+        made, tokenizer = load_model(model, dtype=dtype, device=device)
+        fast = kvpass.compile(made, policy=policy, budget=budget, backend=backend, **(options or {}))
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        return cls(fast, tokenizer, fast.compress(ids.to(device)), {"model": model, "dtype": dtype})
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache and the name of the model to a file for :meth:`load`."""
+        self.cache.save(path, notes=self.notes)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, model: str | None = None, device: str = "cpu", backend: Compiler = "inductor"
+    ) -> Document:
+        """What :meth:`save` wrote; policy, options and budget come from the file.
+
+        Args:
+            model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin`` or a local folder:
+                a file does not decide what is downloaded.
+        Raises:
+            ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and
+                the file names another.
+        """
+        metadata, tensors = read_saved(path)
+        named, dtype = metadata.notes.get("model"), metadata.notes.get("dtype")
+        if not isinstance(named, str) or not isinstance(dtype, str):
+            raise CacheFileError(path, "is a cache that names no model: kvpass.load_cache reads it")
+        policy = _policy_of(path, metadata)
+        made, tokenizer = load_model(model or _trusted(path, named), dtype=dtype, device=device)
+        fast = kvpass.compile(made, policy=policy, budget=metadata.budget, backend=backend)
+        cache = restore_cache(path, metadata, tensors, fast)
+        return cls(fast, tokenizer, cache, {"model": named, "dtype": dtype})
+
+    def ask(self, question: str, *, new_tokens: int = 64) -> str:
+        """The model's continuation, greedily, of the text followed by the question.
+
+        Raises:
+            ValueError: the question is empty, or ``new_tokens`` below 1.
+        """
+        if new_tokens < 1:
+            raise ValueError(f"new_tokens={new_tokens}: must be >= 1")
+        ids = self.tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
+        if ids.numel() == 0:
+            raise ValueError("the question has no tokens")
+        ids = ids.to(self.cache.device)
+        mask = torch.cat([self.cache.attention_mask, torch.ones_like(ids)], 1)
+        out = self.model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=True,
+        )
+        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+
+
+def _trusted(path: str | Path, name: str) -> str:
+    """A model's name out of a file, which may be a stranger's, where loading it fetches nothing.
+
+    Raises:
+        CacheFileError: it is another.
+    """
+    if name == "builtin" or os.path.isdir(name):
+        return name
+    raise CacheFileError(
+        path,
+        f"names the model {name!r}, which is no folder here, and what is downloaded is not for a file to decide; "
+        "say which model it is: kvpass ask FILE QUESTION --model NAME",
+    )
+
+
+def _policy_of(path: str | Path, metadata: CacheMetadata) -> Policy:
+    """The policy that a file names, held against the budget.
+
+    Raises:
+        CacheFileError: this kvpass has none of that name and options.
+    """
+    try:
+        policy = from_spec(metadata.policy)
+        resolve_budget(policy, metadata.budget)
+    except (ValueError, RecursionError) as error:
+        raise CacheFileError(path, f"was made with a policy that this kvpass does not have: {error}") from None
+    return policy

@@ -1,0 +1,378 @@
+"""The ``kvpass`` command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import kvpass
+
+app = typer.Typer(
+    help="KV cache compression for any decoder, through torch.compile.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@contextmanager
+def _bad_values() -> Iterator[None]:
+    """A ``ValueError`` about what the user asked for, or a file that cannot be used: one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        # a message may quote a stranger's file: no character of it moves the cursor or changes a colour
+        line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(error))
+        typer.echo(f"error: {line}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvpass {kvpass.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """KV cache compression for any decoder, through torch.compile."""
+
+
+@app.command()
+def demo(
+    tokens: Annotated[int, typer.Option(help="Length of each prompt in tokens.")] = 2048,
+    facts: Annotated[int, typer.Option(help="Facts hidden in the text; each is asked for.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of facts and text.")] = 0,
+    output: Annotated[Path, typer.Option(help="Where the heat map of what was kept goes (.png).")] = Path(
+        "kvpass-demo.png"
+    ),
+    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
+) -> None:
+    """Hide facts in a long text and ask the built-in model for them, with full and with compressed caches."""
+    from kvpass.compiler.backend import check_compiler
+    from kvpass.eval.experiments.demo import Demo, DemoSettings
+
+    with _bad_values():
+        compiler = check_compiler("backend", backend)
+        settings = DemoSettings(tokens=tokens, facts=facts, seed=seed, output=output, backend=compiler)
+        checked = Demo(settings)
+    checked.run(Console())
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str,
+        typer.Option(help="llama-3.1-8b, qwen3-8b, mistral-7b, small, small-mha, tiny, or a transformers config.json."),
+    ] = "small-mha",
+    device: Annotated[str, typer.Option(help="'cpu' or 'cuda'; weights are made there.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="'bf16' (usual on CUDA), 'fp16' or 'fp32' (usual on a CPU).")
+    ] = None,
+    contexts: Annotated[
+        str, typer.Option("--contexts", "--context", help="Prompt tokens, separated by commas; the model's own if not.")
+    ] = "",
+    batches: Annotated[str, typer.Option("--batches", "--batch", help="Rows, separated by commas.")] = "1",
+    budget: Annotated[
+        str, typer.Option(help="Entries per KV head per layer (256), share of the prompt (0.1) or bytes ('4MiB').")
+    ] = "256",
+    window: Annotated[int, typer.Option(help="Last prompt tokens, always kept.")] = 32,
+    policies: Annotated[
+        str, typer.Option(help="kvpass policies with their options, such as 'lava,cake:tau1=1.6,tau2=0.4'.")
+    ] = "lava,snapkv",
+    systems: Annotated[
+        str | None,
+        typer.Option(help="Beside them: hf-eager, hf-static, full, kvpress; all of these that are installed if not."),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens decoded in each repeat.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Timed rounds over all systems.")] = 3,
+    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
+    shared_prompt: Annotated[
+        bool, typer.Option("--shared-prompt", help="Prefill one row and repeat its cache for the batch.")
+    ] = False,
+    warm_cache: Annotated[
+        bool, typer.Option("--warm-cache", help="Use what Inductor has compiled before; compile times mean little.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything measured to this file.")] = (
+        None
+    ),
+    plots: Annotated[Path | None, typer.Option(help="Folder for pictures of time and memory against context.")] = None,
+) -> None:
+    """Time prefill and decode of kvpass beside other caches at equal bytes, on random weights."""
+    from kvpass.compiler.backend import check_compiler
+    from kvpass.eval.bench.report import plot, tables
+    from kvpass.eval.bench.run import Bench, BenchSettings
+    from kvpass.eval.policy_spec import parse_policies, typed
+
+    with _bad_values():
+        for option, folder in (("json", json_path and json_path.absolute().parent), ("plots", plots)):
+            if folder is not None and not folder.is_dir():
+                raise ValueError(f"{option}: there is no folder {str(folder)!r}")
+        checked = Bench(
+            BenchSettings(
+                model=model,
+                device=device,
+                dtype=dtype,
+                contexts=_numbers("contexts", contexts),
+                batches=_numbers("batches", batches),
+                budget=typed(budget),
+                window=window,
+                policies=parse_policies(policies),
+                systems=None if systems is None else _names(systems),
+                new_tokens=new_tokens,
+                repeats=repeats,
+                backend=check_compiler("backend", backend),
+                shared_prompt=shared_prompt,
+                warm_cache=warm_cache,
+                seed=seed,
+            )
+        )
+    console = Console()
+
+    def save(result: dict[str, Any]) -> None:
+        if json_path is not None:
+            json_path.write_text(json.dumps(result, indent=1) + "\n")
+
+    result = checked.run(console, save)
+    console.print(tables(result))
+    written = [*(plot([result], plots) if plots is not None else []), *([json_path] if json_path is not None else [])]
+    for path in written:
+        console.print(f"written: {path}", highlight=False)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="'builtin', or a folder or hub name.")],
+    tasks: Annotated[
+        str, typer.Option(help="Tasks, or groups of them (ruler, longbench, infinitebench), separated by commas.")
+    ] = "multi_needle",
+    policies: Annotated[
+        str, typer.Option(help="Policies with their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")
+    ] = "full,lava,snapkv",
+    budgets: Annotated[
+        str, typer.Option(help="Budgets, separated by commas: entries (64), share of the prompt (0.1), bytes ('4MiB').")
+    ] = "0.125,0.25",
+    scope: Annotated[str, typer.Option(help="'prompt' (question-aware), 'context' (question-agnostic), or both.")] = (
+        "prompt,context"
+    ),
+    samples: Annotated[int, typer.Option(help="Samples of each task.")] = 20,
+    length: Annotated[int, typer.Option(help="Longest prompt in tokens; longer ones lose their middle.")] = 2048,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with longbench/, infinitebench/, needle/; else the hub is asked.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for samples, tables and manifest; a rerun goes on there.")] = (
+        Path("kvpass-eval")
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
+    batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 1,
+    hold: Annotated[int, typer.Option(help="Scope prompt: last tokens fed after compression.")] = 1,
+    chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template where the task wants one.")] = True,
+    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
+    dtype: Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
+) -> None:
+    """Score tasks under policies and budgets, sample by sample; an interrupted run goes on where it stopped."""
+    from kvpass.compiler.backend import check_compiler
+    from kvpass.eval.policy_spec import parse_policies, typed
+    from kvpass.eval.records import rich_table
+    from kvpass.eval.run import EvalSettings, Evaluation
+
+    with _bad_values():
+        checked = Evaluation(
+            EvalSettings(
+                model=model,
+                tasks=_names(tasks),
+                policies=parse_policies(policies),
+                budgets=tuple(typed(text) for text in _names(budgets)),
+                scopes=_names(scope),
+                samples=samples,
+                length=length,
+                data_dir=data_dir,
+                output=output,
+                seed=seed,
+                batch=batch,
+                hold=hold,
+                chat=chat,
+                backend=check_compiler("backend", backend),
+                dtype=dtype,
+                device=device,
+            )
+        )
+    console = Console()
+    console.print(rich_table(checked.run(console)))
+    console.print(f"written: {output}", highlight=False)
+
+
+@app.command()
+def curve(
+    samples: Annotated[int, typer.Option(help="Questions a point, several on each text.")] = 24,
+    length: Annotated[int, typer.Option(help="Prompt length in tokens.")] = 512,
+    budgets: Annotated[str | None, typer.Option(help="Budgets, separated by commas; 3 to 50 % by default.")] = None,
+    policies: Annotated[str | None, typer.Option(help="Policies as in 'kvpass eval'; all by default.")] = None,
+    scope: Annotated[str, typer.Option(help="'prompt', 'context' or both.")] = "prompt,context",
+    output: Annotated[Path, typer.Option(help="Folder for picture, table and samples; a rerun goes on there.")] = (
+        Path("kvpass-curve")
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of texts and facts.")] = 0,
+    batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 25,
+    backend: Annotated[str, typer.Option(help="'eager', or 'inductor', which compiles each policy first.")] = "eager",
+    dtype: Annotated[str, typer.Option(help="'auto' (fp32), 'float32', 'bfloat16' or 'float16'.")] = "auto",
+    model: Annotated[str, typer.Option(help="'builtin', or a folder or hub name.")] = "builtin",
+) -> None:
+    """Draw accuracy against budget for all policies on the built-in model, question-aware and question-agnostic."""
+    from kvpass.compiler.backend import check_compiler
+    from kvpass.eval.experiments.curve import BUDGETS, Curve, CurveSettings, default_policies
+    from kvpass.eval.policy_spec import parse_policies, typed
+
+    with _bad_values():
+        checked = Curve(
+            CurveSettings(
+                samples=samples,
+                length=length,
+                budgets=BUDGETS if budgets is None else tuple(typed(text) for text in _names(budgets)),
+                policies=default_policies() if policies is None else parse_policies(policies),
+                scopes=_names(scope),
+                output=output,
+                seed=seed,
+                batch=batch,
+                backend=check_compiler("backend", backend),
+                dtype=dtype,
+                model=model,
+            )
+        )
+    checked.run(Console())
+
+
+@app.command()
+def results(
+    output: Annotated[Path, typer.Option(help="Folder of results.md and its pictures.")] = Path("docs"),
+    work: Annotated[Path, typer.Option(help="Folder of answers and figures; a rerun goes on there.")] = (
+        Path("kvpass-results")
+    ),
+    samples: Annotated[int, typer.Option(help="Questions a point of the curve.")] = 200,
+) -> None:
+    """Write the page of experiments on the built-in model: curve, needle grid, output loss, costs."""
+    from kvpass.eval.experiments.results import Results, ResultsSettings
+
+    with _bad_values():
+        checked = Results(ResultsSettings(output=output, work=work, samples=samples))
+    console = Console()
+    console.print(f"written: {checked.run(console)}", highlight=False)
+
+
+@app.command()
+def compress(
+    document: Annotated[Path, typer.Argument(help="Text file to compress; '-' reads standard input.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File the compressed cache goes to.")],
+    model: Annotated[str, typer.Option(envvar="KVPASS_MODEL", help="'builtin', or a folder or hub name.")] = "builtin",
+    policy: Annotated[
+        str, typer.Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")
+    ] = ("lava"),
+    budget: Annotated[
+        str, typer.Option(help="Entries per KV head per layer (1024), share of the document (0.25) or bytes ('4MiB').")
+    ] = "0.25",
+    window: Annotated[int | None, typer.Option(help="Last tokens, always kept; the policy's own default.")] = None,
+    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
+    dtype: Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
+) -> None:
+    """Compress a document into a file that 'kvpass ask' answers questions from."""
+    from kvpass.cli.documents import Document
+    from kvpass.compiler.backend import check_compiler
+    from kvpass.eval.policy_spec import parse_policies, typed
+
+    with _bad_values():
+        chosen = parse_policies(policy)
+        if len(chosen) != 1:
+            raise ValueError(f"policy={policy!r}: name one")
+        if output.is_dir():
+            raise ValueError(f"output={str(output)!r}: is a folder, not a file")
+        if not output.absolute().parent.is_dir():
+            raise ValueError(f"output={str(output)!r}: there is no folder {str(output.absolute().parent)!r}")
+        made = Document.compress(
+            typer.get_text_stream("stdin").read() if str(document) == "-" else _text(document),
+            model=model,
+            policy=chosen[0].name,
+            budget=typed(budget) if kvpass.POLICIES[chosen[0].name].needs_budget else None,
+            options=({} if window is None else {"window": window}) | dict(chosen[0].options),
+            dtype=dtype,
+            device=device,
+            backend=check_compiler("backend", backend),
+        )
+        made.save(output)
+    console = Console()
+    console.print(made.model.report())
+    console.print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
+
+
+@app.command()
+def ask(
+    cache: Annotated[Path, typer.Argument(help="File that 'kvpass compress' wrote.")],
+    question: Annotated[str, typer.Argument(help="Text that follows the document; the model continues it.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVPASS_MODEL",
+            help="The model that compressed it; if not given, the one that the file names if that is 'builtin' or a "
+            "folder here.",
+        ),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
+    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
+    device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
+) -> None:
+    """Answer a question about a compressed document."""
+    from kvpass.cli.documents import Document
+    from kvpass.compiler.backend import check_compiler
+
+    with _bad_values():
+        if not cache.is_file():
+            raise ValueError(f"cache={str(cache)!r}: there is no such file")
+        found = Document.load(cache, model=model, device=device, backend=check_compiler("backend", backend))
+        answer = found.ask(question, new_tokens=new_tokens)
+    typer.echo(answer)
+
+
+@app.command()
+def policies() -> None:
+    """List the registered policies and their options."""
+    made = Table("policy", "options and defaults", "budget", "what it does")
+    for name, policy in sorted(kvpass.POLICIES.items()):
+        options = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(policy))
+        summary = (policy.__doc__ or "").strip().splitlines()[0]
+        made.add_row(name, options, "yes" if policy.needs_budget else "none", summary)
+    Console().print(made)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers that stand between commas."""
+    try:
+        return tuple(int(name) for name in _names(text))
+    except ValueError:
+        raise ValueError(f"{option}={text!r}: must be whole numbers separated by commas") from None
+
+
+def _text(path: Path) -> str:
+    """A text file's contents."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"document={str(path)!r}: {error}") from None

@@ -1,0 +1,281 @@
+"""Dynamo captures of decoders, and the captures of one model, keyed by (batch size, logits_to_keep, is_decode)."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.utils
+from torch import Tensor
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
+from torch._dynamo.source import LocalSource
+from torch._guards import TracingContext, tracing
+from torch.fx import GraphModule, Node
+
+from kvpass.compiler.backend import Phase, PhaseCompiler, bound_call
+from kvpass.graphs.bind_state import fake_inputs, placeholders
+from kvpass.graphs.fx_utils import recorded, shape_of
+from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
+from kvpass.graphs.verify.length_guards import check_length, longest_length
+from kvpass.graphs.verify.table_ends import table_end
+from kvpass.policies.base import Policy
+
+Forward = Callable[..., Any]
+"""``forward`` of a causal language model of transformers."""
+
+
+_NOT_ITS_CODE = (*torch.__path__, *transformers.utils.__path__, str(Path(__file__).parent))
+"""Folders of code that is never a model's own."""
+
+_ONLY_CAPTURE: ContextVar[bool] = ContextVar("kvpass_only_capture", default=False)
+
+
+class _OnlyCaptured(Exception):
+    """Raised in place of running what was captured."""
+
+
+@dataclass
+class _Ends:
+    """Where captures of a model end. Dynamo keeps it for good, so it must not know the model.
+
+    Attributes:
+        columns: tokens in all, padding included, that some captures hold for at most.
+        positions: how many there are in tables that some captures look them up in.
+    """
+
+    columns: set[int] = field(default_factory=set)
+    positions: set[int] = field(default_factory=set)
+
+
+class Capture:
+    """Called in place of the captured graph, inside :func:`~kvpass.compiler.backend.bind_call`.
+
+    Args:
+        gm, example_inputs: as Dynamo gives them to a backend, in whose trace this must be made.
+
+    Raises:
+        UnsupportedAttentionError: an attention call is not understood.
+    """
+
+    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> None:
+        self.graph = compiler.canonicalize(gm)
+        self._compiler = compiler
+        self._inputs = fake_inputs(example_inputs)
+        self._context = TracingContext.get()
+        self._functions: dict[tuple[type[Policy], str, Phase, bool], Callable[..., Any]] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.function()(*inputs)
+
+    def function(self) -> Callable[..., Any]:
+        """The compiled callable of the bound call."""
+        call = bound_call()
+        policy = call.cache.policy
+        key = (type(policy), policy.spec, call.phase, call.observed)  # a policy may be defined again by the same name
+        if key in self._functions:
+            return self._functions[key]
+        with compile_lock, tracing(self._context):
+            if key not in self._functions:
+                self._functions[key] = self._compiler.compile(self.graph, self._inputs)
+        return self._functions[key]
+
+
+class CaptureCache:
+    """Runs a model's forward as captured graphs, inside :func:`~kvpass.compiler.backend.bind_call`.
+
+    Args:
+        compiler: makes the phases of every capture.
+    """
+
+    def __init__(self, compiler: PhaseCompiler) -> None:
+        self.compiler = compiler
+        self._ends = _Ends()
+        self._captured: dict[tuple[int, int, bool], Callable[..., Tensor]] = {}
+        self._hooks: tuple[int, ...] = ()
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens in all that the captures so far take; None when any number."""
+        return min(self._ends.columns | self._ends.positions, default=None)
+
+    def prepare(
+        self, forward: Forward, ids: Tensor, positions: Tensor, logits_to_keep: int, hooks: tuple[int, ...]
+    ) -> None:
+        """Capture and compile what a call needs, without running it.
+
+        What a decoder does with one token is recognised by what it does with several. These are captured first where
+        the call continues a cache from another process.
+
+        Args:
+            forward: the model's; the same in every call. ids, positions, logits_to_keep: as of the call.
+            hooks: numbers of the hooks on its modules. Dynamo does not look whether they changed after a capture.
+        Raises:
+            ValueError: the decoder is not understood, is no single graph, is another one for other lengths, or does
+                not take so many tokens.
+        """
+        if hooks != self._hooks:
+            self._captured.clear()
+            self._hooks = hooks
+        key = _key(ids, logits_to_keep)
+        if key not in self._captured:
+            rows, kept, one = key
+            if one and all(alone for _, _, alone in self._captured):
+                several = _capturing(forward, self.compiler, 0, self._ends)
+                _capture(several, ids.expand(rows, EXAMPLE_LENGTHS[-1]))
+            captured = _capturing(forward, self.compiler, kept, self._ends)
+            _capture(captured, ids)
+            self._captured[key] = captured
+        call = bound_call()
+        seen = 0 if call.phase == "prefill" else call.cache.columns
+        check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
+        self._check_positions(seen, positions)
+
+    def _check_positions(self, seen: int, positions: Tensor) -> None:
+        """Whether tables have rows for the positions, at which those on CUDA are looked at only near an end."""
+        end, tokens = min(self._ends.positions, default=None), positions.shape[1]
+        if end is None or (positions.is_cuda and seen + tokens <= end):
+            return
+        last = int(positions.max())
+        if last >= end:
+            raise ValueError(
+                f"{tokens} tokens after {seen}: the decoder does not take more than {end}, its table of positions ends "
+                f"there and one would be at {last}"
+            )
+
+    def __call__(self, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
+        """Logits ``[B, T or logits_to_keep, vocabulary]`` of a call that is prepared.
+
+        Args:
+            ids, positions: contiguous ``[B, T]``. logits_to_keep: of the last so many tokens; 0 = all.
+        """
+        return _called(self._captured[_key(ids, logits_to_keep)], ids, positions)
+
+
+def _key(ids: Tensor, logits_to_keep: int) -> tuple[int, int, bool]:
+    """Rows, number of logits (0 = all), and whether the call is of one token: what a capture is made for."""
+    rows, tokens = ids.shape
+    return rows, logits_to_keep if logits_to_keep < tokens else 0, tokens == 1
+
+
+def _capture(captured: Callable[..., Tensor], ids: Tensor) -> None:
+    """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
+    token = _ONLY_CAPTURE.set(True)
+    try:
+        _called(captured, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
+    except _OnlyCaptured:
+        return
+    finally:
+        _ONLY_CAPTURE.reset(token)
+    bound_call().check_begun()
+
+
+def _counted(ids: Tensor) -> Tensor:
+    """Positions ``[B, T]`` of rows that are not padded."""
+    return torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
+
+
+def _called(captured: Callable[..., Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+    tokens = ids.shape[1]
+    if tokens > 1:
+        for tensor in (ids, positions):
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    try:
+        return captured(ids, positions)
+    except BackendCompilerFailed as failure:
+        inner = failure.inner_exception
+        raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
+    except Unsupported as failure:
+        raise ValueError(
+            f"the decoder cannot be captured as one graph: {_stop(failure)}; change that, or use the model uncompiled"
+        ) from failure
+    except TorchRuntimeError as failure:
+        raise ValueError(f"the decoder fails on an input of {tokens} tokens: {_stop(failure)}") from failure
+
+
+def _stop(failure: Unsupported | TorchRuntimeError) -> str:
+    """Where in the model's code Dynamo stopped and why, in one line."""
+    text = str(failure)
+    detail = re.search(r"Developer debug context: (.+)|got (\w+\(.+\))", text)
+    reason = text.splitlines()[0] + (f" ({detail[1] or detail[2]})" if detail else "")
+    frames = [frame for frame in failure.real_stack if not any(map(Path(frame.filename).is_relative_to, _NOT_ITS_CODE))]
+    if not frames:
+        return reason
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, `{frames[-1].line}`: {reason}"
+
+
+def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, ends: _Ends) -> Callable[..., Tensor]:
+    """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
+
+    def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        logits: Tensor = forward(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+        ).logits
+        return logits
+
+    # Dynamo keeps every backend for good: it must not keep the model
+    def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        bound_call().cache.recheck_owner()
+        decoder = Capture(gm, example_inputs, compiler)
+        several = _find_ends(decoder.graph.gm, max(logits_to_keep + 1, 2), ends)
+
+        def run(*inputs: Any) -> Any:
+            if _ONLY_CAPTURE.get():
+                raise _OnlyCaptured
+            return decoder(*inputs)
+
+        if several == (bound_call().phase != "decode"):
+            decoder.function()  # now, so that Dynamo checks what the compiler assumes
+        return run
+
+    # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
+    return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
+
+
+def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> bool:
+    """Add the ends of a capture; returns whether it is of several tokens.
+
+    Raises:
+        ValueError: it holds for one number of several tokens only, or for some and not for others.
+    """
+    inputs = placeholders(gm)
+    shape = shape_of(find_sites(gm)[0].q)
+    assert shape is not None
+    if shape[2] == 1:
+        return False
+    if isinstance(shape[2], int):
+        raise ValueError(
+            f"the decoder was captured for exactly {shape[2]} tokens and no other number: something makes a constant "
+            "of it, or a table of positions ends there"
+        )
+    sizes = (size for size in map(recorded, inputs) if isinstance(size, torch.SymInt))
+    ends.columns.update(most for size in sizes if (most := longest_length(gm, size, shortest)) is not None)
+    end = table_end(gm, [node for node in inputs if _is_named(node, "position_ids")])
+    ends.positions.update([] if end is None else [end])
+    return True
+
+
+def _is_named(node: Node, name: str) -> bool:
+    source = node._dynamo_source  # type: ignore[attr-defined]
+    return isinstance(source, LocalSource) and source.local_name == name
+
+
+def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A twin with a code object of its own: Dynamo keeps compiled entries, and counts them, per code object."""
+    assert isinstance(function, types.FunctionType)
+    twin = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin

@@ -1,0 +1,1 @@
+"""Where models come in: transformers, and modules of any make."""

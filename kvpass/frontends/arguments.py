@@ -1,0 +1,164 @@
+"""Models, and arguments of ``forward`` and ``generate``, that kvpass refuses, and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpass.cache.cache import CompressedCache
+from kvpass.errors import UnsupportedAttentionError
+
+_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_ONLY_LOGITS = "a compiled graph does not return intermediate tensors; use the uncompiled model"
+_OF_WHOLE_TEXT = ("next_sequence_length", "is_first_iteration")
+_TAKEN = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "return_dict",
+)
+"""Arguments of ``forward`` that a kvpass model takes."""
+
+_OF_FORWARD = {
+    "inputs_embeds": "a kvpass model takes token ids: pass input_ids",
+    "labels": "a kvpass model computes no loss: compute it from the logits, or use the uncompiled model",
+    "token_type_ids": "a kvpass model takes none: call the tokenizer with return_token_type_ids=False",
+    **dict.fromkeys(_OUTPUTS, _ONLY_LOGITS),
+    **dict.fromkeys(_OF_WHOLE_TEXT, "the model's class prepares every step from the whole text and knows no cache"),
+}
+"""Arguments of ``forward`` that are refused for a reason of their own."""
+
+_ASSISTED = "a compressed cache cannot be cropped to the tokens that are accepted; use the uncompiled model"
+_OF_GENERATE = {
+    "assistant_model": _ASSISTED,
+    "prompt_lookup_num_tokens": _ASSISTED,
+    "assistant_early_exit": _ASSISTED,
+    "prefill_chunk_size": "a prompt is prefilled whole: what a chunk alone would keep is not its budget; leave it out",
+}
+"""Arguments of ``generate`` that are refused, and why."""
+
+_FROM_PRETRAINED = "load it with transformers.AutoModelForCausalLM.from_pretrained"
+
+
+def check_model(model: object) -> None:
+    """Refuse what ``kvpass.compile`` cannot compile, as far as that shows without tracing.
+
+    Raises:
+        ValueError: no model of transformers, in training mode, no decoder, or one that asks for more than logits.
+        UnsupportedAttentionError: its attention is known not to be supported.
+    """
+    if isinstance(model, str | Path):
+        raise ValueError(f"model={str(model)!r} is a name: {_FROM_PRETRAINED}({str(model)!r}) and give what it returns")
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model of type {kind}: kvpass.compile takes a transformers model; "
+            'for any other decoder use torch.compile(module, backend="kvpass", ...) in a session'
+        )
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() first")
+    for wish in _OUTPUTS:
+        if getattr(model.config, wish, None):
+            raise ValueError(f"config.{wish}=True: {_ONLY_LOGITS}, or set it to False")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{kind} is an encoder-decoder; kvpass compresses decoders only")
+    if not model.can_generate():
+        raise ValueError(
+            f"{kind} is no causal language model: it has no head that predicts the next token; if its checkpoint is "
+            f"of a decoder, {_FROM_PRETRAINED}"
+        )
+    if "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
+        raise ValueError(
+            f"{kind} is not supported: its forward has no argument logits_to_keep, by which kvpass asks for the last "
+            'logits only; a decoder inside it may work with torch.compile(module, backend="kvpass", ...)'
+        )
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise ValueError(f"{kind} counts positions from its padding token on; kvpass counts them from 0")
+    for path, _ in model.named_modules():
+        if path.endswith(".indexer"):
+            raise UnsupportedAttentionError(
+                path.removesuffix(".indexer"),
+                "indexer",
+                "it is sparse: an indexer with keys of its own, which no cache of kvpass holds, chooses what each "
+                "token attends to",
+            )
+
+
+def check_ids(ids: object, device: torch.device | None = None) -> None:
+    """Refuse anything but token ids, int64 or int32 ``[B, T]``, on ``device`` if that is given.
+
+    Raises:
+        ValueError: they are something else; the message says what to do.
+    """
+    if isinstance(ids, Mapping):
+        raise ValueError(f"input_ids of type {type(ids).__name__}: give what it holds by name, as in model(**inputs)")
+    if not isinstance(ids, Tensor):
+        raise ValueError(
+            f"input_ids of type {type(ids).__name__}: must be a tensor of token ids, such as "
+            'tokenizer(text, return_tensors="pt").input_ids'
+        )
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids of {ids.dtype}: token ids must be int64 or int32, use input_ids.long()")
+    if ids.ndim != 2 or ids.numel() == 0:
+        hint = ", use input_ids[None]" if ids.ndim == 1 and ids.numel() else ""
+        raise ValueError(f"input_ids of shape {list(ids.shape)}: must be [B, T] with B, T >= 1{hint}")
+    if device is not None and ids.device != device:
+        raise ValueError(f"input_ids on {ids.device}, but the model is on {device}: use input_ids.to(model.device)")
+
+
+def unsupported_argument(given: Mapping[str, Any]) -> str | None:
+    """The first of the arguments of ``forward`` that kvpass does not support; those that wish for nothing are not."""
+    for name, value in given.items():
+        harmless = value is None or name == "cache_position" or (name in _OUTPUTS and not value)
+        if name not in _TAKEN and not harmless:
+            return name
+    return None
+
+
+def check_forward(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of ``forward`` that kvpass does not support.
+
+    Raises:
+        ValueError: there is one; the message says what to do.
+    """
+    name = unsupported_argument(given)
+    if name is not None:
+        reason = _OF_FORWARD.get(name, f"a kvpass model takes {', '.join(_TAKEN)}; leave it out")
+        raise ValueError(f"forward argument {name!r} is not supported: {reason}")
+
+
+def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
+    """Refuse arguments of ``generate`` that kvpass does not support.
+
+    Args:
+        kwargs: as given. given: the generation configuration that was given, or None. default: the model's own.
+    Raises:
+        ValueError: there is one; the message says why.
+    """
+    configured = given or default
+    said = (getattr(config, "use_cache", None) for config in (configured, default))
+    cache = kwargs.get("past_key_values")
+    begins = not (isinstance(cache, CompressedCache) and not cache.is_empty)
+    if begins and kwargs.get("use_cache") is None and next((one for one in said if one is not None), True) is False:
+        raise ValueError(
+            "the model is configured with use_cache=False: every new token would be a prompt of its own and computed "
+            "from the whole text; say use_cache=True, or use_cache=False if that is meant"
+        )
+    for name, reason in (_OF_GENERATE | _OF_FORWARD).items():
+        value = kwargs.get(name, getattr(configured, name, None))
+        if value is not None and value is not False:
+            raise ValueError(f"generate argument {name!r} is not supported: {reason}")
+    if getattr(configured, "is_assistant", None):
+        raise ValueError(
+            "assistant_model: a kvpass model cannot draft for another one, its compressed cache cannot be cropped to "
+            "the tokens that are accepted; give the uncompiled model"
+        )

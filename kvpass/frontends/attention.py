@@ -1,0 +1,111 @@
+"""The transformers door to the canonical site: an attention interface that emits ``kvpass::site``.
+
+No mask function is registered under the same name. transformers then builds no mask at all and never reads gapped
+``position_ids`` as packed sequences; left padding reaches the operators as a start column per row. A window is known
+only where the model passes it as an argument: layers that have theirs in the mask alone are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+import kvpass.ops.schemas  # noqa: F401 (registers the operators)
+
+ATTENTION_NAME = "kvpass"
+
+_HARMLESS = {
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "num_items_in_batch",
+    "position_embeddings",
+}
+
+_UNLIMITED = {"full_attention", "attention", "hybrid"}
+_SLIDING = {"sliding_attention", "hybrid_sliding"}
+"""Kinds of layers in ``config.layer_types``, the second where the window is passed as an argument."""
+
+
+def _refusal(
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    dropout: float,
+    sliding_window: int | None,
+    is_causal: bool | None,
+    extra: dict[str, Any],
+) -> str | None:
+    if attention_mask is not None:
+        return "the model passes a mask of its own"
+    if (limited := _limited_by_mask(module, sliding_window)) is not None:
+        return limited
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        if getattr(getattr(module, "config", None), "is_decoder", None) is False:
+            return "it is not causal: config.is_decoder=False, and a model trained as a decoder needs is_decoder=True"
+        return "it is not causal"
+    if dropout:
+        return f"dropout={dropout} in attention"
+    unknown = sorted(name for name, value in extra.items() if value is not None and name not in _HARMLESS)
+    if unknown:
+        return f"attention argument {unknown[0]!r} is not understood"
+    return None
+
+
+def _limited_by_mask(module: nn.Module, sliding_window: int | None) -> str | None:
+    """Why a layer may see less than all earlier tokens by a mask that transformers did not build here."""
+    config = getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[layer] if kinds and layer is not None else None
+    if kind is not None and kind not in _UNLIMITED | _SLIDING:
+        return f"a layer of kind {kind!r} is not understood"
+    if sliding_window is not None:
+        return None
+    window = getattr(config, "sliding_window", None)
+    if kind in _SLIDING or (kind is None and window):
+        return f"its sliding window of {window} is in a mask only, not among the arguments"
+    if kind is None and (chunk := getattr(config, "attention_chunk_size", None)):
+        return f"its attention in chunks of {chunk} is in a mask only"
+    return None
+
+
+def kvpass_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """One attention call of a transformers model as a canonical site.
+
+    Args:
+        query: ``[B, H, T, D]``. key, value: ``[B, K, T, D]``, not repeated.
+        softcap, s_aux: logit soft-capping and sink logits ``[H]`` of the models that have them.
+    Returns:
+        output ``[B, T, H, Dv]`` and no attention weights.
+    """
+    refusal = _refusal(module, attention_mask, dropout, sliding_window, is_causal, extra)
+    if query.shape[2] != key.shape[2]:
+        refusal = "not every token of the prompt has a query here: the model leaves out those whose logits are not kept"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does
+        lower = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(lower), key.to(lower), value.to(lower)
+    out = torch.ops.kvpass.site.default(query, key, value, scale, sliding_window, softcap, s_aux, refusal)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION_NAME, kvpass_attention)

@@ -1,0 +1,67 @@
+"""``kvpass.generate``: a minimal greedy loop for compiled modules that have no ``generate`` of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.frontends.raw import session
+from kvpass.frontends.transformers import CompressedModel
+
+
+@torch.no_grad()
+def generate(
+    module: Any,
+    ids: Tensor,
+    *,
+    max_new_tokens: int,
+    positions: bool = False,
+    attention_mask: Tensor | None = None,
+    eos_token_id: int | None = None,
+) -> Tensor:
+    """Greedy continuation of prompts by a module compiled with ``torch.compile(module, backend="kvpass")``.
+
+    Args:
+        module: called as ``module(ids)``, or ``module(ids, positions)``; returns logits ``[B, T, vocabulary]``.
+        ids: prompts, int64 ``[B, N]``, left-padded if at all.
+        positions: pass true positions, int64 ``[B, T]``, as second argument.
+        attention_mask: ``[B, N]``, zeros before the real tokens; needs ``positions``.
+        eos_token_id: a row that said it says nothing else; the loop ends when all rows have.
+    Returns:
+        prompts and new tokens, int64 ``[B, N + new]``.
+    Raises:
+        ValueError: ``max_new_tokens`` is not positive, padding is not on the left, the module returns no logits, or it
+            is a model of ``kvpass.compile``, which has a ``generate`` of its own.
+        RuntimeError: the module was not compiled by kvpass, or torch ran it eagerly.
+    """
+    if isinstance(module, CompressedModel):
+        raise ValueError("module: this one has a generate() of its own")
+    if ids.ndim != 2:
+        raise ValueError(f"ids of shape {list(ids.shape)}: must be [B, N]")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+    where = (mask.cumsum(1) - 1).clamp(min=0)
+    finished = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+    sequence, new = ids, ids
+    with session(attention_mask) as active:
+        for step in range(max_new_tokens):
+            logits = module(new, where) if positions else module(new)
+            if active.calls != step + 1:
+                raise RuntimeError(
+                    "a call of the module ran no graph of kvpass, so nothing was compressed: compile it with "
+                    'torch.compile(module, backend="kvpass", fullgraph=True, dynamic=True)'
+                )
+            if not isinstance(logits, Tensor):
+                raise ValueError(f"module returned a {type(logits).__name__}: must be logits [B, T, vocabulary]")
+            new = logits[:, -1].argmax(-1, keepdim=True)
+            where = where[:, -1:] + 1
+            if eos_token_id is not None:
+                new = torch.where(finished[:, None], eos_token_id, new)
+                finished |= new[:, 0] == eos_token_id
+            sequence = torch.cat([sequence, new], 1)
+            if eos_token_id is not None and bool(finished.all()):  # waits for the device
+                break
+    return sequence

@@ -1,0 +1,1 @@
+"""Operators ``kvpass::*``: schemas, the eager reference, and what CUDA runs."""

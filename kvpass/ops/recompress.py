@@ -1,0 +1,170 @@
+"""Compress a cache again after a turn: what the turn's queries say of the entries held, and which of them stay.
+
+After a prompt every head holds the same positions; here every head holds its own, so a policy scores one KV head at a
+time. Everything else is asked as in prefill: the layer's weight, the layers' shares, the order of entry.
+
+Legend: B batch, T tokens of the turn, L layers, K KV heads, D head dim, S slots of the longest head, its entries in
+ascending position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Policy
+from kvpass.policies.observation import Observation
+
+NOT_DUE = -1
+"""In place of a row's window: the row is left as it is."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeldObservation(Observation):
+    """A site whose heads hold different numbers of entries, the last column of all being the newest token.
+
+    Attributes:
+        present: columns that hold an entry, bool ``[B, K, N]``; others get no attention.
+    """
+
+    present: Tensor
+
+    def hidden(self, kv_head: int, first: int, last: int) -> Tensor:
+        absent = ~self.present[:, kv_head, None, None, :last].expand(-1, -1, last - first, -1)
+        return torch.cat([absent[..., :first], absent[..., first:] | super().hidden(kv_head, first, last)], -1)
+
+
+def observe_held(
+    q: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    offsets: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    tail_start: Tensor,
+    tail_used: Tensor,
+    scores: Tensor,
+    masses: Tensor,
+    ledger: Tensor,
+    window: Tensor,
+    scale: float,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """What a policy sees of the entries of one layer after T tokens were appended to its tail.
+
+    The newest ``window`` tokens of a row will be kept; as many of them as the turn has observe. Reads ``used`` before
+    the turn's tokens are counted.
+
+    Args:
+        q: of the turn, ``[B, H, T, D]``. pool and tail as in :func:`kvpass.ops.reference.attend_cache`. window: tokens
+            that stay in the tail, int64 ``[B]``, ``NOT_DUE`` for a row that is not asked about.
+        scores: receives the worth of evictable entries, fp32 ``[B, L, K, S]``; others are left alone.
+        masses: receives the mean attention of the observing rows and the group, fp32 ``[B, L, K, S]``.
+        ledger: receives the layer's weight, fp64 ``[B, L]``.
+    """
+    t, kv_heads = q.shape[2], tail_k.shape[2]
+    group = q.shape[1] // kv_heads
+    end = int(tail_used) + t
+    bounds, starts = offsets.tolist(), tail_start.tolist()
+    for row, protected in enumerate(window.tolist()):
+        if protected == NOT_DUE:
+            continue
+        observing = min(protected, t)
+        queries = q[row : row + 1, :, t - max(observing, 1) :]
+        keys, values, worth = [], [], []
+        for head in range(kv_heads):
+            segment = layer * kv_heads + head
+            kept = slice(bounds[row][segment], bounds[row][segment + 1])
+            live = (layer, row, head, slice(starts[row], end))
+            keys.append(torch.cat([pool_k[row, kept], tail_k[live]]))
+            values.append(torch.cat([pool_v[row, kept], tail_v[live]]))
+            heads = slice(head * group, (head + 1) * group)
+            obs = Observation(
+                queries[:, heads],
+                keys[head][None, None],
+                values[head][None, None],
+                scale,
+                observing,
+                layer,
+                num_layers,
+                softcap,
+                None if sinks is None else sinks[heads],
+            )
+            evictable = obs.length - protected
+            worth.append(policy.checked_score(obs)[0, 0, :evictable])
+            scores[row, layer, head, :evictable] = worth[head]
+            masses[row, layer, head, : obs.length] = obs.mass[0, 0]
+        whole = HeldObservation(
+            queries,
+            _newest_last(keys),
+            _newest_last(values),
+            scale,
+            observing,
+            layer,
+            num_layers,
+            softcap,
+            sinks,
+            present=_newest_last([torch.ones_like(k[:, 0], dtype=torch.bool) for k in keys]),
+        )
+        weight = policy.checked_weight(whole, torch.cat(worth)[None, None])
+        if weight is not None:
+            ledger[row, layer] = weight[0]
+
+
+def _newest_last(heads: list[Tensor]) -> Tensor:
+    """Entries ``[n_k, ...]`` of each head as ``[1, K, max n_k, ...]``, zeros before those of shorter heads."""
+    longest = max(entries.shape[0] for entries in heads)
+    out = heads[0].new_zeros(1, len(heads), longest, *heads[0].shape[1:])
+    for head, entries in enumerate(heads):
+        out[0, head, longest - entries.shape[0] :] = entries
+    return out
+
+
+def select_held(scores: Tensor, ledger: Tensor, entries: Tensor, available: Tensor, policy: Policy) -> Tensor:
+    """Which of the evictable entries stay, bool ``[B, L, K, S]``.
+
+    As many as the budget has room for, or all: a share that a layer cannot fill goes to the layers that can.
+
+    Args:
+        scores: fp32 ``[B, L, K, S]``, ``-inf`` where there is no evictable entry. ledger: fp64 ``[B, L]``.
+        entries: evictable entries per KV head per layer on average, int64 ``[B]``.
+        available: evictable positions seen so far, int64 ``[B]``.
+    """
+    layers, kv_heads = scores.shape[1:3]
+    eligible = scores > float("-inf")
+    budgets = policy.layer_budgets(ledger, entries, available, kv_heads, layers)
+    limits = fill_shares(budgets, eligible.sum((2, 3)))
+    ranks = torch.stack([policy.rank(site, entries) for site in scores.unbind(1)], 1)
+    return eligible & (ranks < limits[:, :, None, None])
+
+
+def fill_shares(budgets: Tensor, held: Tensor) -> Tensor:
+    """Shares of layers that hold ``held`` entries, none above that, adding up to ``min(sum budgets, sum held)``.
+
+    What a layer cannot fill goes to the others in proportion to their budgets. Int64 ``[B, L]`` each.
+    """
+    rows = [_fill(row, have) for row, have in zip(budgets.tolist(), held.tolist(), strict=True)]
+    return torch.tensor(rows, dtype=torch.int64, device=budgets.device).view(budgets.shape)
+
+
+def _fill(budgets: list[int], held: list[int]) -> list[int]:
+    shares = [min(pair) for pair in zip(budgets, held, strict=True)]
+    left = min(sum(budgets), sum(held)) - sum(shares)
+    while left:
+        open_layers = [layer for layer, share in enumerate(shares) if share < held[layer]]
+        total = sum(max(budgets[layer], 1) for layer in open_layers)
+        parts = {
+            layer: min(left * max(budgets[layer], 1) // total, held[layer] - shares[layer]) for layer in open_layers
+        }
+        if not any(parts.values()):
+            parts = dict.fromkeys(sorted(open_layers, key=lambda layer: -budgets[layer])[:left], 1)
+        for layer, part in parts.items():
+            shares[layer] += part
+        left -= sum(parts.values())
+    return shares

@@ -1,0 +1,107 @@
+"""What the ring operators share on every device: layers with a sliding window, whose cache is bounded by nature.
+
+A query of column i sees the columns j with ``0 <= i - j < R``, R being the sliding window. Column c of a layer sits in
+slot ``c % R`` of its ring ``[L, B, K, R, D]``, so a new token overwrites the one that just left the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvpass.ops.slots import ABSENT, EMPTY
+from kvpass.policies.observation import attention_weights
+
+ROW_BLOCK = 256
+"""Queries whose logits exist at one time: of each head no more than ROW_BLOCK x (2R + ROW_BLOCK)."""
+
+
+def columns_held(seen: Tensor, first: Tensor, slots: int) -> Tensor:
+    """The column in each slot of a ring after ``seen`` columns; the same for all its layers.
+
+    Args:
+        seen: int64 ``[]``. first: first real column of each row, int64 ``[B]``.
+    Returns:
+        int32 ``[B, R]``; EMPTY in the slot whose column has left the window of the next token, ABSENT where a row has
+        no column yet.
+    """
+    newest = seen - 1
+    column = newest - (newest - torch.arange(slots, device=seen.device)) % slots
+    there = torch.where(column >= first[:, None], column, ABSENT)
+    return there.masked_fill(column == seen - slots, EMPTY).int()
+
+
+def attend_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    held: Tensor,
+    seen: Tensor,
+    scale: float,
+    layer: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend ring and new tokens inside the sliding window, then put the new tokens into the ring.
+
+    Args:
+        q: ``[B, H, T, D]``. k: ``[B, K, T, D]``. v: ``[B, K, T, Dv]``. held: from :func:`columns_held`. seen: columns
+            before the new ones, int64 ``[]``. layer: index in the ring.
+    Returns:
+        ``[B, H, T, Dv]`` in the dtype of q; softmax in fp32. No value is read on the host.
+    """
+    b, h, t = q.shape[:3]
+    kv_heads, slots = k.shape[1], ring_k.shape[3]
+    new = seen + torch.arange(t, device=q.device)
+    extra = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
+    out = q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
+    for begin in range(0, t, ROW_BLOCK):
+        rows = slice(begin, min(begin + ROW_BLOCK, t))
+        near = slice(max(begin - slots + 1, 0), rows.stop)
+        columns = torch.cat([held.long(), new[near].expand(b, -1)], 1)[:, None]
+        distance = new[rows, None] - columns
+        hidden = (distance < 0) | (distance >= slots) | (columns < 0)
+        query = q[:, :, rows].float().unflatten(1, (kv_heads, h // kv_heads))
+        keys = torch.cat([ring_k[layer], k[:, :, near]], 2).float()
+        values = torch.cat([ring_v[layer], v[:, :, near]], 2).float()
+        logits = torch.einsum("bkgtd,bksd->bkgts", query, keys) * scale
+        attention = attention_weights(logits, hidden[:, None, None], softcap, extra)
+        out[:, :, rows] = torch.einsum("bkgts,bksd->bkgtd", attention, values).flatten(1, 2).to(q.dtype)
+    keep_newest(ring_k, ring_v, k, v, new, layer)
+    return out
+
+
+def attend_ring_once(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    held: Tensor,
+    scale: float,
+    layer: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    attend_slots: Callable[..., tuple[Tensor, Tensor | None]],
+) -> Tensor:
+    """:func:`attend_ring` for one new token: it takes the slot of the column that just left the window.
+
+    Args:
+        attend_slots: an implementation of :func:`kvpass.ops.slots.attend_slots`.
+    """
+    position = held[:, None].expand(-1, k.shape[1], -1)
+    no_pool = (None, None, None)
+    return attend_slots(q, k, v, *no_pool, ring_k, ring_v, position, None, layer, scale, softcap, sinks)[0]
+
+
+def keep_newest(ring_k: Tensor, ring_v: Tensor, k: Tensor, v: Tensor, columns: Tensor, layer: int) -> None:
+    """Put the last rows of k and v, those of ``columns`` int64 ``[T]``, into their slots."""
+    count = min(k.shape[2], ring_k.shape[3])
+    slots = columns[-count:] % ring_k.shape[3]
+    ring_k[layer].index_copy_(2, slots, k[:, :, -count:])
+    ring_v[layer].index_copy_(2, slots, v[:, :, -count:])

@@ -1,0 +1,106 @@
+"""Slots that change hands: one new token against a cache of constant size, and which entries leave it then.
+
+Every KV head owns a line of S slots: its segment of the pool (the first S - C, ragged) and its row of the tail (the
+last C). A table says which position sits in which slot. The entry of a new token takes the first empty slot of each.
+
+Legend: B batch, H query heads, K KV heads, G = H / K, D head dim, L layers, E pool entries, C tail capacity.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.decode import survivors
+from kvpass.policies.observation import attention_weights
+
+EMPTY, ABSENT = -1, -2
+"""Positions of a slot that can be taken, and of one that cannot, such as behind the end of a head's pool segment."""
+NEWEST = 1 << 30
+"""Added to a new token's position to make it the last in storage order."""
+
+Entered = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Where a new entry is written down: place int32, memory fp32 and L1 norm of the value fp32, each ``[B, K, S]``; and
+the true position of the new token, int64 ``[B]``."""
+
+
+def attend_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor | None,
+    pool_v: Tensor | None,
+    offsets: Tensor | None,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    position: Tensor,
+    entered: Entered | None,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Put one new token into the first empty slot of each line and attend the slots that hold an entry.
+
+    Args:
+        q: ``[B, H, 1, D]``. k: ``[B, K, 1, D]``. v: ``[B, K, 1, Dv]``.
+        pool_k, pool_v: ``[B, E, D]``, cut by offsets int32 ``[B, L*K + 1]``; all three None where lines have no pool.
+        tail_k, tail_v: ``[L, B, K, C, D]``.
+        position: true position in each slot, int32 ``[B, K, S]``, or :data:`EMPTY` or :data:`ABSENT`.
+        entered: None: the new entry is not written down, and position stays as it is.
+    Returns:
+        output ``[B, H, 1, Dv]`` in the dtype of q, softmax in fp32; where the entry is written down, the attention
+        over the slots, fp32 ``[B, H, S]``, 0 in those without an entry, else None.
+    Raises:
+        ValueError: a line has no empty slot.
+    """
+    rows, heads = q.shape[:2]
+    kv_heads, width = position.shape[1:]
+    group, behind = heads // kv_heads, width - tail_k.shape[3]
+    if not bool((position == EMPTY).any(2).all()):
+        raise ValueError(f"layer {layer} has a line of {width} slots without an empty one")
+    out = q.new_empty(rows, 1, heads, v.shape[3]).transpose(1, 2)
+    attention = q.new_zeros(rows, heads, width, dtype=torch.float32)
+    none_hidden = torch.zeros(1, dtype=torch.bool, device=q.device)
+    for row in range(rows):
+        for head in range(kv_heads):
+            slot = int((position[row, head] == EMPTY).nonzero()[0])
+            of_head = slice(head * group, (head + 1) * group)
+            first, last = (0, 0) if offsets is None else offsets[row, layer * kv_heads + head :][:2].tolist()
+            sides = []
+            for pool, tail, new in ((pool_k, tail_k, k), (pool_v, tail_v, v)):
+                target = tail[layer, row, head, slot - behind] if slot >= behind else pool[row, first + slot]  # type: ignore[index]
+                target.copy_(new[row, head, 0])
+                segment = tail.new_empty(0, tail.shape[4]) if pool is None else pool[row, first:last]
+                sides.append(torch.cat([segment, tail[layer, row, head]]))
+            index = torch.cat([torch.arange(last - first), torch.arange(behind, width)]).to(q.device)
+            live = (position[row, head, index] >= 0) | (index == slot)
+            keys, values = (side[live].float() for side in sides)
+            logits = q[row, of_head, 0].float() @ keys.T * scale
+            extra = None if sinks is None else sinks[of_head, None]
+            weights = attention_weights(logits, none_hidden, softcap, extra)
+            out[row, of_head, 0] = (weights @ values).to(q.dtype)
+            attention[row, of_head][:, index[live]] = weights
+            if entered is not None:
+                place, memory, norm, now = entered
+                position[row, head, slot] = now[row]
+                place[row, head, slot] = now[row] + NEWEST
+                memory[row, head, slot] = 0.0
+                norm[row, head, slot] = v[row, head, 0].float().abs().sum()
+    return out, None if entered is None else attention
+
+
+def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
+    """Empty the slots of the entries that leave after a step; their memory becomes 0.
+
+    Args:
+        worth: fp32 ``[B, K, S]``. position: int32, alike. memory: fp32, alike. quota: entries a head may hold besides
+            the newest ``window``, int64 ``[B, K]``.
+    Returns:
+        which slots still hold an entry, bool ``[B, K, S]``.
+    """
+    keep = survivors(worth, position.long(), quota, window)
+    loses = (position >= 0) & ~keep
+    position.masked_fill_(loses, EMPTY)
+    memory.masked_fill_(loses, 0.0)
+    return keep

@@ -1,0 +1,277 @@
+"""Decide without a model: which entries a policy keeps for given queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvpass.config import Budget, Geometry
+from kvpass.policies import parse_budget, resolve
+from kvpass.policies.base import Policy
+from kvpass.policies.decode import survivors
+from kvpass.policies.decode_rules import DecodeRule, Slots
+from kvpass.policies.observation import Observation
+from kvpass.policies.options import check_float
+
+Layers = Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a policy keeps.
+
+    Attributes:
+        policy: with all its options. budget: as given; None where the policy has none.
+        keep: after prefill, bool ``[L, B, K, N]``; the window included.
+        lengths: entries kept, int64 ``[L, B, K]``.
+        layer_budgets: evictable entries a layer may hold per KV head, mean over heads, fp64 ``[L, B]``.
+        scores: fp32 ``[L, B, K, N]``, NaN where not scored (the window).
+        decode_keep: after each decoded token, bool ``[S, L, B, K, N + S]``; None without decode tensors. A policy
+            without a decode rule only appends.
+    """
+
+    policy: Policy
+    budget: Budget | None
+    keep: Tensor
+    lengths: Tensor
+    layer_budgets: Tensor
+    scores: Tensor
+    decode_keep: Tensor | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything but scores, in plain JSON types; ``kept`` lists positions as ``[L][B][K]``."""
+        layers, batch, kv_heads, length = self.keep.shape
+        return {
+            "policy": self.policy.spec,
+            "budget": None if self.budget is None else str(self.budget),
+            "layers": layers,
+            "batch": batch,
+            "kv_heads": kv_heads,
+            "length": length,
+            "lengths": self.lengths.tolist(),
+            "layer_budgets": self.layer_budgets.tolist(),
+            "kept": _positions(self.keep),
+            "decode_kept": None if self.decode_keep is None else [_positions(step) for step in self.decode_keep],
+        }
+
+
+def plan(
+    policy: str | Policy,
+    queries: Layers,
+    keys: Layers,
+    values: Layers,
+    *,
+    budget: Budget | int | float | str | None,
+    decode: tuple[Tensor, Tensor, Tensor] | None = None,
+    scale: float | None = None,
+    **options: object,
+) -> Plan:
+    """Decide what a policy keeps of a prompt, and while decoding, with the code that compiled models use.
+
+    Every row of the batch is decided on its own and gets what it would get alone.
+
+    Args:
+        policy: a name or a policy. options: the policy's own.
+        queries: the last R prompt queries, RoPE applied, ``[L, B, H, R, D]`` or one tensor per layer; R must cover the
+            window, or the whole prompt for policies that sum over all rows.
+        keys: ``[L, B, K, N, D]``, RoPE applied. values: ``[L, B, K, N, Dv]``. H is a multiple of K.
+        budget: as in :func:`kvpass.compile`; None only for policies without one.
+        decode: queries, keys and values of S further tokens, ``[S, L, B, heads, D]``.
+        scale: factor of the attention logits; ``D ** -0.5`` by default.
+    Raises:
+        ValueError: unknown policy or option, option or budget out of range, shapes that do not fit together, a value
+            that is not finite, ``R < window``, ``N = 0``.
+    """
+    chosen = resolve(policy, **options)
+    q, k, v = _stack("queries", queries), _stack("keys", keys), _stack("values", values)
+    _check_prompt(chosen, q, k, v)
+    if decode is not None:
+        _check_decode(decode, q, k, v)
+    batch, kv_heads, dim = k.shape[1], k.shape[2], k.shape[4]
+    factor = dim**-0.5 if scale is None else scale
+    check_float("scale", factor, 0.0, open_low=True)
+    parsed, entries = _entries(chosen, budget, k, v)
+
+    rows = []
+    for b in range(batch):
+        row = slice(b, b + 1)
+        tokens = None if decode is None else (decode[0][:, :, row], decode[1][:, :, row], decode[2][:, :, row])
+        rows.append(_plan_row(chosen, q[:, row], k[:, row], v[:, row], entries, factor, tokens))
+    keep, scores, budgets, steps = zip(*rows, strict=True)
+    kept = torch.cat(keep, 1)
+    return Plan(
+        policy=chosen,
+        budget=parsed,
+        keep=kept,
+        lengths=kept.sum(-1),
+        layer_budgets=torch.cat(budgets, 1).double() / kv_heads,
+        scores=torch.cat(scores, 1),
+        decode_keep=None if decode is None else torch.cat(steps, 2),
+    )
+
+
+def _plan_row(
+    policy: Policy,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    entries: Tensor,
+    scale: float,
+    decode: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Keep mask and scores ``[L, 1, K, N]``, recorded budgets over all heads ``[L, 1]``, keep masks while decoding."""
+    layers, _, kv_heads, length, _ = k.shape
+    window = min(policy.window, length)
+    available = torch.full_like(entries, length - window)
+    sites = [Observation(q[i], k[i], v[i], scale, window, i, layers) for i in range(layers)]
+    scores = torch.full(k.shape[:4], float("-inf"), device=k.device)
+    weights = torch.zeros(1, layers, dtype=torch.float64, device=k.device)
+    limits = torch.full((1, layers), torch.iinfo(torch.int64).max, device=k.device)
+    for i, obs in enumerate(sites):
+        scores[i, :, :, : length - window] = found = policy.checked_score(obs)
+        weight = policy.checked_weight(obs, found)
+        if weight is not None:
+            weights[:, i] = weight
+        stage = policy.layer_budgets(weights, entries, available, kv_heads, i + 1)
+        limits[:, : i + 1] = torch.minimum(limits, stage)[:, : i + 1]
+
+    ranks = torch.stack([policy.rank(site, entries) for site in scores])
+    scored = scores > float("-inf")
+    keep = ~scored | (ranks < limits.T[:, :, None, None])
+    budgets = policy.recorded_budgets(weights, entries, available, kv_heads).T
+    steps = None
+    if decode is not None:
+        rule = policy.decode_rule()
+        per_layer = []
+        for i, obs in enumerate(sites):
+            quota = policy.decode_quota((keep[i] & scored[i]).sum(2), entries, available)
+            place = _positions_of(keep[i])
+            if rule is not None:
+                place = rule.first_place(scores[i], place, entries)
+            per_layer.append(decode_layer(rule, obs, keep[i], place, quota, *(tensor[:, i] for tensor in decode)))
+        steps = torch.stack(per_layer, 1)
+    return keep, scores.masked_fill(~scored, float("nan")), budgets, steps
+
+
+def decode_layer(
+    rule: DecodeRule | None,
+    obs: Observation,
+    keep: Tensor,
+    place: Tensor,
+    quota: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """What one layer holds after each of S decoded tokens, bool ``[S, B, K, N + S]``. A slot is a position here.
+
+    Args:
+        rule: None: tokens are only appended.
+        keep: prompt entries that prefill kept, bool ``[B, K, N]``. place: their storage order, int64 ``[B, K, N]``.
+        quota: entries a head may hold besides the newest ``rule.window``, int64 ``[B, K]``.
+        queries, keys, values: of the new tokens, ``[S, B, heads, D]``.
+    """
+    steps, length = queries.shape[0], obs.length
+    live = pad(keep, (0, steps))
+    every = _positions_of(live)
+    if rule is None:
+        return torch.stack([live | ((every >= length) & (every <= length + s)) for s in range(steps)])
+    k = torch.cat([obs.keys.float(), keys.float().permute(1, 2, 0, 3)], 2)
+    value_norm = torch.cat([obs.value_norm, values.float().abs().sum(-1).permute(1, 2, 0)], 2)
+    memory = pad(rule.start(obs), (0, steps))
+    place = pad(place, (0, steps))
+    masks = []
+    for s in range(steps):
+        new = every == length + s
+        live, place = live | new, torch.where(new, 2 * every.shape[2] + every, place)
+        q = queries[s].float().unflatten(1, (obs.kv_heads, obs.group))
+        logits = torch.einsum("bkgd,bknd->bkgn", q, k) * obs.scale
+        attention = logits.masked_fill(~live[:, :, None], float("-inf")).softmax(-1).flatten(1, 2)
+        slots = Slots(torch.where(live, every, -1), place, torch.where(live, memory, 0.0), value_norm)
+        worth, memory = rule.observe(attention, slots)
+        live = survivors(worth, slots.position, quota, rule.window)
+        place = rule.next_place(worth, slots, live)
+        masks.append(live)
+    return torch.stack(masks)
+
+
+def _positions_of(mask: Tensor) -> Tensor:
+    return torch.arange(mask.shape[2], device=mask.device).expand(mask.shape)
+
+
+def _positions(keep: Tensor) -> list[list[list[list[int]]]]:
+    return [[[head.nonzero().flatten().tolist() for head in row] for row in layer] for layer in keep]
+
+
+def _entries(
+    policy: Policy, budget: Budget | int | float | str | None, k: Tensor, v: Tensor
+) -> tuple[Budget | None, Tensor]:
+    """The parsed budget and the evictable entries per KV head per layer on average, int64 ``[1]``."""
+    layers, _, kv_heads, length, dim = k.shape
+    window = min(policy.window, length)
+    parsed = parse_budget(policy, budget)
+    if parsed is None:
+        return None, torch.tensor([length - window], device=k.device)
+    geometry = Geometry(layers=layers, kv_heads=kv_heads, key_dim=dim, value_dim=v.shape[-1], itemsize=k.element_size())
+    entries = parsed.check(length, policy.window, geometry.token_bytes)
+    return parsed, torch.tensor([max(entries - policy.window, 0)], device=k.device)
+
+
+def _stack(name: str, tensors: Layers) -> Tensor:
+    """``[L, ...]`` from a tensor or one tensor per layer, all finite."""
+    if not isinstance(tensors, Tensor):
+        if len(tensors) == 0 or any(not isinstance(t, Tensor) for t in tensors):
+            raise ValueError(f"{name}: expected a tensor or a non-empty sequence of tensors, one per layer")
+        shapes = {tuple(t.shape) for t in tensors}
+        if len(shapes) > 1:
+            raise ValueError(f"{name}: layers differ in shape: {sorted(shapes)}")
+        tensors = torch.stack(list(tensors))
+    if tensors.dim() != 5:
+        raise ValueError(f"{name}.shape={tuple(tensors.shape)}: must be [L, B, heads, tokens, D]")
+    if not tensors.is_floating_point():
+        raise ValueError(f"{name}.dtype={tensors.dtype}: must be a floating dtype")
+    _check_finite(name, tensors)
+    return tensors
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    bad = ~torch.isfinite(tensor)
+    if bool(bad.any()):
+        index = bad.nonzero()[0].tolist()
+        raise ValueError(f"{name}{index}={tensor[tuple(index)].item()}: all values must be finite")
+
+
+def _check_prompt(policy: Policy, q: Tensor, k: Tensor, v: Tensor) -> None:
+    layers, batch, kv_heads, length, dim = k.shape
+    if 0 in (layers, batch, kv_heads, dim):
+        raise ValueError(f"keys.shape={tuple(k.shape)}: layers, batch, heads and D must be >= 1")
+    if length == 0:
+        raise ValueError(f"keys.shape={tuple(k.shape)}: the prompt has N=0 tokens; must be >= 1")
+    if v.shape[:4] != k.shape[:4] or v.shape[4] == 0:
+        raise ValueError(f"values.shape={tuple(v.shape)}: must be {tuple(k.shape[:4])} and Dv >= 1, as keys say")
+    rows = q.shape[3]
+    if q.shape[:2] != k.shape[:2] or q.shape[4] != dim:
+        raise ValueError(f"queries.shape={tuple(q.shape)}: must be [{layers}, {batch}, H, R, {dim}], as keys say")
+    if q.shape[2] == 0 or q.shape[2] % kv_heads:
+        raise ValueError(f"queries.shape={tuple(q.shape)}: H={q.shape[2]} must be a positive multiple of K={kv_heads}")
+    least = max(min(policy.window, length), 1)
+    if not least <= rows <= length:
+        raise ValueError(f"queries.shape={tuple(q.shape)}: R={rows} must be in [{least}, {length}] (window, prompt)")
+
+
+def _check_decode(decode: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor) -> None:
+    if len(decode) != 3:
+        raise ValueError(f"decode has {len(decode)} tensors: must be queries, keys and values")
+    steps = decode[0].shape[0] if decode[0].dim() == 5 else 0
+    for name, tensor, like in zip(("queries", "keys", "values"), decode, (q, k, v), strict=True):
+        layers, batch, heads, _, dim = like.shape
+        if tensor.shape != (steps, layers, batch, heads, dim) or steps == 0:
+            raise ValueError(
+                f"decode {name}.shape={tuple(tensor.shape)}: must be [S >= 1, {layers}, {batch}, {heads}, {dim}], "
+                "S the same for all three"
+            )
+        _check_finite(f"decode {name}", tensor)

@@ -1,0 +1,92 @@
+"""What decides which entries a model keeps, and when: policy, budget and recompression, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from kvpass.config import Budget
+from kvpass.policies import Policy, check_registered, resolve, resolve_budget
+from kvpass.policies.cake import temperatures
+from kvpass.policies.observation import Observation
+
+Recompress = Literal["never", "when_full", "every_turn"]
+"""When a turn (several tokens appended at once) is followed by another compression to the budget."""
+
+OCCASIONS: dict[Recompress, float] = {"never": float("inf"), "when_full": 2.0, "every_turn": 1.0}
+"""A row is compressed again when it holds more entries than so many times its budget."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``budget`` is None for a policy that keeps everything."""
+
+    policy: Policy
+    budget: Budget | None
+    recompress: Recompress
+
+
+def read_rules(
+    policy: str | Policy,
+    budget: Budget | int | float | str | None,
+    recompress: str,
+    *,
+    window: int | None,
+    options: Mapping[str, Any],
+    model_name: str,
+) -> Rules:
+    """Rules from what a user gives to ``kvpass.compile``; its docstring says what that may be.
+
+    Raises:
+        ValueError: a value is out of range, missing, or does not go with the others.
+    """
+    given = dict(options) if window is None else {"window": window, **options}
+    if policy == "cake" and not {"tau1", "tau2"} & given.keys():
+        given["tau1"], given["tau2"] = temperatures(model_name, budget)
+    resolved = check_registered(resolve(policy, **given))
+    return Rules(resolved, resolve_budget(resolved, budget), check_recompress(recompress, resolved))
+
+
+def check_recompress(recompress: str, policy: Policy) -> Recompress:
+    """The occasion of that name, for a policy that can judge entries after the prompt is gone.
+
+    A policy that evicts while decoding needs nothing of the kind and may be given any occasion.
+
+    Raises:
+        ValueError: unknown name, or the policy keeps everything, follows rules that miss the budget, needs queries from
+            before the window, or scores a KV head by what other heads see.
+    """
+    for known in OCCASIONS:
+        if recompress == known:
+            break
+    else:
+        raise ValueError(f"recompress={recompress!r}: must be one of {', '.join(OCCASIONS)}")
+    if known == "never" or policy.decode_rule() is not None:
+        return known
+    refusal = _refusal(policy)
+    if refusal:
+        raise ValueError(f"recompress={recompress!r} with policy {policy.name!r}: {refusal}")
+    return known
+
+
+def _refusal(policy: Policy) -> str | None:
+    if not policy.needs_budget:
+        return "it keeps everything, there is no budget to return to"
+    if policy.parity == "code":
+        return "released rules (parity='code') know only a prompt"
+    generator = torch.Generator().manual_seed(0)
+    rows, length = max(policy.window, 1), policy.window + 12
+    q, k, v = (torch.randn(1, 2, n, 4, generator=generator) for n in (rows, length, length))
+    try:
+        together = policy.score(Observation(q, k, v, 0.5, policy.window, 0, 1))
+    except ValueError as error:
+        return f"its score needs more than the window's queries ({error})"
+    for head in range(2):
+        one = slice(head, head + 1)
+        alone = policy.score(Observation(q[:, one], k[:, one], v[:, one], 0.5, policy.window, 0, 1))
+        if not torch.allclose(alone, together[:, one], rtol=1e-4, atol=1e-6):
+            return "it does not score each KV head by itself, and heads no longer hold the same positions"
+    return None

@@ -1,0 +1,249 @@
+"""The transformers door: a window that a model puts in its mask alone is refused, one among the arguments is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import kvpass
+from kvpass.cache.serialization import read_cache_file
+from kvpass.eval.support_table import REFUSED
+from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
+
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+IN_MASK_ONLY = {
+    "phimoe": ({**EXPERTS, "num_experts_per_tok": 2, "sliding_window": 8}, "layers.0", "sliding window of 8"),
+    "qwen2_moe": (
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 16,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        "layers.1",
+        "sliding window of 8",
+    ),
+    "llama4_text": (REFUSED["llama4_text"], "layers.0", "chunked_attention"),
+}
+WITHOUT_WINDOW = {
+    "phimoe": {**EXPERTS, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": False, "sliding_window": 8},
+    "qwen2": {"use_sliding_window": False, "sliding_window": 8},
+    "qwen3": {"use_sliding_window": False, "sliding_window": 8},
+}
+AS_ARGUMENT = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "mistral": {"sliding_window": 8},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def tiny(model_type, options):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**TINY, **options})
+    config.initializer_range = 0.1
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("model_type", IN_MASK_ONLY)
+def test_contract_7_a_window_in_the_mask_alone_is_refused(model_type):
+    options, layer, reason = IN_MASK_ONLY[model_type]
+    fast = kvpass.compile(tiny(model_type, options), policy="full", backend="eager")
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=reason) as refusal:
+        fast(random_ids(1, 20))
+    assert layer in refusal.value.module_path
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="before, it keeps all queries")
+def test_a_layer_without_a_query_of_each_token_is_refused():
+    shared = {
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "layer_types": ["full_attention"] * 2,
+        "num_kv_shared_layers": 1,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+    }
+    model = tiny("gemma4_text", shared)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(1, 20)
+    with torch.no_grad():
+        assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
+    with pytest.raises(kvpass.UnsupportedAttentionError, match="not every token of the prompt has a query") as refusal:
+        fast.generate(ids, max_new_tokens=2)
+    assert "layers.1" in refusal.value.module_path
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "xglm", "mpt"])
+@torch.no_grad()
+def test_a_decoder_whose_table_ends_is_exact_up_to_its_end_and_says_so_beyond(family):
+    """Masks of gpt_neo and ALiBi of mpt are cut from tables, for positions after its table xglm makes a longer one."""
+    model = tiny_model(family)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(2, 257)
+    expected = model(ids[:, :256]).logits
+    first = fast(ids[:, :250])
+    pieces = [first.logits]
+    for start, end in ((250, 252), (252, 253), (253, 254), (254, 256)):
+        pieces.append(fast(ids[:, start:end].contiguous(), past_key_values=first.past_key_values).logits)
+    assert_close("logits", torch.cat(pieces, 1), expected, atol=1e-4)
+    with pytest.raises(ValueError, match="1 tokens after 256: the decoder does not take more than 256"):
+        fast(ids[:, 256:], past_key_values=first.past_key_values)
+    with pytest.raises(ValueError, match="257 tokens after 0: the decoder does not take more than 256"):
+        fast(ids)
+    with pytest.raises(ValueError, match="7 tokens after 250: the decoder does not take more"):
+        fast(ids[:, 250:], past_key_values=fast(ids[:, :250]).past_key_values)
+    assert first.past_key_values.columns == 256
+
+
+LEARNED = {"gpt2": "n_positions", "opt": "max_position_embeddings", "gptj": "n_positions"}
+
+
+@pytest.mark.parametrize("family", LEARNED)
+def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family, tmp_path):
+    """Compiled code ends the process for such a lookup."""
+    model = tiny_model(family, **{LEARNED[family]: 64})
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(2, 70)
+    with pytest.raises(ValueError, match="70 tokens after 0: the decoder does not take more than 64"):
+        fast(ids)
+    first = fast(ids[:, :60])
+    pieces = [first.logits]
+    for start, end in ((60, 62), (62, 63), (63, 64)):
+        pieces.append(fast(ids[:, start:end].contiguous(), past_key_values=first.past_key_values).logits)
+    assert_close("logits", torch.cat(pieces, 1), model(ids[:, :64]).logits, atol=1e-4)
+    for tokens in (1, 6):
+        with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
+            fast(ids[:, 64 : 64 + tokens], past_key_values=first.past_key_values)
+    first.past_key_values.save(tmp_path / "cache.safetensors")
+    for tokens in (1, 6):
+        loaded = kvpass.compile(tiny_model(family, **{LEARNED[family]: 64}), policy="full", backend="eager")
+        cache = kvpass.load_cache(tmp_path / "cache.safetensors", loaded)
+        with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
+            loaded(ids[:, 64 : 64 + tokens], past_key_values=cache)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_refused_call_on_a_loaded_cache_spoils_nothing(tokens, tmp_path):
+    """Rings are written over; a model that has captured nothing learns of the end in the call."""
+    ids = random_ids(1, 256)
+    fast = kvpass.compile(tiny_model("gpt_neo"), policy="full", backend="eager")
+    cache = fast(ids[:, :250]).past_key_values
+    fast(ids[:, 250:], past_key_values=cache)
+    cache.save(tmp_path / "cache.kv")
+    fast = kvpass.compile(tiny_model("gpt_neo"), policy="full", backend="eager")
+    loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
+    with pytest.raises(ValueError, match=f"{tokens} tokens after 256: the decoder does not take more than 256"):
+        fast(ids[:, :tokens], past_key_values=loaded)
+    loaded.save(tmp_path / "again.kv")
+    was, again = (read_cache_file(tmp_path / name)[1] for name in ("cache.kv", "again.kv"))
+    assert was.keys() == again.keys() and all(torch.equal(was[name], again[name]) for name in was)
+
+
+@torch.no_grad()
+def test_tables_of_positions_are_measured_by_positions_not_by_columns():
+    model = tiny_model("gpt2", n_positions=64)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (20, 12)])
+    ids, mask = torch.nn.functional.pad(ids, (44, 0)), torch.nn.functional.pad(mask, (44, 0))
+    given = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(fast.generate(ids, **given), model.generate(ids, **given))
+    with pytest.raises(ValueError, match="its table of positions ends there and one would be at 69"):
+        fast(ids[:, :20], position_ids=torch.arange(50, 70)[None])
+
+
+def test_a_model_that_counts_positions_from_its_padding_token_is_refused():
+    model = tiny("roberta", {"is_decoder": True})
+    with pytest.raises(ValueError, match="counts positions from its padding token"):
+        kvpass.compile(model, policy="full", backend="eager")
+
+
+@pytest.mark.parametrize("family", ["gptj", "gpt_neo"])
+@torch.no_grad()
+def test_a_first_prompt_may_be_of_one_token_or_at_other_positions(family):
+    """A capture looks at positions where masks are made of them."""
+    model = tiny_model(family)
+    ids, later = random_ids(2, 4), torch.arange(5, 25)[None]
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    first = fast(ids[:, :1])
+    rest = [fast(piece.contiguous(), past_key_values=first.past_key_values).logits for piece in ids[:, 1:].split(1, 1)]
+    assert_close("logits", torch.cat([first.logits, *rest], 1), model(ids).logits, atol=1e-4)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(1, 20)
+    assert_close("at 5", fast(ids, position_ids=later).logits, model(ids, position_ids=later).logits, atol=1e-4)
+
+
+def test_a_first_prompt_as_long_as_a_table_or_longer_is_refused_and_a_shorter_one_taken_afterwards():
+    model = tiny_model("gpt_neo")
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    for tokens, reason in ((256, "for exactly 256 tokens"), (257, "fails on an input of 257 tokens")):
+        with pytest.raises(ValueError, match=reason):
+            fast(random_ids(1, tokens))
+    ids = random_ids(1, 20)
+    assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"), [*WITHOUT_WINDOW.items(), *AS_ARGUMENT.items()], ids=lambda value: str(value)[:40]
+)
+@torch.no_grad()
+def test_contract_1_full_attention_and_windows_among_the_arguments_are_exact_beyond_the_window(model_type, options):
+    model = tiny(model_type, options)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(2, 24)
+    first = fast(ids[:, :20])
+    second = fast(ids[:, 20:21].contiguous(), past_key_values=first.past_key_values)
+    assert_close("logits", torch.cat([first.logits, second.logits], 1), model(ids[:, :21]).logits, atol=1e-4)
+
+
+def branching():
+    """A llama that computes otherwise in calls of more than 24 tokens."""
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+
+    class Branching(type(attention)):
+        def forward(self, hidden_states, *args, **kwargs):
+            factor = 0.3 if hidden_states.shape[1] > 24 else 1.0
+            return super().forward(hidden_states * factor, *args, **kwargs)
+
+    attention.__class__ = Branching
+    return model
+
+
+def test_contract_7_a_model_on_the_far_side_of_a_branch_on_the_length_is_refused():
+    fast = kvpass.compile(branching(), policy="full", backend="eager")
+    with pytest.raises(ValueError, match="branches on the length"):
+        fast(random_ids(1, 40))
+
+
+@torch.no_grad()
+def test_a_model_that_branches_on_the_length_is_exact_up_to_the_branch_and_says_so_beyond():
+    model = branching()
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(1, 25)
+    first = fast(ids[:, :23])
+    second = fast(ids[:, 23:24].contiguous(), past_key_values=first.past_key_values)
+    assert_close("logits", torch.cat([first.logits, second.logits], 1), model(ids[:, :24]).logits, atol=1e-4)
+    with pytest.raises(ValueError, match="1 tokens after 24: the decoder does not take more than 24"):
+        fast(ids[:, 24:], past_key_values=second.past_key_values)

@@ -1,0 +1,128 @@
+"""A bias that grows with the position of the key becomes columns of queries and keys; any other bias is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.find.alibi import fold_alibi_pass
+from kvpass.graphs.find.eager import find_eager_attention_pass
+from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
+from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
+from kvpass.graphs.verify.offset_positions import check_positions_pass, counts_positions
+
+PASSES = [
+    find_attention_pass, find_eager_attention_pass, strip_repeat_kv_pass, fold_alibi_pass, check_no_raw_attention_pass,
+    check_positions_pass,
+]  # fmt: skip
+H, D, T = 4, 8, 11
+
+
+def slopes() -> Tensor:
+    return (0.5 ** torch.arange(1.0, H + 1))[:, None, None]
+
+
+def positions(t: int) -> Tensor:
+    return torch.arange(t)
+
+
+def hidden(t: int) -> Tensor:
+    return torch.full((t, t), -torch.inf).triu(1)
+
+
+def of_keys(t: int) -> Tensor:
+    return slopes() * positions(t)
+
+
+def of_distance(t: int) -> Tensor:
+    return slopes() * (positions(t)[None, :] - positions(t)[:, None])
+
+
+def counted(t: int) -> Tensor:
+    return slopes() * (torch.ones(2, t).cumsum(-1) - 1)[:1, None].squeeze(0)
+
+
+FORMS = {
+    "SDPA, by key": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, hidden(q.shape[2]) + of_keys(q.shape[2])),
+    "SDPA, by distance": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k[:, ::2].repeat_interleave(2, 1), v[:, ::2].repeat_interleave(2, 1),
+        (hidden(q.shape[2]) + of_distance(q.shape[2]))[None], scale=0.3,
+    ),
+    "written out": lambda q, k, v: (q @ k.mT * 0.3 + of_distance(q.shape[2]) + hidden(q.shape[2])).softmax(-1) @ v,
+    "written out, in float32": lambda q, k, v: (
+        ((q @ k.mT * 0.3).float() + of_keys(q.shape[2]) + hidden(q.shape[2])).softmax(-1) @ v
+    ),
+    "counted, one bias for all heads": lambda q, k, v: (
+        (q @ k.mT + hidden(q.shape[2]) + 0.1 * positions(q.shape[2])).softmax(-1) @ v
+    ),
+    "in the product": lambda q, k, v: (
+        torch.baddbmm(
+            counted(q.shape[2]).repeat(q.shape[0], 1, 1), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0.5, alpha=0.25
+        ).view(q.shape[0], H, q.shape[2], -1) + hidden(q.shape[2])
+    ).softmax(-1) @ v,
+}  # fmt: skip
+
+
+def run(forms, capture, *, batch: int = 2, tokens: int = T, **options):
+    def attend(x: Tensor) -> list[Tensor]:
+        q, k, v = x.transpose(1, 2).split([H, H, H], dim=1)
+        return [form(q, k, v) for form in forms]
+
+    return capture(attend, [torch.randn(batch, tokens, 3 * H, D)], PASSES, **options)
+
+
+@pytest.mark.parametrize(("dynamic", "batch", "tokens"), [(True, 2, T), (True, 1, T), (False, 2, T), (False, 2, 1)])
+@pytest.mark.parametrize("door", ["SDPA", "eager"])
+def test_slopes_become_columns_with_the_same_output(door, dynamic, batch, tokens, capture) -> None:
+    forms = {name: form for name, form in FORMS.items() if name.startswith("SDPA") == (door == "SDPA")}
+    if tokens == 1:  # which shows nothing of a mask: a longer capture must have
+        run(list(forms.values()), capture, batch=batch, tokens=T, dynamic=True)
+    gm, counts = run(list(forms.values()), capture, batch=batch, tokens=tokens, dynamic=dynamic)
+    assert counts[3] == len(forms)
+    assert {site.k.meta["example_value"].shape[3] for site in find_sites(gm)} == {D + 2}
+    heads = [site.k.meta["example_value"].shape[1] for site in find_sites(gm)]
+    assert heads == [2 if "by distance" in name else H for name in forms]
+    assert counts[-1] == 0 and not counts_positions(gm), "differences of positions do no harm to padded rows"
+
+
+def test_the_columns_are_exact_in_sixteen_bits() -> None:
+    order = torch.arange(60_000)
+    low = order.remainder(256)
+    for dtype in (torch.bfloat16, torch.float16):
+        high = (order - low).to(dtype)
+        assert torch.equal(high.long() + low.to(dtype).long(), order)
+
+
+def test_a_bias_beside_soft_capping_is_refused(capture) -> None:
+    def form(q, k, v):
+        return (5 * torch.tanh(q @ k.mT / 5) + of_keys(q.shape[2]) + hidden(q.shape[2])).softmax(-1) @ v
+
+    with pytest.raises(UnsupportedAttentionError, match="beside soft-capping"):
+        run([form], capture)
+
+
+REFUSED = {
+    "bent": lambda t: positions(t).square() * 0.01,
+    "by the query too": lambda t: (positions(t)[:, None] * positions(t)[None]) * 0.1,
+    "steps": lambda t: positions(t) // 4 * 1.0,
+    "other at other lengths": lambda t: positions(t) / t,
+    "of one row of the batch": lambda t: positions(t) * torch.tensor([0.1, 0.3])[:, None, None, None],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_any_other_bias_is_refused(name, capture) -> None:
+    bias = REFUSED[name]
+    for form in (
+        lambda q, k, v: (q @ k.mT + bias(q.shape[2]) + hidden(q.shape[2])).softmax(-1) @ v,
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, (bias(q.shape[2]) + hidden(q.shape[2])).expand(2, H, -1, -1)
+        ),
+    ):
+        with pytest.raises(UnsupportedAttentionError, match="adds a bias"):
+            run([form], capture)

@@ -1,0 +1,196 @@
+"""Raw attention calls become canonical sites, or the capture is refused with module path, node and reason."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.find.sdpa import find_attention_pass, is_raw_attention
+from kvpass.graphs.rewrite_attention import SITE, find_sites
+
+sdpa = F.scaled_dot_product_attention
+
+
+def mask_of(q: Tensor) -> Tensor:
+    return torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+
+
+FORMS = {
+    "keywords": lambda m, q, k, v, p: sdpa(query=q, key=k, value=v, is_causal=True, enable_gqa=True),
+    "positional": lambda m, q, k, v, p: sdpa(q, k, v, None, 0.0, True, scale=None, enable_gqa=True),
+    "scaled": lambda m, q, k, v, p: sdpa(q, k, v, is_causal=True, scale=0.25, enable_gqa=True),
+    "masked": lambda m, q, k, v, p: sdpa(q, k, v, attn_mask=mask_of(q), enable_gqa=True),
+    "positional mask": lambda m, q, k, v, p: sdpa(q, k, v, mask_of(q)[None, None], 0.0, False, enable_gqa=True),
+    "aten": lambda m, q, k, v, p: torch.ops.aten.scaled_dot_product_attention(
+        q, k, v, None, 0.0, True, enable_gqa=True
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_the_call_becomes_a_site_with_the_same_output(form, decoder, capture, inputs) -> None:
+    gm, (_, _, found, *_) = capture(decoder(FORMS[form]), inputs())
+    assert found == 2
+    assert not any(is_raw_attention(node) for node in gm.graph.nodes)
+    sites = find_sites(gm)
+    assert [site.layer for site in sites] == [0, 1]
+    assert [site.scale for site in sites] == [0.25 if form == "scaled" else 8**-0.5] * 2
+    assert [site.module_path.split(".")[-2:] for site in sites] == [["layers", "0"], ["layers", "1"]]
+    assert {site.sliding_window for site in sites} == {None}
+    assert all(site.k.meta["example_value"].shape[1] == 2 for site in sites)
+
+
+def test_one_batch_row_is_enough(decoder, capture, inputs) -> None:
+    capture(decoder(FORMS["masked"]), inputs(batch=1))
+
+
+def test_a_fixed_length_is_enough_without_numbers_in_the_mask(decoder, capture, inputs) -> None:
+    capture(decoder(FORMS["masked"]), inputs(), dynamic=False)
+
+
+def test_one_token_attends_causally_without_a_mask(decoder, capture, inputs) -> None:
+    plain = decoder(lambda m, q, k, v, p: sdpa(q, k, v, enable_gqa=True))
+    _, (_, _, found, *_) = capture(plain, inputs(tokens=1), dynamic=False)
+    assert found == 2
+
+
+def test_a_graph_without_attention_is_left_alone(capture, inputs) -> None:
+    _, counts = capture(lambda ids, positions: (ids + positions).float(), inputs(), [find_attention_pass])
+    assert counts == [0]
+
+
+def attend_with_item_assignment(m, q, k, v, p) -> Tensor:
+    mask = torch.zeros(q.shape[2], q.shape[2])
+    mask[mask_of(q).logical_not()] = -torch.inf
+    return sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def test_the_graph_of_the_mask_is_gone_even_when_it_was_written_in_place(decoder, capture, inputs) -> None:
+    gm, _ = capture(decoder(attend_with_item_assignment), inputs())
+    names = {str(node.target) for node in gm.graph.nodes}
+    assert not any(word in name for name in names for word in ("ones", "zeros", "tril", "setitem", "logical_not"))
+
+
+def test_in_place_writes_to_what_lives_on_are_kept(decoder, capture, inputs) -> None:
+    def attend(m, q, k, v, p) -> Tensor:
+        mask = mask_of(q)
+        weight = mask.float().mean()
+        q[..., :3].mul_(2.0)
+        v.add_(weight)
+        return sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    gm, _ = capture(decoder(attend), inputs(), [find_attention_pass])
+    assert {"mul_", "add_"} <= {str(node.target) for node in gm.graph.nodes}
+
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+ONE = {"num_hidden_layers": 1}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": TINY,
+    "qwen3": {**TINY, "head_dim": 8},
+    "mistral": {**TINY, "sliding_window": None},
+    "phi3": TINY,
+    "mixtral": {**TINY, "num_local_experts": 4},
+    "olmo2": TINY,
+    "gpt_neox": TINY,
+    "gpt2": {**GPT2, "bos_token_id": 1, "eos_token_id": 2},
+    "opt": {**TINY, "ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+
+
+def tiny_model(family: str, **changes: Any) -> Any:
+    config = CONFIG_MAPPING[family](**{**FAMILIES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+    def logits(ids: Tensor, positions: Tensor) -> Tensor:
+        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_models_with_sdpa_pass_every_check_and_compute_the_same(family, capture, inputs) -> None:
+    gm, (_, _, found, _, _, _, stripped, *_) = capture(
+        tiny_model(family, **({"n_layer": 1} if family == "gpt2" else ONE)), inputs()
+    )
+    grouped = family not in ("gpt2", "opt", "gpt_neox")
+    assert (found, stripped) == (1, 1 if grouped else 0)
+    assert [site.k.meta["example_value"].shape[1] for site in find_sites(gm)] == [2 if grouped else 4]
+    assert not any(node.target in (torch.diff, "cumsum") for node in gm.graph.nodes)
+
+
+def test_transformers_module_paths_name_the_layer(capture, inputs) -> None:
+    gm, _ = capture(tiny_model("llama"), inputs())
+    assert [site.module_path.partition("model.model.")[2] for site in find_sites(gm)] == [
+        "layers.0.self_attn",
+        "layers.1.self_attn",
+    ]
+
+
+@pytest.mark.parametrize("window", [5, 300])
+def test_transformers_sliding_window_is_found(window, capture, inputs) -> None:
+    gm, _ = capture(tiny_model("mistral", sliding_window=window, **ONE), inputs(), execute=False)
+    assert [site.sliding_window for site in find_sites(gm)] == [window]
+
+
+def test_a_padding_mask_given_to_a_transformers_model_is_refused(capture, inputs) -> None:
+    config = CONFIG_MAPPING["llama"](**{**TINY, **ONE})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    padding = torch.ones(2, 11, dtype=torch.int64)
+    padding[0, :3] = 0
+    with pytest.raises(UnsupportedAttentionError, match=r"self_attn.*mask"):
+        capture(
+            lambda ids, positions, mask: (
+                model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+            ),
+            (*inputs(), padding),
+        )
+
+
+REFUSED = {
+    "no mask and is_causal=False": lambda m, q, k, v, p: sdpa(q, k, v, enable_gqa=True),
+    "dropout_p=0.5": lambda m, q, k, v, p: sdpa(q, k, v, dropout_p=0.5, is_causal=True, enable_gqa=True),
+    "depends on a size or a number that the call gives": lambda m, q, k, v, p: sdpa(
+        q, k, v, is_causal=True, scale=1 / math.sqrt(q.shape[2]), enable_gqa=True
+    ),
+    "a decoder with a cache of its own": lambda m, q, k, v, p: sdpa(
+        q, torch.cat([k, k], 2), torch.cat([v, v], 2), is_causal=True, enable_gqa=True
+    ),
+    r"\[batch, heads, tokens, head_dim\] is needed": lambda m, q, k, v, p: sdpa(
+        q[:, 0], k[:, 0], v[:, 0], is_causal=True
+    )[:, None].expand(-1, 4, -1, -1),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_not_causal_self_attention_is_refused(reason, decoder, capture, inputs) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=reason) as refusal:
+        capture(decoder(REFUSED[reason]), inputs(), [find_attention_pass])
+    assert refusal.value.module_path.endswith("layers.0")
+    assert refusal.value.node.startswith(("scaled_dot_product_attention", "out"))
+
+
+def test_sites_and_raw_calls_in_one_graph_are_refused(decoder, capture, inputs) -> None:
+    def attend(m, q, k, v, p) -> Tensor:
+        return SITE(q, k, v, 0.5, 0) + sdpa(q, k, v, is_causal=True, enable_gqa=True)
+
+    with pytest.raises(UnsupportedAttentionError, match="some attention calls"):
+        capture(decoder(attend), inputs(), [find_attention_pass])

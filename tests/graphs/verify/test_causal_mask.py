@@ -1,0 +1,349 @@
+"""Masks are proved causal by what they do; whatever differs from a causal or banded mask is refused.
+
+All masks of a table are captured as one graph of as many attention calls, since a capture is what takes time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.find.sdpa import find_attention_pass, is_raw_attention
+from kvpass.graphs.fx_utils import DataFlow
+from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.graphs.verify.causal_mask import band, mask_part, prove_causal
+from kvpass.graphs.verify.example_lengths import NotCausalError
+
+HEADS, TOKENS, DIM = 2, 11, 4
+
+
+def causal(t: int) -> Tensor:
+    return torch.ones(t, t, dtype=torch.bool).tril()
+
+
+def rows_and_columns(t: int) -> tuple[Tensor, Tensor]:
+    order = torch.arange(t)
+    return order[:, None], order[None, :]
+
+
+def additive(allowed: Tensor, hidden: float) -> Tensor:
+    return torch.zeros(allowed.shape).masked_fill(~allowed, hidden)
+
+
+def in_place(t: int) -> Tensor:
+    mask = torch.zeros(t, t)
+    mask.masked_fill_(~causal(t), -torch.inf)
+    return mask
+
+
+def in_place_through_a_view(t: int) -> Tensor:
+    mask = torch.zeros(1, t, t)
+    mask[0].add_(torch.full((t, t), -torch.inf).triu(1))
+    return mask
+
+
+def shifted(t: int, by: int) -> Tensor:
+    rows, columns = rows_and_columns(t)
+    return columns <= rows + by
+
+
+def with_window(t: int, window: int) -> Tensor:
+    rows, columns = rows_and_columns(t)
+    return (columns <= rows) & (columns > rows - window)
+
+
+def distance(t: int) -> Tensor:
+    rows, columns = rows_and_columns(t)
+    return rows - columns
+
+
+def chunked(t: int, chunk: int) -> Tensor:
+    rows, columns = rows_and_columns(t)
+    return (columns <= rows) & (rows // chunk == columns // chunk)
+
+
+def hide_column(mask: Tensor, column: int) -> Tensor:
+    mask[:, column] = False
+    mask[:, 0] = True
+    return mask
+
+
+def same_document(t: int, p: Tensor) -> Tensor:
+    document = p - torch.arange(t)
+    return (document[:, None, :] == document[:, :, None])[:, None] & causal(t)
+
+
+class Stored(nn.Module):
+    """Masks kept by a module: a buffer, a plain attribute, and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("causal", torch.ones(64, 64, dtype=torch.bool).tril())
+        self.register_buffer("hidden", torch.ones(64, 64, dtype=torch.bool).triu(1))
+        self.register_buffer("prefix", torch.ones(64, 64, dtype=torch.bool).tril() | (torch.arange(64) < 30))
+        self.register_buffer("forty", torch.tensor(40))
+        self.register_buffer("limit", torch.tensor(450.0))
+        self.register_buffer("by_head", torch.tensor([20, 700]))
+        self.band = torch.ones(64, 64, dtype=torch.bool).tril().triu(-40)
+
+
+Mask = Callable[[Stored, int, Tensor], Tensor]  # of the module, the token count and the positions [B, T]
+
+CAUSAL: dict[str, Mask] = {
+    "tril": lambda m, t, p: causal(t),
+    "four dims": lambda m, t, p: causal(t)[None, None],
+    "expanded over the batch": lambda m, t, p: causal(t).expand(p.shape[0], 1, t, t),
+    "negated triu": lambda m, t, p: ~torch.ones(t, t, dtype=torch.bool).triu(1),
+    "minus infinity": lambda m, t, p: torch.full((t, t), -torch.inf).triu(1),
+    "smallest number": lambda m, t, p: additive(causal(t), torch.finfo(torch.float32).min),
+    "large number": lambda m, t, p: additive(causal(t), -1e9),
+    "compared indices": lambda m, t, p: shifted(t, 0),
+    "compared positions": lambda m, t, p: (p[:, None, :] <= p[:, :, None])[:, None],
+    "same document": lambda m, t, p: same_document(t, p),
+    "stored": lambda m, t, p: m.causal[:t, :t],
+    "stored, additive": lambda m, t, p: torch.zeros(t, t).masked_fill(m.hidden[:t, :t], -torch.inf),
+    "written in place": lambda m, t, p: in_place(t),
+    "written through a view": lambda m, t, p: in_place_through_a_view(t),
+    "made like another tensor": lambda m, t, p: p.new_ones(t, t).tril().bool(),
+    "window that no stored mask reaches": lambda m, t, p: m.causal[:t, :t] & with_window(t, 64),
+}
+
+BANDED: dict[str, tuple[int, Mask]] = {
+    "1": (1, lambda m, t, p: with_window(t, 1)),
+    "5": (5, lambda m, t, p: with_window(t, 5)),
+    "13": (13, lambda m, t, p: with_window(t, 13)),
+    "700": (700, lambda m, t, p: with_window(t, 700)),
+    "by triu": (9, lambda m, t, p: causal(t).triu(-8)),
+    "on positions": (
+        6,
+        lambda m, t, p: ((p[:, None, :] <= p[:, :, None]) & (p[:, :, None] - p[:, None, :] < 6))[:, None],
+    ),
+    "additive": (20, lambda m, t, p: additive(with_window(t, 20), -torch.inf)),
+    "a float": (512, lambda m, t, p: causal(t) & (distance(t).float() < 512.0)),
+    "half of a number": (20, lambda m, t, p: causal(t) & (distance(t) < 40 / 2)),
+    "a fill value": (300, lambda m, t, p: causal(t) & (distance(t) < torch.full((), 300))),
+    "a stored float": (450, lambda m, t, p: causal(t) & (distance(t) < m.limit)),
+    "halved distances": (512, lambda m, t, p: causal(t) & (distance(t) // 2 < 256)),
+    "stored": (41, lambda m, t, p: m.band[:t, :t]),
+    "stored number": (40, lambda m, t, p: causal(t) & (rows_and_columns(t)[0] - rows_and_columns(t)[1] < m.forty)),
+}
+
+REFUSED: dict[str, tuple[str, Mask]] = {
+    "nothing hidden": ("not causal", lambda m, t, p: torch.ones(t, t, dtype=torch.bool)),
+    "everything hidden": ("not causal", lambda m, t, p: torch.full((t, t), -torch.inf)),
+    "one token ahead": ("not causal", lambda m, t, p: shifted(t, 1)),
+    "one token late": ("not causal", lambda m, t, p: shifted(t, -1)),
+    "prefix of four": ("not causal", lambda m, t, p: causal(t) | (torch.arange(t) < 4)),
+    "first token beside window 5": (
+        "not causal",
+        lambda m, t, p: with_window(t, 5) | (causal(t) & (torch.arange(t) == 0)),
+    ),
+    "chunks of 16": ("not causal", lambda m, t, p: chunked(t, 16)),
+    "one column hidden in place": ("not causal", lambda m, t, p: hide_column(causal(t), 2)),
+    "one head sees all": ("not causal", lambda m, t, p: causal(t)[None] | (torch.arange(HEADS) == 1)[:, None, None]),
+    "one row sees all": (
+        "not causal",
+        lambda m, t, p: causal(t)[None, None] | (torch.arange(p.shape[0]) == p.shape[0] - 1)[:, None, None, None],
+    ),
+    "other at other lengths": ("not causal", lambda m, t, p: causal(t).tril(7 - t)),
+    "positions against indices": (
+        "not causal",
+        lambda m, t, p: (p[:, None, :] <= torch.arange(t)[None, :, None])[:, None],
+    ),
+    "one position hidden": ("not causal", lambda m, t, p: causal(t) & (p != 40)[:, None, None, :]),
+    "one stored position hidden": ("not causal", lambda m, t, p: causal(t) & (p != m.forty)[:, None, None, :]),
+    "a window per head": ("not causal", lambda m, t, p: causal(t) & (distance(t) < m.by_head[:, None, None])),
+    "chunks of 64, eight of them": (
+        "not causal",
+        lambda m, t, p: causal(t) & (torch.arange(t)[:, None] // 64 - torch.arange(t) // 64 < 8),
+    ),
+    "distances shrunk too far": ("1024005 tokens", lambda m, t, p: causal(t) & (distance(t) // 1000 < 1024)),
+    "a bias far away": ("adds a bias", lambda m, t, p: additive(causal(t), -torch.inf) - (distance(t) - 600.0).relu()),
+    "transposed": ("not causal", lambda m, t, p: causal(t).T),
+    "mirrored": ("not causal", lambda m, t, p: causal(t).flip(0)),
+    "padding only": ("not causal", lambda m, t, p: (p >= 0)[:, None, None, :].expand(-1, -1, t, -1)),
+    "stored prefix": ("not causal", lambda m, t, p: m.prefix[:t, :t]),
+    "distance bias": ("adds a bias", lambda m, t, p: additive(causal(t), -torch.inf) - (torch.arange(t) % 3)),
+    "weakly hidden": ("adds a bias", lambda m, t, p: additive(causal(t), -100.0)),
+    "not a number": ("adds a bias", lambda m, t, p: additive(causal(t), torch.nan)),
+    "window too long to see": ("100000 tokens", lambda m, t, p: with_window(t, 99_995)),
+    "fails on longer rows": (
+        "cannot be evaluated",
+        lambda m, t, p: causal(t) & (torch.ones(12)[p] > 0)[:, None, None, :],
+    ),
+}
+
+
+def decide_masks(
+    masks: list[Mask], batch: int, *, dynamic: bool = True, dynamic_batch: bool = False, content: Tensor | None = None
+) -> list[int | str | None]:
+    """Sliding window or reason of refusal of every mask, all captured in one graph.
+
+    Args:
+        content: of the integer input ``[B, T]``; positions by default.
+    """
+    stored = Stored()
+    decided: list[int | str | None] = []
+
+    def attend(q: Tensor, positions: Tensor) -> list[Tensor]:
+        return [F.scaled_dot_product_attention(q, q, q, mask(stored, q.shape[2], positions)) for mask in masks]
+
+    def backend(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
+        flow = DataFlow(gm)
+        for node in gm.graph.nodes:
+            if is_raw_attention(node):
+                try:
+                    decided.append(prove_causal(mask_part(gm, flow, node, node.args[3], node.args[0]), HEADS).window)
+                except NotCausalError as error:
+                    decided.append(str(error))
+        return gm.forward
+
+    torch._dynamo.reset()
+    q, positions = torch.randn(batch, HEADS, TOKENS, DIM), torch.arange(TOKENS).repeat(batch, 1)
+    positions = positions if content is None else content
+    if dynamic:
+        torch._dynamo.mark_dynamic(q, 2)
+        torch._dynamo.mark_dynamic(positions, 1)
+    if dynamic_batch:
+        torch._dynamo.mark_dynamic(q, 0)
+        torch._dynamo.mark_dynamic(positions, 0)
+    torch.compile(attend, backend=backend, fullgraph=True)(q, positions)
+    assert len(decided) == len(masks)
+    return decided
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["B1", "B2"])
+def decided(request: pytest.FixtureRequest) -> dict[str, int | str | None]:
+    """What became of each mask of the three tables, by table and name."""
+    names = [f"causal {name}" for name in CAUSAL] + [f"banded {name}" for name in BANDED]
+    names += [f"refused {name}" for name in REFUSED]
+    masks = [*CAUSAL.values(), *(mask for _, mask in BANDED.values()), *(mask for _, mask in REFUSED.values())]
+    return dict(zip(names, decide_masks(masks, request.param), strict=True))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_mask_is_proved(name, decided) -> None:
+    assert decided[f"causal {name}"] is None
+
+
+@pytest.mark.parametrize("name", BANDED)
+def test_a_sliding_window_is_measured(name, decided) -> None:
+    assert decided[f"banded {name}"] == BANDED[name][0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_any_other_mask_is_refused(name, decided) -> None:
+    reason = decided[f"refused {name}"]
+    assert isinstance(reason, str)
+    assert REFUSED[name][0] in reason
+
+
+def test_a_capture_of_fixed_length_decides_what_the_length_shows() -> None:
+    assert decide_masks([CAUSAL["tril"], BANDED["5"][1], REFUSED["one token ahead"][1]], 2, dynamic=False)[:2] == [
+        None,
+        5,
+    ]
+    longer, band_of_64, stored = decide_masks(
+        [BANDED["13"][1], BANDED["stored"][1], CAUSAL["stored"]], 2, dynamic=False
+    )
+    assert "mentions 13" in str(longer)
+    assert "mentions 64" in str(band_of_64)
+    assert stored is None, "a stored mask that is causal as a whole has no window"
+
+
+def test_every_row_of_a_batch_of_any_size_counts() -> None:
+    def second_row_sees_all(m: Stored, t: int, p: Tensor) -> Tensor:
+        return causal(t) | (torch.arange(p.shape[0]) == 1)[:, None, None, None]
+
+    masks = [CAUSAL["compared positions"], BANDED["on positions"][1], second_row_sees_all]
+    proved, window, reason = decide_masks(masks, 2, dynamic_batch=True)
+    assert (proved, window) == (None, 6)
+    assert "not causal" in str(reason)
+
+
+CONTENT: dict[str, Mask] = {
+    "order of types": lambda m, t, ids: (ids[:, :, None] >= ids[:, None, :])[:, None],
+    "group of ones": lambda m, t, ids: (causal(t) | ((ids == 1)[:, :, None] & (ids == 1)[:, None, :]))[:, None],
+}
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("name", CONTENT)
+def test_a_mask_that_depends_on_what_is_no_row_of_positions_is_refused(name, dynamic) -> None:
+    types = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 2, 2, 2, 2]])
+    (reason,) = decide_masks([CONTENT[name]], 1, dynamic=dynamic, content=types)
+    assert "no row of positions" in str(reason)
+
+
+def test_positions_after_left_padding_are_positions() -> None:
+    padded = torch.stack([torch.arange(TOKENS), (torch.arange(TOKENS) - 4).clamp(min=0)])
+    assert decide_masks([CAUSAL["compared positions"]], 2, content=padded) == [None]
+
+
+def test_writes_between_two_calls_are_seen() -> None:
+    def attend(q: Tensor) -> Tensor:
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+        first = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        mask.logical_and_(torch.ones_like(mask).triu(-3))
+        return first + F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    windows: list[int | None] = []
+
+    def backend(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
+        find_attention_pass(gm)
+        windows.extend(site.sliding_window for site in find_sites(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    q = torch.randn(1, HEADS, TOKENS, DIM)
+    torch._dynamo.mark_dynamic(q, 2)
+    torch.compile(attend, backend=backend, fullgraph=True)(q)
+    assert windows == [None, 4]
+
+
+@pytest.mark.parametrize("token", [0, 3, 49])
+def test_a_mask_that_hides_a_token_id_is_refused(token) -> None:
+    (reason,) = decide_masks([lambda m, t, ids: causal(t) & (ids != token)[:, None, None, :]], 2)
+    assert "not causal" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril(), "whose content is unknown"),
+        (torch.ones(2, 1, 1, TOKENS, dtype=torch.bool), "no row of positions"),
+        (torch.ones(2, 1, 1, TOKENS), "no row of positions"),
+    ],
+    ids=["mask", "bool padding", "float padding"],
+)
+def test_a_mask_made_from_an_input_is_refused_with_module_path_and_node(
+    given, reason, decoder, capture, inputs
+) -> None:
+    def attend(m, q, k, v, p) -> Tensor:
+        mask = m.given if m.given.shape[2] == m.given.shape[3] else causal(q.shape[2]) & (m.given > 0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    model = decoder(attend)
+
+    def masked(ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        for layer in model.layers:
+            layer.given = mask
+        return model(ids, positions)
+
+    with pytest.raises(UnsupportedAttentionError, match=reason) as refusal:
+        capture(masked, (*inputs(), given), [find_attention_pass])
+    assert refusal.value.module_path.endswith("layers.0")
+    assert refusal.value.node
+
+
+@pytest.mark.parametrize(("length", "window"), [(6, None), (6, 1), (6, 4), (6, 6)])
+def test_band_is_the_mask_written_out(length, window) -> None:
+    expected = [[j <= i and (window is None or i - j < window) for j in range(length)] for i in range(length)]
+    assert band(length, window).tolist() == expected

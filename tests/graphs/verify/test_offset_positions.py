@@ -1,0 +1,315 @@
+"""A decoder that numbers its own tokens goes on from those seen, or is refused; one that is told them is let alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.bind_state import copy_graph
+from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.verify.offset_positions import check_positions_pass, counts_positions, offset_positions_pass
+
+DIM, VOCABULARY, LONGEST = 16, 50, 64
+PASSES = [find_attention_pass, check_positions_pass]
+
+
+class OneLayer(nn.Module):
+    """Embedding, whatever a test does to it, one attention call."""
+
+    def __init__(self, change: Callable[[OneLayer, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.embed = nn.Embedding(VOCABULARY, DIM)
+        self.learned = nn.Embedding(LONGEST, DIM)
+        self.token_type = nn.Embedding(2, DIM)
+        self.mean = nn.Parameter(torch.randn(DIM))
+        self.router = nn.Linear(DIM, 4)
+        self.register_buffer("table", torch.randn(LONGEST, DIM))
+        self.attribute = torch.randn(1, LONGEST, DIM)
+        self.register_buffer("frequencies", torch.rand(DIM))
+        self.register_buffer("order", torch.arange(LONGEST)[None])
+        self.register_buffer("phases", torch.polar(torch.ones(LONGEST, DIM // 2), torch.rand(LONGEST, DIM // 2)))
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.change(self, self.embed(ids), ids, positions)
+        q = x[:, None]
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def sorted_experts(m: OneLayer, x: Tensor) -> Tensor:
+    """Tokens sorted by expert and back: ``arange`` makes the inverse permutation, no position."""
+    b, t, d = x.shape
+    rows = x.reshape(b * t, d)
+    order = m.router(rows).argmax(-1).argsort()
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(b * t)
+    return (rows[order] * 2)[inverse].view(b, t, d)
+
+
+def summed_experts(m: OneLayer, x: Tensor) -> Tensor:
+    """Two copies of every token, added up again at their rows."""
+    b, t, d = x.shape
+    rows = x.reshape(b * t, d)
+    index = torch.arange(b * t).repeat_interleave(2)
+    return torch.zeros_like(rows).index_add_(0, index, rows[index] * 0.5).view(b, t, d)
+
+
+def filled(x: Tensor) -> Tensor:
+    bias = torch.zeros(x.shape[1], DIM)
+    bias[:, 0::2] = 3.0
+    return x + bias
+
+
+def sinusoidal(m: OneLayer, t: int) -> Tensor:
+    table = torch.zeros(t, DIM)
+    order = torch.arange(t)[:, None] * m.frequencies[0::2]
+    table[:, 0::2] = order.sin()
+    table[:, 1::2] = order.cos()
+    return table
+
+
+def scattered(m: OneLayer, ids: Tensor) -> Tensor:
+    """Positions that pass through a permutation before they are looked up."""
+    order = ids[0].argsort()
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(order.shape[0])
+    return m.learned(positions)
+
+
+PASSING = {
+    "given rotary": lambda m, x, ids, p: x * (p[..., None] * m.frequencies).cos(),
+    "given learned": lambda m, x, ids, p: x + m.learned(p + 2),
+    "given table": lambda m, x, ids, p: x + m.table[p],
+    "token types": lambda m, x, ids, p: x + m.token_type(torch.zeros_like(ids)),
+    "one vector for all": lambda m, x, ids, p: x + m.mean.expand(x.shape[0], x.shape[1], -1),
+    "constant bias written in place": lambda m, x, ids, p: filled(x),
+    "sorted experts": lambda m, x, ids, p: sorted_experts(m, x),
+    "summed experts": lambda m, x, ids, p: summed_experts(m, x),
+    "sizes in views": lambda m, x, ids, p: x.view(-1, DIM).view(x.shape[0], x.shape[1], -1)[:, -x.shape[1] :],
+    "unused positions": lambda m, x, ids, p: (torch.arange(x.shape[1]), x)[1],
+    "frequencies counted by dim": lambda m, x, ids, p: x * (p[..., None] * torch.arange(DIM)).cos(),
+}
+
+
+def complex_rotary(m: OneLayer, x: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * m.phases[: x.shape[1]]).flatten(-2)
+
+
+def sinusoidal_rows(m: OneLayer, x: Tensor) -> Tensor:
+    angles = torch.einsum("i,j->ij", torch.arange(x.shape[1], dtype=x.dtype), m.frequencies[: DIM // 2])
+    return x + torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def added_in_place(m: OneLayer, x: Tensor) -> Tensor:
+    x = x.clone()
+    x += m.table[: x.shape[1]]
+    return x
+
+
+COUNTED = {
+    "rotary": lambda m, x, ids, p: x * (torch.arange(x.shape[1])[:, None] * m.frequencies).cos(),
+    "complex rotary": lambda m, x, ids, p: complex_rotary(m, x),
+    "sinusoidal": lambda m, x, ids, p: sinusoidal_rows(m, x),
+    "sinusoidal in place": lambda m, x, ids, p: x + sinusoidal(m, x.shape[1]),
+    "added in place": lambda m, x, ids, p: added_in_place(m, x),
+    "learned": lambda m, x, ids, p: x + m.learned(torch.arange(0, x.shape[1])),
+    "learned for every row": lambda m, x, ids, p: x + m.learned(torch.arange(x.shape[1]).expand_as(ids)),
+    "learned, offset of its own": lambda m, x, ids, p: x + m.learned(torch.arange(x.shape[1]) + 2),
+    "learned, counted from one": lambda m, x, ids, p: x + m.learned(torch.arange(1, x.shape[1] + 1)),
+    "learned, sliced weight": lambda m, x, ids, p: x + m.learned.weight[: x.shape[1]],
+    "stored numbers": lambda m, x, ids, p: x + m.learned(m.order[:, : x.shape[1]]),
+    "table": lambda m, x, ids, p: x + m.table[None, : x.shape[1], :],
+    "table, last axis but one": lambda m, x, ids, p: x + m.table[..., : x.shape[1], :],
+    "table, rows of others first": lambda m, x, ids, p: x + m.table[3 : x.shape[1] + 3],
+    "table by narrow": lambda m, x, ids, p: x + m.table.narrow(0, 0, x.shape[1]),
+    "table that is no buffer": lambda m, x, ids, p: x + m.attribute[:, : x.shape[1]],
+    "table by index": lambda m, x, ids, p: x + m.table[torch.arange(x.shape[1])],
+    "transposed table": lambda m, x, ids, p: x + m.table.T[:, : x.shape[1]].T,
+    "counted ones": lambda m, x, ids, p: x + m.learned(torch.ones_like(ids).cumsum(-1)),
+    "one hot": lambda m, x, ids, p: x + F.one_hot(torch.arange(x.shape[1]), LONGEST).float() @ m.table,
+    "selected tokens": lambda m, x, ids, p: torch.where((torch.arange(x.shape[1]) < 3)[:, None], x, 2 * x),
+    "after the cast": lambda m, x, ids, p: x + torch.arange(x.shape[1]).to(x.dtype)[:, None],
+    "shared with a harmless index": lambda m, x, ids, p: (lambda order: x[:, order] + m.learned(order))(
+        torch.arange(x.shape[1])
+    ),
+    "twice": lambda m, x, ids, p: (lambda rows: (x + rows) * rows.cos())(m.table[: x.shape[1]]),
+}
+
+REFUSED = {
+    "rotary from floats": lambda m, x, ids, p: x * torch.arange(0.0, x.shape[1])[:, None].cos(),
+    "end of a table": lambda m, x, ids, p: x + m.table[-x.shape[1] :],
+    "one row by count": lambda m, x, ids, p: x + m.table[: x.shape[1]].sum(0),
+    "counted tokens": lambda m, x, ids, p: x + m.learned((ids != 1).cumsum(-1) - 1),
+    "counted tokens, dim=1": lambda m, x, ids, p: x + m.table[torch.cumsum(ids != 1, dim=1)],
+    "through a permutation": lambda m, x, ids, p: x + scattered(m, ids),
+    "running sum": lambda m, x, ids, p: x.cumsum(1),
+    "moved ids": lambda m, x, ids, p: x + m.learned(p + torch.arange(x.shape[1])),
+    "length at the end": lambda m, x, ids, p: x + m.table[LONGEST - x.shape[1] :],
+    "mean of the rows": lambda m, x, ids, p: x + m.table[: x.shape[1]] - m.table[: x.shape[1]].mean(0),
+    "table that is written": lambda m, x, ids, p: x + m.table[: x.shape[1]].mul_(0.5),
+}
+
+LENGTH_AS_A_NUMBER = {
+    "scaled": lambda m, x, ids, p: x * x.shape[1],
+    "scaled by a root": lambda m, x, ids, p: x / math.sqrt(x.shape[1]),
+    "a tensor": lambda m, x, ids, p: x * torch.tensor(x.shape[1]),
+    "between two": lambda m, x, ids, p: torch.lerp(x, 2 * x, 1 / x.shape[1]),
+    "bounds": lambda m, x, ids, p: F.hardtanh(x, -1.0, x.shape[1] / 30),
+    "a bound that bites later": lambda m, x, ids, p: x.clamp(min=max(x.shape[1] // 8 - 5, 0)),
+    "a threshold": lambda m, x, ids, p: F.threshold(x, x.shape[1] / 60, 0.0),
+    "a filled place": lambda m, x, ids, p: with_first_feature(x, x.shape[1]),
+    "a filled tensor": lambda m, x, ids, p: x * torch.full((1,), x.shape[1]),
+    "an epsilon": lambda m, x, ids, p: F.layer_norm(x, (DIM,), eps=x.shape[1] / 100),
+    "positions from the end": lambda m, x, ids, p: x + m.learned(x.shape[1] - torch.arange(x.shape[1])),
+    "the last position": lambda m, x, ids, p: torch.where((p == x.shape[1] - 1)[..., None], x, 2 * x),
+    "the length of another input": lambda m, x, ids, p: x * p.shape[1],
+}
+
+
+def with_first_feature(x: Tensor, value: Any) -> Tensor:
+    x = x.clone()
+    x[..., 0] = value
+    return x
+
+
+def after(model: OneLayer, ids: Tensor, seen: int, *, dynamic: bool = True) -> Tensor:
+    """What the layer makes of ``ids[:, seen:]`` in a graph that is told how many tokens went before."""
+
+    def layer(ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        x = model.change(model, model.embed(ids), ids, positions)
+        return x, F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)
+
+    def backend(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
+        canonical = copy_graph(gm)
+        for graph_pass in PASSES:
+            graph_pass(canonical)
+        shifted = copy_graph(canonical)
+        with shifted.graph.inserting_after([node for node in shifted.graph.nodes if node.op == "placeholder"][-1]):
+            node = shifted.graph.placeholder("seen")
+        assert counts_positions(shifted), "nothing is counted"
+        offset_positions_pass(shifted, seen=node)
+        shifted.graph.lint()
+        shifted.recompile()
+        return lambda *inputs: shifted(*inputs, torch.tensor(seen))
+
+    torch._dynamo.reset()
+    rest, positions = ids[:, seen:].contiguous(), torch.arange(seen, ids.shape[1]).repeat(ids.shape[0], 1)
+    if dynamic:
+        torch._dynamo.mark_dynamic(rest, 1)
+        torch._dynamo.mark_dynamic(positions, 1)
+    with torch.no_grad():
+        return torch.compile(layer, backend=backend, fullgraph=True)(rest, positions)[0]
+
+
+def whole(model: OneLayer, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.change(model, model.embed(ids), ids, torch.arange(ids.shape[1]).expand_as(ids))
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(1, VOCABULARY, (2, 23), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_positions_go_on_from_the_tokens_seen(name, ids) -> None:
+    model = OneLayer(COUNTED[name]).eval()
+    expected = whole(model, ids)
+    for seen, dynamic in ((12, True), (0, True), (14, False)):
+        torch.testing.assert_close(after(model, ids, seen, dynamic=dynamic), expected[:, seen:])
+    torch.testing.assert_close(after(model, ids, 22, dynamic=False), expected[:, 22:], msg="one token")
+
+
+def test_one_token_must_repeat_what_a_longer_capture_of_the_same_line_showed(ids) -> None:
+    model = OneLayer(lambda m, x, ids, p: x + m.table[: x.shape[1]] * 2).eval()
+    with pytest.raises(Exception, match="no longer capture has shown what they count"):
+        after(model, ids, 22, dynamic=False)
+    after(model, ids, 5)
+    torch.testing.assert_close(after(model, ids, 22, dynamic=False), whole(model, ids)[:, 22:])
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_a_decoder_that_is_told_where_to_start_is_not_offset_twice(tokens, ids) -> None:
+    starts = {"start": 0}
+    model = OneLayer(lambda m, x, ids, p: x + m.learned(torch.arange(x.shape[1]) + starts["start"])).eval()
+    after(model, ids, 5)
+    starts["start"] = 23 - tokens
+    with pytest.raises(Exception, match="they start elsewhere than in an earlier capture"):
+        after(model, ids, 23 - tokens, dynamic=tokens > 1)
+
+
+def test_a_constant_row_that_looks_like_one_token_is_not_taken_for_a_position(ids) -> None:
+    model = OneLayer(lambda m, x, ids, p: x + m.table[:1] + m.learned(p)).eval()
+    with pytest.raises(Exception, match="nothing is counted"):
+        after(model, ids, 5)
+    with pytest.raises(Exception, match="no longer capture"):
+        after(model, ids, 22, dynamic=False)
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_decoder_that_is_told_its_positions_passes(name, capture, inputs) -> None:
+    _, (found, changed) = capture(OneLayer(PASSING[name]).eval(), inputs(), PASSES)
+    assert (found, changed) == (1, 0)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_decoder_that_numbers_its_tokens_is_refused(name, capture, inputs) -> None:
+    with pytest.raises(UnsupportedAttentionError, match="positions are made in the graph") as refusal:
+        capture(OneLayer(REFUSED[name]).eval(), inputs(), PASSES)
+    assert refusal.value.node
+
+
+@pytest.mark.parametrize("name", LENGTH_AS_A_NUMBER)
+def test_a_length_that_is_computed_with_is_refused(name, capture, inputs) -> None:
+    with pytest.raises(UnsupportedAttentionError, match=r"computes with \w+, a number made from the length") as refusal:
+        capture(OneLayer(LENGTH_AS_A_NUMBER[name]).eval(), inputs(), PASSES)
+    assert refusal.value.node
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_counter_in_16_bit_is_rounded_once(dtype) -> None:
+    model = OneLayer(lambda m, x, ids, p: x + torch.arange(x.shape[1], dtype=dtype)[:, None].float()).eval()
+    rounded = int(2 / torch.finfo(dtype).eps)  # from here on not every whole number has a value of its own
+    ids = torch.randint(VOCABULARY, (1, 3 * rounded))
+    for seen in (rounded - 5, rounded + 1, 2 * rounded + 3):
+        torch.testing.assert_close(after(model, ids, seen), whole(model, ids)[:, seen:])
+
+
+@pytest.mark.parametrize("name", ["rotary", "learned", "table", "sinusoidal in place", "stored numbers"])
+def test_a_fixed_length_hides_nothing(name, capture, inputs) -> None:
+    for tokens in (11, 1):
+        _, (_, counted) = capture(OneLayer(COUNTED[name]).eval(), inputs(tokens=tokens), PASSES, dynamic=False)
+        assert counted == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 11])
+@pytest.mark.parametrize("name", ["given rotary", "given table", "token types", "one vector for all"])
+def test_given_positions_pass_at_a_fixed_length(name, tokens, capture, inputs) -> None:
+    capture(OneLayer(PASSING[name]).eval(), inputs(tokens=tokens), PASSES, dynamic=False)
+
+
+def test_positions_that_enter_after_the_last_site_count(capture, inputs) -> None:
+    model = OneLayer(PASSING["given learned"]).eval()
+
+    def late(ids: Tensor, positions: Tensor) -> Tensor:
+        return model(ids, positions) + torch.arange(ids.shape[1])[:, None]
+
+    assert capture(late, inputs(), PASSES)[1] == [1, 1]
+
+
+def test_positions_that_only_the_mask_sees_do_not_count(capture, inputs) -> None:
+    def masked(ids: Tensor, positions: Tensor) -> Tensor:
+        q = F.one_hot(ids, VOCABULARY).float()[:, None]
+        order = torch.arange(ids.shape[1])
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=order[None, :] <= order[:, None])
+
+    capture(masked, inputs(), PASSES)

@@ -1,0 +1,236 @@
+"""Tokens that see other tokens beside the sites are refused, however that is written; what keeps them apart is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kvpass
+from kvpass.compiler.backend import CANONICAL_PASSES
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.verify.examples import EvaluationError, evaluate
+from kvpass.graphs.verify.token_mixing import check_token_mixing_pass
+
+PASSES = [find_attention_pass, check_token_mixing_pass]
+WIDTH = 32
+WEIGHTS = torch.randn(3, WIDTH, WIDTH, 3, generator=torch.Generator().manual_seed(0))
+
+MIXING = {
+    "padded by one": lambda x, ids: x + F.pad(x, (0, 0, 1, -1)),
+    "padded by forty": lambda x, ids: x + F.pad(x, (0, 0, 40, -40)),
+    "cut and joined": lambda x, ids: x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
+    "cut and joined far away": lambda x, ids: x + torch.cat([torch.zeros_like(x[:, :9]), x[:, :-9]], 1),
+    "roll": lambda x, ids: x + x.roll(1, 1),
+    "flip": lambda x, ids: x + x.flip(1),
+    "mean": lambda x, ids: x + x.mean(1, keepdim=True),
+    "running sum": lambda x, ids: x + x.cumsum(1),
+    "first token": lambda x, ids: x + x[:, :1],
+    "last token": lambda x, ids: x + x[:, -1:],
+    "softmax over tokens": lambda x, ids: x + x.softmax(1),
+    "norm over tokens": lambda x, ids: F.instance_norm(x.transpose(1, 2)).transpose(1, 2),
+    "window average": lambda x, ids: F.avg_pool1d(F.pad(x.transpose(1, 2), (2, 0)), 3, 1).transpose(1, 2),
+    "conv2d": lambda x, ids: F.conv2d(F.pad(x[:, None], (0, 0, 2, 0)), WEIGHTS[:1, :1, :3, :1])[:, 0],
+    "sorted": lambda x, ids: x.sort(1).values,
+    "previous ids": lambda x, ids: x + F.one_hot(torch.cat([ids[:, :1], ids[:, :-1]], 1), WIDTH + 18)[..., :WIDTH],
+    "written in place": lambda x, ids: shift_in_place(x.clone()),
+    "einsum": lambda x, ids: x + torch.einsum("btd,bsd->btd", x, x),
+    "nansum": lambda x, ids: x + x.nansum(1, keepdim=True),
+    "scaled by tokens": lambda x, ids: F.normalize(x, dim=1),
+    "variance": lambda x, ids: x + torch.var_mean(x, 1, keepdim=True)[0],
+    "frequencies": lambda x, ids: torch.fft.fft(x, dim=1).real,
+    "previous by index": lambda x, ids: x + x[:, (torch.arange(x.shape[1]) - 1).clamp(min=0)],
+}
+APART = {
+    "gated": lambda x, ids: x * torch.sigmoid(x.sum(-1, keepdim=True)),
+    "softmax over features": lambda x, ids: x.softmax(-1),
+    "features rolled": lambda x, ids: x.roll(1, -1),
+    "features padded": lambda x, ids: F.pad(x, (1, -1)),
+    "flattened": lambda x, ids: F.layer_norm(x.reshape(-1, WIDTH), (WIDTH,)).view_as(x),
+    "routed": lambda x, ids: routed(x, lambda expert: expert.argsort()),
+    "routed by a sort": lambda x, ids: routed(x, lambda expert: expert.sort().indices),
+    "by id": lambda x, ids: x + F.one_hot(ids, WIDTH + 18)[..., :WIDTH],
+}
+
+
+def shift_in_place(x: Tensor) -> Tensor:
+    x[:, 1:].add_(x[:, :-1].clone())
+    return x
+
+
+def routed(x: Tensor, order_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Two experts of four a token, tokens gathered by expert."""
+    rows = x.reshape(-1, WIDTH)
+    weight, expert = rows[:, :4].softmax(-1).topk(2)
+    order = order_of(expert.flatten())
+    token = order // 2
+    scale = 1.0 + expert.flatten()[order][:, None]
+    out = torch.zeros_like(rows).index_add(0, token, rows[token] * scale * weight.flatten()[order][:, None])
+    return out.view_as(x)
+
+
+class Mixed(nn.Module):
+    """A decoder with something between its embedding and its layers, or between its layers and its output."""
+
+    def __init__(self, decoder, mix, place) -> None:
+        super().__init__()
+        self.decoder, self.mix, self.place = decoder, mix, place
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.decoder.embed(ids)
+        x = self.mix(x, ids) if self.place == "before" else x
+        for layer in self.decoder.layers:
+            x = x + layer(x, positions)
+        return self.mix(x, ids) if self.place == "after" else x
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [*((name, "before") for name in MIXING), ("cut and joined", "after"), ("mean", "after")]
+)
+def test_what_relates_tokens_beside_the_sites_is_refused(name, place, decoder, capture, inputs) -> None:
+    ids, positions = inputs()
+    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site") as refusal:
+        capture(Mixed(decoder(), MIXING[name], place), (ids.clamp(max=30), positions), PASSES)
+    assert refusal.value.node != "output"
+
+
+@pytest.mark.parametrize("tokens", [7, 64])
+@pytest.mark.parametrize("name", [name for name in MIXING if "far" not in name and "forty" not in name])
+def test_a_capture_of_fixed_length_is_refused_too(name, tokens, decoder, capture, inputs) -> None:
+    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+        capture(Mixed(decoder(), MIXING[name], "before"), inputs(tokens=tokens), PASSES, dynamic=False)
+
+
+@pytest.mark.parametrize("name", ["padded by one", "cut and joined", "roll"])
+def test_a_shift_of_one_token_is_refused(name, decoder, capture, inputs) -> None:
+    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+        capture(Mixed(decoder(), MIXING[name], "before"), inputs(tokens=1), PASSES, dynamic=False)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_tokens_apart_is_let_alone(name, decoder, capture, inputs) -> None:
+    ids, positions = inputs()
+    for place, dynamic, tokens in (("before", True, 11), ("after", False, 11), ("before", False, 1)):
+        given = (ids[:, :tokens].contiguous(), positions[:, :tokens].contiguous())
+        _, counts = capture(Mixed(decoder(), APART[name], place), given, PASSES, dynamic=dynamic)
+        assert counts == [2, 0]
+
+
+@pytest.mark.parametrize("keep", [slice(-1, None), slice(-2, -1), slice(None, 1), slice(-5, None), slice(2, 4)])
+def test_an_output_of_some_tokens_is_let_alone(keep, decoder, capture, inputs) -> None:
+    model = decoder()
+    capture(lambda ids, positions: model(ids, positions)[:, keep], inputs(), CANONICAL_PASSES)
+
+
+def test_tokens_that_are_the_only_axis_are_told_apart(decoder, capture, inputs) -> None:
+    model = decoder()
+    given = tuple(value[:1] for value in inputs())
+    capture(lambda ids, positions: model(ids, positions)[0].mean(-1), given, PASSES)
+    mixed = Mixed(model, MIXING["running sum"], "after")
+    for over in (lambda ids, positions: mixed(ids, positions)[0].mean(-1), lambda *given: model(*given).mean()):
+        with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+            capture(over, given, PASSES)
+
+
+def test_a_size_that_is_no_token_count_is_what_it_was_when_captured(decoder, capture, inputs) -> None:
+    wanted = torch.zeros(5)
+    torch._dynamo.mark_dynamic(wanted, 0)
+
+    def last(ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        return model(ids, positions)[:, -wanted.shape[0] :]
+
+    model = Mixed(decoder(), APART["routed by a sort"], "before")
+    capture(last, (*inputs(), wanted), PASSES)
+    model.mix = MIXING["sorted"]
+    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+        capture(last, (*inputs(), wanted), PASSES)
+
+
+@pytest.mark.parametrize("number", [torch.tensor(2.0), torch.tensor(2), torch.tensor([2]), torch.tensor(True)], ids=str)
+def test_a_number_given_as_a_tensor_is_let_alone(number, decoder, capture, inputs) -> None:
+    model = decoder()
+    capture(lambda ids, positions, number: model(ids, positions) * number, (*inputs(), number), PASSES)
+    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+        mixed = Mixed(decoder(), MIXING["mean"], "before")
+        capture(lambda ids, positions, number: mixed(ids, positions) * number, (*inputs(), number), PASSES)
+
+
+LOOKUPS = {
+    "embedding": lambda table, types: F.embedding(types, table),
+    "index": lambda table, types: table[types],
+    "index_select": lambda table, types: table.index_select(0, types.flatten()).view(*types.shape, -1),
+    "gather": lambda table, types: table.T.expand(types.shape[0], -1, -1).gather(2, types[:, None]).transpose(1, 2),
+    "take": lambda table, types: table.take(types)[..., None],
+    "one_hot": lambda table, types: F.one_hot(types, table.shape[0]).float() @ table,
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 10])
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_small_tables_hide_nothing(lookup, rows, decoder, capture, inputs) -> None:
+    model, table = Mixed(decoder(), None, "before"), torch.randn(rows, 1)
+
+    def typed(ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
+        return model(ids, positions) + LOOKUPS[lookup](table, types)
+
+    given = (*inputs(), torch.zeros_like(inputs()[0]))
+    for name in ("mean", "last token", "sorted"):
+        model.mix = MIXING[name]
+        with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+            capture(typed, given, PASSES)
+    model.mix = APART["routed"]
+    capture(typed, given, PASSES)
+    model.mix = lambda x, ids: x + table[ids[:, -1:] % rows] - table[ids % rows]
+    if rows > 1:
+        with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+            capture(typed, given, PASSES)
+
+
+INDEXED = {
+    "embedding": lambda table, index: F.embedding(index, table),
+    "index": lambda table, index: table[index],
+    "index of a later axis": lambda table, index: table.T[:, index],
+    "index behind a mask": lambda table, index: table[None].expand(2, -1, -1)[torch.ones(2, dtype=bool), index],
+    "index_select": lambda table, index: table.index_select(0, index),
+    "index_add": lambda table, index: table.index_add(0, index, torch.ones(2, 4)),
+    "index_put": lambda table, index: table.index_put((index,), torch.ones(4)),
+    "gather": lambda table, index: table.gather(0, index[:, None].expand(2, 4)),
+    "scatter": lambda table, index: table.scatter(0, index[:, None].expand(2, 4), 1.0),
+    "take": lambda table, index: table.T[0].contiguous().take(index),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_index_out_of_range_is_seen_ahead_of_the_call(name) -> None:
+    gm = torch.fx.symbolic_trace(INDEXED[name])
+    table, index, *calls, output = gm.graph.nodes
+    run = partial(evaluate, gm, output, [*calls, output], sizes={})
+    run({table: torch.ones(10, 4), index: torch.tensor([9, 0])})
+    with pytest.raises(EvaluationError, match="one of 0 to 10 is looked up among 10"):
+        run({table: torch.ones(10, 4), index: torch.tensor([10, 0])})
+
+
+def test_what_no_example_shows_is_refused(decoder, capture, inputs) -> None:
+    model = decoder()
+
+    def odd(ids: Tensor, positions: Tensor) -> Tensor:
+        return model(ids, positions) + (ids / ids - 1)[..., None] / 0
+
+    with pytest.raises(UnsupportedAttentionError, match=r"no example shows whether .*: the example gives NaN"):
+        capture(odd, inputs(), PASSES)
+
+
+@torch.no_grad()
+def test_contract_7_a_token_shift_is_refused_by_the_raw_backend(decoder, inputs) -> None:
+    torch._dynamo.reset()
+    model = Mixed(decoder(), MIXING["padded by one"], "before")
+    fast = torch.compile(
+        model, backend="kvpass", fullgraph=True, dynamic=True, options={"policy": "full", "compiler": "eager"}
+    )
+    with pytest.raises(Exception, match="pad moves tokens"), kvpass.session():
+        fast(*inputs())

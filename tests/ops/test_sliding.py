@@ -1,0 +1,80 @@
+"""Turns on layers with a sliding window, against attention over all columns there ever were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvpass.ops.sliding import ROW_BLOCK, attend_ring, columns_held
+from kvpass.testing import assert_rounded, exact_attention
+
+ROWS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
+
+
+def site(tokens, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(tokens)
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    return [torch.randn(ROWS, h, tokens, DIM, generator=generator).to(dtype) for h in heads]
+
+
+def filled_ring(k, v, slots):
+    """What a ring holds after these columns."""
+    ring_k, ring_v = (torch.zeros(1, ROWS, KV_HEADS, slots, DIM) for _ in range(2))
+    for column in range(max(k.shape[2] - slots, 0), k.shape[2]):
+        ring_k[0, :, :, column % slots], ring_v[0, :, :, column % slots] = k[:, :, column], v[:, :, column]
+    return ring_k, ring_v
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("slots", [16, 300])
+@pytest.mark.parametrize("tokens", [1, 40, ROW_BLOCK, ROW_BLOCK + 1, 3 * ROW_BLOCK - 5])
+@pytest.mark.parametrize("before", [5, 400])
+def test_a_turn_of_any_length(before, tokens, slots, with_sinks, softcap):
+    k_before, v_before = site(before)[1:]
+    q, k, v = site(tokens)
+    first = torch.tensor([0, 3])
+    sinks = torch.linspace(-1, 1, HEADS) if with_sinks else None
+    ring_k, ring_v = filled_ring(k_before, v_before, slots)
+    seen = torch.tensor(before)
+    held = columns_held(seen, first, slots)
+    out = attend_ring(q, k, v, ring_k, ring_v, held, seen, 0.3, 0, softcap, sinks)
+    all_k, all_v = torch.cat([k_before, k], 2), torch.cat([v_before, v], 2)
+    query, column = torch.arange(before, before + tokens)[:, None], torch.arange(before + tokens)
+    seen = (column <= query) & (query - column < slots) & (column >= first[:, None, None])
+    expected = exact_attention(
+        q,
+        *(x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (all_k, all_v)),
+        0.3,
+        hidden=~seen[:, None],
+        softcap=softcap,
+        sinks=None if sinks is None else sinks[:, None],
+    )
+    assert_rounded("out", out, expected.out)
+    after_k, after_v = filled_ring(all_k, all_v, slots)
+    assert torch.equal(ring_k, after_k) and torch.equal(ring_v, after_v)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operator made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.nbytes = max(self.nbytes, value.untyped_storage().nbytes())
+        return result
+
+
+def test_a_long_turn_never_makes_all_its_logits():
+    tokens, slots = 4096, 128
+    q, k, v = site(tokens, torch.bfloat16)
+    ring_k, ring_v = (torch.zeros(1, ROWS, KV_HEADS, slots, DIM, dtype=torch.bfloat16) for _ in range(2))
+    first, seen = torch.zeros(ROWS, dtype=torch.int64), torch.tensor(1000)
+    with Largest() as largest:
+        attend_ring(q, k, v, ring_k, ring_v, columns_held(seen, first, slots), seen, 0.3, 0)
+    bound = 4 * ROWS * HEADS * ROW_BLOCK * (2 * slots + ROW_BLOCK)
+    assert largest.nbytes <= bound < 4 * ROWS * HEADS * tokens * tokens / 16

@@ -1,0 +1,96 @@
+"""The layer attention output loss and its bounds (Ada-KV Theorems 3.1 and 3.3, LAVa Lemma 1 and Theorem 1)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpass.policies.loss import attention_output_loss
+from kvpass.policies.plan import plan
+
+
+def prompt(
+    seed: int, layers: int = 2, batch: int = 2, kv_heads: int = 2, group: int = 2, length: int = 40, dim: int = 8
+):
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(layers, batch, kv_heads * group, length, dim, generator=g) * 2
+    k = torch.randn(layers, batch, kv_heads, length, dim, generator=g)
+    v = torch.randn(layers, batch, kv_heads, length, dim, generator=g) * torch.rand(kv_heads, 1, 1, generator=g)
+    w = torch.randn(layers, 12, kv_heads * group * dim, generator=g)
+    return q, k, v, w
+
+
+def output(q: Tensor, k: Tensor, v: Tensor, w: Tensor, keep: Tensor) -> Tensor:
+    """Attention output of the last query of one layer and row, attending to kept entries only; fp64 ``[E]``."""
+    group = q.shape[0] // k.shape[0]
+    parts = []
+    for h in range(q.shape[0]):
+        chosen = keep[h // group]
+        keys, values = k[h // group, chosen].double(), v[h // group, chosen].double()
+        parts.append((keys @ q[h, -1].double() * q.shape[-1] ** -0.5).softmax(0) @ values)
+    return w.double() @ torch.cat(parts)
+
+
+@pytest.mark.parametrize("policy", ["lava", "ada_snapkv", "tova"])
+def test_the_loss_is_the_distance_between_two_attention_outputs(policy):
+    q, k, v, w = prompt(0)
+    keep = plan(policy, q, k, v, budget=12, window=0 if policy == "tova" else 4).keep
+    found = attention_output_loss(q, k, v, keep, w)
+    for layer in range(2):
+        for row in range(2):
+            x = q[layer, row], k[layer, row], v[layer, row], w[layer]
+            want = (output(*x, torch.ones_like(keep[layer, row])) - output(*x, keep[layer, row])).abs().sum()
+            assert found.loss[layer, row].item() == pytest.approx(want.item(), rel=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(["lava", "snapkv", "random"]), st.integers(5, 40), st.integers(1, 3))
+def test_the_loss_is_below_both_bounds(seed, policy, budget, group):
+    q, k, v, w = prompt(seed, group=group)
+    found = attention_output_loss(q, k, v, plan(policy, q, k, v, budget=budget, window=4).keep, w)
+    assert (found.loss <= found.ada_bound + 1e-6).all()
+    assert (found.loss <= found.lava_bound + 1e-6).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(2, 39))
+def test_an_adaptive_head_split_never_has_the_larger_ada_kv_bound(seed, budget):
+    q, k, v, w = prompt(seed)
+    options = {"budget": budget, "window": 1, "pool": None}
+    adaptive = plan("ada_snapkv", q, k, v, alpha=0.0, **options)
+    uniform = plan("snapkv", q, k, v, **options)
+    assert torch.equal(adaptive.lengths.sum(2), uniform.lengths.sum(2))
+    bounds = [attention_output_loss(q, k, v, x.keep, w).ada_bound for x in (adaptive, uniform)]
+    assert (bounds[0] <= bounds[1] + 1e-6).all()
+
+
+def test_nothing_is_lost_when_everything_is_kept():
+    q, k, v, w = prompt(1)
+    found = attention_output_loss(list(q), list(k), list(v), torch.ones(k.shape[:4], dtype=torch.bool), list(w))
+    for x in (found.loss, found.ada_bound, found.lava_bound):
+        assert x.abs().max() < 1e-5 and x.shape == (2, 2)
+
+
+def test_neither_bound_is_always_the_tighter_one():
+    """Ada-KV's constant mixes heads but sees W_O and v together; LAVa's is per head but takes W_O's worst row."""
+    even = attention_output_loss(*prompt(2)[:3], plan("snapkv", *prompt(2)[:3], budget=10, window=4).keep, prompt(2)[3])
+    assert (even.ada_bound < even.lava_bound).any()
+    q, k, v, w = prompt(3, kv_heads=4)
+    v[:, :, 1:] *= 1e-3
+    one_loud_head = attention_output_loss(q, k, v, plan("snapkv", q, k, v, budget=10, window=4).keep, w)
+    assert (one_loud_head.lava_bound < one_loud_head.ada_bound).any()
+
+
+def test_bad_input_is_named():
+    q, k, v, w = prompt(0)
+    keep = torch.ones(k.shape[:4], dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"keep\[0\].shape=\(2, 2, 39\)"):
+        attention_output_loss(q, k, v, keep[..., 1:], w)
+    with pytest.raises(ValueError, match=r"output_weights\[0\].shape=\(12, 31\)"):
+        attention_output_loss(q, k, v, keep, w[..., 1:])
+    keep[1, 0, 1] = False
+    with pytest.raises(ValueError, match=r"keep\[1\]: every head must keep at least 1"):
+        attention_output_loss(q, k, v, keep, w)

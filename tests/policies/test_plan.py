@@ -1,0 +1,403 @@
+"""plan(): exact totals, independence of rows and dtypes, decoding at constant size, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpass.ops import reference
+from kvpass.policies import POLICIES, resolve
+from kvpass.policies.decode import survivors
+from kvpass.policies.decode_rules import Slots
+from kvpass.policies.observation import Observation
+from kvpass.policies.plan import plan
+
+BUILT_IN = (
+    *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv", "ada_pyramidkv"),
+    *("cake", "h2o", "tova", "streaming_llm", "vatp", "random", "full"),
+)
+TAUS = {"tau1": 1.6, "tau2": 0.4}
+VARIANTS = [
+    *((name, {}) for name in BUILT_IN if name not in ("cake", "full")),
+    ("cake", TAUS),
+    *(("cake", TAUS | {"indicator": indicator}) for indicator in ("mean", "var", "product")),
+    ("snapkv", TAUS | {"layer_split": "cake"}),
+    ("h2o", TAUS | {"layer_split": "cake"}),
+    *(("pyramidkv", {"shape": shape}) for shape in ("geometric", "exponential", "entropy", "gini")),
+    ("ada_snapkv", {"normalize": True, "alpha": 0.5}),
+    ("lava", {"alpha": 0.3}),
+    ("vatp", {"indicator": "h2o", "sinks": 3}),
+    ("vatp", {"indicator": "scissorhands"}),
+]
+EVICTING = [
+    *(("cake", TAUS), ("h2o", {}), ("tova", {}), ("streaming_llm", {}), ("vatp", {"indicator": "h2o", "sinks": 2})),
+    ("h2o", TAUS | {"layer_split": "cake"}),
+]
+
+
+def name_of(variant: tuple[str, dict]) -> str:
+    return "-".join([variant[0], *(str(v) for v in variant[1].values())])
+
+
+def tensors(
+    seed: int, layers: int = 3, batch: int = 1, kv_heads: int = 2, group: int = 2, length: int = 24, dim: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(layers, batch, kv_heads * group, length, dim, generator=g) * 2
+    k = torch.randn(layers, batch, kv_heads, length, dim, generator=g)
+    v = torch.randn(layers, batch, kv_heads, length, dim, generator=g)
+    return q, k, v
+
+
+def new_tokens(seed: int, steps: int, like: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(steps, *x.shape[:3], x.shape[4], generator=g) for x in like)
+
+
+# --- the budget is a contract ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 30),
+    st.integers(0, 6),
+)
+def test_contract_2_the_total_is_exactly_the_budget(variant, seed, layers, kv_heads, group, length, window):
+    name, options = variant
+    q, k, v = tensors(seed, layers, 1, kv_heads, group, length)
+    budget = window + 1 + seed % 13
+    found = plan(name, q, k, v, budget=budget, window=window, **options)
+    assert found.lengths.sum().item() == min(budget, length) * layers * kv_heads
+    assert torch.equal(found.lengths, found.keep.sum(-1))
+    assert found.keep[..., length - min(window, length) :].all()
+    assert found.layer_budgets.sum().item() * kv_heads == pytest.approx(
+        max(min(budget, length) - min(window, length), 0) * layers * kv_heads
+    )
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v[0] not in ("tova", "streaming_llm")], ids=name_of)
+def test_contract_2_released_rules_stay_within_the_stated_capacity(variant):
+    name, options = variant
+    for seed in range(6):
+        layers, kv_heads, length, window = 1 + seed % 4, 1 + seed % 3, 12 + 5 * seed, 4
+        q, k, v = tensors(seed, layers, 1, kv_heads, 2, length)
+        for budget in (5, 9, 16, 30):
+            found = plan(name, q, k, v, budget=budget, window=window, parity="code", **options)
+            evictable = int((found.lengths - window).sum())
+            assert evictable <= found.policy.capacity(budget - window, layers, kv_heads)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+def test_contract_4_rows_do_not_influence_each_other(variant):
+    name, options = variant
+    parts = [tensors(seed) for seed in range(3)]
+    q, k, v = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+    decode = new_tokens(9, 3, (q, k, v))
+    together = plan(name, q, k, v, budget=11, decode=decode, window=3, **options)
+    for row, part in enumerate(parts):
+        alone = plan(name, *part, budget=11, decode=tuple(x[:, :, row : row + 1] for x in decode), window=3, **options)
+        assert torch.equal(together.keep[:, row], alone.keep[:, 0])
+        assert torch.equal(together.scores[:, row].nan_to_num(), alone.scores[:, 0].nan_to_num())
+        assert torch.equal(together.decode_keep[:, :, row], alone.decode_keep[:, :, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+def test_half_precision_inputs_give_the_fp32_decision(variant, dtype):
+    name, options = variant
+    q, k, v = (x.to(dtype) for x in tensors(5, length=40))
+    half = plan(name, q, k, v, budget=12, window=4, **options)
+    full = plan(name, q.float(), k.float(), v.float(), budget=12, window=4, **options)
+    assert torch.equal(half.keep, full.keep)
+    assert half.scores.dtype == torch.float32 and not half.scores[..., :36].isnan().any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@pytest.mark.parametrize("parity", ["paper", "code"])
+def test_degenerate_prompts_are_decided_without_nan(variant, parity):
+    name, options = variant
+    for length, window in ((1, 0), (1, 1), (2, 1), (3, 5), (6, 1)):
+        q, k, v = (torch.zeros_like(x) for x in tensors(0, length=length))
+        found = plan(name, q, k, v, budget=window + 1, window=window, parity=parity, **options)
+        assert not found.scores[..., : length - min(window, length)].isnan().any()
+        assert torch.isfinite(found.layer_budgets).all()
+
+
+def test_full_keeps_everything_and_takes_no_budget():
+    q, k, v = tensors(0)
+    assert plan("full", q, k, v, budget=None).keep.all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+def test_a_budget_that_holds_the_prompt_keeps_it(variant):
+    name, options = variant
+    q, k, v = tensors(3)
+    assert plan(name, q, k, v, budget=24, window=4, **options).keep.all()
+    assert plan(name, q, k, v, budget=10**6, window=4, **options).keep.all()
+
+
+def test_the_three_ways_to_say_a_budget_agree():
+    q, k, v = tensors(1)
+    size = 12 * 3 * 2 * (4 + 4) * 4
+    kept = [plan("lava", q, k, v, budget=b, window=4).keep for b in (12, 0.5, f"{size}B")]
+    assert torch.equal(kept[0], kept[1]) and torch.equal(kept[0], kept[2])
+
+
+def test_one_tensor_per_layer_and_only_the_window_queries_are_enough():
+    q, k, v = tensors(2)
+    whole = plan("lava", q, k, v, budget=10, window=4)
+    listed = plan("lava", list(q[:, :, :, -4:]), list(k), list(v), budget=10, window=4)
+    assert torch.equal(whole.keep, listed.keep)
+
+
+def test_to_dict_is_json_and_says_what_was_kept():
+    q, k, v = tensors(2)
+    found = plan("streaming_llm", q, k, v, budget=6, decode=new_tokens(0, 2, (q, k, v)))
+    told = json.loads(json.dumps(found.to_dict()))
+    assert told["kept"][0][0][0] == [0, 1, 2, 3, 22, 23]
+    assert told["decode_kept"][1][0][0][0] == [0, 1, 2, 3, 24, 25]
+    assert told["lengths"] == found.lengths.tolist()
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", EVICTING, ids=name_of)
+@pytest.mark.parametrize("parity", ["paper", "code"])
+def test_decoding_keeps_the_cache_at_its_size(variant, parity):
+    name, options = variant
+    q, k, v = tensors(4)
+    steps = 7
+    window = 0 if name in ("tova", "streaming_llm") else 4
+    found = plan(
+        name, q, k, v, budget=9, decode=new_tokens(4, steps, (q, k, v)), window=window, parity=parity, **options
+    )
+    for step in range(steps):
+        mask = found.decode_keep[step]
+        assert torch.equal(mask.sum(-1), found.lengths)
+        newest = 24 + step + 1
+        assert mask[..., newest - window : newest].all() and not mask[..., newest:].any()
+        before = found.keep if step == 0 else found.decode_keep[step - 1]
+        assert not (mask[..., : newest - 1] & ~torch.nn.functional.pad(before, (0, steps))[..., : newest - 1]).any()
+
+
+@pytest.mark.parametrize("variant", EVICTING, ids=name_of)
+def test_a_short_prompt_grows_to_the_budget_and_stays_there(variant):
+    name, options = variant
+    q, k, v = tensors(4, length=6)
+    window = 0 if name in ("tova", "streaming_llm") else 3
+    found = plan(name, q, k, v, budget=9, decode=new_tokens(4, 6, (q, k, v)), window=window, **options)
+    assert found.decode_keep.sum(-1).flatten(1).unique(dim=1).flatten().tolist() == [7, 8, 9, 9, 9, 9]
+
+
+@pytest.mark.parametrize("variant", [("lava", {}), ("cake", TAUS | {"evict_during_decode": False})], ids=name_of)
+def test_without_a_decode_rule_tokens_are_only_appended(variant):
+    name, options = variant
+    q, k, v = tensors(4)
+    found = plan(name, q, k, v, budget=9, decode=new_tokens(4, 2, (q, k, v)), window=4, **options)
+    assert torch.equal(found.decode_keep[1][..., :24], found.keep)
+    assert found.decode_keep[0][..., 24:].sum(-1).unique().tolist() == [1]
+    assert found.decode_keep[1][..., 24:].all()
+
+
+def decode_by_hand(name: str, found, q, k, v, decode, window: int) -> list:
+    """TOVA, H2O and CAKE (position order) with Python lists, one layer and head after another; G query heads a head."""
+    layers, _, kv_heads, length, dim = k.shape
+    group = q.shape[2] // kv_heads
+    result = []
+    for layer in range(layers):
+        scores_of_all = torch.einsum("hrd,hnd->hrn", q[layer, 0], k[layer, 0].repeat_interleave(group, 0)) * dim**-0.5
+        future = torch.ones(length, length).triu(1).bool()
+        prompt = scores_of_all.masked_fill(future, -math.inf).softmax(-1).sum(1)
+        live = [found.keep[layer, 0, h].nonzero().flatten().tolist() for h in range(kv_heads)]
+        quota = [len(x) - window for x in live]
+        heavy = [[prompt[h * group : (h + 1) * group, i].mean().item() for i in range(length)] for h in range(kv_heads)]
+        keys = [[k[layer, 0, h, i] for i in range(length)] for h in range(kv_heads)]
+        for s in range(decode[0].shape[0]):
+            a = {}
+            for h in range(kv_heads):
+                keys[h].append(decode[1][s, layer, 0, h])
+                heavy[h].append(0.0)
+                live[h].append(length + s)
+                logits = (
+                    torch.stack([keys[h][i] for i in live[h]]) @ decode[0][s, layer, 0, h * group : (h + 1) * group].T
+                )
+                a[h] = (logits * dim**-0.5).softmax(0)
+            for h in range(kv_heads):
+                old = [j for j, i in enumerate(live[h]) if i <= length + s - window]
+                if name == "tova":
+                    worth = {j: sum(a[x][j].mean().item() for x in range(kv_heads)) for j in old}
+                elif name == "h2o":
+                    for j, i in enumerate(live[h]):
+                        heavy[h][i] += a[h][j].mean().item()
+                    worth = {j: heavy[h][live[h][j]] for j in old}
+                else:
+                    mean = a[h].mean(1)
+                    worth = {j: sum(mean[x].item() for x in range(j - 2, j + 3) if x in old) / 5 for j in old}
+                best = sorted(old, key=lambda j: (-worth[j], live[h][j]))[: quota[h]]
+                live[h] = [i for j, i in enumerate(live[h]) if j in best or j not in old]
+            result.append((s, layer, [list(x) for x in live]))
+    return result
+
+
+@pytest.mark.parametrize("name", ["tova", "h2o", "cake"])
+def test_decode_rules_equal_a_brute_force(name):
+    q, k, v = tensors(8, layers=2, length=20)
+    decode = new_tokens(8, 5, (q, k, v))
+    window = 0 if name == "tova" else 3
+    found = plan(name, q, k, v, budget=8, decode=decode, window=window, **(TAUS if name == "cake" else {}))
+    for step, layer, live in decode_by_hand(name, found, q, k, v, decode, window):
+        for head, positions in enumerate(live):
+            assert found.decode_keep[step, layer, 0, head].nonzero().flatten().tolist() == positions, (
+                step,
+                layer,
+                head,
+            )
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def with_nan(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[0, 0, 1, 2, 3] = math.nan
+    return x
+
+
+Q, K, V = tensors(0)
+BAD_INPUT = [
+    ({"policy": "lav"}, "lava"),
+    ({"policy": 3}, "policy=3"),
+    ({"kernel": 7}, "kernel=7.*kernel_size"),
+    ({"alpha": 0.2, "policy": "snapkv"}, "alpha=0.2.*snapkv"),
+    ({"window": -1}, r"window=-1.*>= 0"),
+    ({"window": 2.0}, r"window=2.0.*>= 0"),
+    ({"budget": 4}, "budget 4.*window \\+ 1 = 5"),
+    ({"budget": 0}, "budget=0"),
+    ({"budget": None}, "budget=None"),
+    ({"budget": 1.5}, r"budget=1.5.*\(0, 1\]"),
+    ({"budget": math.nan}, "budget=nan"),
+    ({"budget": "many"}, "budget='many'"),
+    ({"policy": "full", "window": 32, "budget": 8}, "budget=8: policy 'full'.*takes no budget"),
+    ({"scale": 0.0}, r"scale=0.0.*\(0.0, inf\)"),
+    ({"scale": math.nan}, "scale=nan"),
+    ({"scale": "x"}, "scale='x'"),
+    ({"keys": with_nan(K)}, r"keys\[0, 0, 1, 2, 3\]=nan"),
+    ({"values": with_nan(V)}, r"values\[0, 0, 1, 2, 3\]=nan"),
+    ({"queries": with_nan(Q)}, r"queries\[0, 0, 1, 2, 3\]=nan"),
+    ({"queries": Q[:, :, :, -3:]}, r"R=3 must be in \[4, 24\]"),
+    ({"queries": Q.repeat(1, 1, 1, 2, 1)}, r"R=48 must be in \[4, 24\]"),
+    ({"queries": Q[:, :, :3]}, "H=3.*K=2"),
+    ({"queries": Q[:2]}, r"queries.shape=\(2, "),
+    ({"queries": Q[..., :3]}, r"queries.shape=.*must be"),
+    ({"keys": K[:, :, :, :0], "values": V[:, :, :, :0]}, "N=0"),
+    ({"values": V[:, :, :, :5]}, r"values.shape=\(3, 1, 2, 5, 4\)"),
+    ({"keys": K[0]}, r"keys.shape=\(1, 2, 24, 4\)"),
+    ({"keys": K.long()}, "keys.dtype=torch.int64"),
+    ({"keys": []}, "keys"),
+    ({"queries": Q[:, :, :, -4:], "policy": "h2o"}, "row 0 is needed"),
+    ({"decode": (Q[None, :, :, :, 0], K[None, :, :, :, 0])}, "decode has 2"),
+    ({"decode": (Q[None, :, :, :, 0], K[None, :, :, :, 0], V[None, :, :1, :1, 0])}, r"decode values.shape"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_INPUT, ids=lambda x: x if isinstance(x, str) else None)
+def test_contract_10_bad_input_names_what_is_wrong(change, message):
+    call = {"policy": "lava", "queries": Q, "keys": K, "values": V, "budget": 8, "window": 4} | change
+    with pytest.raises(ValueError, match=message):
+        plan(**call)
+
+
+def test_the_table_above_covers_every_built_in_policy():
+    assert set(BUILT_IN) <= set(POLICIES)
+    assert {name for name, _ in VARIANTS} == set(BUILT_IN) - {"full"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
+    name, options = variant
+    for seed in range(4):
+        layers, length, window, budget = 4, 26, 3, 8
+        q, k, v = tensors(seed, layers, length=length)
+        found = plan(name, q, k, v, budget=budget, window=window, **options)
+        policy = resolve(name, window=window, **options)
+        sites = [Observation(q[i], k[i], v[i], 0.5, window, i, layers) for i in range(layers)]
+        entries, available = torch.tensor([budget - window]), torch.tensor([length - window])
+        scores = [policy.score(obs) for obs in sites]
+        weights = [policy.layer_weight(obs, s) for obs, s in zip(sites, scores, strict=True)]
+        known = torch.zeros(1, layers).double() if weights[0] is None else torch.stack(weights, 1)
+        final = policy.layer_budgets(known, entries, available, 2, layers)
+        for i in range(layers):
+            once = policy.rank(scores[i], entries) < final[:, i]
+            assert torch.equal(found.keep[i, :, :, : length - window], once)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, ("full", {})], ids=name_of)
+@pytest.mark.parametrize("parity", ["paper", "code"])
+@pytest.mark.parametrize("budget", [8, 15, 29])
+def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, budget):
+    """Their pool has exactly the slots that the policy states, and they raise when it is full."""
+    name, options = variant
+    layers, batch, kv_heads, length, window = 4, 2, 2, 30, 4
+    q, k, v = tensors(budget, layers, batch, kv_heads, 2, length)
+    policy = resolve(name, window=window, parity=parity, **options)
+    want = plan(policy, q, k, v, budget=budget if policy.needs_budget else None).keep
+    entries = (budget if policy.needs_budget else length) - window
+    capacity = policy.capacity(entries, layers, kv_heads)
+    pool_k, pool_v = torch.zeros(batch, capacity, 4), torch.zeros(batch, capacity, 4)
+    slots = torch.full((4, batch, capacity), -1, dtype=torch.int32)
+    slot_traces = torch.zeros(2, batch, capacity)
+    window_traces = torch.zeros(2, batch, layers, kv_heads, max(window, 1))
+    ledger = torch.zeros(batch, layers, dtype=torch.float64)
+    tail_k, tail_v = torch.zeros(2, layers, batch, kv_heads, window + 2, 4)
+    start, share = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), entries)
+    state = pool_k, pool_v, slots, slot_traces, ledger, window_traces, tail_k, tail_v
+    for layer in range(layers):
+        site = q[layer], k[layer], v[layer]
+        _, scores, traces, weight = reference.observe_attention(*site, start, 0.5, layer, layers, policy)
+        reference.cascade_step(*state, *site[1:], scores, traces, weight, share, start, layer, policy)
+    keep = torch.zeros_like(want)
+    keep[..., length - window :] = True
+    owner, _, position, _ = slots.long()
+    row, slot = (owner >= 0).nonzero(as_tuple=True)
+    owner, position = owner[row, slot], position[row, slot]
+    keep[owner // kv_heads, row, owner % kv_heads, position] = True
+    assert torch.equal(keep, want)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, ("full", {})], ids=name_of)
+@pytest.mark.parametrize("parity", ["paper", "code"])
+def test_no_decision_needs_a_value_on_the_host(variant, parity):
+    """Tensors without data: reading a value, boolean indexing or a data-dependent shape raises."""
+    name, options = variant
+    policy = resolve(name, window=3, parity=parity, **options)
+    q, k, v = (x[0].to("meta") for x in tensors(0, batch=2))
+    obs = Observation(q, k, v, 0.5, 3, 1, 4)
+    entries = torch.empty(2, dtype=torch.int64, device="meta")
+    weights = torch.empty(2, 4, dtype=torch.float64, device="meta")
+    scores = policy.score(obs)
+    assert scores.shape == (2, 2, 21)
+    assert policy.layer_weight(obs, scores) is None or policy.layer_weight(obs, scores).shape == (2,)
+    assert policy.rank(scores, entries).dtype == torch.int32
+    assert policy.layer_budgets(weights, entries, entries, 2, 3).dtype == torch.int64
+    assert policy.layer_budgets(weights, entries, entries, 2, 4).shape == (2, 4)
+    rule = policy.decode_rule()
+    if rule is not None:
+        position = torch.empty(2, 2, 24, dtype=torch.int64, device="meta")
+        slots = Slots(position, rule.first_place(scores, position[..., :21], entries), rule.start(obs), obs.value_norm)
+        slots = replace(slots, place=position)
+        worth, _ = rule.observe(torch.empty(2, 4, 24, device="meta"), slots)
+        keep = survivors(worth, position, policy.decode_quota(position.sum(2), entries, entries), rule.window)
+        assert rule.next_place(worth, slots, keep).shape == (2, 2, 24)

@@ -1,0 +1,293 @@
+"""Policies: scores against their formulas written out, layer and head splits against brute force."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpass.policies import Policy, resolve
+from kvpass.policies.observation import Observation
+from kvpass.policies.released import cake_budgets, pyramid_budgets, rank_safeguarded
+
+TAUS = {"tau1": 1.0, "tau2": 1.0}
+L, K, G, N, D, W = 3, 2, 2, 17, 4, 4
+M = N - W
+
+
+@pytest.fixture
+def obs() -> Observation:
+    g = torch.Generator().manual_seed(1)
+    return Observation(
+        torch.randn(1, K * G, N, D, generator=g) * 2,
+        torch.randn(1, K, N, D, generator=g),
+        torch.randn(1, K, N, D, generator=g),
+        scale=0.5,
+        window=W,
+        layer=1,
+        num_layers=L,
+    )
+
+
+def attention(obs: Observation) -> Tensor:
+    """Causal softmax of the whole prompt, fp64 ``[K, G, N, N]``, the plain way."""
+    q = obs.queries[0].double().unflatten(0, (K, G))
+    logits = q @ obs.keys[0].double()[:, None].transpose(2, 3) * obs.scale
+    return logits.masked_fill(torch.ones(N, N).triu(1).bool(), -math.inf).softmax(-1)
+
+
+def pooled(row: list[float], kind: str, size: int) -> list[float]:
+    reach = range(-(size // 2), size // 2 + 1)
+    near = [[row[i + j] for j in reach if 0 <= i + j < len(row)] for i in range(len(row))]
+    return [max(x) if kind == "max" else sum(x) / size for x in near]
+
+
+def assert_score(policy: Policy, obs: Observation, want: list[list[float]]) -> None:
+    found = policy.score(obs)
+    assert found.shape == (1, K, M) and found.dtype == torch.float32
+    torch.testing.assert_close(found[0].double(), torch.tensor(want, dtype=torch.float64), rtol=1e-5, atol=1e-9)
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool", ["max", "avg"])
+@pytest.mark.parametrize(("group", "reduce"), [("mean", lambda x: sum(x) / G), ("max", max), ("sum", sum)])
+def test_snapkv_score(obs, pool, group, reduce):
+    a = attention(obs)[:, :, -W:, :M].mean(2).tolist()
+    want = [pooled([reduce(x) for x in zip(*heads, strict=True)], pool, 5) for heads in a]
+    assert_score(resolve("snapkv", window=W, pool=pool, kernel_size=5, group=group), obs, want)
+
+
+def test_snapkv_without_pooling(obs):
+    assert_score(resolve("snapkv", window=W, pool=None), obs, attention(obs)[:, :, -W:, :M].mean((1, 2)).tolist())
+
+
+def test_pyramidkv_sums_where_snapkv_takes_the_mean(obs):
+    want = (resolve("snapkv", window=W).score(obs)[0] * W).tolist()
+    assert_score(resolve("pyramidkv", window=W), obs, want)
+
+
+def test_lava_pools_each_query_head_takes_the_group_maximum_and_weighs_by_the_largest_evictable_value(obs):
+    a = attention(obs)[:, :, -W:, :M].mean(2).tolist()
+    norm = obs.values[0, :, :M].abs().sum(-1).amax(-1).tolist()
+    want = [
+        [max(x) * norm[k] for x in zip(*(pooled(head, "max", 7) for head in heads), strict=True)]
+        for k, heads in enumerate(a)
+    ]
+    for name in ("lava", "lava_uniform", "lava_pyramid", "lava_nohead"):
+        assert_score(resolve(name, window=W), obs, want)
+
+
+def test_lava_layer_weight_is_the_normalised_entropy(obs):
+    policy = resolve("lava", window=W)
+    s = policy.score(obs)
+    p = (s / s.sum()).flatten().tolist()
+    want = -sum(x * math.log(x) for x in p) / math.log(K * M)
+    assert policy.layer_weight(obs, s).item() == pytest.approx(want, rel=1e-6)
+    assert policy.layer_weight(obs, torch.ones(1, K, M)).item() == pytest.approx(1.0)
+    assert policy.layer_weight(obs, torch.zeros(1, K, M)).item() == 0.0
+    assert policy.layer_weight(obs, torch.ones(1, 1, 1)).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("indicator", "worth"),
+    [
+        ("sum", lambda mean, var: mean + 30 * var),
+        ("mean", lambda mean, var: mean),
+        ("var", lambda mean, var: var),
+        ("product", lambda mean, var: mean * var),
+    ],
+)
+def test_cake_indicator_and_its_ablations(obs, indicator, worth):
+    a = attention(obs)[:, :, -W:, :M]
+    value = worth(a.mean(2), a.var(2, unbiased=True)).tolist()
+    want = [[sum(x) / G for x in zip(*(pooled(head, "avg", 5) for head in heads), strict=True)] for heads in value]
+    assert_score(resolve("cake", window=W, gamma=30, indicator=indicator, **TAUS), obs, want)
+
+
+def test_cake_layer_preference_also_serves_other_scores(obs):
+    a = attention(obs)[:, :, -W:, :M]
+    h = -(a * (a + 1e-10).log()).sum().item()
+    v = a.var(2, unbiased=True).sum().item()
+    for name in ("cake", "snapkv", "h2o"):
+        options = {} if name == "cake" else {"layer_split": "cake"}
+        policy = resolve(name, window=W, tau1=1.6, tau2=0.4, **options)
+        assert policy.layer_weight(obs, policy.score(obs)).item() == pytest.approx(h ** (1 / 1.6) * v**2.5, rel=1e-5)
+    assert resolve("snapkv", window=W).layer_weight(obs, torch.zeros(1, K, M)) is None
+
+
+def test_h2o_score_adds_up_all_rows(obs):
+    assert_score(resolve("h2o", window=W), obs, attention(obs)[..., :M].sum(2).mean(1).tolist())
+
+
+def test_tova_score_is_the_last_row_averaged_over_all_heads(obs):
+    row = attention(obs)[:, :, -1, :M].mean((0, 1)).tolist()
+    assert_score(resolve("tova", window=W), obs, [row, row])
+
+
+def test_streaming_llm_keeps_sinks_first_then_the_latest(obs):
+    score = resolve("streaming_llm", window=W, sinks=2).score(obs)[0, 0]
+    assert score.argsort(descending=True).tolist() == [0, 1, *range(M - 1, 1, -1)]
+
+
+def test_vatp_weighs_with_each_tokens_own_value(obs):
+    norm = obs.values[0, :, :M].abs().sum(-1)
+    snapkv = resolve("snapkv", window=W).score(obs)[0]
+    assert_score(resolve("vatp", window=W), obs, (snapkv * norm).tolist())
+    total = attention(obs)[..., :M].sum(2).mean(1)
+    assert_score(resolve("vatp", window=W, indicator="h2o"), obs, (total * norm).tolist())
+    assert_score(resolve("vatp", window=W, indicator="scissorhands"), obs, (total / 400 * norm).tolist())
+    score = resolve("vatp", window=W, sinks=2).score(obs)[0]
+    assert (score[:, :2] > score[:, 2:].amax(1, keepdim=True)).all()
+
+
+def test_random_depends_on_seed_layer_head_and_position_alone(obs):
+    score = resolve("random", window=W).score(obs)[0]
+    twice = dataclasses.replace(obs, keys=obs.keys.repeat(2, 1, 1, 1) * 3, values=obs.values.repeat(2, 1, 1, 1))
+    assert torch.equal(resolve("random", window=W).score(twice), score.expand(2, -1, -1))
+    longer = dataclasses.replace(obs, keys=torch.zeros(1, K, 5000, D), window=0)
+    many = resolve("random", window=0).score(longer)[0]
+    assert torch.equal(many[:, :M], score)
+    assert many.unique().numel() > 9990 and many.min() >= 0 and many.max() < 1
+    assert abs(many.mean().item() - 0.5) < 0.01 and abs(many.std().item() - 12**-0.5) < 0.01
+    for other in (
+        resolve("random", window=W, seed=1).score(obs)[0],
+        resolve("random", window=W).score(dataclasses.replace(obs, layer=2))[0],
+    ):
+        assert (other != score).float().mean() > 0.9
+
+
+# --- splits ----------------------------------------------------------------------------------------------------------
+
+
+def budgets(policy: Policy, entries: int, available: int, layers: int, kv_heads: int = 1, weights=None) -> list[int]:
+    w = torch.zeros(1, layers).double() if weights is None else torch.tensor([weights]).double()
+    return policy.layer_budgets(w, torch.tensor([entries]), torch.tensor([available]), kv_heads, layers)[0].tolist()
+
+
+def test_pyramid_is_an_exact_arithmetic_sequence():
+    policy = resolve("pyramidkv", window=8)
+    assert budgets(policy, 40, 500, 3) == [78, 40, 2]
+    assert budgets(policy, 100, 1000, 5, 2) == [390, 295, 200, 105, 10]
+    assert budgets(policy, 40, 70, 3) == [40, 40, 40]  # 78 tokens are fewer than 2 * 40
+    assert budgets(policy, 40, 74, 3) == [74, 40, 6]  # the lowest layer has 74 entries, not 78
+    assert budgets(resolve("pyramidkv"), 100, 180, 5, 2) == [360, 280, 200, 120, 40]
+    assert budgets(resolve("pyramidkv"), 40, 48, 3) == [48, 40, 32]  # 80 tokens are not fewer than 2 * 40
+    assert budgets(policy, 40, 20, 3) == [20, 20, 20]
+    assert budgets(policy, 40, 500, 1) == [40]
+
+
+@pytest.mark.parametrize("shape", ["geometric", "exponential"])
+def test_other_pyramid_shapes_fall_and_keep_the_total(shape):
+    found = budgets(resolve("pyramidkv", shape=shape), 100, 5000, 6)
+    assert sum(found) == 600 and found == sorted(found, reverse=True) and found[0] > 2 * found[-1]
+    assert found != budgets(resolve("pyramidkv"), 100, 5000, 6)
+
+
+def test_prompt_driven_pyramid_shapes_prefer_layers_that_look_everywhere(obs):
+    sharp = dataclasses.replace(obs, queries=obs.queries * 20)
+    flat = dataclasses.replace(obs, queries=obs.queries * 0)
+    for shape in ("entropy", "gini"):
+        policy = resolve("pyramidkv", window=W, shape=shape)
+        weights = [policy.layer_weight(x, policy.score(x)).item() for x in (sharp, obs, flat)]
+        assert 0 <= weights[0] < weights[1] < weights[2]
+    assert weights[2] == pytest.approx(1.0)
+
+
+def test_pyramid_as_released_overshoots_and_stands_on_its_head_for_short_prompts():
+    def released(entries, available, layers, short_uniform=True):
+        x = pyramid_budgets(
+            torch.tensor([entries]),
+            torch.tensor([available]),
+            layers,
+            1,
+            window=32,
+            beta=20,
+            short_uniform=short_uniform,
+        )
+        return x[0].tolist()
+
+    assert released(32, 1000, 4) == [63, 43, 23, 3]  # 132 instead of 128
+    assert released(96, 28, 3, False) == [28, 96, 164]
+    assert released(96, 28, 3) == [28, 28, 28]
+    assert released(32, 1000, 1) == [32]
+    assert released(40, 48, 3) == [48, 40, 32]  # 80 tokens are not fewer than 2 * 40
+    assert released(40, 47, 3) == [40, 40, 40]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 40), st.data())
+def test_cake_budgets_as_released_equal_the_rule_in_plain_python(weights, entries, available, data):
+    layers = len(weights)
+    seen = data.draw(st.integers(1, layers))
+    x32 = torch.tensor(weights[:seen], dtype=torch.float32)
+    ratio = x32 / x32.sum() if sum(weights[:seen]) else torch.full((seen,), 1 / seen)
+    x = [int(r * torch.tensor(float(entries * layers))) for r in ratio]
+    cap, total = available, entries * layers
+
+    def spread(amount, takers, sign):
+        if takers:
+            for n, i in enumerate(takers):
+                x[i] += sign * (amount // len(takers) + (n < amount % len(takers)))
+
+    excess = sum(max(y - cap, 0) for y in x)
+    x = [min(y, cap) for y in x]
+    spread(excess, [i for i in range(seen) if x[i] < cap], 1)
+    rest = total - sum(x)
+    if rest > 0:
+        spread(rest, [i for i in range(seen) if x[i] < cap], 1)
+    elif rest < 0:
+        spread(-rest, [i for i in range(seen) if x[i] > 1], -1)
+    want = [min(y, cap) * 3 for y in x] + [0] * (layers - seen)
+    w = torch.tensor([weights], dtype=torch.float64)
+    found = cake_budgets(w, torch.tensor([entries]), torch.tensor([available]), 3, seen)
+    assert found[0].tolist() == want
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 9), st.sampled_from([0.0, 0.2, 0.3, 0.5, 1.0]), st.data())
+def test_the_released_safeguard_equals_its_counts_for_every_budget(heads, m, alpha, data):
+    rows = [[float(data.draw(st.integers(0, 4))) for _ in range(m)] for _ in range(heads)]
+    frozen = data.draw(st.none() | st.integers(0, 4))
+    n = torch.arange(m + 4)
+    constant = (n * alpha).floor() if frozen is None else torch.full((m + 4,), float(frozen))
+    padded = torch.tensor(rows).reshape(1, heads, m)
+    padded = torch.nn.functional.pad(padded, (1, 1), value=-math.inf)
+    rank = rank_safeguarded(padded, alpha, constant[None].float())[0, :, 1:-1]
+    best = sorted(((h, i) for h in range(heads) for i in range(m)), key=lambda e: (-rows[e[0]][e[1]], e[1], e[0]))
+    for budget in range(m + 3):
+        for h in range(heads):
+            own = [e for e in best if e[0] == h]
+            count = sum(e[0] == h for e in best[: heads * budget])
+            exact = torch.tensor(count).float() * (1 - alpha) + constant[budget]
+            keep = own if budget > m else own[: int(exact.round())]
+            found = (rank[h] < heads * budget).nonzero().flatten().tolist()
+            assert found == sorted(i for _, i in keep), (budget, h)
+
+
+def test_lava_code_safeguard_is_frozen_and_overspends():
+    g = torch.Generator().manual_seed(0)
+    scores = torch.rand(1, 4, 300, generator=g)
+    entries = torch.tensor([96])
+    kept = (resolve("lava", parity="code").rank(scores, entries) < 4 * 96).sum().item()
+    exact = (resolve("lava").rank(scores, entries) < 4 * 96).sum().item()
+    assert exact == 384 and kept - exact == pytest.approx(4 * 0.2 * 32, abs=4)
+
+
+def test_lava_has_a_safeguard_only_where_asked():
+    scores = torch.tensor([[[9.0, 8.0, 7.0, 6.0], [1.0, 2.0, 3.0, 4.0]]])
+    for alpha, lengths in ((None, [4, 0]), (0.5, [3, 1]), (1.0, [2, 2])):
+        assert (resolve("lava", alpha=alpha).rank(scores, torch.tensor([2])) < 4).sum(2).tolist() == [lengths]
+
+
+def test_normalize_raises_heads_whose_best_entries_hold_their_mass():
+    scores = torch.tensor([[[5.0, 5.0, 5.0, 5.0, 5.0, 5.0], [4.0, 4.0, 0.0, 0.0, 0.0, 0.0]]])
+    plain = resolve("ada_snapkv", alpha=0.0).rank(scores, torch.tensor([2])) < 4
+    weighed = resolve("ada_snapkv", alpha=0.0, normalize=True).rank(scores, torch.tensor([2])) < 4
+    assert plain.sum(2).tolist() == [[4, 0]] and weighed.sum(2).tolist() == [[2, 2]]

@@ -1,0 +1,303 @@
+"""Policies: names, options and their ranges, specs that can be read back, policies of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+import kvpass
+from kvpass.config import Budget
+from kvpass.policies import POLICIES, Policy, from_spec, register_policy, resolve
+from kvpass.policies.cake import TEMPERATURES, temperatures
+from kvpass.policies.layer_splits import EntropyLayers
+from kvpass.policies.observation import Observation
+from kvpass.policies.snapkv import SnapKV
+from kvpass.policies.tova import Tova
+from kvpass.testing import random_ids, tiny_model
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TAUS = {"tau1": 1.0, "tau2": 1.0}
+
+
+def needed(name: str) -> dict[str, object]:
+    return dict(TAUS) if name == "cake" else {}
+
+
+@pytest.mark.parametrize("name", [*POLICIES])
+@pytest.mark.parametrize("parity", ["paper", "code"])
+def test_spec_can_be_read_back_and_a_policy_is_a_value(name, parity):
+    policy = resolve(name, parity=parity, **needed(name))
+    assert from_spec(policy.spec) == policy and hash(from_spec(policy.spec)) == hash(policy)
+    assert resolve(policy, window=7).window == 7 and resolve(policy) == policy
+    assert from_spec(policy.spec) is from_spec(policy.spec)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.window = 3
+
+
+@pytest.mark.parametrize(
+    ("given", "near"), [("lva", "lava"), ("Ada-SnapKV", "ada_snapkv"), ("streaming", "streaming_llm")]
+)
+def test_contract_10_an_unknown_name_is_answered_with_the_nearest(given, near):
+    with pytest.raises(ValueError, match=f"policy='{given}'.*'{near}'"):
+        resolve(given)
+
+
+BAD_OPTIONS = [
+    ("window", -1, [*POLICIES]),
+    ("window", True, [*POLICIES]),
+    ("parity", "papr", [*POLICIES]),
+    *(("pool", bad, ["lava", "snapkv", "pyramidkv", "ada_snapkv", "cake", "h2o", "vatp"]) for bad in ("mx", 3)),
+    *(
+        ("kernel_size", bad, ["lava", "snapkv", "ada_pyramidkv", "cake", "h2o", "vatp"])
+        for bad in (0, 4, -3, 5.0, None)
+    ),
+    ("group", "median", ["lava", "snapkv", "cake", "h2o", "vatp"]),
+    *(("alpha", bad, ["lava", "lava_uniform", "ada_snapkv", "ada_pyramidkv"]) for bad in (-0.1, 1.1, math.nan, "a")),
+    *(("beta", bad, ["pyramidkv", "ada_pyramidkv", "lava_pyramid"]) for bad in (0, -2, 2.5)),
+    *(("gamma", bad, ["cake"]) for bad in (-1, math.inf, None)),
+    *((tau, bad, ["cake", "snapkv", "h2o"]) for tau in TAUS for bad in (0, -1.0, math.inf, True)),
+    ("tau1", None, ["cake"]),
+    ("sinks", -1, ["streaming_llm", "vatp"]),
+    ("normalize", 1, ["ada_snapkv"]),
+    ("layer_split", "pyramid", ["snapkv", "h2o"]),
+    ("shape", "square", ["pyramidkv"]),
+    ("indicator", "std", ["cake", "vatp"]),
+    ("evict_during_decode", "no", ["cake", "h2o", "tova", "streaming_llm", "vatp"]),
+    ("seed", -1, ["random"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "option", "value"), [(policy, option, value) for option, value, names in BAD_OPTIONS for policy in names]
+)
+def test_contract_10_an_option_out_of_range_is_named_with_value_and_range(policy, option, value):
+    with pytest.raises(ValueError, match=rf"{option}={re.escape(repr(value))}: .*(must be|needs) .+"):
+        resolve(policy, **(needed(policy) | {option: value}))
+
+
+@pytest.mark.parametrize("name", [*POLICIES])
+def test_contract_10_an_unknown_option_is_answered_with_the_policys_own(name):
+    own = ", ".join(field.name for field in dataclasses.fields(POLICIES[name]))
+    with pytest.raises(
+        ValueError, match=f"budgets=3: not an option of policy '{name}'; did you mean 'budget'. "
+    ) as refused:
+        resolve(name, budgets=3)
+    assert str(refused.value).endswith(f"its options are {own}")
+
+
+def test_cake_layer_split_needs_temperatures():
+    with pytest.raises(ValueError, match="tau1=None"):
+        resolve("snapkv", layer_split="cake")
+    with pytest.raises(ValueError, match="tau2=None"):
+        resolve("cake", tau1=1.0)
+
+
+def test_published_temperatures():
+    assert temperatures("meta-llama/Llama-3.1-8B-Instruct", 1024) == (1.6, 0.4)
+    assert temperatures("meta-llama/Meta-Llama-3.1-8B", 128) == (1.6, 0.6)
+    assert temperatures("meta-llama/Llama-2-13b-chat-hf", 128) == (1.8, 2.0)
+    assert temperatures("mistralai/Mistral-7B-Instruct-v0.3", 1024) == (0.8, 0.5)
+    assert temperatures("Qwen/Qwen2.5-7B-Instruct", 128) == (0.4, 0.6)
+    assert temperatures("Qwen/Qwen2.5-7B-Instruct", Budget.parse(128)) == (0.4, 0.6)
+    assert len(TEMPERATURES) == 10
+    with pytest.raises(ValueError, match="model='gpt2', budget=64"):
+        temperatures("gpt2", 64)
+
+
+@pytest.fixture
+def registry():
+    before = dict(POLICIES)
+    yield
+    POLICIES.clear()
+    POLICIES.update(before)
+    from_spec.cache_clear()
+
+
+def test_a_policy_of_ones_own_needs_only_a_score(registry):
+    @register_policy
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Newest(Policy):
+        name: ClassVar[str] = "newest"
+
+        def score(self, obs):
+            return torch.arange(obs.evictable).float().expand(1, obs.kv_heads, -1)
+
+    policy = resolve("newest", window=4)
+    assert from_spec(policy.spec) == policy
+    obs = Observation(*torch.randn(3, 1, 2, 17, 4), scale=0.5, window=4, layer=1, num_layers=3)
+    rank = policy.rank(policy.score(obs), torch.tensor([3]))
+    assert (rank < 6).nonzero()[:, 2].tolist() == [10, 11, 12] * 2
+    budgets = policy.layer_budgets(torch.zeros(1, 3).double(), torch.tensor([3]), torch.tensor([13]), 2, 3)
+    assert budgets.tolist() == [[6, 6, 6]]
+
+
+def test_a_policy_can_be_defined_again_as_in_a_notebook(registry):
+    def define(window):
+        @register_policy
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class Mine(SnapKV):
+            name: ClassVar[str] = "mine"
+            kernel_size: int = window
+
+        return Mine
+
+    first, second = define(3), define(5)
+    spec = '{"policy": "mine"}'
+    assert isinstance(from_spec(spec), second) and resolve("mine").kernel_size == 5
+    register_policy(first)
+    assert isinstance(from_spec(spec), first)
+
+
+def test_only_a_registered_class_can_be_compiled(registry):
+    """Operators know a policy by its name and options."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class First(SnapKV):
+        def score(self, obs):
+            return -torch.arange(obs.evictable).float().expand(1, obs.kv_heads, -1)
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Nameless(Policy):
+        def score(self, obs):
+            return torch.zeros(1, obs.kv_heads, obs.evictable)
+
+    model = tiny_model("llama", num_hidden_layers=2)
+    for kind in (First, Nameless):
+        with pytest.raises(ValueError, match=rf"{kind.__name__} is not registered"):
+            kvpass.compile(model, policy=kind(window=4), budget=12, backend="eager")
+        with pytest.raises(Exception, match=rf"{kind.__name__} is not registered"), kvpass.session():
+            torch.compile(model, backend="kvpass", options={"policy": kind(window=4), "budget": 12})(random_ids(1, 40))
+
+    @register_policy
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Oldest(First):
+        name: ClassVar[str] = "oldest"
+
+    fast = kvpass.compile(model, policy=Oldest(window=4), budget=12, backend="eager")
+    cache = fast(random_ids(1, 40)).past_key_values
+    assert cache.positions.tolist() == [[[[*range(8), *range(36, 40)]] * 2] * 2]
+
+
+def test_a_score_that_breaks_its_contract(registry):
+    """A wrong shape is refused; NaN counts as the lowest score, since no value is read while compiling."""
+    wanted: list[Callable[[Observation], object]] = []
+
+    @register_policy
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Odd(Policy):
+        name: ClassVar[str] = "odd"
+
+        def score(self, obs):
+            return wanted[0](obs)
+
+    ids, good = random_ids(1, 40), resolve("snapkv", window=4)
+    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), policy="odd", budget=12, window=4, backend="eager")
+    tensors = torch.randn(3, 1, 1, 2, 40, 8)
+    for score, given in (
+        (lambda obs: good.score(obs)[:, :1], r"\[1, 1, 36\]"),
+        (lambda obs: torch.zeros(1, 4, obs.evictable), r"\[1, 4, 36\]"),
+        (lambda obs: None, "NoneType"),
+    ):
+        wanted[:] = [score]
+        with pytest.raises(ValueError, match=rf"policy 'odd': score\(\) gave {given}, must be \[1, 2, 36\]"):
+            fast(ids)
+        with pytest.raises(ValueError, match=r"policy 'odd': score\(\) gave"):
+            kvpass.plan("odd", *tensors, budget=12, window=4)
+    wanted[:] = [lambda obs: torch.full((1, 2, obs.evictable), math.nan).index_fill(2, torch.tensor([5, 7]), 1.0)]
+    cache = fast(ids).past_key_values
+    assert cache.positions.tolist() == [[[[*range(5), 5, 6, 7, *range(36, 40)]] * 2] * 2]
+    wanted[:] = [lambda obs: torch.full((1, 2, obs.evictable), -math.inf)]
+    assert int(fast(ids).past_key_values.lengths.sum()) == 12 * 4
+    assert int(kvpass.plan("odd", *tensors, budget=12, window=4).lengths.sum()) == 12 * 2
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -1.0, -math.inf])
+def test_a_layer_split_that_breaks_its_contract(wrong, registry):
+    """A wrong shape is refused; a weight that is none counts as 0, and the total stays exact."""
+    weights = {0: torch.tensor([wrong]), 1: torch.tensor([2.0])}
+
+    class Odd:
+        budgets, overspend = EntropyLayers.budgets, EntropyLayers.overspend
+        parity = "paper"
+
+        def weight(self, obs, scores):
+            return weights[obs.layer]
+
+    @register_policy
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Uneven(SnapKV):
+        name: ClassVar[str] = "uneven"
+
+        def layers(self):
+            return Odd()
+
+    fast = kvpass.compile(
+        tiny_model("llama", num_hidden_layers=2), policy="uneven", budget=12, window=4, backend="eager"
+    )
+    cache = fast(random_ids(1, 40)).past_key_values
+    assert cache.lengths.sum(2).tolist() == [[2 * 4, 2 * (4 + 16)]]
+    decision = kvpass.plan("uneven", *torch.randn(3, 2, 1, 2, 40, 8), budget=12, window=4)
+    assert decision.lengths.sum(2).flatten().tolist() == [2 * 4, 2 * (4 + 16)]
+    weights[1] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"'uneven': the weight of a layer is \[2\], must be \[1\]"):
+        fast(random_ids(1, 40))
+
+
+def test_a_policy_that_is_defined_again_is_compiled_again(registry):
+    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), budget=12, window=4, backend="eager")
+    lengths = []
+    for evicts in (False, True, False):
+
+        @register_policy
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class Mine(SnapKV):
+            name: ClassVar[str] = "mine"
+            decode_rule = Tova.decode_rule if evicts else SnapKV.decode_rule
+            evict_during_decode: bool = True
+
+        fast.set_policy("mine", 12, window=4)
+        cache = fast(random_ids(1, 40)).past_key_values
+        for token in random_ids(1, 3, seed=1).split(1, 1):
+            fast(token, past_key_values=cache)
+        lengths.append(int(cache.lengths.sum()) / 4)
+    assert lengths == [15, 12, 15]
+
+
+def test_register_policy_refuses_what_cannot_work(registry):
+    with pytest.raises(ValueError, match="derived from"):
+        register_policy(int)
+
+    class Loose(SnapKV):
+        name: ClassVar[str] = "loose"
+
+    with pytest.raises(ValueError, match="dataclass"):
+        register_policy(Loose)
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Thief(SnapKV):
+        pass
+
+    with pytest.raises(ValueError, match=r"'snapkv'.*SnapKV"):
+        register_policy(Thief)
+
+
+def test_the_page_on_writing_a_policy_runs(registry, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "write-a-policy.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    page: dict[str, object] = {"__name__": "page"}
+    exec(compile("".join(blocks), "write-a-policy.md", "exec", dont_inherit=True), page)
+    assert page["decision"].lengths.sum().item() == 24 * 2 * 2
+    keys = page["keys"][0, 0, 0, :48]
+    cosine = torch.nn.functional.cosine_similarity(keys, keys.mean(0), dim=-1)
+    kept = page["decision"].keep[0, 0, 0, :48]
+    assert torch.equal(kept.nonzero().flatten(), cosine.argsort()[:8].sort().values)
+    assert capsys.readouterr().out.count("tensor") == 2
+    first, second = page["by_values"].lengths.sum((1, 2)).tolist()
+    assert first + second == 24 * 2 * 2 and second - first > 8
