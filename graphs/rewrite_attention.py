@@ -1,4 +1,4 @@
-"""Rewrite canonical attention sites for one phase.
+"""Rewrite the attention ops of a graph for one phase.
 
 Before::
 
@@ -6,20 +6,20 @@ Before::
 
 After, prefill (once per layer, and one ``pack`` at the end of the graph)::
 
-    out, scores, traces, weight = kvpass.observe_attention(q, k, v, start, scale, layer, L, policy)
-    kvpass.cascade_step(pool_k, ..., k, v, scores, traces, weight, entries, start, layer, policy)
+    out, scores, traces, weight = kvpass.observe_attention(*call, start, layer, L, policy)
+    kvpass.cascade_step(*PrefillBuffers, *Candidates(k, v, scores, traces, weight, start), layer, policy)
 
 After, decode and extend::
 
-    out = kvpass.attend_cache(q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, tail_used, scale, layer)
+    out = kvpass.attend_cache(*call, *AppendBuffers, layer, impl)
 
 or, under a policy that evicts while decoding::
 
-    out = kvpass.attend_evict(q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, table, memory, ..., layer, policy)
+    out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl)
 
-A site with a sliding window becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and extend, whatever the
-policy; ``columns_held`` comes once before all that share a ring. ``layer`` of an operator counts the sites that share
-its pool or ring.
+An attention op with a sliding window becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and extend,
+whatever the policy; ``columns_held`` comes once before all that share a ring. ``layer`` of an operator counts the ops
+that share its pool or ring. The tuples are those of :mod:`kvpass.operands`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,15 @@ from kvpass.config import Layout, SiteShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import example_value
 from kvpass.graphs.fx_utils import module_path_of, refuse
+from kvpass.operands import (
+    AppendBuffers,
+    Attention,
+    EvictBuffers,
+    PrefillBuffers,
+    RingBuffers,
+    TurnBuffers,
+)
+from kvpass.policies.base import Policy
 
 SITE = torch.ops.kvpass.site.default
 
@@ -61,6 +70,11 @@ class Site:
         names = ["q", "k", "v", "scale", "sliding_window", "softcap", "sinks", "refusal"]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         return cls(node=node, layer=layer, **given)  # type: ignore[arg-type]
+
+    @property
+    def call(self) -> Attention:
+        """Operands of the call, nodes in place of tensors."""
+        return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks)  # type: ignore[arg-type]
 
     @property
     def module_path(self) -> str:
@@ -123,20 +137,16 @@ def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the entries of a site live.
+    """Where the entries of an attention op live.
 
     Attributes:
-        ring: in a ring (else in a store). prefix: of the state tensors' names. layer: index there. layers: sites there.
+        ring: in a ring (else in a store). prefix: of the state tensors' names. layer: index there. layers: ops there.
     """
 
     ring: bool
     prefix: str
     layer: int
     layers: int
-
-    def of(self, state: Mapping[str, Node], *names: str) -> list[Node]:
-        """State tensors of this place."""
-        return [state[f"{self.prefix}_{name}"] for name in names]
 
 
 def _places(layout: Layout) -> dict[int, Place]:
@@ -149,122 +159,100 @@ def _places(layout: Layout) -> dict[int, Place]:
     return found
 
 
-def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: str) -> int:
-    """Sites -> ``observe_attention`` + ``cascade_step``, one ``pack`` a pool before the output; returns the sites."""
-    graph = gm.graph
-    sites = find_sites(gm)
-    places = _places(layout)
-    for site in sites:
-        with graph.inserting_before(site.node):
-            output = _prefill_site(gm, site, places[site.layer], state, policy)
-        _replace(gm, site, output)
-    with graph.inserting_before(graph.output_node()):
-        for place in places.values():
-            if not place.ring and place.layer == 0:
-                operands = place.of(state, "pool_k", "pool_v", "slots", "slot_traces", "offsets")
-                graph.call_function(torch.ops.kvpass.pack.default, tuple(operands))
-    return len(sites)
+@dataclass(frozen=True)
+class Rewriter:
+    """Replaces the attention ops of a graph by operators on the cache.
 
-
-def _prefill_site(gm: GraphModule, site: Site, place: Place, state: Mapping[str, Node], policy: str) -> Node:
-    graph, start = gm.graph, state["start"]
-    if place.ring:
-        ring = place.of(state, "ring_k", "ring_v")
-        arguments = (site.q, site.k, site.v, start, *ring, site.scale, place.layer, site.softcap, site.sinks)
-        return graph.call_function(torch.ops.kvpass.fill_ring.default, arguments)
-    observed = graph.call_function(
-        torch.ops.kvpass.observe_attention.default,
-        (
-            site.q,
-            site.k,
-            site.v,
-            start,
-            site.scale,
-            place.layer,
-            place.layers,
-            policy,
-            site.softcap,
-            site.sinks,
-        ),
-    )
-    observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
-    output, scores, traces, weight = (graph.call_function(operator.getitem, (observed, i)) for i in range(4))
-    buffers = ("pool_k", "pool_v", "slots", "slot_traces", "ledger", "window_traces", "tail_k", "tail_v")
-    graph.call_function(
-        torch.ops.kvpass.cascade_step.default,
-        (
-            *place.of(state, *buffers),
-            site.k,
-            site.v,
-            scores,
-            traces,
-            weight,
-            *place.of(state, "entries"),
-            start,
-            place.layer,
-            policy,
-        ),
-    )
-    return output
-
-
-def rewrite_cached_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, impl: str, policy: str) -> int:
-    """Sites -> ``attend_cache`` or ``attend_ring`` (decode and extend); returns the sites.
-
-    Where the state has room for what a policy sees in a turn, ``observe_held`` follows ``attend_cache``.
+    Attributes:
+        state: the cache's tensors in the graph, by name. layout: of the entries. impl: how operators on a CPU attend a
+            cache, "cpp" or "eager".
     """
-    names = ("pool_k", "pool_v", "offsets", "tail_k", "tail_v", "tail_start", "tail_used")
-    turn = ("turn_scores", "turn_masses", "turn_ledger", "turn_window")
 
-    def attend(site: Site, place: Place) -> Node:
-        tables = [state.get(f"{place.prefix}_{name}") for name in ("tiles", "tile_offsets")]
-        arguments = (*place.of(state, *names), site.scale, place.layer, impl, site.softcap, site.sinks, *tables)
-        output = gm.graph.call_function(torch.ops.kvpass.attend_cache.default, (site.q, site.k, site.v, *arguments))
-        if f"{place.prefix}_{turn[0]}" in state:
-            held: tuple[Any, ...] = (*place.of(state, *names, *turn), site.scale, place.layer, place.layers, policy)
-            gm.graph.call_function(torch.ops.kvpass.observe_held.default, (site.q, *held, site.softcap, site.sinks))
+    gm: GraphModule
+    state: Mapping[str, Node]
+    layout: Layout
+    policy: Policy
+    impl: str = "eager"
+
+    def prefill(self) -> int:
+        """Attention ops -> ``observe_attention``, ``cascade_step``, one ``pack`` a pool at the end; returns them."""
+        places = _places(self.layout)
+        count = self._each(lambda site, place: self._fill_ring(site, place) if place.ring else self._prune(site, place))
+        with self.gm.graph.inserting_before(self.gm.graph.output_node()):
+            for place in places.values():
+                if not place.ring and place.layer == 0:
+                    self._call("pack", *self._buffers(PrefillBuffers, place))
+        return count
+
+    def cached(self) -> int:
+        """Attention ops -> ``attend_cache``, ``attend_evict`` or ``attend_ring`` (decode and extend); returns them.
+
+        Where the state has room for what a policy sees in a turn, ``observe_held`` follows ``attend_cache``.
+        """
+        columns: dict[str, Node] = {}
+
+        def attend(site: Site, place: Place) -> Node:
+            if place.ring:
+                return self._attend_ring(site, place, columns)
+            if self.policy.decode_rule() is not None:
+                held = self._buffers(EvictBuffers, place)
+                return self._call("attend_evict", *site.call, *held, place.layer, self.policy.spec, self.impl)
+            held = self._buffers(AppendBuffers, place)
+            output = self._call("attend_cache", *site.call, *held, place.layer, self.impl)
+            if f"{place.prefix}_turn_scores" in self.state:
+                found = self._buffers(TurnBuffers, place)
+                self._call("observe_held", *site.call, *held, *found, place.layer, place.layers, self.policy.spec)
+            return output
+
+        return self._each(attend)
+
+    def _each(self, rewrite: Callable[[Site, Place], Node]) -> int:
+        sites, places = find_sites(self.gm), _places(self.layout)
+        for site in sites:
+            with self.gm.graph.inserting_before(site.node):
+                output = rewrite(site, places[site.layer])
+            output.meta = site.node.meta
+            site.node.replace_all_uses_with(output)
+            self.gm.graph.erase_node(site.node)
+        return len(sites)
+
+    def _call(self, name: str, *operands: Any) -> Node:
+        return self.gm.graph.call_function(getattr(torch.ops.kvpass, name).default, operands)
+
+    def _buffers(self, kind: Any, place: Place) -> list[Node | None]:
+        """Operands of a tuple of buffers; None where the cache has none of the name."""
+        return [self.state.get(f"{place.prefix}_{name}") for name in kind._fields]
+
+    def _prune(self, site: Site, place: Place) -> Node:
+        start = self.state["start"]
+        observed = self._call("observe_attention", *site.call, start, place.layer, place.layers, self.policy.spec)
+        observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
+        output, *seen = (self.gm.graph.call_function(operator.getitem, (observed, i)) for i in range(4))
+        candidates = (site.k, site.v, *seen, start)
+        buffers = self._buffers(PrefillBuffers, place)
+        self._call("cascade_step", *buffers, *candidates, place.layer, self.policy.spec)
         return output
 
-    return _rewrite_cached(gm, state, layout, impl, attend)
+    def _fill_ring(self, site: Site, place: Place) -> Node:
+        ring = self._buffers(RingBuffers, place)
+        return self._call("fill_ring", *site.call, *ring, self.state["start"], place.layer)
+
+    def _attend_ring(self, site: Site, place: Place, columns: dict[str, Node]) -> Node:
+        ring, seen = self._buffers(RingBuffers, place), self.state["seen"]
+        if place.prefix not in columns:
+            assert ring[0] is not None
+            slots = example_value(ring[0]).shape[3]
+            columns[place.prefix] = self._call("columns_held", seen, self.state["first"], slots)
+        return self._call("attend_ring", *site.call, *ring, columns[place.prefix], seen, place.layer, self.impl)
 
 
-def rewrite_evicting_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, impl: str, policy: str) -> int:
-    """The same for a policy that evicts while decoding: ``attend_evict`` or ``attend_ring``; returns the sites."""
-    names = ("pool_k", "pool_v", "offsets", "tail_k", "tail_v", "table", "memory", "quota", "next_position")
-
-    def attend(site: Site, place: Place) -> Node:
-        arguments = (*place.of(state, *names), site.scale, place.layer, policy, impl, site.softcap, site.sinks)
-        return gm.graph.call_function(torch.ops.kvpass.attend_evict.default, (site.q, site.k, site.v, *arguments))
-
-    return _rewrite_cached(gm, state, layout, impl, attend)
+def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy) -> int:
+    """Attention ops -> operators that compress a prompt; returns how many."""
+    return Rewriter(gm, state, layout, policy).prefill()
 
 
-def _rewrite_cached(
-    gm: GraphModule, state: Mapping[str, Node], layout: Layout, impl: str, attend: Callable[[Site, Place], Node]
+def rewrite_cached_pass(
+    gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy, impl: str
 ) -> int:
-    sites = find_sites(gm)
-    places = _places(layout)
-    held: dict[str, Node] = {}
-    for site in sites:
-        place = places[site.layer]
-        with gm.graph.inserting_before(site.node):
-            if place.ring:
-                ring_k, ring_v = place.of(state, "ring_k", "ring_v")
-                if place.prefix not in held:
-                    columns = (state["seen"], state["first"], example_value(ring_k).shape[3])
-                    held[place.prefix] = gm.graph.call_function(torch.ops.kvpass.columns_held.default, columns)
-                ring = (ring_k, ring_v, held[place.prefix], state["seen"])
-                output = gm.graph.call_function(
-                    torch.ops.kvpass.attend_ring.default,
-                    (site.q, site.k, site.v, *ring, site.scale, place.layer, impl, site.softcap, site.sinks),
-                )
-            else:
-                output = attend(site, place)
-        _replace(gm, site, output)
-    return len(sites)
-
-
-def _replace(gm: GraphModule, site: Site, output: Node) -> None:
-    output.meta = site.node.meta
-    site.node.replace_all_uses_with(output)
-    gm.graph.erase_node(site.node)
+    """Attention ops -> operators that append to the cache and attend it; returns how many."""
+    return Rewriter(gm, state, layout, policy, impl).cached()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvpass.kernels.checks import check_heads, check_tensors
 from kvpass.kernels.prefill_attention import FLOOR, LOG2E, block_dim, logits_base2
+from kvpass.operands import AppendBuffers, Attention
 
 APPEND_BLOCK = 16
 """New entries that are attended (in the decode kernel) and appended at a time."""
@@ -129,18 +130,7 @@ def append_entries(  # type: ignore[no-untyped-def]
 
 
 def check_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    tail_start: Tensor,
-    tail_used: Tensor,
-    layer: int,
-    sinks: Tensor | None,
-    tables: Mapping[str, tuple[Tensor, Sequence[int]]],
+    call: Attention, held: AppendBuffers, layer: int, tables: Mapping[str, tuple[Tensor, Sequence[int]]]
 ) -> None:
     """Refuse what a kernel would read out of bounds; looks at shapes, strides and dtypes only.
 
@@ -150,6 +140,8 @@ def check_call(
     Raises:
         ValueError: names the first bad argument.
     """
+    q, k, v, _, _, sinks = call
+    pool_k, pool_v, _, tail_k, tail_v, tail_start, tail_used = held[:7]
     rows, heads, tokens, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
     layers, _, _, slots, _ = tail_k.shape
@@ -176,21 +168,10 @@ def check_call(
     check_tensors(expected, q.device, strided=("q", "k", "v"))
 
 
-def shared_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    tail_start: Tensor,
-    tail_used: Tensor,
-    layer: int,
-    scale: float,
-    softcap: float | None,
-) -> dict[str, Any]:
+def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:
     """The arguments that the decode and the extend kernel have in common."""
+    q, k, v, scale, softcap, _ = call
+    pool_k, pool_v, _, tail_k, tail_v, tail_start, tail_used = held[:7]
     rows, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     strides = {

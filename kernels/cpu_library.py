@@ -20,6 +20,8 @@ from torch import Tensor
 from torch._inductor import exc
 from torch._inductor.codecache import CppCodeCache
 
+from kvpass.operands import Attention
+
 _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _ATTEND_CALL = struct.Struct("=40q2d")
@@ -81,25 +83,16 @@ def attend_function(dtype: torch.dtype) -> Callable[[bytes], int]:
 
 
 def call_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor | None,
-    pool_v: Tensor | None,
-    offsets: Tensor | None,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    tail_start: Tensor | None,
-    sinks: Tensor | None,
+    call: Attention,
+    buffers: Sequence[Tensor | None],
     sizes: tuple[int, int, int, int, int],
-    scale: float,
-    softcap: float | None,
     line: Sequence[Tensor | None] = (None,) * 6,
     line_sizes: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[Tensor, int, int]:
     """Pack and make a call whose arguments were checked.
 
     Args:
+        buffers: pool_k, pool_v, offsets, tail_k, tail_v, tail_start, None where there is none.
         sizes: entries of the pool, row stride of the offsets, slots of the tail, those in use, layer.
         line: position, place, memory, norm, now and weights, for slots that change hands.
         line_sizes: row and head stride of position, slots of a line.
@@ -107,6 +100,7 @@ def call_attend(
     Returns:
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`Fault` or 0, and the row that has it.
     """
+    q, k, v, scale, softcap, sinks = call
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -122,7 +116,7 @@ def call_attend(
         (tokens * heads * value_dim, value_dim, heads * value_dim, 1),
         dtype=q.dtype,
     )
-    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out, *line)
+    tensors = (q, k, v, *buffers, sinks, out, *line)
     fault = attend_function(q.dtype)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],

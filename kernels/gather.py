@@ -17,6 +17,7 @@ from torch import Tensor
 from kvpass.kernels.checks import check_tensors
 from kvpass.kernels.launch import KernelConfig, launch
 from kvpass.kernels.prefill_attention import block_dim
+from kvpass.operands import Candidates, PrefillBuffers
 
 OWNER, RANK, POSITION, PLACE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 EMPTY = -1
@@ -120,16 +121,10 @@ def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
 
 def gather_winners(
     source: Tensor,
-    k: Tensor,
-    v: Tensor,
     rank: Tensor,
     place: Tensor,
-    traces: Tensor,
-    start: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    slots: Tensor,
-    slot_traces: Tensor,
+    candidates: Candidates,
+    buffers: PrefillBuffers,
     layer: int,
     config: KernelConfig | None = None,
 ) -> None:
@@ -138,16 +133,16 @@ def gather_winners(
     Args:
         source: int32 ``[B, E]``, from :func:`assign_slots`: flat index ``head * N + column``, or -1. Slots with -1 keep
             what they hold.
-        k: ``[B, K, N, D]``; any strides but a contiguous last dim (so v). v: ``[B, K, N, Dv]``.
         rank: int32 ``[B, K, N]``, order of entry. place: int32 ``[B, K, N]``.
-        traces: fp32 ``[2, B, K, N]``. start: int64 ``[B]``, first real column; a true position counts from there.
-        pool_k: ``[B, E, D]``. pool_v: ``[B, E, Dv]``. slots: int32 ``[4, B, E]``. slot_traces: fp32 ``[2, B, E]``.
-            All four are written.
+        candidates: k and v of any strides but a contiguous last dim; a true position counts from ``start``.
+        buffers: pool, slots and slot_traces are written.
         layer: the layer of k and v.
 
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
+    k, v, traces, start = candidates.k, candidates.v, candidates.traces, candidates.start
+    pool_k, pool_v, slots, slot_traces = buffers[:4]
     rows, kv_heads, columns, dim = k.shape
     value_dim, entries = v.shape[3], pool_k.shape[1]
     check_tensors(
@@ -188,26 +183,18 @@ def _part_width(pool_k: Tensor, pool_v: Tensor) -> int:
     return max(entry // SCRATCH_SHARE // sector, 1) * sector
 
 
-def pack(
-    pool_k: Tensor,
-    pool_v: Tensor,
-    slots: Tensor,
-    slot_traces: Tensor,
-    offsets: Tensor,
-    config: KernelConfig | None = None,
-) -> None:
+def pack(buffers: PrefillBuffers, config: KernelConfig | None = None) -> None:
     """Permute the pool once into (layer, head, position) order; empty slots go last.
 
     A few columns of all rows move at a time, through a scratch of about an eighth of the pool.
 
-    Args:
-        pool_k: ``[B, E, D]``. pool_v: ``[B, E, Dv]``. slots: int32 ``[4, B, E]``. slot_traces: fp32 ``[2, B, E]``. All
-            are permuted in place.
-        offsets: int32 ``[B, L*K + 1]``, receives where the entries of each (layer, head) begin.
+    Writes pool, slots, slot_traces and offsets.
 
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
+    pool_k, pool_v, slots, slot_traces = buffers[:4]
+    offsets = buffers.offsets
     rows, entries, dim = pool_k.shape
     groups = offsets.shape[1] - 1
     check_tensors(

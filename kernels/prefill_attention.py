@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpass.kernels.checks import check_heads, check_tensors
 from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.operands import Attention
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -203,27 +204,15 @@ def configs_for(dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[Kerne
 
 
 def prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    config: KernelConfig | None = None,
+    call: Attention, start: Tensor, sliding_window: int | None = None, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a left-padded prompt; FlashAttention-2 (Dao, arXiv 2307.08691).
 
     Args:
-        q: ``[B, H, N, D]`` fp32, fp16 or bf16, RoPE applied; any strides but a contiguous last dim (so k, v).
-        k: ``[B, K, N, D]``; query head h reads KV head ``h // (H // K)``.
-        v: ``[B, K, N, Dv]``. D and Dv up to 256.
+        call: q ``[B, H, N, D]`` fp32, fp16 or bf16, RoPE applied; any strides but a contiguous last dim (so k, v). D
+            and Dv up to 256. Query head h reads KV head ``h // (H // K)``.
         start: first real column of each row, int32 or int64 ``[B]``.
-        scale: factor of the attention logits.
         sliding_window: query i sees key j only where ``i - j < sliding_window``; >= 1.
-        softcap: logits become ``softcap * tanh(logits / softcap)``.
-        sinks: ``[H]``, one more logit per query head, in the denominator only.
         config: blocks to use; None: chosen by :func:`kvpass.kernels.launch.launch`.
 
     Returns:
@@ -233,6 +222,7 @@ def prefill_attention(
     Raises:
         ValueError: an argument that is not supported.
     """
+    q, k, v, scale, softcap, sinks = call
     check_site(q, k, v, start, sinks)
     b, heads, n, d = q.shape
     if sliding_window is not None and sliding_window < 1:

@@ -22,6 +22,7 @@ from kvpass.kernels.cached_attention import (
     shared_arguments,
 )
 from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.operands import AppendBuffers, Attention
 
 TAIL_TILE = 64
 """Tail slots of one program."""
@@ -175,24 +176,7 @@ def _merge_tiles(  # type: ignore[no-untyped-def]
     tl.store(out + i_o.to(tl.int64) * DV + o_e, b_out.to(out.dtype.element_ty), mask=o_e < DV)
 
 
-def attend_ragged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    tiles: Tensor,
-    tile_offsets: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    tail_start: Tensor,
-    tail_used: Tensor,
-    layer: int,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    config: KernelConfig | None = None,
-) -> Tensor:
+def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
     """Append the new entries of one layer to its tail and attend pool, tail and new tokens; for a few tokens.
 
     New token t of row b attends to the pool entries of its KV head, to the tail slots ``tail_start[b] ..
@@ -203,18 +187,9 @@ def attend_ragged(
     undefined whether they are attended.
 
     Args:
-        q: ``[B, H, T, D]`` queries, RoPE applied; any strides but a contiguous last dim (so k, v).
-        k: ``[B, K, T, D]`` keys of the new tokens; K divides H. v: ``[B, K, T, Dv]`` their values.
-        pool_k: ``[B, E, D]`` contiguous, in (layer, head, position) order. pool_v: ``[B, E, Dv]``.
-        tiles: int32 ``[L, tiles, 4]``, tile_offsets: int32 ``[L, B*K + 1]``, from ``tile_map``; tiles of any length.
-        tail_k: ``[L, B, K, C, D]`` contiguous; slots ``tail_used .. tail_used + T - 1`` of this layer are written.
-        tail_v: ``[L, B, K, C, Dv]``; likewise.
-        tail_start: int64 ``[B]``, first valid tail slot of each row.
-        tail_used: int64 ``[]``, tail slots in use before this call.
-        layer: index of the layer in tiles and tail.
-        scale: factor on the scores. softcap: scores become ``softcap * tanh(score / softcap)``; None for none.
-        sinks: ``[H]`` one more logit per query head, in the denominator only; None for none.
-        config: block sizes; None for the usual ones.
+        call: K divides H; q, k and v of any strides but a contiguous last dim.
+        held: contiguous; the tiles are from ``tile_map`` and may be of any length.
+        layer: index of the layer in tiles and tail. config: block sizes; None for the usual ones.
 
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
@@ -222,19 +197,23 @@ def attend_ragged(
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
+    q, _, v, _, _, sinks = call
+    tail_k, tiles, tile_offsets = held.tail_k, held.tiles, held.tile_offsets
+    if tiles is None or tile_offsets is None:
+        raise ValueError("tiles and tile_offsets are None: kernels on CUDA need the tile map of the pool")
     rows, heads, tokens, _ = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     layers, _, _, slots, _ = tail_k.shape
     num_tiles = tiles.shape[1]
     tables = {"tiles": (tiles, (layers, num_tiles, 4)), "tile_offsets": (tile_offsets, (layers, rows * kv_heads + 1))}
-    check_call(q, k, v, pool_k, pool_v, tail_k, tail_v, tail_start, tail_used, layer, sinks, tables)
+    check_call(call, held, layer, tables)
     query_rows = heads // kv_heads * tokens
     tail_tiles = triton.cdiv(slots, TAIL_TILE)
     num_partials = num_tiles + rows * kv_heads * tail_tiles
     partial = torch.empty(num_partials, query_rows, value_dim, dtype=torch.float32, device=q.device)
     partial_ml = torch.empty(2, num_partials, query_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
-    shared = shared_arguments(q, k, v, pool_k, pool_v, tail_k, tail_v, tail_start, tail_used, layer, scale, softcap)
+    shared = shared_arguments(call, held, layer)
     configs, block_rows = _choose(q.dtype, shared["BD"], shared["BDV"], query_rows)
     tiling = {
         "partial": partial, "partial_ml": partial_ml, "num_tiles": num_tiles, "tail_tiles": tail_tiles,

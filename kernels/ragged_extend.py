@@ -16,6 +16,7 @@ from torch import Tensor
 from kvpass.kernels.cached_attention import absorb_entries, append_entries, check_call, shared_arguments
 from kvpass.kernels.launch import KernelConfig, launch
 from kvpass.kernels.prefill_attention import LOG2E, block_dim
+from kvpass.operands import AppendBuffers, Attention
 
 _CONFIGS = (
     KernelConfig.of(8, 2, BLOCK_R=128, BLOCK_S=32),
@@ -97,28 +98,10 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def attend_extend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    offsets: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    tail_start: Tensor,
-    tail_used: Tensor,
-    layer: int,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    config: KernelConfig | None = None,
-) -> Tensor:
+def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
     """Append the new entries of one layer to its tail and attend pool, tail and new tokens; for many tokens.
 
-    Args:
-        offsets: int32 ``[B, L*K + 1]`` contiguous, rows of the pool where each (layer, head) begins.
-        (others): as in ``ragged_decode.attend_ragged``, and the same contract.
+    Arguments and contract as of ``ragged_decode.attend_ragged``; tiles are not read.
 
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
@@ -126,13 +109,15 @@ def attend_extend(
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
+    q, _, v, _, _, sinks = call
+    tail_k, offsets = held.tail_k, held.offsets
     rows, heads, tokens, _ = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     layers = tail_k.shape[0]
     tables = {"offsets": (offsets, (rows, layers * kv_heads + 1))}
-    check_call(q, k, v, pool_k, pool_v, tail_k, tail_v, tail_start, tail_used, layer, sinks, tables)
+    check_call(call, held, layer, tables)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
-    shared = shared_arguments(q, k, v, pool_k, pool_v, tail_k, tail_v, tail_start, tail_used, layer, scale, softcap)
+    shared = shared_arguments(call, held, layer)
     arguments = {**shared, "layers": layers, "offsets": offsets, "sinks": sinks, "out": out}
     query_rows = heads // kv_heads * tokens
 

@@ -29,6 +29,7 @@ from kvpass.kernels.checks import check_heads, check_tensors
 from kvpass.kernels.launch import KernelConfig, launch
 from kvpass.kernels.prefill_attention import FLOOR, block_dim
 from kvpass.kernels.slot_line import first_empty
+from kvpass.operands import Attention, Lines
 
 TILE = 64
 """Slots of one program."""
@@ -172,21 +173,7 @@ def _finish_slots(  # type: ignore[no-untyped-def]
 
 
 def attend_slots(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor | None,
-    pool_v: Tensor | None,
-    offsets: Tensor | None,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    position: Tensor,
-    entered: tuple[Tensor, Tensor, Tensor, Tensor] | None,
-    layer: int,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    config: KernelConfig | None = None,
+    call: Attention, lines: Lines, layer: int, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Put one new token into the first empty slot of each line and attend the slots that hold an entry.
 
@@ -194,21 +181,11 @@ def attend_slots(
     slot attends to what it holds and stores nothing.
 
     Args:
-        q: ``[B, H, 1, D]`` queries, RoPE applied; any strides but a contiguous last dim (so k, v).
-        k: ``[B, K, 1, D]``; K divides H. v: ``[B, K, 1, Dv]``.
-        pool_k: ``[B, E, D]`` contiguous. pool_v: ``[B, E, Dv]``. offsets: int32 ``[B, L*K + 1]``, rows of the pool
-            where each (layer, head) begins. All three None: lines are their tail. An entry that is written down has a
-            pool.
-        tail_k: ``[L, B, K, C, D]`` contiguous. tail_v: ``[L, B, K, C, Dv]``.
-        position: int32 ``[B, K, S]``: true position of the entry in each slot, or negative: -1 can be taken. Contiguous
-            where the entry is written down; else it may repeat over rows and KV heads.
-        entered: place int32, memory fp32 and L1 norm of the value fp32, each ``[B, K, S]``, and the new token's true
-            position, int64 ``[B]``: the first three and ``position`` receive the new entry (memory 0, place behind all
-            others). None: nothing is written down.
-        layer: index of the layer in offsets and tail. scale: factor on the scores.
-        softcap: scores become ``softcap * tanh(score / softcap)``; None for none.
-        sinks: ``[H]`` one more logit per query head, in the denominator only; None for none.
-        config: block sizes of the first launch; None for the usual ones.
+        call: K divides H; q, k and v of any strides but a contiguous last dim.
+        lines: contiguous, but position, which may repeat over rows and KV heads where nothing is written down. A slot
+            of position -1 can be taken. An entry that is written down has a pool, memory 0, and a place behind all
+            others.
+        layer: index of the layer in offsets and tail. config: block sizes of the first launch; None for the usual.
 
     Returns:
         ``[B, H, 1, Dv]`` in the dtype of q, stored as ``[B, 1, H, Dv]``; where the entry is written down the attention
@@ -217,15 +194,17 @@ def attend_slots(
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
+    q, k, v, scale, softcap, sinks = call
+    pool_k, pool_v, offsets, tail_k, tail_v, position, entered = lines
     rows, heads, _, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots, width = tail_k.shape[3], position.shape[2]
-    _check(q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, position, entered, layer, sinks)
-    group, lines = heads // kv_heads, rows * kv_heads
+    _check(call, lines, layer)
+    group, num_lines = heads // kv_heads, rows * kv_heads
     pool_tiles = triton.cdiv(width - slots, TILE)
     num_tiles = pool_tiles + triton.cdiv(slots, TILE)
-    partial = torch.empty(lines, num_tiles, group, value_dim, dtype=torch.float32, device=q.device)
-    partial_ml = torch.empty(2, lines, num_tiles, group, dtype=torch.float32, device=q.device)
+    partial = torch.empty(num_lines, num_tiles, group, value_dim, dtype=torch.float32, device=q.device)
+    partial_ml = torch.empty(2, num_lines, num_tiles, group, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, 1, heads, value_dim, dtype=q.dtype, device=q.device)
     weights, line = None, dict.fromkeys(("place", "memory", "norm", "now"))
     if entered is not None:
@@ -245,7 +224,7 @@ def attend_slots(
         "rows": rows, "entries": 0 if pool_k is None else pool_k.shape[1], "pool_tiles": pool_tiles, "D": key_dim,
         "BD": block_dim(key_dim), "TILE": TILE, "BLOCK_R": block_rows, "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip
-    grid = (num_tiles, lines, triton.cdiv(group, block_rows))
+    grid = (num_tiles, num_lines, triton.cdiv(group, block_rows))
     configs = _CONFIGS_FP32 if q.dtype == torch.float32 else _CONFIGS
     launch(_attend_slots, grid, attend, configs, ("K", "D", "DV", "BLOCK_R"), config)
     finish = {**shared, **line, "num_tiles": num_tiles, "sinks": sinks, "out": out}
@@ -253,21 +232,10 @@ def attend_slots(
     return out.transpose(1, 2), weights
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor | None,
-    pool_v: Tensor | None,
-    offsets: Tensor | None,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    position: Tensor,
-    entered: tuple[Tensor, Tensor, Tensor, Tensor] | None,
-    layer: int,
-    sinks: Tensor | None,
-) -> None:
+def _check(call: Attention, lines: Lines, layer: int) -> None:
     """Refuse what a kernel would read out of bounds; looks at shapes, strides and dtypes only."""
+    q, k, v, _, _, sinks = call
+    pool_k, pool_v, offsets, tail_k, tail_v, position, entered = lines
     rows, heads, _, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
     layers, _, _, slots, _ = tail_k.shape
@@ -297,7 +265,7 @@ def _check(
         types = torch.int32, torch.float32, torch.float32
         for name, tensor, dtype in zip(("place", "memory", "norm"), entered, types, strict=False):
             expected[name] = (tensor, line, dtype)
-        expected["now"] = (entered[3], (rows,), torch.int64)
+        expected["now"] = (entered.now, (rows,), torch.int64)
         if offsets is None:
             raise ValueError("an entry is written down in lines that have a pool: offsets is None")
     if sinks is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpass.kernels.checks import check_heads
 from kvpass.kernels.cpu_library import Fault, build, call_attend, check_lists, source
+from kvpass.operands import Attention, Lines
 
 _NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
 _POOL_NAMES = ("pool_k", "pool_v", "offsets")
@@ -22,22 +23,7 @@ _POOLS = (None, "avg", "max")
 _GROUPS = ("mean", "max", "sum")
 
 
-def attend_slots(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor | None,
-    pool_v: Tensor | None,
-    offsets: Tensor | None,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    position: Tensor,
-    entered: tuple[Tensor, Tensor, Tensor, Tensor] | None,
-    layer: int,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:
     """As :func:`kvpass.ops.slots.attend_slots`; slots without an entry are not read.
 
     All tensors are on the CPU and contiguous, but q, k and v, of which a last dim that is not contiguous costs a copy,
@@ -47,6 +33,8 @@ def attend_slots(
         ValueError: a line has no empty slot, or an argument would be read out of bounds; nothing was written.
         RuntimeError: there is no C++ compiler.
     """
+    q, k, v = call[:3]
+    pool_k, pool_v, offsets, tail_k, tail_v, position, entered = lines
     rows, heads, _, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
     layers, _, _, slots, _ = tail_k.shape
@@ -93,9 +81,8 @@ def attend_slots(
     line = (position, *(entered or (None,) * 4), weights)
     sizes = (entries, layers * kv_heads + 1, slots, slots, layer)
     line_sizes = (position.stride(0), position.stride(1), width)
-    out, fault, row = call_attend(
-        q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, None, sinks, sizes, scale, softcap, line, line_sizes
-    )
+    buffers = (pool_k, pool_v, offsets, tail_k, tail_v, None)
+    out, fault, row = call_attend(call, buffers, sizes, line, line_sizes)
     if fault == Fault.OFFSETS:
         most = f"by at most {width - slots}, the slots of a line before the tail's"
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}, {most}")

@@ -23,6 +23,7 @@ from kvpass.kernels.prefill_attention import (
     logits_base2,
     precision,
 )
+from kvpass.operands import Attention
 
 # By the block of the head dim. The window is the whole loop, so that its row block wants to be no larger.
 HALF_WINDOW_CONFIGS = {
@@ -215,14 +216,11 @@ def sum_configs(dtype: torch.dtype, key_dim: int) -> tuple[KernelConfig, ...]:
 
 
 def window_statistics(
-    queries: Tensor,
-    keys: Tensor,
+    call: Attention,
     start: Tensor,
     lse: Tensor,
-    scale: float,
     window: int,
     *,
-    softcap: float | None = None,
     variance: bool = False,
     entropy: bool = False,
     config: KernelConfig | None = None,
@@ -232,12 +230,10 @@ def window_statistics(
     A row of the batch that is shorter than the window has all of its tokens as window. Sinks take part through ``lse``.
 
     Args:
-        queries: the last R prompt queries, RoPE applied, ``[B, H, R, D]`` fp32, fp16 or bf16; any strides but a
-            contiguous last dim (so keys). ``R >= min(max(window, 1), N)``.
-        keys: ``[B, K, N, D]``, D up to 256.
+        call: q are the last R prompt queries, RoPE applied, ``[B, H, R, D]`` fp32, fp16 or bf16; any strides but a
+            contiguous last dim (so keys). ``R >= min(max(window, 1), N)``. D up to 256. Values are not read.
         start: first real column of each row, int32 or int64 ``[B]``.
         lse: natural log-sum-exp of the same R queries, fp32 ``[B, H, R]``, as attention gave it.
-        scale, softcap: as in :func:`kvpass.kernels.prefill_attention.prefill_attention`.
         window: rows that observe; 0 means the last row alone.
         variance, entropy: which statistics to compute beside the mean.
         config: blocks to use; None: chosen by :func:`kvpass.kernels.launch.launch`.
@@ -247,8 +243,9 @@ def window_statistics(
     """
     if window < 0:
         raise ValueError(f"window={window}: must be at least 0")
-    site = _site(queries, keys, start, lse, scale, softcap, max(window, 1))
-    b, heads, n, d = *queries.shape[:2], keys.shape[2], keys.shape[3]
+    site = _site(call, start, lse, max(window, 1))
+    keys = call.k
+    b, heads, n, d = *call.q.shape[:2], keys.shape[2], keys.shape[3]
 
     def empty(asked: bool) -> Tensor | None:
         return torch.empty(b, heads, n, dtype=torch.float32, device=keys.device) if asked else None
@@ -262,15 +259,7 @@ def window_statistics(
 
 
 def column_sums(
-    queries: Tensor,
-    keys: Tensor,
-    start: Tensor,
-    lse: Tensor,
-    scale: float,
-    rows: int,
-    *,
-    softcap: float | None = None,
-    config: KernelConfig | None = None,
+    call: Attention, start: Tensor, lse: Tensor, rows: int, *, config: KernelConfig | None = None
 ) -> Tensor:
     """Sum of a over the last ``rows`` prompt rows, fp32 ``[B, H, N]``, zero in padding; H2O's score (2306.14048).
 
@@ -282,8 +271,9 @@ def column_sums(
     """
     if rows < 1:
         raise ValueError(f"rows={rows}: must be at least 1")
-    site = _site(queries, keys, start, lse, scale, softcap, rows)
-    b, heads, n, d = *queries.shape[:2], keys.shape[2], keys.shape[3]
+    site = _site(call, start, lse, rows)
+    keys = call.k
+    b, heads, n, d = *call.q.shape[:2], keys.shape[2], keys.shape[3]
     sums = torch.empty(b, heads, n, dtype=torch.float32, device=keys.device)
     arguments = {**site, "out": sums, "rows": rows}
     launch(_column_sum_kernel, _blocks(n, b * heads), arguments, sum_configs(keys.dtype, d), SUM_KEY, config)
@@ -312,10 +302,9 @@ def value_norms(values: Tensor, start: Tensor, config: KernelConfig | None = Non
     return norms
 
 
-def _site(
-    queries: Tensor, keys: Tensor, start: Tensor, lse: Tensor, scale: float, softcap: float | None, rows: int
-) -> dict[str, Any]:
+def _site(call: Attention, start: Tensor, lse: Tensor, rows: int) -> dict[str, Any]:
     """Arguments that the kernels over queries and keys share, after checking them."""
+    queries, keys = call.q, call.k
     b, heads, given, d = queries.shape
     n = keys.shape[2]
     check_site(queries, keys, keys, start, None, queries=min(rows, n))
@@ -326,7 +315,7 @@ def _site(
         )
     kv_heads = keys.shape[1]
     return {
-        "q": queries, "k": keys, "lse": lse, "start": start, "scale": scale, "softcap": softcap,
+        "q": queries, "k": keys, "lse": lse, "start": start, "scale": call.scale, "softcap": call.softcap,
         "tokens": n, "queries": given,
         **{f"stride_{name}{dim}": x.stride(i) for name, x in (("q", queries), ("k", keys))
            for i, dim in enumerate("bhn")},

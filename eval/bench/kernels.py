@@ -26,6 +26,7 @@ from kvpass.cache.layers import Store
 from kvpass.config import Geometry, LayerGroup
 from kvpass.eval.bench.measure import copy_bandwidth, median_seconds, run_in_memory, scoring_time
 from kvpass.eval.environment import machine, versions
+from kvpass.operands import AppendBuffers, Attention
 from kvpass.ops import reference
 from kvpass.ops.cuda import index_pool
 from kvpass.policies import resolve
@@ -87,28 +88,17 @@ def ragged_lengths(shape: Shape, rows: int, entries: int, seed: int = 0) -> Tens
 
 @dataclass
 class TimedCase:
-    """Pool and tails of all layers, and one new token; arguments as ``reference.attend_cache`` takes them."""
+    """Cache of all layers, and one new token."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    pool_k: Tensor
-    pool_v: Tensor
-    offsets: Tensor
-    tail_k: Tensor
-    tail_v: Tensor
-    tail_start: Tensor
-    tail_used: Tensor
+    call: Attention
+    held: AppendBuffers
 
     @classmethod
     def make(cls, shape: Shape, lengths: Tensor) -> TimedCase:
         rows, layers, kv_heads = lengths.shape
         offsets = torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0)).int().to(shape.device)
         entries = int(lengths.flatten(1).sum(1).max())
-        return cls(
-            q=shape.random(rows, 1, shape.heads, shape.dim).transpose(1, 2),
-            k=shape.random(rows, 1, kv_heads, shape.dim).transpose(1, 2),
-            v=shape.random(rows, 1, kv_heads, shape.dim).transpose(1, 2),
+        held = AppendBuffers(
             pool_k=shape.random(rows, entries, shape.dim),
             pool_v=shape.random(rows, entries, shape.dim),
             offsets=offsets,
@@ -117,11 +107,20 @@ class TimedCase:
             tail_start=torch.zeros(rows, dtype=torch.int64, device=shape.device),
             tail_used=torch.tensor(WINDOW, device=shape.device),
         )
+        q, k, v = (
+            shape.random(rows, 1, heads, shape.dim).transpose(1, 2) for heads in (shape.heads, kv_heads, kv_heads)
+        )
+        return cls(Attention(q, k, v, shape.dim**-0.5), held)
 
     def reference(self, layer: int) -> Tensor:
         """Of the eager reference, fp32 on the CPU."""
-        upcast = {name: x.cpu().float() if x.is_floating_point() else x.cpu() for name, x in vars(self).items()}
-        return reference.attend_cache(**upcast, scale=self.q.shape[3] ** -0.5, layer=layer)
+
+        def exact(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.cpu().float() if x.is_floating_point() else x.cpu()
+
+        return reference.attend_cache(Attention(*map(exact, self.call)), AppendBuffers(*map(exact, self.held)), layer)
 
 
 def time_decode(shape: Shape, lengths: Tensor, bandwidth: float, check: bool) -> dict[str, float]:
@@ -133,12 +132,11 @@ def time_decode(shape: Shape, lengths: Tensor, bandwidth: float, check: bool) ->
     from kvpass.kernels.ragged_decode import attend_ragged
 
     case = TimedCase.make(shape, lengths)
-    tiles, tile_offsets = index_pool(case.offsets, shape.kv_heads, case.pool_k.shape[1])
-    arguments = {name: x for name, x in vars(case).items() if name != "offsets"}
-    scale = shape.dim**-0.5
+    tiles, tile_offsets = index_pool(case.held.offsets, shape.kv_heads, case.held.pool_k.shape[1])
+    held = case.held._replace(tiles=tiles, tile_offsets=tile_offsets)
 
     def attend(layer: int) -> Tensor:
-        return attend_ragged(**arguments, tiles=tiles, tile_offsets=tile_offsets, layer=layer, scale=scale)
+        return attend_ragged(case.call, held, layer)
 
     error = 0.0
     if check:
@@ -219,27 +217,20 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
     q = shape.random(1, tokens, shape.heads, shape.dim).transpose(1, 2)
     k, v = (shape.random(1, tokens, shape.kv_heads, shape.dim).transpose(1, 2) for _ in range(2))
     start = torch.zeros(1, dtype=torch.int64)
-    scale = shape.dim**-0.5
+    call = Attention(q, k, v, shape.dim**-0.5)
     group = LayerGroup(geometry=shape.geometry, layers=tuple(range(shape.layers)))
     operators = torch.ops.kvpass
 
     def compress() -> None:
         store = Store(group, resolved)
         store.begin_prefill([BUDGET], start, tokens, shape.dtype, shape.device)
-        state = dict(store.prefill_state)
-        entries, offsets = state.pop("entries"), state.pop("offsets")
+        buffers = store.prefill_state.values()
         for layer in range(shape.layers):
-            _, scores, traces, weight = operators.observe_attention(
-                q, k, v, start, scale, layer, shape.layers, resolved.spec
-            )
-            operators.cascade_step(
-                **state, k=k, v=v, scores=scores, traces=traces, weight=weight, entries=entries, start=start,
-                layer=layer, policy=resolved.spec,
-            )  # fmt: skip
-        pools = {name: state[name] for name in ("pool_k", "pool_v", "slots", "slot_traces")}
-        operators.pack(**pools, offsets=offsets)
+            _, *seen = operators.observe_attention(*call, start, layer, shape.layers, resolved.spec)
+            operators.cascade_step(*buffers, call.k, call.v, *seen, start, layer, resolved.spec)
+        operators.pack(*buffers)
 
-    return compress, lambda: operators.site(q, k, v, scale)
+    return compress, lambda: operators.site(*call[:4])
 
 
 def prompt_figures(shape: Shape, prompts: Sequence[int] = PROMPTS) -> list[dict[str, Any]]:

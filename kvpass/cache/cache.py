@@ -139,7 +139,7 @@ class CompressedCache(CacheFace):
         held = self.stores[0].pool_k if self.stores else self.rings[0].ring_k
         if held.dtype != dtype:
             raise CacheMismatchError(f"{self!r} of {held.dtype} was handed to a model of {dtype}")
-        turns = [turn.state for turn in self._turns] or [{}] * len(self.stores)
+        turns = [turn.buffers._asdict() for turn in self._turns] or [{}] * len(self.stores)
         state = self._state([{**store.cached_state, **turn} for store, turn in zip(self.stores, turns, strict=True)])
         return {**state, "seen": self._seen_columns, "first": self._first_column}
 

@@ -6,14 +6,15 @@ Legend: B batch, L layers of one KV geometry, K KV heads, E pool slots, C tail c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvpass.cache.metadata import CacheMetadata, StoreFacts
-from kvpass.config import Geometry, LayerGroup
+from kvpass.config import LayerGroup
+from kvpass.operands import BUFFERS, RingBuffers, saved_buffers
 from kvpass.ops.evict import SLOT_POSITION
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
@@ -38,9 +39,9 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     (entry,) = dtypes
     parts: dict[str, Shapes] = {"": {"start": (torch.int64, (rows,)), "first_column": (torch.int64, (rows,))}}
     for i, group in enumerate(metadata.layout.pools):
-        parts[f"store{i}_"] = _store_shapes(group.geometry, rows, entry, evicts=rule is not None)
+        parts[f"store{i}_"] = _shapes(saved_buffers(evicts=rule is not None), group, rows, entry)
     for i, group in enumerate(metadata.layout.rings):
-        parts[f"ring{i}_"] = _ring_shapes(group, rows, entry)
+        parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry)
     names = {prefix + name for prefix, shapes in parts.items() for name in shapes}
     if tensors.keys() != names:
         raise ValueError(f"tensors {sorted(tensors.keys() ^ names)} are missing or unknown")
@@ -63,30 +64,13 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
             _check_slots(store, facts, seen, rule)
 
 
-def _store_shapes(g: Geometry, rows: int, entry: torch.dtype, *, evicts: bool) -> Shapes:
-    heads = (g.layers, rows, g.kv_heads)
-    shapes: Shapes = {
-        "pool_k": (entry, (rows, "E", g.key_dim)),
-        "pool_v": (entry, (rows, "E", g.value_dim)),
-        "pool_positions": (torch.int32, (rows, "E")),
-        "offsets": (torch.int32, (rows, g.layers * g.kv_heads + 1)),
-        "tail_k": (entry, (*heads, "C", g.key_dim)),
-        "tail_v": (entry, (*heads, "C", g.value_dim)),
-        "tail_start": (torch.int64, (rows,)),
-    }
-    if evicts:
-        shapes["table"] = (torch.int32, (2, *heads, "S"))
-        shapes["memory"] = (torch.float32, (2, *heads, "S"))
-        shapes["quota"] = (torch.int64, heads)
-        shapes["next_position"] = (torch.int64, (rows,))
-    return shapes
-
-
-def _ring_shapes(group: LayerGroup, rows: int, entry: torch.dtype) -> Shapes:
-    g, window = group.geometry, group.sliding_window
-    assert window is not None
-    slots = (g.layers, rows, g.kv_heads, window)
-    return {"ring_k": (entry, (*slots, g.key_dim)), "ring_v": (entry, (*slots, g.value_dim))}
+def _shapes(names: Iterable[str], group: LayerGroup, rows: int, entry: torch.dtype) -> Shapes:
+    """What a file must hold; sizes that the metadata does not say keep their letters."""
+    g = group.geometry
+    sizes: dict[str, int] = {"B": rows, "L": g.layers, "K": g.kv_heads, "D": g.key_dim, "V": g.value_dim}
+    sizes |= {"P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0, "2": 2}
+    found = {name: BUFFERS[name] for name in names}
+    return {name: (b.dtype or entry, tuple(sizes.get(size, size) for size in b.sizes)) for name, b in found.items()}
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:

@@ -6,8 +6,7 @@ Legend: B batch, N prompt columns, L layers of this geometry, K KV heads, D head
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence, Set
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +15,10 @@ from torch.nn.functional import pad
 from kvpass.cache.metadata import StoreFacts
 from kvpass.cache.prompt_record import StoreRecord
 from kvpass.config import LayerGroup
+from kvpass.operands import BUFFERS, AppendBuffers, EvictBuffers, PrefillBuffers, saved_buffers, written_in
 from kvpass.ops.cuda import index_pool
 from kvpass.ops.evict import SLOT_POSITION, first_slots
-from kvpass.ops.reference import MASS, MEMORY, OWNER, PLACE, POSITION
+from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
 
@@ -26,19 +26,6 @@ TAIL_STEP = 64
 """Tails have room for a multiple of so many slots, beside the prompt's own."""
 MOST_SPARE = 1024
 """A tail grows by half, so that there are few lengths for which a decode step is captured, or by so many slots."""
-
-PREFILL_DYNAMIC = {"pool_k": {1}, "pool_v": {1}, "slots": {2}, "slot_traces": {2}, "tail_k": {3}, "tail_v": {3}}
-CACHED_DYNAMIC = {
-    **{"pool_k": {1}, "pool_v": {1}, "tail_k": {3}, "tail_v": {3}},
-    **{"table": {4}, "memory": {4}, "tiles": {1}, "turn_scores": {3}, "turn_masses": {3}},
-}
-"""Dimensions of the state that change from prompt to prompt: graphs treat them as symbols and do not recompile."""
-
-
-def dynamic_dims(state: Mapping[str, Tensor], phase: str) -> dict[str, Set[int]]:
-    """Those dimensions in a graph of ``phase``, by names of the state with a prefix each."""
-    table = PREFILL_DYNAMIC if phase == "prefill" else CACHED_DYNAMIC
-    return {name: table.get(name.split("_", 1)[-1], set()) for name in state}
 
 
 class Store:
@@ -51,19 +38,6 @@ class Store:
     Attributes:
         used: tail slots in use.
     """
-
-    ROW_DIM: ClassVar = {
-        "pool_k": 0,
-        "pool_v": 0,
-        "pool_positions": 0,
-        "offsets": 0,
-        "tail_k": 1,
-        "tail_v": 1,
-        "tail_start": 0,
-    }
-    """Tensors of a filled store and the dimension of each that counts rows of the batch."""
-    ROW_DIM_EVICTING: ClassVar = {"table": 2, "memory": 2, "quota": 1, "next_position": 0}
-    """The same for policies that evict while decoding, in addition."""
 
     pool_k: Tensor
     pool_v: Tensor
@@ -87,19 +61,19 @@ class Store:
         self.evicts = policy.decode_rule() is not None
         self.used = 0
         self._tail_bound = 0
-        self._prefill: dict[str, Tensor] = {}
+        self._prefill: PrefillBuffers | None = None
 
     @property
-    def row_dim(self) -> dict[str, int]:
-        """Dimension that counts rows of the batch, by name of the tensor."""
-        return {**self.ROW_DIM, **(self.ROW_DIM_EVICTING if self.evicts else {})}
+    def saved(self) -> list[str]:
+        """Buffers that a file holds, and of which a search picks rows."""
+        return saved_buffers(evicts=self.evicts)
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
     @property
     def prefill_state(self) -> dict[str, Tensor]:
         """The buffers the prefill graph writes."""
-        return self._prefill
+        return {} if self._prefill is None else self._prefill._asdict()
 
     def begin_prefill(
         self, budgets: Sequence[int], start: Tensor, columns: int, dtype: torch.dtype, device: torch.device
@@ -118,50 +92,45 @@ class Store:
         slots = max(2, min(self.policy.capacity(max(entries), g.layers, g.kv_heads), bound))
         tail = min(window, n) + TAIL_STEP
 
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self._prefill = {
-            "pool_k": empty(b, slots, g.key_dim),
-            "pool_v": empty(b, slots, g.value_dim),
-            "slots": torch.full((4, b, slots), -1, dtype=torch.int32, device=device),
-            "slot_traces": zeros(2, b, slots),
-            "ledger": zeros(b, g.layers, dtype=torch.float64),
-            "window_traces": zeros(2, b, g.layers, g.kv_heads, max(window, 1)),
-            "tail_k": empty(g.layers, b, g.kv_heads, tail, g.key_dim),
-            "tail_v": empty(g.layers, b, g.kv_heads, tail, g.value_dim),
-            "offsets": empty(b, g.layers * g.kv_heads + 1, dtype=torch.int32),
-            "entries": torch.tensor(entries, dtype=torch.int64, device=device),
+        sizes = {
+            **{"B": b, "E": slots, "D": g.key_dim, "V": g.value_dim, "L": g.layers, "K": g.kv_heads, "C": tail},
+            **{"W": max(window, 1), "P": g.layers * g.kv_heads + 1},
         }
+
+        def allocate(name: str) -> Tensor:
+            buffer = BUFFERS[name]
+            found = torch.empty(buffer.shape(sizes), dtype=buffer.dtype or dtype, device=device)
+            return found if buffer.initial is None else found.fill_(buffer.initial)
+
+        self._prefill = PrefillBuffers(*map(allocate, PrefillBuffers._fields))
+        self._prefill.entries.copy_(torch.tensor(entries))
 
     def finish_prefill(self) -> StoreRecord:
         """Take over what the prefill graph left and drop the tables only the cascade needed."""
-        state, g, n = self._prefill, self.geometry, self._columns
-        self._prefill = {}
+        prompt, g, n = self._prefill, self.geometry, self._columns
+        assert prompt is not None
+        self._prefill = None
         window = min(self.policy.window, n)
-        device = state["pool_k"].device
-        self.pool_k, self.pool_v, self.offsets = state["pool_k"], state["pool_v"], state["offsets"]
-        self.tail_k, self.tail_v = state["tail_k"], state["tail_v"]
-        self.pool_positions = state["slots"][POSITION].clone()
+        device = prompt.pool_k.device
+        self.pool_k, self.pool_v, self.offsets = prompt.pool_k, prompt.pool_v, prompt.offsets
+        self.tail_k, self.tail_v = prompt.tail_k, prompt.tail_v
+        self.pool_positions = prompt.slots[POSITION].clone()
         self.tail_start = (self._start - (n - window)).clamp(min=0).to(device)
         self.tail_used = torch.tensor(window, dtype=torch.int64, device=device)
         self.used = window
-        owner = state["slots"][OWNER].long()
+        owner = prompt.slots[OWNER].long()
         heads = g.layers * g.kv_heads
         mass = torch.zeros(owner.shape[0], heads + 1, dtype=torch.float32, device=device)
-        mass.scatter_add_(1, torch.where(owner < 0, heads, owner), state["slot_traces"][MASS])
+        mass.scatter_add_(1, torch.where(owner < 0, heads, owner), prompt.slot_traces[MASS])
         if self.evicts:
-            self._begin_evicting(state)
+            self._begin_evicting(prompt)
         self._index_pool()
         del self._start
         return StoreRecord(
             group=self.group,
             kept=self.pool_lengths,
-            mass=mass[:, :heads].view(-1, g.layers, g.kv_heads) + state["window_traces"][MASS].sum(-1),
-            weights=state["ledger"],
+            mass=mass[:, :heads].view(-1, g.layers, g.kv_heads) + prompt.window_traces[MASS].sum(-1),
+            weights=prompt.ledger,
             positions=self.pool_positions,
             offsets=self.offsets,
         )
@@ -176,26 +145,16 @@ class Store:
         """Names of what :meth:`_index_pool` made."""
         return [name for name in ("tiles", "tile_offsets") if hasattr(self, name)]
 
-    def _begin_evicting(self, state: dict[str, Tensor]) -> None:
+    def _begin_evicting(self, prompt: PrefillBuffers) -> None:
         """Tables for a policy that evicts while decoding: who sits where, and how many entries each head may hold."""
         columns = self._columns
         first = self._start.to(self.offsets.device)
         rule = self.policy.decode_rule()
         assert rule is not None
-        self.table, self.memory = first_slots(
-            self.offsets,
-            state["slots"][[POSITION, PLACE]],
-            state["slot_traces"][MEMORY],
-            state["window_traces"][MEMORY],
-            self.pool_v,
-            self.tail_v,
-            first,
-            columns,
-            min(self.policy.window, columns),
-        )
+        self.table, self.memory = first_slots(prompt, first, columns, min(self.policy.window, columns))
         kept = self.pool_lengths.transpose(0, 1)
         available = (columns - first - self.policy.window).clamp(min=0)
-        self.quota = torch.stack([self.policy.decode_quota(layer, state["entries"], available) for layer in kept])
+        self.quota = torch.stack([self.policy.decode_quota(layer, prompt.entries, available) for layer in kept])
         self.next_position = columns - first
         occupied = (self.table[SLOT_POSITION] >= 0).sum(-1)
         needed = torch.maximum(self.quota + rule.window, occupied) + 1 - kept
@@ -206,10 +165,8 @@ class Store:
     @property
     def cached_state(self) -> dict[str, Tensor]:
         """The buffers decode and extend graphs read, the tail being appended to in place."""
-        names = ["pool_k", "pool_v", "offsets", "tail_k", "tail_v"]
-        names += ["table", "memory", "quota", "next_position"] if self.evicts else ["tail_start", "tail_used"]
-        names += self._tables
-        return {name: getattr(self, name) for name in names}
+        names = EvictBuffers._fields if self.evicts else AppendBuffers._fields
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def ensure_room(self, tokens: int) -> None:
         """Grow the tail, by half or more, so that ``tokens`` more fit."""
@@ -240,24 +197,23 @@ class Store:
     def clone(self) -> Store:
         """An independent copy; what no call ever writes is shared."""
         twin = copy.copy(self)
-        written = {"tail_k", "tail_v", "tail_used"}
-        if self.evicts:
-            written |= {"pool_k", "pool_v", "table", "memory", "next_position"}
-        for name in written:
+        phase = "evict" if self.evicts else "append"
+        counters = {name for name, buffer in BUFFERS.items() if buffer.counter}
+        for name in (written_in(phase) | counters) & vars(self).keys():
             setattr(twin, name, getattr(self, name).clone())
         return twin
 
     def with_rows(self, index: Tensor) -> Store:
         """A store whose row i is row ``index[i]`` of this one."""
-        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self.row_dim}
-        picked = {name: x.index_select(self.row_dim[name], index.to(x.device)) for name, x in tensors.items()}
+        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self.saved}
+        picked = {name: x.index_select(BUFFERS[name].row_dim, index.to(x.device)) for name, x in tensors.items()}
         return self.holding(picked, self.used)
 
     def holding(self, tensors: Mapping[str, Tensor], used: int) -> Store:
         """A store of the same layers that holds other entries.
 
         Args:
-            tensors: one for each name in ``row_dim``. used: tail slots in use.
+            tensors: one for each name in ``saved``. used: tail slots in use.
         """
         twin = copy.copy(self)
         twin.used = used
@@ -275,7 +231,7 @@ class Store:
 
     def compact_tensors(self) -> dict[str, Tensor]:
         """Everything the store holds, without the capacity nobody uses, zeros in every slot without an entry."""
-        tensors = {name: getattr(self, name) for name in self.row_dim}
+        tensors = {name: getattr(self, name) for name in self.saved}
         count = self.offsets[:, -1].long()
         held = max(2, int(count.max()))
         spare = torch.arange(held, device=count.device) >= count[:, None]
@@ -301,7 +257,7 @@ class Store:
     def to(self, device: torch.device) -> Store:
         """A copy on another device."""
         twin = copy.copy(self)
-        for name in (*self.row_dim, "tail_used"):
+        for name in (*self.saved, "tail_used"):
             setattr(twin, name, getattr(self, name).to(device, copy=True))
         for name in self._tables:
             delattr(twin, name)
@@ -318,7 +274,7 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes the storages occupy: spare slots, tail capacity, positions and all tables included."""
-        names = (*self.row_dim, *self._tables)
+        names = (*self.saved, *self._tables)
         return sum(getattr(self, name).untyped_storage().nbytes() for name in names)
 
     @property

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from kvpass.cache.layers import TAIL_STEP, Store
 from kvpass.cache.prompt_record import StoreRecord
+from kvpass.operands import BUFFERS, TurnBuffers
 from kvpass.ops.recompress import NOT_DUE, select_held
 from kvpass.ops.slots import EMPTY
 
@@ -22,20 +23,24 @@ class Turn:
         store: has room for the turn's tokens. window: newest tokens of each row that will be kept, int64 ``[B]``,
             ``NOT_DUE`` for rows left as they are.
     Attributes:
-        state: the buffers that the extend graph writes, beside those of the store.
+        buffers: what the extend graph writes, beside the buffers of the store.
     """
 
     def __init__(self, store: Store, window: Tensor) -> None:
         self.store = store
         g, device = store.geometry, store.offsets.device
         slots = int(store.pool_lengths.max()) + store.tail_k.shape[3]
-        shape = (store.rows, g.layers, g.kv_heads, slots)
-        self.state = {
-            "turn_scores": torch.full(shape, float("-inf"), dtype=torch.float32, device=device),
-            "turn_masses": torch.zeros(shape, dtype=torch.float32, device=device),
-            "turn_ledger": torch.zeros(store.rows, g.layers, dtype=torch.float64, device=device),
-            "turn_window": window.to(device),
-        }
+        sizes = {"B": store.rows, "L": g.layers, "K": g.kv_heads, "S": slots}
+
+        def allocate(name: str, value: float) -> Tensor:
+            return torch.full(BUFFERS[name].shape(sizes), value, dtype=BUFFERS[name].dtype, device=device)
+
+        self.buffers = TurnBuffers(
+            turn_scores=allocate("turn_scores", float("-inf")),
+            turn_masses=allocate("turn_masses", 0.0),
+            turn_ledger=allocate("turn_ledger", 0.0),
+            turn_window=window.to(device),
+        )
 
     def finish(self, entries: Tensor, seen: Tensor) -> tuple[Store, StoreRecord]:
         """A store of what stays after the turn, in buffers of its own, and the record of it.
@@ -44,14 +49,15 @@ class Turn:
             entries: evictable entries per KV head per layer on average, int64 ``[B]``.
             seen: real tokens seen of each row, the turn's included, int64 ``[B]``.
         """
-        store, window, ledger = self.store, self.state["turn_window"], self.state["turn_ledger"]
+        store = self.store
+        scores, masses, ledger, window = self.buffers
         available = (seen - window).clamp(min=0)
-        stay = select_held(self.state["turn_scores"], ledger, entries, available, store.policy)
+        stay = select_held(scores, ledger, entries, available, store.policy)
         due = window != NOT_DUE
         tails = torch.where(due, window, store.used - store.tail_start)
         kept = torch.where(due[:, None], stay.sum(3).flatten(1), store.offsets.diff(dim=1))
         left = self._move(stay, due, tails, pad(kept.cumsum(1), (1, 0)).int(), seen)
-        lengths, masses = store.lengths, self.state["turn_masses"]
+        lengths = store.lengths
         line = torch.arange(masses.shape[3], device=masses.device)
         newest = (line >= (lengths - window[:, None, None])[..., None]) & (line < lengths[..., None])
         return left, StoreRecord(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass.config import LayerGroup
+from kvpass.operands import BUFFERS, RingBuffers
 
 
 class Ring:
@@ -27,9 +28,10 @@ class Ring:
         self.group = group
         self.window = group.sliding_window
         g = group.geometry
-        slots = (g.layers, rows, g.kv_heads, self.window)
-        self.ring_k = torch.zeros(*slots, g.key_dim, dtype=dtype, device=device)
-        self.ring_v = torch.zeros(*slots, g.value_dim, dtype=dtype, device=device)
+        sizes = {"L": g.layers, "B": rows, "K": g.kv_heads, "R": self.window, "D": g.key_dim, "V": g.value_dim}
+        self.ring_k, self.ring_v = (
+            torch.zeros(BUFFERS[name].shape(sizes), dtype=dtype, device=device) for name in RingBuffers._fields
+        )
 
     @classmethod
     def restore(cls, group: LayerGroup, tensors: Mapping[str, Tensor]) -> Ring:

@@ -22,7 +22,6 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from kvpass.cache.cache import CompressedCache
-from kvpass.cache.layers import dynamic_dims
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.config import Layout
 from kvpass.graphs.bind_state import (
@@ -47,7 +46,6 @@ from kvpass.graphs.rewrite_attention import (
     find_sites,
     layout_of,
     rewrite_cached_pass,
-    rewrite_evicting_pass,
     rewrite_prefill_pass,
 )
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
@@ -57,6 +55,7 @@ from kvpass.graphs.verify.offset_positions import check_positions_pass, offset_p
 from kvpass.graphs.verify.own_state import check_own_state_pass
 from kvpass.graphs.verify.places import check_places_pass
 from kvpass.graphs.verify.token_mixing import check_token_mixing_pass
+from kvpass.operands import dynamic_dims
 
 MAX_CAPTURED_TOKENS = 8
 """Longest extension captured as a CUDA graph: drafts to verify, not the text of a turn."""
@@ -213,13 +212,11 @@ class PhaseCompiler:
 
         state = state_of(cache)
         fake_mode = backend_mode()
-        nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state, phase), fake_mode)
-        if phase == "prefill":
-            rewrite = partial(rewrite_prefill_pass, state=nodes, layout=layout, policy=policy.spec)
-        else:
-            impl = "native" if self.compiler == "inductor" else "reference"
-            cached = rewrite_cached_pass if policy.decode_rule() is None else rewrite_evicting_pass
-            rewrite = partial(cached, state=nodes, layout=layout, impl=impl, policy=policy.spec)
+        nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state), fake_mode)
+        rewrite = partial(rewrite_prefill_pass, state=nodes, layout=layout, policy=policy)
+        if phase != "prefill":
+            impl = "cpp" if self.compiler == "inductor" else "eager"
+            rewrite = partial(rewrite_cached_pass, state=nodes, layout=layout, policy=policy, impl=impl)
         decompose = [decompose_linear_pass] if phase == "decode" and self.compiler == "inductor" else []
         offset = [] if phase == "prefill" else [partial(offset_positions_pass, seen=nodes["seen"])]
         rewritten = run_passes(gm, [*offset, *decompose, rewrite], label=f"{phase}.{len(self.records)}")

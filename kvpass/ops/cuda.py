@@ -13,9 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvpass.operands import AppendBuffers, Attention, Candidates, Lines, PrefillBuffers
 from kvpass.ops import reference
-from kvpass.ops.evict import Kernels
-from kvpass.ops.slots import Entered
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 from kvpass.policies.scores import Group, Pool
@@ -26,83 +25,45 @@ FEWEST_TILES = 2
 """Tiles a layer has at least: a graph would take the one tile, or none, of its first pool for the size of all."""
 
 
-def prompt_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    sliding_window: int | None = None,
-) -> Tensor:
+def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None = None) -> Tensor:
     """As :func:`kvpass.ops.reference.prompt_attention`."""
-    q, k, v = readable(q, k, v)
-    return _attend_prompt(q, k, v, _on(q, start), scale, softcap, sinks, sliding_window)[0]
+    call = readable(call)
+    return _attend_prompt(call, _on(call.q, start), sliding_window)[0]
 
 
 def observe_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    scale: float,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    call: Attention, start: Tensor, layer: int, num_layers: int, policy: Policy
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`kvpass.ops.reference.observe_attention`; statistics of all rows come from one launch each."""
-    q, k, v = readable(q, k, v)
-    first = _on(q, start)
-    out, lse = _attend_prompt(q, k, v, first, scale, softcap, sinks)
-    statistics = SiteStatistics(q, k, v, first, lse, scale, policy.window, softcap)
+    call = readable(call)
+    first = _on(call.q, start)
+    out, lse = _attend_prompt(call, first)
+    statistics = SiteStatistics(call, first, lse, policy.window)
 
     def observe(live: reference.Live, window: int) -> Observation:
-        return KernelObservation(
-            q[live], k[live], v[live], scale, window, layer, num_layers, softcap, sinks, site=statistics, live=live
-        )
+        q, k, v, scale, softcap, sinks = call.rows(*live)
+        return KernelObservation(q, k, v, scale, window, layer, num_layers, softcap, sinks, site=statistics, live=live)
 
-    return out, *reference.judge_prompt(k, start, policy, observe)
+    return out, *reference.judge_prompt(call.k, start, policy, observe)
 
 
-def cascade_step(
-    pool_k: Tensor,
-    pool_v: Tensor,
-    slots: Tensor,
-    slot_traces: Tensor,
-    ledger: Tensor,
-    window_traces: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Tensor,
-    traces: Tensor,
-    weight: Tensor,
-    entries: Tensor,
-    start: Tensor,
-    layer: int,
-    policy: Policy,
-) -> None:
+def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:
     """As :func:`kvpass.ops.reference.cascade_step`; an overfull pool is a device-side assertion."""
     from kvpass.kernels.gather import assign_slots, gather_winners
 
-    first = _on(k, start)
-    keep, rank, place = reference.recut(slots, ledger, scores, weight, entries, first, layer, policy)
-    source = assign_slots(keep, slots[reference.OWNER])
-    order = rank.int().contiguous(), place.int().contiguous()
-    k, v = readable(k, v)
-    gather_winners(source, k, v, *order, traces, first, pool_k, pool_v, slots, slot_traces, layer)
-    reference.keep_window(window_traces, tail_k, tail_v, k, v, traces, layer, min(policy.window, k.shape[2]))
+    k, v = _last_dim_contiguous(candidates.k), _last_dim_contiguous(candidates.v)
+    candidates = candidates._replace(k=k, v=v, start=_on(k, candidates.start))
+    keep, rank, place = reference.recut(buffers, candidates, layer, policy)
+    source = assign_slots(keep, buffers.slots[reference.OWNER])
+    gather_winners(source, rank.int().contiguous(), place.int().contiguous(), candidates, buffers, layer)
+    reference.keep_window(buffers, candidates, layer, min(policy.window, k.shape[2]))
 
 
-def pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_traces: Tensor, offsets: Tensor) -> None:
+def pack(buffers: PrefillBuffers) -> None:
     """As :func:`kvpass.ops.reference.pack`."""
     from kvpass.kernels import gather
 
-    gather.pack(pool_k, pool_v, slots, slot_traces, offsets)
+    gather.pack(buffers)
 
 
 def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tensor]:
@@ -122,24 +83,7 @@ def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tens
     return tiles, tile_offsets
 
 
-def attend_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    offsets: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    tail_start: Tensor,
-    tail_used: Tensor,
-    scale: float,
-    layer: int,
-    tiles: Tensor,
-    tile_offsets: Tensor,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     """As :func:`kvpass.ops.reference.attend_cache`, with the tables of :func:`index_pool`.
 
     The caller sees to it that T more tokens fit in the tail: the device is not asked.
@@ -147,37 +91,15 @@ def attend_cache(
     from kvpass.kernels.ragged_decode import attend_ragged
     from kvpass.kernels.ragged_extend import attend_extend
 
-    q, k, v = readable(q, k, v)
-    sinks = None if sinks is None else sinks.contiguous()
-    tail = (tail_k, tail_v, tail_start, tail_used)
-    if q.shape[2] <= SPLIT_TOKENS:
-        return attend_ragged(q, k, v, pool_k, pool_v, tiles, tile_offsets, *tail, layer, scale, softcap, sinks)
-    return attend_extend(q, k, v, pool_k, pool_v, offsets, *tail, layer, scale, softcap, sinks)
+    attend = attend_ragged if call.q.shape[2] <= SPLIT_TOKENS else attend_extend
+    return attend(readable(call), held, layer)
 
 
-def attend_slots(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor | None,
-    pool_v: Tensor | None,
-    offsets: Tensor | None,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    position: Tensor,
-    entered: Entered | None,
-    layer: int,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:
     """As :func:`kvpass.ops.slots.attend_slots`; a line without an empty slot is the caller's fault and not noticed."""
     from kvpass.kernels import slot_decode
 
-    q, k, v = readable(q, k, v)
-    sinks = None if sinks is None else sinks.contiguous()
-    held = (pool_k, pool_v, offsets, tail_k, tail_v)
-    return slot_decode.attend_slots(q, k, v, *held, position, entered, layer, scale, softcap, sinks)
+    return slot_decode.attend_slots(readable(call), lines, layer)
 
 
 def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
@@ -196,53 +118,42 @@ def pool_in_order(
     return pool_in_order(attention, position, place, window, pool, kernel_size, group)
 
 
-SLOT_KERNELS = Kernels(attend_slots, evict_losers, pool_in_order)
+def readable(call: Attention) -> Attention:
+    """The call as kernels read it, last dims contiguous; what is so already is not copied."""
+    q, k, v = map(_last_dim_contiguous, call[:3])
+    return call._replace(q=q, k=k, v=v, sinks=None if call.sinks is None else call.sinks.contiguous())
 
 
-def readable(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as kernels read them, the last dim contiguous; what is so already is not copied."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+def _last_dim_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _on(tensor: Tensor, start: Tensor) -> Tensor:
     return start.to(tensor.device, non_blocking=True)
 
 
-def _attend_prompt(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    sliding_window: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, N, Dv]`` and log-sum-exp fp32 ``[B, H, N]``, by FlashAttention where it takes the site."""
+def _attend_prompt(call: Attention, first: Tensor, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, N, Dv]`` and log-sum-exp fp32 ``[B, H, N]``, by FlashAttention where it takes the call."""
     from kvpass.kernels.prefill_attention import flash_attention_varlen, flash_takes, prefill_attention
 
-    if softcap is None and sinks is None and flash_takes(q, v):
-        return flash_attention_varlen(q, k, v, first, scale, sliding_window)
-    sinks = None if sinks is None else sinks.contiguous()
-    return prefill_attention(q, k, v, first, scale, sliding_window, softcap, sinks)
+    if call.softcap is None and call.sinks is None and flash_takes(call.q, call.v):
+        return flash_attention_varlen(call.q, call.k, call.v, first, call.scale, sliding_window)
+    return prefill_attention(call, first, sliding_window)
 
 
 @dataclass(frozen=True, eq=False)
 class SiteStatistics:
-    """Statistics of all rows of a site, each computed when a policy first asks; fp32, zero in padding.
+    """Statistics of all rows of an attention call, each computed when a policy first asks; fp32, zero in padding.
 
-    Attributes: as of :class:`Observation`; first: first real column, int64 ``[B]``; lse: log-sum-exp ``[B, H, N]``;
-        sums: those over rows, by their number.
+    Attributes:
+        call: over the whole prompt. first: first real column, int64 ``[B]``. lse: log-sum-exp ``[B, H, N]``. window:
+            rows that observe. sums: those over rows, by their number.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    call: Attention
     first: Tensor
     lse: Tensor
-    scale: float
     window: int
-    softcap: float | None
     sums: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -258,8 +169,7 @@ class SiteStatistics:
     def _over(self, window: int, spread: bool = False) -> tuple[Tensor, ...]:
         from kvpass.kernels.window_statistics import window_statistics
 
-        site = (self.q, self.k, self.first, self.lse, self.scale, window)
-        found = window_statistics(*site, softcap=self.softcap, variance=spread, entropy=spread)
+        found = window_statistics(self.call, self.first, self.lse, window, variance=spread, entropy=spread)
         return tuple(x for x in (found.mean, found.variance, found.entropy) if x is not None)
 
     @cached_property
@@ -272,14 +182,13 @@ class SiteStatistics:
     def value_norm(self) -> Tensor:
         from kvpass.kernels.window_statistics import value_norms
 
-        return value_norms(self.v, self.first)
+        return value_norms(self.call.v, self.first)
 
     def recent_sum(self, rows: int) -> Tensor:
         from kvpass.kernels.window_statistics import column_sums
 
         if rows not in self.sums:
-            site = (self.q, self.k, self.first, self.lse, self.scale, rows)
-            self.sums[rows] = column_sums(*site, softcap=self.softcap)
+            self.sums[rows] = column_sums(self.call, self.first, self.lse, rows)
         return self.sums[rows]
 
 
@@ -291,28 +200,33 @@ class KernelObservation(Observation):
     live: reference.Live
 
     @property
+    def _live(self) -> tuple[slice, slice, slice]:
+        rows, columns = self.live
+        return rows, slice(None), columns
+
+    @property
     def mean(self) -> Tensor:
-        return self.site.mean[self.live]
+        return self.site.mean[self._live]
 
     @property
     def variance(self) -> Tensor:
-        return self.site.spread[1][self.live]
+        return self.site.spread[1][self._live]
 
     @property
     def entropy(self) -> Tensor:
-        return self.site.spread[2][self.live]
+        return self.site.spread[2][self._live]
 
     @property
     def last_row(self) -> Tensor:
-        return self.site.last_row[self.live]
+        return self.site.last_row[self._live]
 
     @property
     def value_norm(self) -> Tensor:
-        return self.site.value_norm[self.live]
+        return self.site.value_norm[self._live]
 
     @property
     def column_sum(self) -> Tensor:
-        return self.recent_sum(self.site.k.shape[2])
+        return self.recent_sum(self.site.call.k.shape[2])
 
     def recent_sum(self, rows: int) -> Tensor:
-        return self.site.recent_sum(rows)[self.live]
+        return self.site.recent_sum(rows)[self._live]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpass.operands import AppendBuffers, Attention, TurnBuffers
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 
@@ -37,41 +38,21 @@ class HeldObservation(Observation):
 
 
 def observe_held(
-    q: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    offsets: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    tail_start: Tensor,
-    tail_used: Tensor,
-    scores: Tensor,
-    masses: Tensor,
-    ledger: Tensor,
-    window: Tensor,
-    scale: float,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    call: Attention, held: AppendBuffers, found: TurnBuffers, layer: int, num_layers: int, policy: Policy
 ) -> None:
-    """What a policy sees of the entries of one layer after T tokens were appended to its tail.
+    """What the policy sees of pool and tail in a turn whose tokens were appended; before they are counted as used.
 
-    The newest ``window`` tokens of a row will be kept; as many of them as the turn has observe. Reads ``used`` before
-    the turn's tokens are counted.
-
-    Args:
-        q: of the turn, ``[B, H, T, D]``. pool and tail as in :func:`kvpass.ops.reference.attend_cache`. window: tokens
-            that stay in the tail, int64 ``[B]``, ``NOT_DUE`` for a row that is not asked about.
-        scores: receives the worth of evictable entries, fp32 ``[B, L, K, S]``; others are left alone.
-        masses: receives the mean attention of the observing rows and the group, fp32 ``[B, L, K, S]``.
-        ledger: receives the layer's weight, fp64 ``[B, L]``.
+    The newest ``turn_window`` tokens of a row will be kept; as many of them as the turn has observe. Rows of
+    ``NOT_DUE`` are not asked about. Writes scores, ``-inf`` where nothing is evictable, masses (the mean attention of
+    the observing rows and the group) and the layer's weight.
     """
+    q, _, _, scale, softcap, sinks = call
+    pool_k, pool_v, tail_k, tail_v = held.pool_k, held.pool_v, held.tail_k, held.tail_v
+    scores, masses, ledger, window = found
     t, kv_heads = q.shape[2], tail_k.shape[2]
     group = q.shape[1] // kv_heads
-    end = int(tail_used) + t
-    bounds, starts = offsets.tolist(), tail_start.tolist()
+    end = int(held.tail_used) + t
+    bounds, starts = held.offsets.tolist(), held.tail_start.tolist()
     for row, protected in enumerate(window.tolist()):
         if protected == NOT_DUE:
             continue

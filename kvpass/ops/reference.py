@@ -12,11 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpass.operands import AppendBuffers, Attention, Candidates, PrefillBuffers
+from kvpass.ops.slots import attend_slots, evict_losers
 from kvpass.policies.base import Policy
+from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
 
-Live = tuple[slice, slice, slice]
-"""Rows of the batch that begin at the same column, all heads, and their real columns."""
+__all__ = [  # what an implementation of the operators has; :mod:`kvpass.ops.cpp` and :mod:`kvpass.ops.cuda` are others
+    "attend_cache",
+    "attend_slots",
+    "cascade_step",
+    "evict_losers",
+    "observe_attention",
+    "pack",
+    "pool_in_order",
+    "prompt_attention",
+]
+
+Live = tuple[slice, slice]
+"""Rows of the batch that begin at the same column, and their real columns."""
 _ROW_BLOCK = 512
 _EMPTY = -1
 OWNER, RANK, POSITION, PLACE = 0, 1, 2, 3
@@ -36,23 +50,16 @@ def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
             first = row
 
 
-def causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    sliding_window: int | None = None,
-) -> Tensor:
-    """Causal attention of rows without padding; q ``[B, H, N, D]``, k and v un-repeated; returns ``[B, H, N, Dv]``.
+def causal_attention(call: Attention, sliding_window: int | None = None) -> Tensor:
+    """Causal attention ``[B, H, N, Dv]`` of rows without padding, over all tokens of the call.
 
     The group dimension is a stride-0 view of K and V, so nothing is repeated in memory.
     """
+    q, k, v, scale, softcap, sinks = call
     kv_heads = k.shape[1]
     bounded = sliding_window is not None and sliding_window < q.shape[2]
     if bounded or softcap is not None or sinks is not None:
-        return _blocked_attention(q, k, v, scale, softcap, sinks, sliding_window)
+        return _blocked_attention(call, q.shape[2] if sliding_window is None else sliding_window)
     if kv_heads == q.shape[1]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     group = q.shape[1] // kv_heads
@@ -69,19 +76,11 @@ def causal_attention(
     return torch.stack(rows)
 
 
-def _blocked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    sliding_window: int | None,
-) -> Tensor:
+def _blocked_attention(call: Attention, reach: int) -> Tensor:
     """The same in plain steps, fp32 inside, a block of rows of one KV head at a time."""
+    q, k, v, scale, softcap, sinks = call
     n, kv_heads = q.shape[2], k.shape[1]
     group = q.shape[1] // kv_heads
-    reach = n if sliding_window is None else sliding_window
     columns = torch.arange(n, device=q.device)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     for kv_head in range(kv_heads):
@@ -98,58 +97,39 @@ def _blocked_attention(
     return out
 
 
-def prompt_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    sliding_window: int | None = None,
-) -> Tensor:
-    """Causal attention of a left-padded prompt; rows before ``start`` come out as zeros."""
-    b, h, n, _ = q.shape
-    out = q.new_zeros(b, n, h, v.shape[3]).transpose(1, 2)
+def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None = None) -> Tensor:
+    """Causal attention of a left-padded prompt; columns before ``start``, int64 ``[B]``, come out as zeros."""
+    b, h, n, _ = call.q.shape
+    out = call.q.new_zeros(b, n, h, call.v.shape[3]).transpose(1, 2)
     for rows, column in row_groups(start):
-        live = (rows, slice(None), slice(column, n))
-        out[live] = causal_attention(q[live], k[live], v[live], scale, softcap, sinks, sliding_window)
+        out[rows, :, column:] = causal_attention(call.rows(rows, slice(column, n)), sliding_window)
     return out
 
 
 def observe_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    scale: float,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    call: Attention, start: Tensor, layer: int, num_layers: int, policy: Policy
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention of one site over the prompt, and what the policy saw there.
+    """Attention of one layer over the prompt, and what the policy saw there.
 
     Args:
-        q: ``[B, H, N, D]``. k: ``[B, K, N, D]``. v: ``[B, K, N, Dv]``. start: first real column, int64 ``[B]``.
+        start: first real column, int64 ``[B]``.
     Returns:
         output ``[B, H, N, Dv]`` in the dtype of q (zeros in padding); scores fp32 ``[B, K, N]``, ``-inf`` in padding
         and window; traces fp32 ``[2, B, K, N]``: the mean attention of window rows and group, and the first memory of
         the decode rule; weight fp64 ``[B]``.
     """
-    out = prompt_attention(q, k, v, start, scale, softcap, sinks)
 
     def observe(live: Live, window: int) -> Observation:
-        return Observation(q[live], k[live], v[live], scale, window, layer, num_layers, softcap, sinks)
+        q, k, v, scale, softcap, sinks = call.rows(*live)
+        return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks)
 
-    return out, *judge_prompt(k, start, policy, observe)
+    return prompt_attention(call, start), *judge_prompt(call.k, start, policy, observe)
 
 
 def judge_prompt(
     k: Tensor, start: Tensor, policy: Policy, observe: Callable[[Live, int], Observation]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, traces and layer weight of one site, rows that begin at the same column together.
+    """Scores, traces and layer weight of one layer, rows that begin at the same column together.
 
     Args:
         observe: (where the rows' real columns are, window) -> what the policy may look at.
@@ -160,54 +140,31 @@ def judge_prompt(
     rule = policy.decode_rule()
     weight = k.new_zeros(b, dtype=torch.float64)
     for rows, column in row_groups(start):
-        live = (rows, slice(None), slice(column, n))
         window = min(policy.window, n - column)
-        obs = observe(live, window)
+        obs = observe((rows, slice(column, n)), window)
         site_scores = policy.checked_score(obs)
         scores[rows, :, column : n - window] = site_scores
-        traces[MASS][live] = obs.mass
+        traces[MASS, rows, :, column:] = obs.mass
         if rule is not None:
-            traces[MEMORY][live] = rule.start(obs)
+            traces[MEMORY, rows, :, column:] = rule.start(obs)
         layer_weight = policy.checked_weight(obs, site_scores)
         if layer_weight is not None:
             weight[rows] = layer_weight
     return scores, traces, weight
 
 
-def cascade_step(
-    pool_k: Tensor,
-    pool_v: Tensor,
-    slots: Tensor,
-    slot_traces: Tensor,
-    ledger: Tensor,
-    window_traces: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Tensor,
-    traces: Tensor,
-    weight: Tensor,
-    entries: Tensor,
-    start: Tensor,
-    layer: int,
-    policy: Policy,
-) -> None:
-    """Re-cut layers 0..layer to their share of the budget and gather this layer's winners into freed slots.
+def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:
+    """Cut layers 0..layer again to their share of the budget and gather this layer's winners into freed slots.
 
-    Mutates, all per batch row:
-        pool_k ``[B, E, D]``, pool_v ``[B, E, Dv]``: winners' rows. slots int32 ``[4, B, E]``, slot_traces fp32
-        ``[2, B, E]``: who sits where. ledger fp64 ``[B, L]``: layer weights seen. window_traces fp32
-        ``[2, B, L, K, window]``: traces of the window itself. tail_k, tail_v ``[L, B, K, C, D]``: the window's rows,
-        in the first slots.
-
-    Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1. A survivor never moves.
+    Writes all buffers but offsets and entries; the window's rows go into the first slots of the tail. A survivor never
+    moves. Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1.
     """
-    b, kv_heads, n, _ = k.shape
-    keep, rank, place = recut(slots, ledger, scores, weight, entries, start, layer, policy)
-    owner, order, position = slots[OWNER], slots[RANK], slots[POSITION]
+    k, v, start = candidates.k, candidates.v, candidates.start
+    kv_heads, n = k.shape[1:3]
+    keep, rank, place = recut(buffers, candidates, layer, policy)
+    owner, order, position, places = buffers.slots
     true_position = torch.arange(n, device=k.device) - start[:, None]
-    for row in range(b):
+    for row in range(k.shape[0]):
         head, column = keep[row].nonzero(as_tuple=True)
         free = (owner[row] == _EMPTY).nonzero(as_tuple=True)[0]
         if head.numel() > free.numel():
@@ -215,71 +172,54 @@ def cascade_step(
                 f"pool of {owner.shape[1]} slots is full at layer {layer}: {head.numel()} winners, {free.numel()} free"
             )
         slot = free[: head.numel()]
-        pool_k[row, slot] = k[row, head, column]
-        pool_v[row, slot] = v[row, head, column]
+        buffers.pool_k[row, slot] = k[row, head, column]
+        buffers.pool_v[row, slot] = v[row, head, column]
         owner[row, slot] = (layer * kv_heads + head).int()
         order[row, slot] = rank[row, head, column]
         position[row, slot] = true_position[row, column].int()
-        slots[PLACE, row, slot] = place[row, head, column].int()
-        slot_traces[:, row, slot] = traces[:, row, head, column]
+        places[row, slot] = place[row, head, column].int()
+        buffers.slot_traces[:, row, slot] = candidates.traces[:, row, head, column]
 
-    keep_window(window_traces, tail_k, tail_v, k, v, traces, layer, min(policy.window, n))
+    keep_window(buffers, candidates, layer, min(policy.window, n))
 
 
-def recut(
-    slots: Tensor,
-    ledger: Tensor,
-    scores: Tensor,
-    weight: Tensor,
-    entries: Tensor,
-    start: Tensor,
-    layer: int,
-    policy: Policy,
-) -> tuple[Tensor, Tensor, Tensor]:
+def recut(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
     """Free the slots that earlier layers lose and say which entries of this layer win.
 
     Args:
-        start: on the device of the scores.
+        candidates: ``start`` on the device of the scores.
     Returns:
         winners bool ``[B, K, N]``; rank int32 ``[B, K, N]``; place in the storage order of the decode rule.
     """
+    scores, entries, slots = candidates.scores, buffers.entries, buffers.slots
     b, kv_heads, n = scores.shape
-    ledger[:, layer] = weight
-    available = (n - start - policy.window).clamp(min=0)
-    budgets = policy.layer_budgets(ledger, entries, available, kv_heads, layer + 1)
+    buffers.ledger[:, layer] = candidates.weight
+    available = (n - candidates.start - policy.window).clamp(min=0)
+    budgets = policy.layer_budgets(buffers.ledger, entries, available, kv_heads, layer + 1)
     owner_layer = slots[OWNER].clamp(min=0).long() // kv_heads
     slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), _EMPTY)
     rank = policy.rank(scores, entries)
-    place = (torch.arange(n, device=scores.device) - start[:, None])[:, None].expand(b, kv_heads, n)
+    place = (torch.arange(n, device=scores.device) - candidates.start[:, None])[:, None].expand(b, kv_heads, n)
     rule = policy.decode_rule()
     if rule is not None:
         place = rule.first_place(scores, place, entries)
     return (rank < budgets[:, layer, None, None]) & (scores > float("-inf")), rank, place
 
 
-def keep_window(
-    window_traces: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    traces: Tensor,
-    layer: int,
-    window: int,
-) -> None:
+def keep_window(buffers: PrefillBuffers, candidates: Candidates, layer: int, window: int) -> None:
     """Copy the rows and traces of the last ``window`` columns into the first slots of the tail."""
-    first = k.shape[2] - window
-    tail_k[layer, :, :, :window] = k[:, :, first:]
-    tail_v[layer, :, :, :window] = v[:, :, first:]
-    window_traces[:, :, layer, :, :window] = traces[..., first:]
+    first = candidates.k.shape[2] - window
+    buffers.tail_k[layer, :, :, :window] = candidates.k[:, :, first:]
+    buffers.tail_v[layer, :, :, :window] = candidates.v[:, :, first:]
+    buffers.window_traces[:, :, layer, :, :window] = candidates.traces[..., first:]
 
 
-def pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_traces: Tensor, offsets: Tensor) -> None:
-    """Permute the pool once into (layer, head, position) order; empty slots go last.
+def pack(buffers: PrefillBuffers) -> None:
+    """Permute the pool once into (layer, head, position) order; empty slots go last. Writes the offsets.
 
-    offsets int32 ``[B, L*K + 1]`` receives where the entries of each (layer, head) begin. A few columns move at a
-    time, so the copy never takes more memory than one layer's keys.
+    A few columns move at a time, so the copy never takes more memory than one layer's keys.
     """
+    slots, offsets = buffers.slots, buffers.offsets
     owner, position = slots[OWNER].long(), slots[POSITION].long()
     groups = offsets.shape[1] - 1
     key = torch.where(owner < 0, groups, owner) * (1 << 32) + position
@@ -292,57 +232,41 @@ def pack(pool_k: Tensor, pool_v: Tensor, slots: Tensor, slot_traces: Tensor, off
         if torch.equal(order, torch.arange(order.numel(), device=order.device)):
             continue
         slots[:, row] = slots[:, row, order]
-        slot_traces[:, row] = slot_traces[:, row, order]
-        for pool in (pool_k, pool_v):
+        buffers.slot_traces[:, row] = buffers.slot_traces[:, row, order]
+        for pool in (buffers.pool_k, buffers.pool_v):
             columns = max(1, pool.shape[2] // groups)
             for block in pool[row].split(columns, dim=1):
                 block.copy_(block[order])
 
 
-def attend_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    offsets: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    tail_start: Tensor,
-    tail_used: Tensor,
-    scale: float,
-    layer: int,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     """Append T new tokens to the tail of this layer and attend pool + tail, causally among the new ones.
 
-    Args:
-        q: ``[B, H, T, D]``. k: ``[B, K, T, D]``. v: ``[B, K, T, Dv]``. tail_used: slots used so far, int64 ``[]``;
-        tail_start: first valid slot of each row, int64 ``[B]``.
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q; softmax in fp32.
     Raises:
         ValueError: the tail cannot take T more tokens (nothing was written).
     """
+    q, k, v, scale, softcap, sinks = call
+    tail_k, tail_v = held.tail_k, held.tail_v
     b, h, t, _ = q.shape
     kv_heads = k.shape[1]
     group = h // kv_heads
-    used = int(tail_used)
+    used = int(held.tail_used)
     if used + t > tail_k.shape[3]:
         raise ValueError(f"appending {t} tokens to a tail with {used} of {tail_k.shape[3]} slots used")
     tail_k[layer, :, :, used : used + t] = k
     tail_v[layer, :, :, used : used + t] = v
     out = q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
-    bounds, starts = offsets.tolist(), tail_start.tolist()
+    bounds, starts = held.offsets.tolist(), held.tail_start.tolist()
     future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
     for row in range(b):
         for kv_head in range(kv_heads):
             segment = layer * kv_heads + kv_head
             kept = slice(bounds[row][segment], bounds[row][segment + 1])
             live = (layer, row, kv_head, slice(starts[row], used + t))
-            keys = torch.cat([pool_k[row, kept], tail_k[live]]).float()
-            values = torch.cat([pool_v[row, kept], tail_v[live]]).float()
+            keys = torch.cat([held.pool_k[row, kept], tail_k[live]]).float()
+            values = torch.cat([held.pool_v[row, kept], tail_v[live]]).float()
             heads = slice(kv_head * group, (kv_head + 1) * group)
             logits = (q[row, heads].float() @ keys.T) * scale
             extra = None if sinks is None else sinks[heads, None, None]

@@ -23,62 +23,197 @@ operator               what it does
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
+from itertools import islice
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
-from kvpass.ops import cuda as device
-from kvpass.ops import evict, recompress, reference, sliding
+from kvpass.operands import (
+    AppendBuffers,
+    Attention,
+    Candidates,
+    EvictBuffers,
+    PrefillBuffers,
+    RingBuffers,
+    TurnBuffers,
+    written_in,
+)
+from kvpass.ops import evict, recompress, sliding
 from kvpass.policies import from_spec
 from kvpass.policies.base import Policy
 
 _LIBRARY = torch.library.Library("kvpass", "DEF")
 
-_NATIVE_MAX_TOKENS = 8
-"""More new tokens than this are matrix-matrix work, where the per-head reference on BLAS is the fast one."""
+
+@cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"kvpass.ops.{name}")
 
 
-def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """An operator of this schema that ``run`` computes, given the policy where the schema has a policy's spec.
+def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
+    """The module that computes operators on ``tensor``: ``ops.cuda``, or on a CPU ``ops.cpp`` or ``ops.reference``.
 
-    Both get their arguments as the dispatcher hands them over: by position, without trailing defaults.
+    Args:
+        impl: "cpp" or "eager", decided when a graph is compiled.
     """
-    name = _LIBRARY.define(schema)
-    arguments = [argument.name for argument in getattr(torch.ops.kvpass, name).default._schema.arguments]
-    if "policy" in arguments:
-        run = _with_policy(run, arguments.index("policy"))
+    if tensor.is_cuda:
+        return _module("cuda")
+    return _module("cpp" if impl == "cpp" and tensor.is_cpu else "reference")
+
+
+# -- what the operators do --------------------------------------------------------------------------------------------
+
+
+def _site(call: Attention, sliding_window: int | None = None) -> Tensor:
+    start = torch.zeros(call.q.shape[0], dtype=torch.int64)
+    return implementation(call.q).prompt_attention(call, start, sliding_window)
+
+
+def _observe_attention(
+    call: Attention, start: Tensor, layer: int, num_layers: int, policy: Policy
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return implementation(call.q).observe_attention(call, start, layer, num_layers, policy)
+
+
+def _cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:
+    implementation(candidates.k).cascade_step(buffers, candidates, layer, policy)
+
+
+def _pack(buffers: PrefillBuffers) -> None:
+    implementation(buffers.pool_k).pack(buffers)
+
+
+def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
+    return implementation(call.q, impl).attend_cache(call, held, layer)
+
+
+def _attend_evict(call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str) -> Tensor:
+    return evict.attend_evict(call, held, layer, policy, implementation(call.q, impl))
+
+
+def _observe_held(
+    call: Attention, held: AppendBuffers, found: TurnBuffers, layer: int, num_layers: int, policy: Policy
+) -> None:
+    recompress.observe_held(call, held, found, layer, num_layers, policy)
+
+
+def _fill_ring(call: Attention, ring: RingBuffers, start: Tensor, layer: int) -> Tensor:
+    sliding.keep_newest(ring, call.k, call.v, torch.arange(call.k.shape[2], device=call.k.device), layer)
+    return implementation(call.q).prompt_attention(call, start, ring.ring_k.shape[3])
+
+
+def _columns_held(seen: Tensor, first: Tensor, slots: int) -> Tensor:
+    return sliding.columns_held(seen, first, slots)
+
+
+def _attend_ring(call: Attention, ring: RingBuffers, held: Tensor, seen: Tensor, layer: int, impl: str) -> Tensor:
+    if call.q.shape[2] == 1 and (call.q.is_cuda or impl == "cpp"):
+        return sliding.attend_ring_once(call, ring, held, layer, implementation(call.q, impl))
+    return sliding.attend_ring(call, ring, held, seen, layer)
+
+
+# -- what they return, for tracing ------------------------------------------------------------------------------------
+
+
+def _fake_output(call: Attention, *rest: Any) -> Tensor:
+    """Output of every attention operator: ``[B, H, T, Dv]`` stored as ``[B, T, H, Dv]``."""
+    b, h, t, _ = call.q.shape
+    return call.q.new_empty(b, t, h, call.v.shape[3]).transpose(1, 2)
+
+
+def _fake_observation(call: Attention, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    b, kv_heads, n, _ = call.k.shape
+    return (
+        _fake_output(call),
+        call.k.new_empty(b, kv_heads, n, dtype=torch.float32),
+        call.k.new_empty(2, b, kv_heads, n, dtype=torch.float32),
+        call.k.new_empty(b, dtype=torch.float64),
+    )
+
+
+def _fake_columns(seen: Tensor, first: Tensor, slots: int) -> Tensor:
+    return first.new_empty(first.shape[0], slots, dtype=torch.int32)
+
+
+def _fake_nothing(*args: Any) -> None:
+    return None
+
+
+# -- schemas ----------------------------------------------------------------------------------------------------------
+
+_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    int: "int",
+    int | None: "int?",
+    str: "str",
+    Policy: "str",
+}
+"""Types of operands, as a schema writes them; a policy travels as its spec."""
+
+
+def _operands(parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and types of operands; a tuple of operands stands for its fields."""
+    for name, kind in parameters.items():
+        yield from get_type_hints(kind).items() if hasattr(kind, "_fields") else [(name, kind)]
+
+
+def _define(
+    run: Callable[..., Any], fake: Callable[..., Any], *, returns: str = "Tensor", written: Collection[str] = ()
+) -> None:
+    """The operator of the name and parameters of ``run``, which computes it; ``fake`` gets the same.
+
+    Args:
+        written: names of the operands that it writes.
+    """
+    parameters = {
+        name: parameter.annotation for name, parameter in inspect.signature(run, eval_str=True).parameters.items()
+    }
+    texts: list[str] = []
+    for name, kind in _operands(parameters):
+        alias = f"Tensor({chr(ord('a') + len(texts))}!)"
+        texts.append(f"{_TYPES[kind].replace('Tensor', alias) if name in written else _TYPES[kind]} {name}")
+    name = run.__name__.removeprefix("_")
+    _LIBRARY.define(f"{name}({', '.join(texts)}) -> {returns}")
+    _register(name, _packed(run, parameters), _packed(fake, parameters))
+
+
+def _packed(run: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    """``run`` with operands one by one, as the dispatcher hands them over."""
+    kinds = list(parameters.values())
+
+    def take(kind: Any, left: Iterator[Any]) -> Any:
+        if hasattr(kind, "_fields"):
+            return kind(*islice(left, len(kind._fields)))
+        return from_spec(next(left)) if kind is Policy else next(left)
+
+    def flat(*operands: Any) -> Any:
+        left = iter(operands)
+        return run(*[take(kind, left) for kind in kinds])
+
+    return flat
+
+
+def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kvpass::{name}", fake)
 
 
-def _with_policy(run: Callable[..., Any], index: int) -> Callable[..., Any]:
-    """``run`` with the policy in place of its spec, the argument at ``index``."""
-
-    def with_policy(*args: Any) -> Any:
-        return run(*args[:index], from_spec(args[index]), *args[index + 1 :])
-
-    return with_policy
+_LIBRARY.define(
+    "site(Tensor q, Tensor k, Tensor v, float scale, int? sliding_window=None, float? softcap=None, "
+    "Tensor? sinks=None, str? refusal=None) -> Tensor"
+)
 
 
-def _backend(tensor: Tensor) -> ModuleType:
-    """Where the operators are implemented for the device of ``tensor``."""
-    return device if tensor.is_cuda else reference
-
-
-def _function(name: str, module: Callable[[Tensor], ModuleType] = _backend) -> Callable[..., Any]:
-    """The function of that name in the module for the first argument, looked up at each call."""
-
-    def run(*args: Any) -> Any:
-        return getattr(module(args[0]), name)(*args)
-
-    return run
-
-
-def _site(
+def _site_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -87,204 +222,17 @@ def _site(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     refusal: str | None = None,
-) -> Tensor:
-    start = torch.zeros(q.shape[0], dtype=torch.int64)
-    return _backend(q).prompt_attention(q, k, v, start, scale, softcap, sinks, sliding_window)
+) -> tuple[Attention, int | None]:
+    return Attention(q, k, v, scale, softcap, sinks), sliding_window
 
 
-def _attend_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    offsets: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    tail_start: Tensor,
-    tail_used: Tensor,
-    scale: float,
-    layer: int,
-    impl: str,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    tiles: Tensor | None = None,
-    tile_offsets: Tensor | None = None,
-) -> Tensor:
-    held = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start, tail_used)
-    if q.is_cuda:
-        if tiles is None or tile_offsets is None:
-            raise ValueError("kvpass::attend_cache on CUDA needs the tile map of the pool: tiles and tile_offsets")
-        return device.attend_cache(q, k, v, *held, scale, layer, tiles, tile_offsets, softcap, sinks)
-    if impl == "native" and q.is_cpu and q.shape[2] <= _NATIVE_MAX_TOKENS:
-        return _native()(q, k, v, *held, layer, scale, softcap, sinks)
-    return reference.attend_cache(q, k, v, *held, scale, layer, softcap, sinks)
-
-
-def _attend_evict(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor,
-    pool_v: Tensor,
-    offsets: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    table: Tensor,
-    memory: Tensor,
-    quota: Tensor,
-    position: Tensor,
-    scale: float,
-    layer: int,
-    policy: Policy,
-    impl: str,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    held = (pool_k, pool_v, offsets, tail_k, tail_v, table, memory, quota, position)
-    kernels = _slot_kernels(q, impl) or evict.EAGER
-    return evict.attend_evict(q, k, v, *held, scale, layer, policy, softcap, sinks, kernels)
-
-
-def _attend_ring(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring_k: Tensor,
-    ring_v: Tensor,
-    held: Tensor,
-    seen: Tensor,
-    scale: float,
-    layer: int,
-    impl: str,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    kernels = _slot_kernels(q, impl) if q.shape[2] == 1 else None
-    if kernels is None:
-        return sliding.attend_ring(q, k, v, ring_k, ring_v, held, seen, scale, layer, softcap, sinks)
-    return sliding.attend_ring_once(
-        q, k, v, ring_k, ring_v, held, scale, layer, softcap, sinks, attend_slots=kernels.attend_slots
-    )
-
-
-@functools.cache
-def _native() -> Callable[..., Tensor]:
-    """The CPU kernel; cached, because an import statement would take some 5 % of a small decode step."""
-    from kvpass.kernels.decode_cpu import attend_decode
-
-    return attend_decode
-
-
-def _slot_kernels(tensor: Tensor, impl: str) -> evict.Kernels | None:
-    """What the device of ``tensor`` has for slots that change hands; None: nothing but tensor operations."""
-    if tensor.is_cuda:
-        return device.SLOT_KERNELS
-    return _native_slots() if impl == "native" and tensor.is_cpu else None
-
-
-@functools.cache
-def _native_slots() -> evict.Kernels:
-    from kvpass.kernels.slots_cpu import attend_slots, evict_losers, pool_in_order
-
-    return evict.Kernels(attend_slots, evict_losers, pool_in_order)
-
-
-def _fill_ring(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    ring_k: Tensor,
-    ring_v: Tensor,
-    scale: float,
-    layer: int,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    sliding.keep_newest(ring_k, ring_v, k, v, torch.arange(k.shape[2], device=k.device), layer)
-    return _backend(q).prompt_attention(q, k, v, start, scale, softcap, sinks, ring_k.shape[3])
-
-
-def _fake_output(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """Output of every attention operator: ``[B, H, T, Dv]`` stored as ``[B, T, H, Dv]``."""
-    b, h, t, _ = q.shape
-    return q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
-
-
-def _fake_observation(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    b, kv_heads, n, _ = k.shape
-    return (
-        _fake_output(q, k, v),
-        k.new_empty(b, kv_heads, n, dtype=torch.float32),
-        k.new_empty(2, b, kv_heads, n, dtype=torch.float32),
-        k.new_empty(b, dtype=torch.float64),
-    )
-
-
-def _fake_nothing(*args: Any) -> None:
-    return None
-
-
-_define(
-    "site(Tensor q, Tensor k, Tensor v, float scale, int? sliding_window=None, float? softcap=None, "
-    "Tensor? sinks=None, str? refusal=None) -> Tensor",
-    _site,
-    _fake_output,
-)
-_define(
-    "observe_attention(Tensor q, Tensor k, Tensor v, Tensor start, float scale, int layer, int num_layers, "
-    "str policy, float? softcap=None, Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    _function("observe_attention"),
-    _fake_observation,
-)
-_define(
-    "cascade_step(Tensor(a!) pool_k, Tensor(b!) pool_v, Tensor(c!) slots, Tensor(d!) slot_traces, Tensor(e!) ledger, "
-    "Tensor(f!) window_traces, Tensor(g!) tail_k, Tensor(h!) tail_v, Tensor k, Tensor v, Tensor scores, Tensor traces, "
-    "Tensor weight, Tensor entries, Tensor start, int layer, str policy) -> ()",
-    _function("cascade_step"),
-    _fake_nothing,
-)
-_define(
-    "pack(Tensor(a!) pool_k, Tensor(b!) pool_v, Tensor(c!) slots, Tensor(d!) slot_traces, Tensor(e!) offsets) -> ()",
-    _function("pack"),
-    _fake_nothing,
-)
-_define(
-    "attend_cache(Tensor q, Tensor k, Tensor v, Tensor pool_k, Tensor pool_v, Tensor offsets, Tensor(a!) tail_k, "
-    "Tensor(b!) tail_v, Tensor tail_start, Tensor tail_used, float scale, int layer, str impl, "
-    "float? softcap=None, Tensor? sinks=None, Tensor? tiles=None, Tensor? tile_offsets=None) -> Tensor",
-    _attend_cache,
-    _fake_output,
-)
-_define(
-    "attend_evict(Tensor q, Tensor k, Tensor v, Tensor(a!) pool_k, Tensor(b!) pool_v, Tensor offsets, "
-    "Tensor(c!) tail_k, Tensor(d!) tail_v, Tensor(e!) table, Tensor(f!) memory, Tensor quota, Tensor position, "
-    "float scale, int layer, str policy, str impl, float? softcap=None, Tensor? sinks=None) -> Tensor",
-    _attend_evict,
-    _fake_output,
-)
-_define(
-    "observe_held(Tensor q, Tensor pool_k, Tensor pool_v, Tensor offsets, Tensor tail_k, Tensor tail_v, "
-    "Tensor tail_start, Tensor tail_used, Tensor(a!) scores, Tensor(b!) masses, Tensor(c!) ledger, Tensor window, "
-    "float scale, int layer, int num_layers, str policy, float? softcap=None, Tensor? sinks=None) -> ()",
-    _function("observe_held", lambda _: recompress),
-    _fake_nothing,
-)
-_define(
-    "fill_ring(Tensor q, Tensor k, Tensor v, Tensor start, Tensor(a!) ring_k, Tensor(b!) ring_v, float scale, "
-    "int layer, float? softcap=None, Tensor? sinks=None) -> Tensor",
-    _fill_ring,
-    _fake_output,
-)
-_define(
-    "columns_held(Tensor seen, Tensor first, int slots) -> Tensor",
-    sliding.columns_held,
-    lambda seen, first, slots: first.new_empty(first.shape[0], slots, dtype=torch.int32),
-)
-_define(
-    "attend_ring(Tensor q, Tensor k, Tensor v, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor held, Tensor seen, "
-    "float scale, int layer, str impl, float? softcap=None, Tensor? sinks=None) -> Tensor",
-    _attend_ring,
-    _fake_output,
-)
+_register("site", lambda *given: _site(*_site_call(*given)), lambda *given: _fake_output(*_site_call(*given)))
+_define(_observe_attention, _fake_observation, returns="(Tensor, Tensor, Tensor, Tensor)")
+_define(_cascade_step, _fake_nothing, returns="()", written=written_in("prefill") - {"offsets"})
+_define(_pack, _fake_nothing, returns="()", written={"pool_k", "pool_v", "slots", "slot_traces", "offsets"})
+_define(_attend_cache, _fake_output, written=written_in("append"))
+_define(_attend_evict, _fake_output, written=written_in("evict"))
+_define(_observe_held, _fake_nothing, returns="()", written={"turn_scores", "turn_masses", "turn_ledger"})
+_define(_fill_ring, _fake_output, written=written_in("prefill"))
+_define(_columns_held, _fake_columns)
+_define(_attend_ring, _fake_output, written=written_in("append"))

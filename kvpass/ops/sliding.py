@@ -6,11 +6,12 @@ slot ``c % R`` of its ring ``[L, B, K, R, D]``, so a new token overwrites the on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from kvpass.operands import Attention, Lines, RingBuffers
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.observation import attention_weights
 
@@ -33,27 +34,16 @@ def columns_held(seen: Tensor, first: Tensor, slots: int) -> Tensor:
     return there.masked_fill(column == seen - slots, EMPTY).int()
 
 
-def attend_ring(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring_k: Tensor,
-    ring_v: Tensor,
-    held: Tensor,
-    seen: Tensor,
-    scale: float,
-    layer: int,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend_ring(call: Attention, ring: RingBuffers, held: Tensor, seen: Tensor, layer: int) -> Tensor:
     """Attend ring and new tokens inside the sliding window, then put the new tokens into the ring.
 
     Args:
-        q: ``[B, H, T, D]``. k: ``[B, K, T, D]``. v: ``[B, K, T, Dv]``. held: from :func:`columns_held`. seen: columns
-            before the new ones, int64 ``[]``. layer: index in the ring.
+        held: from :func:`columns_held`. seen: columns before the new ones, int64 ``[]``. layer: index in the ring.
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q; softmax in fp32. No value is read on the host.
     """
+    q, k, v, scale, softcap, sinks = call
+    ring_k, ring_v = ring
     b, h, t = q.shape[:3]
     kv_heads, slots = k.shape[1], ring_k.shape[3]
     new = seen + torch.arange(t, device=q.device)
@@ -71,36 +61,26 @@ def attend_ring(
         logits = torch.einsum("bkgtd,bksd->bkgts", query, keys) * scale
         attention = attention_weights(logits, hidden[:, None, None], softcap, extra)
         out[:, :, rows] = torch.einsum("bkgts,bksd->bkgtd", attention, values).flatten(1, 2).to(q.dtype)
-    keep_newest(ring_k, ring_v, k, v, new, layer)
+    keep_newest(ring, k, v, new, layer)
     return out
 
 
 def attend_ring_once(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring_k: Tensor,
-    ring_v: Tensor,
-    held: Tensor,
-    scale: float,
-    layer: int,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    *,
-    attend_slots: Callable[..., tuple[Tensor, Tensor | None]],
+    call: Attention, ring: RingBuffers, held: Tensor, layer: int, implementation: ModuleType
 ) -> Tensor:
     """:func:`attend_ring` for one new token: it takes the slot of the column that just left the window.
 
     Args:
-        attend_slots: an implementation of :func:`kvpass.ops.slots.attend_slots`.
+        implementation: module whose ``attend_slots`` does the work.
     """
-    position = held[:, None].expand(-1, k.shape[1], -1)
-    no_pool = (None, None, None)
-    return attend_slots(q, k, v, *no_pool, ring_k, ring_v, position, None, layer, scale, softcap, sinks)[0]
+    position = held[:, None].expand(-1, call.k.shape[1], -1)
+    out: Tensor = implementation.attend_slots(call, Lines(None, None, None, *ring, position), layer)[0]
+    return out
 
 
-def keep_newest(ring_k: Tensor, ring_v: Tensor, k: Tensor, v: Tensor, columns: Tensor, layer: int) -> None:
+def keep_newest(ring: RingBuffers, k: Tensor, v: Tensor, columns: Tensor, layer: int) -> None:
     """Put the last rows of k and v, those of ``columns`` int64 ``[T]``, into their slots."""
+    ring_k, ring_v = ring
     count = min(k.shape[2], ring_k.shape[3])
     slots = columns[-count:] % ring_k.shape[3]
     ring_k[layer].index_copy_(2, slots, k[:, :, -count:])

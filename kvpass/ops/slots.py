@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpass.operands import Attention, Lines
 from kvpass.policies.decode import survivors
 from kvpass.policies.observation import attention_weights
 
@@ -19,41 +20,20 @@ EMPTY, ABSENT = -1, -2
 NEWEST = 1 << 30
 """Added to a new token's position to make it the last in storage order."""
 
-Entered = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Where a new entry is written down: place int32, memory fp32 and L1 norm of the value fp32, each ``[B, K, S]``; and
-the true position of the new token, int64 ``[B]``."""
 
-
-def attend_slots(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool_k: Tensor | None,
-    pool_v: Tensor | None,
-    offsets: Tensor | None,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    position: Tensor,
-    entered: Entered | None,
-    layer: int,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:
     """Put one new token into the first empty slot of each line and attend the slots that hold an entry.
 
     Args:
-        q: ``[B, H, 1, D]``. k: ``[B, K, 1, D]``. v: ``[B, K, 1, Dv]``.
-        pool_k, pool_v: ``[B, E, D]``, cut by offsets int32 ``[B, L*K + 1]``; all three None where lines have no pool.
-        tail_k, tail_v: ``[L, B, K, C, D]``.
-        position: true position in each slot, int32 ``[B, K, S]``, or :data:`EMPTY` or :data:`ABSENT`.
-        entered: None: the new entry is not written down, and position stays as it is.
+        call: of one token. lines: positions of slots may be :data:`EMPTY` or :data:`ABSENT`.
     Returns:
         output ``[B, H, 1, Dv]`` in the dtype of q, softmax in fp32; where the entry is written down, the attention
         over the slots, fp32 ``[B, H, S]``, 0 in those without an entry, else None.
     Raises:
         ValueError: a line has no empty slot.
     """
+    q, k, v, scale, softcap, sinks = call
+    pool_k, pool_v, offsets, tail_k, tail_v, position, entered = lines
     rows, heads = q.shape[:2]
     kv_heads, width = position.shape[1:]
     group, behind = heads // kv_heads, width - tail_k.shape[3]

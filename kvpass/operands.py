@@ -1,0 +1,236 @@
+"""What the ``kvpass::`` operators take: one table of the cache's buffers, and the tuples in which operands travel.
+
+Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim, L layers of one KV
+geometry, E pool slots, C tail slots, W window (at least 1), P = L*K + 1 bounds of segments, S slots of a line, R slots
+of a ring, X tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One buffer of the cache.
+
+    Attributes:
+        dims: its sizes, letters of the legend or numbers. dtype: None for that of keys and values.
+        prefill, append, evict: what graphs of the phase do with it, "w" or "r", "" where they do not have it; append
+            and evict are extend and decode under a policy that only appends, or that evicts while decoding.
+        counter: the number of new tokens is added to it after each call.
+        saved: "always", "evicting" (under policies that evict while decoding) or "ring" where files hold it and
+            searches pick rows of it; "" where not.
+        initial: what it holds before the prompt, None for anything.
+    """
+
+    dims: str
+    dtype: torch.dtype | None = None
+    prefill: str = ""
+    append: str = ""
+    evict: str = ""
+    counter: bool = False
+    saved: str = ""
+    initial: int | None = None
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return tuple(self.dims.split())
+
+    @property
+    def row_dim(self) -> int:
+        """The dimension that counts rows of the batch."""
+        return self.sizes.index("B")
+
+    @property
+    def dynamic(self) -> set[int]:
+        """Dimensions that change from prompt to prompt: graphs treat them as symbols and do not recompile."""
+        return {dim for dim, size in enumerate(self.sizes) if size in "ECSX"}
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Sizes as numbers."""
+        return tuple(int(size) if size.isdigit() else sizes[size] for size in self.sizes)
+
+
+_I32, _I64, _F32, _F64 = torch.int32, torch.int64, torch.float32, torch.float64
+
+BUFFERS = {
+    # of the layers that share the budget, one set for each KV geometry
+    "pool_k": Buffer("B E D", prefill="w", append="r", evict="w", saved="always"),
+    "pool_v": Buffer("B E V", prefill="w", append="r", evict="w", saved="always"),
+    "pool_positions": Buffer("B E", _I32, saved="always"),
+    "slots": Buffer("4 B E", _I32, prefill="w", initial=-1),
+    "slot_traces": Buffer("2 B E", _F32, prefill="w", initial=0),
+    "ledger": Buffer("B L", _F64, prefill="w", initial=0),
+    "window_traces": Buffer("2 B L K W", _F32, prefill="w", initial=0),
+    "offsets": Buffer("B P", _I32, prefill="w", append="r", evict="r", saved="always"),
+    "tail_k": Buffer("L B K C D", prefill="w", append="w", evict="w", saved="always"),
+    "tail_v": Buffer("L B K C V", prefill="w", append="w", evict="w", saved="always"),
+    "tail_start": Buffer("B", _I64, append="r", saved="always"),
+    "tail_used": Buffer("", _I64, append="r", counter=True),
+    "entries": Buffer("B", _I64, prefill="r"),
+    # how kernels on CUDA divide the pool
+    "tiles": Buffer("L X 4", _I32, append="r"),
+    "tile_offsets": Buffer("L Y", _I32, append="r"),
+    # of policies that evict while decoding
+    "table": Buffer("2 L B K S", _I32, evict="w", saved="evicting"),
+    "memory": Buffer("2 L B K S", _F32, evict="w", saved="evicting"),
+    "quota": Buffer("L B K", _I64, evict="r", saved="evicting"),
+    "next_position": Buffer("B", _I64, evict="r", counter=True, saved="evicting"),
+    # of an extension after which the cache is compressed again
+    "turn_scores": Buffer("B L K S", _F32, append="w"),
+    "turn_masses": Buffer("B L K S", _F32, append="w"),
+    "turn_ledger": Buffer("B L", _F64, append="w"),
+    "turn_window": Buffer("B", _I64, append="r"),
+    # of layers with a sliding window
+    "ring_k": Buffer("L B K R D", prefill="w", append="w", evict="w", saved="ring"),
+    "ring_v": Buffer("L B K R V", prefill="w", append="w", evict="w", saved="ring"),
+}
+"""Every tensor of a compressed cache that a graph reads or writes, or that a file holds, beside its counters."""
+
+
+class PrefillBuffers(NamedTuple):
+    """What a prompt is compressed into. slots: planes owner, order of entry, position, storage order of each slot;
+    slot_traces, window_traces: planes attention mass and memory of the decode rule; ledger: weights of the layers;
+    entries: evictable entries per KV head per layer of each row.
+    """
+
+    pool_k: Tensor
+    pool_v: Tensor
+    slots: Tensor
+    slot_traces: Tensor
+    ledger: Tensor
+    window_traces: Tensor
+    tail_k: Tensor
+    tail_v: Tensor
+    offsets: Tensor
+    entries: Tensor
+
+
+class AppendBuffers(NamedTuple):
+    """Cache of a policy that only appends. offsets cut the pool into segments; slots ``tail_start[b] .. tail_used - 1``
+    of the tail hold entries; tiles and tile_offsets on CUDA only."""
+
+    pool_k: Tensor
+    pool_v: Tensor
+    offsets: Tensor
+    tail_k: Tensor
+    tail_v: Tensor
+    tail_start: Tensor
+    tail_used: Tensor
+    tiles: Tensor | None = None
+    tile_offsets: Tensor | None = None
+
+
+class EvictBuffers(NamedTuple):
+    """Cache of a policy that evicts while decoding. table: planes true position and storage order of each slot; memory:
+    planes memory of the decode rule and L1 norm of the value; quota: entries a head may hold besides its newest;
+    next_position: of the first new token."""
+
+    pool_k: Tensor
+    pool_v: Tensor
+    offsets: Tensor
+    tail_k: Tensor
+    tail_v: Tensor
+    table: Tensor
+    memory: Tensor
+    quota: Tensor
+    next_position: Tensor
+
+
+class TurnBuffers(NamedTuple):
+    """What the queries of a turn see of the entries held; turn_window: newest tokens of each row that are kept."""
+
+    turn_scores: Tensor
+    turn_masses: Tensor
+    turn_ledger: Tensor
+    turn_window: Tensor
+
+
+class RingBuffers(NamedTuple):
+    """Cache of layers with a sliding window; column c sits in slot ``c % R``."""
+
+    ring_k: Tensor
+    ring_v: Tensor
+
+
+class Attention(NamedTuple):
+    """An attention call over new tokens: q ``[B, H, T, D]``, k ``[B, K, T, D]``, v ``[B, K, T, V]``.
+
+    ``softcap``: logits become ``softcap * tanh(logit / softcap)``. ``sinks`` ``[H]``: one more logit per query head, in
+    the denominator only.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def rows(self, rows: slice, columns: slice) -> Attention:
+        """The same of some rows of the batch and some tokens."""
+        part = (rows, slice(None), columns)
+        return self._replace(q=self.q[part], k=self.k[part], v=self.v[part])
+
+
+class Candidates(NamedTuple):
+    """Entries of one layer's prompt and what a policy says of them: k ``[B, K, N, D]``, v ``[B, K, N, V]``, scores fp32
+    ``[B, K, N]`` (``-inf``: not evictable), traces fp32 ``[2, B, K, N]``, weight fp64 ``[B]``; start: first real column
+    of each row, int64 ``[B]``.
+    """
+
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+    traces: Tensor
+    weight: Tensor
+    start: Tensor
+
+
+class Entered(NamedTuple):
+    """Where a new entry is written down: place int32, memory fp32 and L1 norm of the value fp32, each ``[B, K, S]``;
+    and the true position of the new token, int64 ``[B]``."""
+
+    place: Tensor
+    memory: Tensor
+    norm: Tensor
+    now: Tensor
+
+
+class Lines(NamedTuple):
+    """Slots that change hands: a line of S slots for each KV head, its segment of the pool, then its C tail slots.
+
+    pool_k, pool_v, offsets are None where lines have no pool. position int32 ``[B, K, S]``: true position of the entry
+    in each slot, or negative. entered: None where the new entry is not written down and position stays.
+    """
+
+    pool_k: Tensor | None
+    pool_v: Tensor | None
+    offsets: Tensor | None
+    tail_k: Tensor
+    tail_v: Tensor
+    position: Tensor
+    entered: Entered | None = None
+
+
+def written_in(phase: str) -> set[str]:
+    """Buffers that graphs of the phase write."""
+    return {name for name, buffer in BUFFERS.items() if getattr(buffer, phase) == "w"}
+
+
+def saved_buffers(*, evicts: bool) -> list[str]:
+    """Buffers of layers without a sliding window that a file holds, and of which a search picks rows."""
+    kinds = ("always", "evicting") if evicts else ("always",)
+    return [name for name, buffer in BUFFERS.items() if buffer.saved in kinds]
+
+
+def dynamic_dims(state: Iterable[str]) -> dict[str, set[int]]:
+    """Dynamic dimensions of tensors of a cache by name, a buffer's name behind ``store0_`` or ``ring0_``."""
+    known = {name: BUFFERS.get(name.partition("_")[2]) for name in state}
+    return {name: set() if buffer is None else buffer.dynamic for name, buffer in known.items()}
