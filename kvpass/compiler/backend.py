@@ -1,16 +1,14 @@
 """The Dynamo backend: passes over the captured graph, then Inductor (or nothing, for debugging).
 
 One capture serves phases that differ only in the rewrite: *prefill* (empty cache), *extend* (several tokens against a
-cache) and *decode* (one token). The compiled callable takes the state of the cache as extra inputs; which cache is
-decided per call through :func:`bind_call`, so calls on different caches never mix.
+cache) and *decode* (one token). The compiled graph takes the state of the cache as extra inputs, from the cache of the
+call it is run for, so calls on different caches never mix.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -23,6 +21,7 @@ from torch.fx import GraphModule
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
+from kvpass.compiler.transactions import Call, Phase
 from kvpass.config import Layout
 from kvpass.graphs.bind_state import (
     add_state_placeholders,
@@ -60,8 +59,9 @@ from kvpass.operands import dynamic_dims
 MAX_CAPTURED_TOKENS = 8
 """Longest extension captured as a CUDA graph: drafts to verify, not the text of a turn."""
 
-Phase = Literal["prefill", "extend", "decode"]
 Compiler = Literal["inductor", "eager"]
+Runner = Callable[..., Any]
+"""``run(call, *inputs)``: runs the compiled graph of a phase on the cache of the call."""
 
 COMPILERS: tuple[Compiler, ...] = ("inductor", "eager")
 
@@ -85,39 +85,6 @@ INDUCTOR_CONFIG = {"triton.decompose_sort_ops": True} if hasattr(inductor_config
 """Sorting (in MoE routers) with 16-bit indices would compile short and long prompts separately."""
 
 
-@dataclass
-class Call:
-    """What a graph is called for; an ``observed`` extension also collects what the turn's queries see.
-
-    Attributes:
-        has_begun: the graph of the call was started. Without that the decoder answered by itself, without the cache.
-    """
-
-    cache: CompressedCache
-    phase: Phase
-    observed: bool = False
-    has_begun: bool = False
-
-    def begin(self) -> None:
-        """Note that the graph starts; what it interrupts from here on may have overwritten entries of the cache."""
-        if self.has_begun:
-            raise RuntimeError("two graphs ran in one call: a graph break cuts the decoder in two")
-        self.has_begun = True
-        self.cache.interrupted = self.phase != "prefill" and self.cache.overwrites
-
-    def check_begun(self) -> None:
-        """Raise RuntimeError when no captured graph ran: then nothing was written to the cache."""
-        if not self.has_begun:
-            raise RuntimeError(
-                "the captured graph did not run, so the cache was not used and is unchanged: torch.compile is disabled "
-                "(TORCH_COMPILE_DISABLE, torch._dynamo.config.disable), or torch.compiler.set_stance has it run "
-                "eagerly; call the model outside of that"
-            )
-
-
-_CALL: ContextVar[Call] = ContextVar("kvpass_call")
-
-
 def check_compiler(option: str, name: str) -> Compiler:
     """The compiler of that name, given by the user as ``option``.
 
@@ -128,21 +95,6 @@ def check_compiler(option: str, name: str) -> Compiler:
         if name == known:
             return known
     raise ValueError(f"{option}={name!r}: must be one of {', '.join(COMPILERS)}")
-
-
-@contextmanager
-def bind_call(call: Call) -> Iterator[None]:
-    """Graphs called inside run the phase of ``call`` on its cache."""
-    token = _CALL.set(call)
-    try:
-        yield
-    finally:
-        _CALL.reset(token)
-
-
-def bound_call() -> Call:
-    """The call of the innermost :func:`bind_call`."""
-    return _CALL.get()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +121,7 @@ class CanonicalGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseCompiler:
-    """Turns a captured graph into a callable of one phase that reads and writes the bound cache.
+    """Turns a captured graph into a callable of one phase that reads and writes the cache of a call.
 
     Attributes:
         compiler: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is.
@@ -193,14 +145,13 @@ class PhaseCompiler:
         passes = (*CANONICAL_PASSES, partial(check_sites_pass, expected=self.layers))
         return CanonicalGraph(gm, run_passes(gm, passes, label=f"capture.{len(self.records)}"))
 
-    def compile(self, captured: CanonicalGraph, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Rewrite a copy of the graph for the bound call and compile it, in the Dynamo trace that captured it.
+    def compile(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> Runner:
+        """Rewrite a copy of the graph for calls like ``call`` and compile it, in the Dynamo trace that captured it.
 
         Args:
             inputs: of the captured graph, fake; the state of the cache follows them.
         """
         began = time.perf_counter()
-        call = bound_call()
         cache, phase, policy = call.cache, call.phase, call.cache.policy
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
@@ -243,8 +194,7 @@ class PhaseCompiler:
         if device.type == "cuda" and repeated and self.cuda_graphs and self.compiler == "inductor":
             return self._graphed(captured, compiled, state_of, device)
 
-        def run(*inputs: Any) -> Any:
-            call = bound_call()
+        def run(call: Call, *inputs: Any) -> Any:
             state = state_of(call.cache).values()
             for lookup in lookups:
                 lookup.check(inputs)
@@ -259,12 +209,11 @@ class PhaseCompiler:
         compiled: Callable[..., Any],
         state_of: Callable[[CompressedCache], dict[str, Tensor]],
         device: torch.device,
-    ) -> Callable[..., Any]:
+    ) -> Runner:
         step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
         tokens = size_reader(captured.gm, example_value(find_sites(captured.gm)[0].q).shape[2])
 
-        def run(*inputs: Any) -> Any:
-            call = bound_call()
+        def run(call: Call, *inputs: Any) -> Any:
             state = list(state_of(call.cache).values())
             call.begin()
             if tokens(inputs) > MAX_CAPTURED_TOKENS:

@@ -6,7 +6,7 @@ import re
 import types
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch._dynamo.source import LocalSource
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 
-from kvpass.compiler.backend import Phase, PhaseCompiler, bound_call
+from kvpass.compiler.backend import PhaseCompiler, Runner
+from kvpass.compiler.transactions import Call, Phase
 from kvpass.graphs.bind_state import fake_inputs, placeholders
 from kvpass.graphs.fx_utils import recorded, shape_of
 from kvpass.graphs.rewrite_attention import find_sites
@@ -35,7 +36,8 @@ Forward = Callable[..., Any]
 _NOT_ITS_CODE = (*torch.__path__, *transformers.utils.__path__, str(Path(__file__).parent))
 """Folders of code that is never a model's own."""
 
-_ONLY_CAPTURE: ContextVar[bool] = ContextVar("kvpass_only_capture", default=False)
+_CALL: ContextVar[Call] = ContextVar("kvpass_call")
+"""The call for which a captured function is called: Dynamo calls us back and hands on nothing else."""
 
 
 class _OnlyCaptured(Exception):
@@ -56,7 +58,7 @@ class _Ends:
 
 
 class Capture:
-    """Called in place of the captured graph, inside :func:`~kvpass.compiler.backend.bind_call`.
+    """One captured graph; the phases of every policy are compiled from it when a call first needs them.
 
     Args:
         gm, example_inputs: as Dynamo gives them to a backend, in whose trace this must be made.
@@ -70,26 +72,25 @@ class Capture:
         self._compiler = compiler
         self._inputs = fake_inputs(example_inputs)
         self._context = TracingContext.get()
-        self._functions: dict[tuple[type[Policy], str, Phase, bool], Callable[..., Any]] = {}
+        self._runners: dict[tuple[type[Policy], str, Phase, bool], Runner] = {}
 
-    def __call__(self, *inputs: Any) -> Any:
-        return self.function()(*inputs)
+    def __call__(self, call: Call, *inputs: Any) -> Any:
+        return self.runner(call)(call, *inputs)
 
-    def function(self) -> Callable[..., Any]:
-        """The compiled callable of the bound call."""
-        call = bound_call()
+    def runner(self, call: Call) -> Runner:
+        """What runs calls like this one, compiled when there is none yet."""
         policy = call.cache.policy
         key = (type(policy), policy.spec, call.phase, call.observed)  # a policy may be defined again by the same name
-        if key in self._functions:
-            return self._functions[key]
+        if key in self._runners:
+            return self._runners[key]
         with compile_lock, tracing(self._context):
-            if key not in self._functions:
-                self._functions[key] = self._compiler.compile(self.graph, self._inputs)
-        return self._functions[key]
+            if key not in self._runners:
+                self._runners[key] = self._compiler.compile(self.graph, self._inputs, call)
+        return self._runners[key]
 
 
 class CaptureCache:
-    """Runs a model's forward as captured graphs, inside :func:`~kvpass.compiler.backend.bind_call`.
+    """Runs a model's forward as captured graphs.
 
     Args:
         compiler: makes the phases of every capture.
@@ -106,20 +107,30 @@ class CaptureCache:
         """Tokens in all that the captures so far take; None when any number."""
         return min(self._ends.columns | self._ends.positions, default=None)
 
-    def prepare(
-        self, forward: Forward, ids: Tensor, positions: Tensor, logits_to_keep: int, hooks: tuple[int, ...]
-    ) -> None:
+    def run(
+        self, call: Call, forward: Forward, ids: Tensor, positions: Tensor, logits_to_keep: int, hooks: tuple[int, ...]
+    ) -> Tensor:
+        """Logits ``[B, T or logits_to_keep, vocabulary]`` of a call; captures and compiles first what it needs.
+
+        Args:
+            forward: the model's; the same in every call. ids, positions: contiguous ``[B, T]``. logits_to_keep: of the
+                last so many tokens; 0 = all. hooks: numbers of the hooks on its modules. Dynamo does not look whether
+                they changed after a capture.
+        Raises:
+            ValueError: the decoder is not understood, is no single graph, is another one for other lengths, or does
+                not take so many tokens.
+        """
+        self._prepare(call, forward, ids, logits_to_keep, hooks)
+        seen = 0 if call.phase == "prefill" else call.cache.columns
+        check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
+        self._check_positions(seen, positions)
+        return _called(self._captured[_key(ids, logits_to_keep)], call, ids, positions)
+
+    def _prepare(self, call: Call, forward: Forward, ids: Tensor, logits_to_keep: int, hooks: tuple[int, ...]) -> None:
         """Capture and compile what a call needs, without running it.
 
         What a decoder does with one token is recognised by what it does with several. These are captured first where
         the call continues a cache from another process.
-
-        Args:
-            forward: the model's; the same in every call. ids, positions, logits_to_keep: as of the call.
-            hooks: numbers of the hooks on its modules. Dynamo does not look whether they changed after a capture.
-        Raises:
-            ValueError: the decoder is not understood, is no single graph, is another one for other lengths, or does
-                not take so many tokens.
         """
         if hooks != self._hooks:
             self._captured.clear()
@@ -129,14 +140,10 @@ class CaptureCache:
             rows, kept, one = key
             if one and all(alone for _, _, alone in self._captured):
                 several = _capturing(forward, self.compiler, 0, self._ends)
-                _capture(several, ids.expand(rows, EXAMPLE_LENGTHS[-1]))
+                _capture(several, call, ids.expand(rows, EXAMPLE_LENGTHS[-1]))
             captured = _capturing(forward, self.compiler, kept, self._ends)
-            _capture(captured, ids)
+            _capture(captured, call, ids)
             self._captured[key] = captured
-        call = bound_call()
-        seen = 0 if call.phase == "prefill" else call.cache.columns
-        check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
-        self._check_positions(seen, positions)
 
     def _check_positions(self, seen: int, positions: Tensor) -> None:
         """Whether tables have rows for the positions, at which those on CUDA are looked at only near an end."""
@@ -150,14 +157,6 @@ class CaptureCache:
                 f"there and one would be at {last}"
             )
 
-    def __call__(self, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
-        """Logits ``[B, T or logits_to_keep, vocabulary]`` of a call that is prepared.
-
-        Args:
-            ids, positions: contiguous ``[B, T]``. logits_to_keep: of the last so many tokens; 0 = all.
-        """
-        return _called(self._captured[_key(ids, logits_to_keep)], ids, positions)
-
 
 def _key(ids: Tensor, logits_to_keep: int) -> tuple[int, int, bool]:
     """Rows, number of logits (0 = all), and whether the call is of one token: what a capture is made for."""
@@ -165,16 +164,14 @@ def _key(ids: Tensor, logits_to_keep: int) -> tuple[int, int, bool]:
     return rows, logits_to_keep if logits_to_keep < tokens else 0, tokens == 1
 
 
-def _capture(captured: Callable[..., Tensor], ids: Tensor) -> None:
+def _capture(captured: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
     """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
-    token = _ONLY_CAPTURE.set(True)
+    capturing = replace(call, only_capture=True)
     try:
-        _called(captured, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
+        _called(captured, capturing, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
     except _OnlyCaptured:
         return
-    finally:
-        _ONLY_CAPTURE.reset(token)
-    bound_call().check_begun()
+    capturing.check_begun()
 
 
 def _counted(ids: Tensor) -> Tensor:
@@ -182,11 +179,12 @@ def _counted(ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
 
 
-def _called(captured: Callable[..., Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+def _called(captured: Callable[..., Tensor], call: Call, ids: Tensor, positions: Tensor) -> Tensor:
     tokens = ids.shape[1]
     if tokens > 1:
         for tensor in (ids, positions):
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    token = _CALL.set(call)
     try:
         return captured(ids, positions)
     except BackendCompilerFailed as failure:
@@ -198,6 +196,8 @@ def _called(captured: Callable[..., Tensor], ids: Tensor, positions: Tensor) -> 
         ) from failure
     except TorchRuntimeError as failure:
         raise ValueError(f"the decoder fails on an input of {tokens} tokens: {_stop(failure)}") from failure
+    finally:
+        _CALL.reset(token)
 
 
 def _stop(failure: Unsupported | TorchRuntimeError) -> str:
@@ -226,17 +226,19 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, e
 
     # Dynamo keeps every backend for good: it must not keep the model
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        bound_call().cache.recheck_owner()
+        call = _CALL.get()
+        call.cache.recheck_owner()
         decoder = Capture(gm, example_inputs, compiler)
         several = _find_ends(decoder.graph.gm, max(logits_to_keep + 1, 2), ends)
 
         def run(*inputs: Any) -> Any:
-            if _ONLY_CAPTURE.get():
+            call = _CALL.get()
+            if call.only_capture:
                 raise _OnlyCaptured
-            return decoder(*inputs)
+            return decoder(call, *inputs)
 
-        if several == (bound_call().phase != "decode"):
-            decoder.function()  # now, so that Dynamo checks what the compiler assumes
+        if several == (call.phase != "decode"):
+            decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
         return run
 
     # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one

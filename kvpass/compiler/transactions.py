@@ -1,41 +1,73 @@
-"""How a call begins and ends on a cache, through either door: fill it, or append to it and survive a failure."""
+"""A call on a cache: fill it with a prompt, or append to it; a call that fails leaves it as it was, or marks it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import PromptRecord
-from kvpass.compiler.backend import Call, bind_call
 from kvpass.errors import CacheMismatchError
 
 R = TypeVar("R")
+
+Phase = Literal["prefill", "extend", "decode"]
+"""A prompt on an empty cache; several tokens on a filled one; one token."""
+
+
+@dataclass
+class Call:
+    """What a graph is called for; an ``observed`` extension also collects what the turn's queries see.
+
+    Attributes:
+        has_begun: the graph of the call was started. Without that the decoder answered by itself, without the cache.
+        only_capture: the graph is to be captured and not run.
+    """
+
+    cache: CompressedCache
+    phase: Phase
+    observed: bool = False
+    has_begun: bool = False
+    only_capture: bool = False
+
+    def begin(self) -> None:
+        """Note that the graph starts; what it interrupts from here on may have overwritten entries of the cache."""
+        if self.has_begun:
+            raise RuntimeError("two graphs ran in one call: a graph break cuts the decoder in two")
+        self.has_begun = True
+        self.cache.interrupted = self.phase != "prefill" and self.cache.overwrites
+
+    def check_begun(self) -> None:
+        """Raise RuntimeError when no captured graph ran: then nothing was written to the cache."""
+        if not self.has_begun:
+            raise RuntimeError(
+                "the captured graph did not run, so the cache was not used and is unchanged: torch.compile is disabled "
+                "(TORCH_COMPILE_DISABLE, torch._dynamo.config.disable), or torch.compiler.set_stance has it run "
+                "eagerly; call the model outside of that"
+            )
 
 
 def prefill(
     cache: CompressedCache,
     start: Tensor,
     columns: int,
-    prepare: Callable[[], object],
-    run: Callable[[], R],
+    run: Callable[[Call], R],
     extra: int = 0,
 ) -> R:
     """Fill the cache with a prompt; whatever happens before the end leaves it empty.
 
     Args:
         start: first real column of each row, int64 ``[B]`` on the CPU. columns: N, the first ``extra`` of them not
-            counted as seen. prepare: makes the graph. run: calls it. Both find the call bound.
+            counted as seen. run: makes the graph of the call where there is none yet, and calls it.
     """
     try:
         cache.begin_prefill(start, columns, extra)
         call = Call(cache, "prefill")
-        with bind_call(call):
-            prepare()
-            result = run()
+        result = run(call)
         call.check_begun()
         cache.finish_prefill()
     except BaseException:
@@ -62,14 +94,13 @@ def continued(cache: CompressedCache, rows: int, device: torch.device) -> Compre
 def append(
     cache: CompressedCache,
     tokens: int,
-    prepare: Callable[[], object],
-    run: Callable[[], R],
+    run: Callable[[Call], R],
     occasion: float = float("inf"),
 ) -> tuple[R, PromptRecord | None]:
     """Append T tokens. A call that fails did not happen, or where entries were overwritten the cache is refused later.
 
     Args:
-        cache: from :func:`continued`. prepare, run: see :func:`prefill`; what ``prepare`` raises spoils nothing.
+        cache: from :func:`continued`. run: see :func:`prefill`; what it raises before the graph begins spoils nothing.
         occasion: rows that then hold more than so many budgets are compressed again.
     Returns:
         what ``run`` returned, and the record of what was kept when all rows were compressed again.
@@ -79,9 +110,7 @@ def append(
     try:
         observed = tokens > 1 and cache.begin_turn(tokens, occasion)
         call = Call(cache, "decode" if tokens == 1 else "extend", observed)
-        with bind_call(call):
-            prepare()
-            result = run()
+        result = run(call)
         call.check_begun()
         cache.interrupted = True
         cache.advance(tokens)

@@ -175,14 +175,14 @@ class RawModule:
             cache, longest = CompressedCache(self.policy, self.budget, owner), self.longest
             check_length(longest, 0, tokens)
             start = self._start(active.attention_mask, tokens)
-            result = prefill(cache, start, tokens, self.decoder.function, lambda: self.decoder(*inputs))
+            result = prefill(cache, start, tokens, lambda call: self.decoder(call, *inputs))
         else:
             self._check_owner(active.cache, owner)
             cache = continued(active.cache, self.rows, self.device)
             # a capture of a single token shows no end
             longest = min((known for known in (cache.longest, self.longest) if known is not None), default=None)
             check_length(longest, cache.columns, tokens)
-            result, _ = append(cache, tokens, self.decoder.function, lambda: self.decoder(*inputs))
+            result, _ = append(cache, tokens, lambda call: self.decoder(call, *inputs))
         cache.longest = longest
         active.cache = cache
         active.calls += 1

@@ -18,7 +18,7 @@ from kvpass.cache.copying import copied_only
 from kvpass.cache.fingerprint import Identity
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.compiler.capture import CaptureCache
-from kvpass.compiler.transactions import append, continued, prefill
+from kvpass.compiler.transactions import Call, append, continued, prefill
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import check_forward, check_generate, check_ids, unsupported_argument
@@ -289,7 +289,7 @@ def _prefill(
     if position_ids is not None:
         _check_ascending(positions, start, extra)
 
-    return prefill(cache, start, ids.shape[1], *_graph_call(model, ids, positions, logits_to_keep), extra)
+    return prefill(cache, start, ids.shape[1], _graph(model, ids, positions, logits_to_keep), extra)
 
 
 def _continue(
@@ -317,8 +317,8 @@ def _continue(
     columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
     positions = _positions(position_ids, columns - cache.start[:, None])
 
-    graph_call = _graph_call(model, ids, positions, logits_to_keep)
-    logits, record = append(cache, t, *graph_call, OCCASIONS[rules.recompress])
+    graph = _graph(model, ids, positions, logits_to_keep)
+    logits, record = append(cache, t, graph, OCCASIONS[rules.recompress])
     if record is not None:
         runtime.last_prompt = record
     return cache, logits
@@ -359,17 +359,11 @@ def _check_ascending(positions: Tensor, start: Tensor, extra: int) -> None:
         )
 
 
-def _graph_call(
-    model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int
-) -> tuple[Callable[[], None], Callable[[], Tensor]]:
-    """What makes the graph of a call, and what runs it."""
-    captures: CaptureCache = model._kvpass.captures
-    hooks = model._kvpass.identity.hooks
+def _graph(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Callable[[Call], Tensor]:
+    """What captures the decoder where needed and runs it for a call."""
+    runtime: Runtime = model._kvpass
     forward = types.MethodType(original_class(model).forward, model)
-    return (
-        lambda: captures.prepare(forward, ids, positions, logits_to_keep, hooks),
-        lambda: captures(ids, positions, logits_to_keep),
-    )
+    return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep, runtime.identity.hooks)
 
 
 def compressed_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
