@@ -1,8 +1,9 @@
-"""The runner of graph passes, which knows nothing of any pass.
+"""The graph passes in their order, and what runs them.
 
-A pass is a function ``verb_object_pass(gm) -> int`` that changes a Dynamo graph in place and says how many sites (or
-places) it changed, or that only checks it and says 0; its settings are bound with ``functools.partial`` where the list
-is built (``kvpass.compiler.backend``). In order:
+A pass is a function ``verb_object_pass(gm) -> int`` that changes a Dynamo graph in place and returns how many attention
+ops (or places) it changed, or that only checks it and returns 0; settings are bound with ``functools.partial``.
+``KVPASS_DUMP=folder`` writes the graph before and after each; ``KVPASS_DISABLE_PASSES=name,...`` leaves out passes, to
+find the one that is at fault: results may then be wrong. In order:
 
 ==========================  =====================================================================================
 ``specialize_attributes``   attributes of modules that Dynamo made symbolic -> numbers
@@ -21,26 +22,87 @@ is built (``kvpass.compiler.backend``). In order:
 ``offset_positions``        extend and decode: marked positions go on from the tokens seen
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ``rewrite_prefill``         ``kvpass::site`` -> prefill ops with the cascade
-``rewrite_cached``          ``kvpass::site`` -> attention against the cache
-``rewrite_evicting``        the same for a policy that evicts while decoding
+``rewrite_cached``          ``kvpass::site`` -> attention against the cache, by policies that append or evict
 ==========================  =====================================================================================
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from kvpass.config import Layout
+from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.dump import count_ops, diff_ops, dump_artifact
+from kvpass.graphs.find.alibi import fold_alibi_pass
+from kvpass.graphs.find.eager import find_eager_attention_pass
+from kvpass.graphs.find.flash import find_flash_attention_pass
+from kvpass.graphs.find.flex import find_flex_attention_pass
+from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
+from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.rewrite_attention import check_sites_pass, rewrite_cached_pass, rewrite_prefill_pass
+from kvpass.graphs.specialize_attributes import specialize_attributes_pass
+from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
+from kvpass.graphs.verify.offset_positions import check_positions_pass, offset_positions_pass
+from kvpass.graphs.verify.own_state import check_own_state_pass
+from kvpass.graphs.verify.places import check_places_pass
+from kvpass.graphs.verify.token_mixing import check_token_mixing_pass
+from kvpass.policies.base import Policy
 
 log = logging.getLogger(__name__)
 
+DISABLE = "KVPASS_DISABLE_PASSES"
+
 GraphPass = Callable[[GraphModule], int]
+
+CANONICAL_PASSES = (
+    specialize_attributes_pass,
+    check_own_state_pass,
+    find_attention_pass,
+    find_flash_attention_pass,
+    find_flex_attention_pass,
+    find_eager_attention_pass,
+    strip_repeat_kv_pass,
+    fold_alibi_pass,
+    check_no_raw_attention_pass,
+    check_token_mixing_pass,
+    check_positions_pass,
+    check_places_pass,
+)
+"""Every attention call becomes a ``kvpass::site``, whatever it was."""
+
+
+def capture_passes(layers: int | None) -> list[GraphPass]:
+    """Passes over what Dynamo captured.
+
+    Args:
+        layers: attention layers the model is known to have; None when unknown.
+    """
+    return [*CANONICAL_PASSES, partial(check_sites_pass, expected=layers)]
+
+
+def phase_passes(
+    phase: str, state: Mapping[str, Node], layout: Layout, policy: Policy, *, cpp: bool
+) -> list[GraphPass]:
+    """Passes that rewrite a capture for one phase and policy.
+
+    Args:
+        state: tensors of the cache, inputs of the graph, by name. cpp: operators on a CPU may run in C++.
+    """
+    if phase == "prefill":
+        return [partial(rewrite_prefill_pass, state=state, layout=layout, policy=policy)]
+    impl = "cpp" if cpp else "eager"
+    passes: list[GraphPass] = [partial(offset_positions_pass, seen=state["seen"])]
+    if phase == "decode" and cpp:
+        passes.append(decompose_linear_pass)
+    return [*passes, partial(rewrite_cached_pass, state=state, layout=layout, policy=policy, impl=impl)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +115,7 @@ class PassRecord:
     op_diff: str
 
 
-def pass_name(graph_pass: GraphPass) -> str:
+def pass_name(graph_pass: Callable[..., int]) -> str:
     """``find_attention`` for ``find_attention_pass`` or a partial of it."""
     function = graph_pass.func if isinstance(graph_pass, partial) else graph_pass
     return function.__name__.removesuffix("_pass")
@@ -62,10 +124,13 @@ def pass_name(graph_pass: GraphPass) -> str:
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> list[PassRecord]:
     """Apply ``passes`` in order, lint after each, dump before/after graphs as ``<label>.<i>.<pass>.before|after``."""
     records = []
+    disabled = _disabled()
     text = partial(gm.print_readable, print_output=False)
     before = count_ops(gm)
     for index, graph_pass in enumerate(passes):
         name = pass_name(graph_pass)
+        if name in disabled:
+            continue
         artifact = f"{label}.{index}.{name}"
         dump_artifact(f"{artifact}.before", text)
         began = time.perf_counter()
@@ -80,3 +145,19 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
         records.append(PassRecord(name=name, sites=sites, seconds=seconds, op_diff=op_diff))
     gm.recompile()
     return records
+
+
+def _disabled() -> set[str]:
+    """Names of passes that the user leaves out.
+
+    Raises:
+        ValueError: there is no such pass.
+    """
+    names = {name for name in os.environ.get(DISABLE, "").split(",") if name}
+    phases = (offset_positions_pass, decompose_linear_pass, rewrite_prefill_pass, rewrite_cached_pass)
+    known = {pass_name(graph_pass) for graph_pass in (*CANONICAL_PASSES, check_sites_pass, *phases)}
+    if names - known:
+        raise ValueError(f"{DISABLE}: {sorted(names - known)} are no passes, which are {sorted(known)}")
+    if names:
+        warnings.warn(f"{DISABLE}: without {sorted(names)} results may be wrong", stacklevel=2)
+    return names

@@ -31,29 +31,10 @@ from kvpass.graphs.bind_state import (
     held_by_module,
     size_reader,
 )
-from kvpass.graphs.decompose_linear import decompose_linear_pass
-from kvpass.graphs.find.alibi import fold_alibi_pass
-from kvpass.graphs.find.eager import find_eager_attention_pass
-from kvpass.graphs.find.flash import find_flash_attention_pass
-from kvpass.graphs.find.flex import find_flex_attention_pass
-from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
-from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.late_guards import compile_guarded
-from kvpass.graphs.passes import PassRecord, run_passes
-from kvpass.graphs.rewrite_attention import (
-    check_sites_pass,
-    find_sites,
-    layout_of,
-    rewrite_cached_pass,
-    rewrite_prefill_pass,
-)
-from kvpass.graphs.specialize_attributes import specialize_attributes_pass
+from kvpass.graphs.passes import PassRecord, capture_passes, phase_passes, run_passes
+from kvpass.graphs.rewrite_attention import find_sites, layout_of
 from kvpass.graphs.verify.input_lookups import input_lookups
-from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
-from kvpass.graphs.verify.offset_positions import check_positions_pass, offset_positions_pass
-from kvpass.graphs.verify.own_state import check_own_state_pass
-from kvpass.graphs.verify.places import check_places_pass
-from kvpass.graphs.verify.token_mixing import check_token_mixing_pass
 from kvpass.operands import dynamic_dims
 
 MAX_CAPTURED_TOKENS = 8
@@ -64,22 +45,6 @@ Runner = Callable[..., Any]
 """``run(call, *inputs)``: runs the compiled graph of a phase on the cache of the call."""
 
 COMPILERS: tuple[Compiler, ...] = ("inductor", "eager")
-
-CANONICAL_PASSES = (
-    specialize_attributes_pass,
-    check_own_state_pass,
-    find_attention_pass,
-    find_flash_attention_pass,
-    find_flex_attention_pass,
-    find_eager_attention_pass,
-    strip_repeat_kv_pass,
-    fold_alibi_pass,
-    check_no_raw_attention_pass,
-    check_token_mixing_pass,
-    check_positions_pass,
-    check_places_pass,
-)
-"""Every door ends in the canonical site; see ``graphs/passes.py``."""
 
 INDUCTOR_CONFIG = {"triton.decompose_sort_ops": True} if hasattr(inductor_config.triton, "decompose_sort_ops") else {}
 """Sorting (in MoE routers) with 16-bit indices would compile short and long prompts separately."""
@@ -142,8 +107,7 @@ class PhaseCompiler:
             UnsupportedAttentionError: an attention call is not.
         """
         gm = copy_graph(captured)
-        passes = (*CANONICAL_PASSES, partial(check_sites_pass, expected=self.layers))
-        return CanonicalGraph(gm, run_passes(gm, passes, label=f"capture.{len(self.records)}"))
+        return CanonicalGraph(gm, run_passes(gm, capture_passes(self.layers), label=f"capture.{len(self.records)}"))
 
     def compile(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> Runner:
         """Rewrite a copy of the graph for calls like ``call`` and compile it, in the Dynamo trace that captured it.
@@ -164,13 +128,8 @@ class PhaseCompiler:
         state = state_of(cache)
         fake_mode = backend_mode()
         nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state), fake_mode)
-        rewrite = partial(rewrite_prefill_pass, state=nodes, layout=layout, policy=policy)
-        if phase != "prefill":
-            impl = "cpp" if self.compiler == "inductor" else "eager"
-            rewrite = partial(rewrite_cached_pass, state=nodes, layout=layout, policy=policy, impl=impl)
-        decompose = [decompose_linear_pass] if phase == "decode" and self.compiler == "inductor" else []
-        offset = [] if phase == "prefill" else [partial(offset_positions_pass, seen=nodes["seen"])]
-        rewritten = run_passes(gm, [*offset, *decompose, rewrite], label=f"{phase}.{len(self.records)}")
+        passes = phase_passes(phase, nodes, layout, policy, cpp=self.compiler == "inductor")
+        rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records)}")
         compiled: Callable[..., Any] = gm.forward
         if self.compiler == "inductor":
             examples = [*inputs, *fakes]

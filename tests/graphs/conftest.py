@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from kvpass.compiler.backend import CANONICAL_PASSES
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import copy_graph
-from kvpass.graphs.passes import GraphPass
+from kvpass.graphs.passes import CANONICAL_PASSES, GraphPass
 
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 2, 8, 50
 TOKENS = 11

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kvpass
-from kvpass.compiler.backend import CANONICAL_PASSES
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.passes import CANONICAL_PASSES
 from kvpass.graphs.verify.examples import EvaluationError, evaluate
 from kvpass.graphs.verify.token_mixing import check_token_mixing_pass
 
