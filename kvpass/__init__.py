@@ -1,4 +1,4 @@
-"""A ``torch.compile`` backend that makes any decoder forget well.
+"""A ``torch.compile`` backend that compresses the KV cache of decoder-only models.
 
 ``model = kvpass.compile(model, policy="lava", budget=1024)``: the same model prefills a long prompt, keeps only the KV
 entries worth keeping, and decodes against a small static cache in compiled code.
@@ -8,6 +8,7 @@ from kvpass.api import compile, load_cache
 from kvpass.cache.cache import CompressedCache
 from kvpass.config import Budget
 from kvpass.errors import CacheFileError, CacheMismatchError, UnsupportedAttentionError
+from kvpass.frontends.attention import attention
 from kvpass.frontends.generation import generate
 from kvpass.frontends.raw import session
 from kvpass.policies import POLICIES, Policy, register_policy
@@ -28,6 +29,7 @@ __all__ = [
     "Report",
     "UnsupportedAttentionError",
     "__version__",
+    "attention",
     "attention_output_loss",
     "compile",
     "generate",

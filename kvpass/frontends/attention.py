@@ -1,8 +1,8 @@
-"""The transformers door to the canonical site: an attention interface that emits ``kvpass::site``.
+"""Attention calls that need not be found: ``kvpass.attention``, and the attention interface of transformers.
 
-No mask function is registered under the same name. transformers then builds no mask at all and never reads gapped
-``position_ids`` as packed sequences; left padding reaches the operators as a start column per row. A window is known
-only where the model passes it as an argument: layers that have theirs in the mask alone are refused.
+Both emit ``kvpass::site``. No mask function is registered under the interface's name. transformers then builds no mask at
+all and never reads gapped ``position_ids`` as packed sequences; left padding reaches the operators as a start column per
+row. A window is known only where the model passes it as an argument: layers that have it in the mask alone are refused.
 """
 
 from __future__ import annotations
@@ -106,6 +106,45 @@ def kvpass_attention(
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
     out = torch.ops.kvpass.site.default(query, key, value, scale, sliding_window, softcap, s_aux, refusal)
     return out.transpose(1, 2), None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal self-attention for modules of your own: kvpass takes it as it is, nothing is found or proved.
+
+    Inference only; without kvpass it computes the same in eager mode.
+
+    Args:
+        query: ``[B, H, T, D]``, RoPE applied. key: ``[B, K, T, D]``, value: ``[B, K, T, Dv]``; K divides H. One dtype.
+        scale: factor of the logits, ``D ** -0.5`` by default. sliding_window: token i sees token j only where
+            ``i - j < sliding_window``. softcap: logits become ``softcap * tanh(logits / softcap)``. sinks: ``[H]``, one
+            more logit per query head, in the denominator only.
+    Returns:
+        ``[B, H, T, Dv]`` in the dtype of the query.
+    Raises:
+        ValueError: shapes or dtypes do not go together, or the window is below 1.
+    """
+    shapes = [tuple(x.shape) for x in (query, key, value)]
+    q, k, v = shapes
+    if any(len(shape) != 4 for shape in shapes) or (q[0], q[2], q[3]) != (k[0], k[2], k[3]) or k[:3] != v[:3]:
+        raise ValueError(f"query {q}, key {k}, value {v}: must be [B, H, T, D], [B, K, T, D], [B, K, T, Dv]")
+    if q[1] % k[1]:
+        raise ValueError(f"{q[1]} query heads: must be a multiple of the {k[1]} KV heads")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query {query.dtype}, key {key.dtype}, value {value.dtype}: must be of one dtype")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window={sliding_window}: must be at least 1")
+    scale = q[3] ** -0.5 if scale is None else scale
+    out: Tensor = torch.ops.kvpass.site.default(query, key, value, scale, sliding_window, softcap, sinks)
+    return out
 
 
 AttentionInterface.register(ATTENTION_NAME, kvpass_attention)
