@@ -10,15 +10,12 @@ by token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvpass.kernels.checks import check_heads, check_tensors
+from kvpass.kernels.checks import check_heads, check_tensors, of_table
 from kvpass.kernels.prefill_attention import FLOOR, LOG2E, block_dim, logits_base2
 from kvpass.operands import AppendBuffers, Attention
 
@@ -129,39 +126,31 @@ def append_entries(  # type: ignore[no-untyped-def]
         tl.store(p_tail_v + o_t[:, None] * DV + o_e[None, :], b_v, mask=m_v)
 
 
-def check_call(
-    call: Attention, held: AppendBuffers, layer: int, tables: Mapping[str, tuple[Tensor, Sequence[int]]]
-) -> None:
+def check_call(call: Attention, held: AppendBuffers, layer: int) -> None:
     """Refuse what a kernel would read out of bounds; looks at shapes, strides and dtypes only.
-
-    Args:
-        tables: further int32 arguments, name -> (tensor, the shape it must have).
 
     Raises:
         ValueError: names the first bad argument.
     """
     q, k, v, _, _, sinks = call
-    pool_k, pool_v, _, tail_k, tail_v, tail_start, tail_used = held[:7]
     rows, heads, tokens, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
-    layers, _, _, slots, _ = tail_k.shape
-    entries = pool_k.shape[1]
+    layers, _, _, slots, _ = held.tail_k.shape
     check_heads(heads, kv_heads)
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     if tokens > slots:
         raise ValueError(f"q has {tokens} tokens: the tail has {slots} slots")
+    sizes = {
+        **{"B": rows, "L": layers, "K": kv_heads, "D": key_dim, "V": value_dim, "C": slots},
+        **{"E": held.pool_k.shape[1], "P": layers * kv_heads + 1, "Y": rows * kv_heads + 1},
+        "X": 0 if held.tiles is None else held.tiles.shape[1],
+    }
     expected = {
         "q": (q, q.shape, q.dtype),
         "k": (k, (rows, kv_heads, tokens, key_dim), q.dtype),
         "v": (v, (rows, kv_heads, tokens, value_dim), q.dtype),
-        "pool_k": (pool_k, (rows, entries, key_dim), q.dtype),
-        "pool_v": (pool_v, (rows, entries, value_dim), q.dtype),
-        "tail_k": (tail_k, (layers, rows, kv_heads, slots, key_dim), q.dtype),
-        "tail_v": (tail_v, (layers, rows, kv_heads, slots, value_dim), q.dtype),
-        "tail_start": (tail_start, (rows,), torch.int64),
-        "tail_used": (tail_used, (), torch.int64),
-        **{name: (table, shape, torch.int32) for name, (table, shape) in tables.items()},
+        **of_table(held._asdict(), sizes, q.dtype),
     }
     if sinks is not None:
         expected["sinks"] = (sinks, (heads,), sinks.dtype)

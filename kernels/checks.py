@@ -7,8 +7,20 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvpass.operands import BUFFERS
+
 Expected = Mapping[str, tuple[Tensor, Sequence[int], torch.dtype]]
 """Name of an argument -> the tensor given, the shape and the dtype it must have."""
+
+
+def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], entry: torch.dtype) -> Expected:
+    """What the table of buffers says of those that are given.
+
+    Args:
+        sizes: by the letters of the table. entry: dtype of keys and values.
+    """
+    given = {name: tensor for name, tensor in buffers.items() if tensor is not None}
+    return {name: (x, BUFFERS[name].shape(sizes), BUFFERS[name].dtype or entry) for name, x in given.items()}
 
 
 def check_tensors(expected: Expected, device: torch.device, strided: Collection[str] = ()) -> None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.kernels.checks import check_tensors
+from kvpass.kernels.checks import check_tensors, of_table
 from kvpass.kernels.launch import KernelConfig, launch
 from kvpass.kernels.prefill_attention import block_dim
 from kvpass.operands import Candidates, PrefillBuffers
@@ -145,6 +145,7 @@ def gather_winners(
     pool_k, pool_v, slots, slot_traces = buffers[:4]
     rows, kv_heads, columns, dim = k.shape
     value_dim, entries = v.shape[3], pool_k.shape[1]
+    held = dict(zip(PrefillBuffers._fields[:4], buffers, strict=False))
     check_tensors(
         {
             "k": (k, k.shape, k.dtype),
@@ -154,10 +155,7 @@ def gather_winners(
             "place": (place, (rows, kv_heads, columns), torch.int32),
             "traces": (traces, (2, rows, kv_heads, columns), torch.float32),
             "start": (start, (rows,), torch.int64),
-            "pool_k": (pool_k, (rows, entries, dim), k.dtype),
-            "pool_v": (pool_v, (rows, entries, value_dim), k.dtype),
-            "slots": (slots, (4, rows, entries), torch.int32),
-            "slot_traces": (slot_traces, (2, rows, entries), torch.float32),
+            **of_table(held, {"B": rows, "E": entries, "D": dim, "V": value_dim}, k.dtype),
         },
         k.device,
         strided=("k", "v"),
@@ -197,16 +195,9 @@ def pack(buffers: PrefillBuffers, config: KernelConfig | None = None) -> None:
     offsets = buffers.offsets
     rows, entries, dim = pool_k.shape
     groups = offsets.shape[1] - 1
-    check_tensors(
-        {
-            "pool_k": (pool_k, (rows, entries, dim), pool_k.dtype),
-            "pool_v": (pool_v, (rows, entries, pool_v.shape[2]), pool_k.dtype),
-            "slots": (slots, (4, rows, entries), torch.int32),
-            "slot_traces": (slot_traces, (2, rows, entries), torch.float32),
-            "offsets": (offsets, (rows, groups + 1), torch.int32),
-        },
-        pool_k.device,
-    )
+    sizes = {"B": rows, "E": entries, "D": dim, "V": pool_v.shape[2], "P": groups + 1}
+    held = {**dict(zip(PrefillBuffers._fields[:4], buffers, strict=False)), "offsets": offsets}
+    check_tensors(of_table(held, sizes, pool_k.dtype), pool_k.device)
     owner = torch.where(slots[OWNER.value] == EMPTY, groups, slots[OWNER.value]).long()
     permutation = ((owner << 32) + slots[POSITION.value]).argsort(dim=1)
     ordered = owner.gather(1, permutation)

@@ -203,10 +203,9 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
         raise ValueError("tiles and tile_offsets are None: kernels on CUDA need the tile map of the pool")
     rows, heads, tokens, _ = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
-    layers, _, _, slots, _ = tail_k.shape
+    slots = tail_k.shape[3]
     num_tiles = tiles.shape[1]
-    tables = {"tiles": (tiles, (layers, num_tiles, 4)), "tile_offsets": (tile_offsets, (layers, rows * kv_heads + 1))}
-    check_call(call, held, layer, tables)
+    check_call(call, held, layer)
     query_rows = heads // kv_heads * tokens
     tail_tiles = triton.cdiv(slots, TAIL_TILE)
     num_partials = num_tiles + rows * kv_heads * tail_tiles

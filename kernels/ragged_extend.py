@@ -114,8 +114,7 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
     rows, heads, tokens, _ = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     layers = tail_k.shape[0]
-    tables = {"offsets": (offsets, (rows, layers * kv_heads + 1))}
-    check_call(call, held, layer, tables)
+    check_call(call, held, layer)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     shared = shared_arguments(call, held, layer)
     arguments = {**shared, "layers": layers, "offsets": offsets, "sinks": sinks, "out": out}

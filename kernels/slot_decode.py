@@ -10,7 +10,6 @@ C tail capacity, S slots of a line, the last C of them the tail's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from kvpass.kernels.cached_attention import (
     begin_merge,
     merge_partials,
 )
-from kvpass.kernels.checks import check_heads, check_tensors
+from kvpass.kernels.checks import check_heads, check_tensors, of_table
 from kvpass.kernels.launch import KernelConfig, launch
 from kvpass.kernels.prefill_attention import FLOOR, block_dim
 from kvpass.kernels.slot_line import first_empty
@@ -244,20 +243,17 @@ def _check(call: Attention, lines: Lines, layer: int) -> None:
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     line = (rows, kv_heads, width)
-    expected: dict[str, tuple[Tensor, Sequence[int], torch.dtype]] = {
+    sizes = {"B": rows, "L": layers, "K": kv_heads, "D": key_dim, "V": value_dim, "C": slots}
+    sizes |= {"E": 0 if pool_k is None else pool_k.shape[1], "P": layers * kv_heads + 1}
+    held = {"pool_k": pool_k, "pool_v": pool_v, "offsets": offsets, "tail_k": tail_k, "tail_v": tail_v}
+    expected = {
         "q": (q, (rows, heads, 1, key_dim), q.dtype),
         "k": (k, (rows, kv_heads, 1, key_dim), q.dtype),
         "v": (v, (rows, kv_heads, 1, value_dim), q.dtype),
-        "tail_k": (tail_k, (layers, rows, kv_heads, slots, key_dim), q.dtype),
-        "tail_v": (tail_v, (layers, rows, kv_heads, slots, value_dim), q.dtype),
         "position": (position, line, torch.int32),
+        **of_table(held, sizes, q.dtype),
     }
-    most = slots
-    if pool_k is not None and pool_v is not None and offsets is not None:
-        most = width
-        expected["pool_k"] = (pool_k, (rows, pool_k.shape[1], key_dim), q.dtype)
-        expected["pool_v"] = (pool_v, (rows, pool_k.shape[1], value_dim), q.dtype)
-        expected["offsets"] = (offsets, (rows, layers * kv_heads + 1), torch.int32)
+    most = slots if pool_k is None else width
     strided = ["q", "k", "v"]
     if entered is None:
         strided.append("position")

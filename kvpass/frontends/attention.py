@@ -1,8 +1,8 @@
 """Attention calls that need not be found: ``kvpass.attention``, and the attention interface of transformers.
 
-Both emit ``kvpass::site``. No mask function is registered under the interface's name. transformers then builds no mask at
-all and never reads gapped ``position_ids`` as packed sequences; left padding reaches the operators as a start column per
-row. A window is known only where the model passes it as an argument: layers that have it in the mask alone are refused.
+Both emit ``kvpass::site``. No mask function is registered under the interface's name: transformers then builds no mask
+and never reads gapped ``position_ids`` as packed sequences; left padding reaches the operators as a start column per
+row. A window is known only where the model passes it as an argument; a window in the mask alone raises an error.
 """
 
 from __future__ import annotations
