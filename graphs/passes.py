@@ -22,7 +22,6 @@ is built (``kvpass.compiler.backend``). In order:
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ``rewrite_prefill``         ``kvpass::site`` -> prefill ops with the cascade
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache
-``rewrite_evicting``        the same for a policy that evicts while decoding
 ==========================  =====================================================================================
 """
 
