@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import kvpass
 from kvpass.compiler.backend import Compiler
+from kvpass.operands import AppendBuffers, Attention
 from kvpass.policies.rules import Recompress
 
 VOCABULARY = 128
@@ -341,7 +342,7 @@ def exact_attention(
 
 @dataclass
 class DecodeCase:
-    """Arguments of one ``attend_cache`` call, by the names of its kernels; what none of them may read is NaN."""
+    """Arguments of one ``attend_cache`` call by their names; what no implementation may read is NaN."""
 
     q: Tensor
     k: Tensor
@@ -357,6 +358,14 @@ class DecodeCase:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    @property
+    def call(self) -> Attention:
+        return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks)
+
+    @property
+    def held(self) -> AppendBuffers:
+        return AppendBuffers(*(getattr(self, name) for name in AppendBuffers._fields[:7]))
 
     @property
     def memory(self) -> list[Tensor]:

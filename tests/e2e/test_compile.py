@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import subprocess
 import sys
@@ -90,24 +91,25 @@ def test_peak_kv_alive_during_prefill_is_the_pool_and_about_one_layer(monkeypatc
     alive: dict[int, tuple[StorageWeakRef, int]] = {}
     layer_sizes, peaks, pools = [], [], []
 
-    def watch(name, tensors, pool=()):
+    def watch(name, tensors, pool):
         original = getattr(reference, name)
 
-        def counted(*args, **kwargs):
-            for index in tensors:
-                storage = args[index].untyped_storage()
+        def counted(*args):
+            for tensor in tensors(*args):
+                storage = tensor.untyped_storage()
                 alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-            pools.append(sum(args[index].untyped_storage().nbytes() for index in pool))
+            pools.append(sum(tensor.untyped_storage().nbytes() for tensor in pool(*args)))
             peaks.append(sum(size for ref, size in alive.values() if not ref.expired()))
             if name == "observe_attention":
-                layer_sizes.append(args[1].nbytes + args[2].nbytes)
-            return original(*args, **kwargs)
+                layer_sizes.append(args[0].k.nbytes + args[0].v.nbytes)
+            return original(*args)
 
         monkeypatch.setattr(reference, name, counted)
 
-    watch("observe_attention", (1, 2))
-    watch("cascade_step", (8, 9), pool=(0, 1, 6, 7))
-    watch("pack", (), pool=(0, 1))
+    watch("observe_attention", lambda call, *_: (call.k, call.v), lambda *_: ())
+    held = operator.attrgetter("pool_k", "pool_v", "tail_k", "tail_v")
+    watch("cascade_step", lambda _, candidates, *__: (candidates.k, candidates.v), lambda buffers, *_: held(buffers))
+    watch("pack", lambda *_: (), held)
     cache = fast(random_ids(1, tokens, seed=1), logits_to_keep=1).past_key_values
     assert len(layer_sizes) == 6
     assert max(peaks) >= layer_sizes[0], "the storages of a layer were not seen"

@@ -8,9 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass.cache import layers as store
-from kvpass.kernels.slots_cpu import attend_slots, evict_losers, pool_in_order
 from kvpass.masked_oracle import kept_columns
-from kvpass.ops import evict, reference
+from kvpass.ops import cpp, evict, reference
 from kvpass.policies.plan import plan
 from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
 
@@ -41,9 +40,9 @@ def recording(monkeypatch):
     def watch(module, name):
         original = getattr(module, name)
 
-        def recorded(q, k, v, *args, **kwargs):
-            calls.append((q.clone(), k.clone(), v.clone()))
-            return original(q, k, v, *args, **kwargs)
+        def recorded(call, *args):
+            calls.append((call.q.clone(), call.k.clone(), call.v.clone()))
+            return original(call, *args)
 
         monkeypatch.setattr(module, name, recorded)
 
@@ -52,15 +51,16 @@ def recording(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("impl", ["eager", "native"])
+@pytest.mark.parametrize("impl", ["eager", "cpp"])
 @pytest.mark.parametrize("parity", ["paper", "code"])
 @pytest.mark.parametrize("tokens", [40, BUDGET - 4, BUDGET + 3])
 @pytest.mark.parametrize("policy", [name for name, options in RULES.items() if name in kvpass.POLICIES])
 def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, policy, tokens, parity, impl):
     options = {**RULES[policy], "parity": parity}
     calls = recording(monkeypatch)
-    if impl == "native":
-        monkeypatch.setattr(evict, "EAGER", evict.Kernels(attend_slots, evict_losers, pool_in_order))
+    if impl == "cpp":
+        for name in ("attend_slots", "evict_losers", "pool_in_order"):
+            monkeypatch.setattr(reference, name, getattr(cpp, name))
     fast = compiled(policy=policy, budget=BUDGET, backend="eager", **options)
     cache = fast(random_ids(1, tokens), logits_to_keep=1).past_key_values
     first = kept(cache, tokens)

@@ -7,6 +7,7 @@ import math
 import platform
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvpass.testing import DecodeCase, assert_rounded, decode_case
 
 
 def run(case: DecodeCase) -> Tensor:
-    return attend_decode(**vars(case))
+    return attend_decode(case.call, case.held, case.layer)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ def test_bad_arguments_change_nothing(change: dict[str, Any], message: str) -> N
     case = decode_case(RAGGED, group=2, tokens=2)
     before = [tensor.clone() for tensor in case.memory]
     with pytest.raises(ValueError, match=message):
-        attend_decode(**{**vars(case), **change})
+        run(replace(case, **change))
     for after, original in zip(case.memory, before, strict=True):
         assert torch.equal(bits(after), bits(original))
     check(case)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.kernels import gather
-from kvpass.kernels.gather import assign_slots, gather_winners
+from kvpass.kernels.gather import assign_slots
+from kvpass.operands import Candidates, PrefillBuffers
 from kvpass.ops import reference
 from kvpass.ops.reference import OWNER, PLACE, POSITION, RANK
 
@@ -67,6 +68,16 @@ def make_pool(rows: int, entries: int, dim: int, value_dim: int, dtype: torch.dt
     ]
 
 
+def buffers(pool: list[Tensor], offsets: Tensor) -> PrefillBuffers:
+    """Of a pool and its offsets; the others are of no size."""
+    return PrefillBuffers(*pool, *(torch.zeros(0) for _ in range(4)), offsets, torch.zeros(0))
+
+
+def gather_winners(source: Tensor, rank: Tensor, place: Tensor, pool: list[Tensor], layer: int, **of: Tensor) -> None:
+    candidates = Candidates(scores=torch.zeros(0), weight=torch.zeros(0), **of)
+    gather.gather_winners(source, rank, place, candidates, buffers(pool, torch.zeros(0)), layer)
+
+
 @pytest.mark.parametrize(
     ("rows", "kv_heads", "columns", "entries", "dim", "value_dim", "dtype"),
     [
@@ -97,7 +108,7 @@ def test_gather_winners(
         for plane, value in zip((OWNER, RANK, POSITION, PLACE), entry, strict=True):
             expected[2][plane, row, slot] = int(value)
         expected[3][:, row, slot] = traces[:, row, head, column]
-    gather_winners(source, k, v, rank, place, traces, start, *given, layer=5)
+    gather_winners(source, rank, place, given, 5, k=k, v=v, traces=traces, start=start)
     for found, wanted in zip(given, expected, strict=True):
         assert same_bits(found, wanted)
 
@@ -108,17 +119,8 @@ def test_nothing_moves_where_nothing_is_kept() -> None:
     table = torch.zeros(1, 2, 9, dtype=torch.int32)
     prompt = torch.full((1, 2, 9, 16), torch.nan)
     source = torch.full((1, 40), -1, dtype=torch.int32)
-    gather_winners(
-        source,
-        prompt,
-        prompt,
-        table,
-        table,
-        torch.zeros(2, 1, 2, 9),
-        torch.zeros(1, dtype=torch.int64),
-        *given,
-        layer=0,
-    )
+    traces, start = torch.zeros(2, 1, 2, 9), torch.zeros(1, dtype=torch.int64)
+    gather_winners(source, table, table, given, 0, k=prompt, v=prompt, traces=traces, start=start)
     assert all(same_bits(found, wanted) for found, wanted in zip(given, before, strict=True))
 
 
@@ -144,10 +146,10 @@ def test_bad_arguments_are_named(change: dict[str, Tensor], named: str) -> None:
         **dict.fromkeys(["rank", "place"], torch.zeros(1, 2, 9, dtype=torch.int32)),
         "traces": torch.zeros(2, 1, 2, 9),
         "start": torch.zeros(1, dtype=torch.int64),
-        **pool,
     }
+    given = {**arguments, **pool, **change}
     with pytest.raises(ValueError, match=named):
-        gather_winners(**{**arguments, **change}, layer=0)
+        gather_winners(pool=[given.pop(name) for name in names], layer=0, **given)
     assert all(same_bits(found, wanted) for found, wanted in zip(pool.values(), before, strict=True))
 
 
@@ -174,8 +176,8 @@ def test_pack(
     given[0][-1, entries // 2 :] = torch.nan
     expected = [tensor.clone() for tensor in given]
     offsets, expected_offsets = torch.full((2, rows, groups + 1), -7, dtype=torch.int32)
-    reference.pack(*expected, expected_offsets)
-    gather.pack(*given, offsets)
+    reference.pack(buffers(expected, expected_offsets))
+    gather.pack(buffers(given, offsets))
     assert torch.equal(offsets, expected_offsets)
     for row in range(rows):
         used = int(offsets[row, -1])
@@ -191,9 +193,9 @@ def test_packing_twice_changes_nothing() -> None:
     given[2][OWNER] = torch.randint(0, 4, (1, 60))
     given[2][POSITION] = torch.randperm(60)
     offsets = torch.zeros(1, 5, dtype=torch.int32)
-    gather.pack(*given, offsets)
+    gather.pack(buffers(given, offsets))
     before = [tensor.clone() for tensor in (*given, offsets)]
-    gather.pack(*given, offsets)
+    gather.pack(buffers(given, offsets))
     assert all(same_bits(found, wanted) for found, wanted in zip((*given, offsets), before, strict=True))
 
 
@@ -210,6 +212,6 @@ def test_scratch_of_pack(dim: int, dtype: torch.dtype, monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(torch, "empty", recording)
-    gather.pack(*given, torch.zeros(1, 5, dtype=torch.int32))
+    gather.pack(buffers(given, torch.zeros(1, 5, dtype=torch.int32)))
     pool_bytes = given[0].nbytes + given[1].nbytes
     assert sizes and sum(sizes) <= pool_bytes // 8

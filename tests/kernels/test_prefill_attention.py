@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from kvpass.kernels import prefill_attention as module
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.prefill_attention import flash_attention_varlen, flash_takes, prefill_attention
+from kvpass.operands import Attention
 from kvpass.ops.reference import causal_attention
 from kvpass.testing import EPS, Exact, assert_rounded, exact_attention
 
@@ -120,9 +121,8 @@ def exact(
 def test_output_and_lse_are_those_of_a_masked_softmax(case: Case) -> None:
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
-    out, lse = prefill_attention(
-        q, k, v, start, scale, case.sliding_window, case.softcap, sinks, case.config if DEVICE == "cpu" else None
-    )
+    call, config = Attention(q, k, v, scale, case.softcap, sinks), case.config if DEVICE == "cpu" else None
+    out, lse = prefill_attention(call, start, case.sliding_window, config)
     expected_out, expected_lse = exact(q, k, v, start, scale, case, sinks)
     assert out.dtype == q.dtype
     assert lse.dtype == torch.float32
@@ -135,11 +135,12 @@ def test_the_eager_reference_computes_the_same_of_each_row_alone(softcap: float 
     case = Case(70, 64, heads=4, kv_heads=2, starts=(0, 13, 69), softcap=softcap, sinks=with_sinks)
     q, k, v, start, sinks = case.tensors()
     expected, _ = exact(q, k, v, start, 0.3, case, sinks)
-    assert_rounded("kernel", prefill_attention(q, k, v, start, 0.3, softcap=softcap, sinks=sinks)[0], expected)
+    call = Attention(q, k, v, 0.3, softcap, sinks)
+    assert_rounded("kernel", prefill_attention(call, start)[0], expected)
     out = torch.zeros_like(q)
     for row, first in enumerate(case.starts):
-        live = (slice(row, row + 1), slice(None), slice(first, None))
-        out[live] = causal_attention(q[live], k[live], v[live], 0.3, softcap, sinks)
+        live = slice(row, row + 1), slice(first, None)
+        out[live[0], :, live[1]] = causal_attention(call.rows(*live))
     assert_rounded("eager", out, expected)
 
 
@@ -147,11 +148,12 @@ def test_the_eager_reference_computes_the_same_of_each_row_alone(softcap: float 
 def test_contract_4_padding_changes_no_bit(sliding_window: int | None) -> None:
     q, k, v, start, _ = Case(99, 64, starts=(0, 0)).tensors()
     pads = torch.tensor([37, 8], device=DEVICE)
+    call = Attention(q, k, v, 0.2)
     alone = [
-        prefill_attention(*(x[row : row + 1, :, pad:] for x in (q, k, v)), start[:1], 0.2, sliding_window, config=SMALL)
+        prefill_attention(call.rows(slice(row, row + 1), slice(pad, None)), start[:1], sliding_window, config=SMALL)
         for row, pad in enumerate(pads.tolist())
     ]
-    out, lse = prefill_attention(q, k, v, pads, 0.2, sliding_window, config=SMALL)
+    out, lse = prefill_attention(call, pads, sliding_window, config=SMALL)
     for row, pad in enumerate(pads.tolist()):
         assert torch.equal(out[row, :, pad:], alone[row][0][0])
         assert torch.equal(lse[row, :, pad:], alone[row][1][0])
@@ -159,7 +161,7 @@ def test_contract_4_padding_changes_no_bit(sliding_window: int | None) -> None:
 
 def test_equal_scores_average_the_values() -> None:
     q, k, v, start, _ = Case(50, 64).tensors()
-    out, lse = prefill_attention(q, torch.zeros_like(k), v, start, 1.0)
+    out, lse = prefill_attention(Attention(q, torch.zeros_like(k), v, 1.0), start)
     count = torch.arange(1, 51, dtype=torch.float64)
     rounding = EPS * (count**0.5 + 4)
     v = v.cpu().double().expand(out.shape)
@@ -171,7 +173,7 @@ def test_equal_scores_average_the_values() -> None:
 def test_large_logits_do_not_overflow() -> None:
     case = Case(40, 64, dtype=torch.float16)
     q, k, v, start, _ = case.tensors()
-    out, lse = prefill_attention(q * 30, k * 30, v, start, 1.0)
+    out, lse = prefill_attention(Attention(q * 30, k * 30, v, 1.0), start)
     expected_out, expected_lse = exact(q * 30, k * 30, v, start, 1.0, case)
     assert_rounded("out", out, expected_out)
     assert_rounded("lse", lse, expected_lse)
@@ -185,8 +187,8 @@ def test_any_strides_and_the_layout_of_the_output(start_dtype: torch.dtype) -> N
         wide = torch.randn(2, 9, 80, 200, device=DEVICE)
         views.append(wide[:, 1 : 1 + x.shape[1], ::2][:, :, 2:39, 5:69].copy_(x))
         assert not views[-1].is_contiguous()
-    out, lse = prefill_attention(*views, start.to(start_dtype), 0.125)
-    expected_out, expected_lse = prefill_attention(q, k, v, start, 0.125)
+    out, lse = prefill_attention(Attention(*views, 0.125), start.to(start_dtype))
+    expected_out, expected_lse = prefill_attention(Attention(q, k, v, 0.125), start)
     assert torch.equal(out, expected_out)
     assert torch.equal(lse, expected_lse)
     assert out.transpose(1, 2).is_contiguous()
@@ -195,7 +197,9 @@ def test_any_strides_and_the_layout_of_the_output(start_dtype: torch.dtype) -> N
 
 def broken(**changed: object) -> dict[str, object]:
     q, k, v, start, _ = Case(8, 16).tensors()
-    return {"q": q, "k": k, "v": v, "start": start, "scale": 1.0, **changed}
+    given = {"q": q, "k": k, "v": v, "scale": 1.0, "start": start, **changed}
+    call = Attention(**{name: given.pop(name) for name in Attention._fields if name in given})  # type: ignore[arg-type]
+    return {"call": call, **given}
 
 
 @pytest.mark.parametrize(
@@ -336,7 +340,7 @@ def test_flash_attention_is_the_kernel_on_a_gpu(sliding_window: int | None) -> N
     q, k, v, start, _ = Case(300, 128, heads=8, kv_heads=2, starts=(0, 77), dtype=torch.float16).tensors()
     for flash, ours in zip(
         flash_attention_varlen(q, k, v, start, 0.1, sliding_window),
-        prefill_attention(q, k, v, start, 0.1, sliding_window),
+        prefill_attention(Attention(q, k, v, 0.1), start, sliding_window),
         strict=True,
     ):
         torch.testing.assert_close(flash, ours, atol=2e-3, rtol=2e-3)

@@ -14,6 +14,7 @@ from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import TAIL_TILE, attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.kernels.tile_map import tile_map
+from kvpass.operands import AppendBuffers, Attention
 from kvpass.ops import reference
 from kvpass.testing import DecodeCase, Exact, assert_rounded, decode_case
 
@@ -26,17 +27,20 @@ def copied(case: DecodeCase) -> DecodeCase:
 
 
 def eager(case: DecodeCase) -> Tensor:
-    return reference.attend_cache(**vars(case))
+    return reference.attend_cache(case.call, case.held, case.layer)
+
+
+def tiled(case: DecodeCase, tile: int = 64) -> AppendBuffers:
+    tiles, tile_offsets = tile_map(case.offsets, case.k.shape[1], tile)
+    return case.held._replace(tiles=tiles, tile_offsets=tile_offsets)
 
 
 def ragged(case: DecodeCase, tile: int = 32, config: KernelConfig | None = SPLIT) -> Tensor:
-    arguments = vars(case).copy()
-    tiles, tile_offsets = tile_map(arguments.pop("offsets"), case.k.shape[1], tile)
-    return attend_ragged(**arguments, tiles=tiles, tile_offsets=tile_offsets, config=config)
+    return attend_ragged(case.call, tiled(case, tile), case.layer, config)
 
 
 def extend(case: DecodeCase, config: KernelConfig | None = EXTEND) -> Tensor:
-    return attend_extend(**vars(case), config=config)
+    return attend_extend(case.call, case.held, case.layer, config)
 
 
 BOTH = (ragged, extend)
@@ -214,21 +218,21 @@ def test_tables_of_another_cache() -> None:
     case = decode_case(LENGTHS)
     with pytest.raises(ValueError, match="offsets is"):
         extend(replace(case, offsets=case.offsets.long()))
-    arguments = vars(case).copy()
-    tiles, tile_offsets = tile_map(arguments.pop("offsets"), 3)
+    with pytest.raises(ValueError, match="tiles and tile_offsets are None"):
+        attend_ragged(case.call, case.held, case.layer)
+    held = tiled(case)
     with pytest.raises(ValueError, match="tile_offsets is"):
-        attend_ragged(**arguments, tiles=tiles, tile_offsets=tile_offsets[:, 1:])
+        attend_ragged(case.call, held._replace(tile_offsets=held.tile_offsets[:, 1:]), case.layer)
     with pytest.raises(ValueError, match="tiles is"):
-        attend_ragged(**arguments, tiles=tiles[1:], tile_offsets=tile_offsets)
+        attend_ragged(case.call, held._replace(tiles=held.tiles[1:]), case.layer)
 
 
 def test_no_value_reaches_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers on meta tensors: reading a value would raise."""
     case = decode_case(LENGTHS, sinks=True)
-    tiles, tile_offsets = tile_map(case.offsets, 3)
+    held = AppendBuffers(*(x.to("meta") for x in tiled(case)))
+    call = Attention(*(x.to("meta") if isinstance(x, Tensor) else x for x in case.call))
     for module in (ragged_decode, ragged_extend):
         monkeypatch.setattr(module, "launch", lambda *args: None)
-    arguments = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in vars(case).items()}
-    assert attend_extend(**arguments).is_meta
-    del arguments["offsets"]
-    assert attend_ragged(**arguments, tiles=tiles.to("meta"), tile_offsets=tile_offsets.to("meta")).is_meta
+    for attend in (attend_extend, attend_ragged):
+        assert attend(call, held, case.layer).is_meta

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.kernels import slots_cpu
+from kvpass.operands import Attention, Entered, Lines
 from kvpass.ops import cuda as device
-from kvpass.ops import evict, slots
+from kvpass.ops import reference, slots
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.decode_rules import pool_in_order
 from kvpass.testing import EPS, Exact, assert_rounded, compiled_once, exact_attention, left_pad, random_ids
@@ -42,11 +43,16 @@ class SlotsCase:
     tail_k: Tensor
     tail_v: Tensor
     position: Tensor
-    entered: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    entered: Entered | None
     layer: int
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    @property
+    def arguments(self) -> tuple[Attention, Lines, int]:
+        lines = Lines(*(getattr(self, name) for name in Lines._fields))
+        return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks), lines, self.layer
 
     @property
     def memory(self) -> dict[str, Tensor]:
@@ -55,10 +61,10 @@ class SlotsCase:
         return named | dict(zip(("place", "memory", "norm", "now"), self.entered or (), strict=False))
 
     def copy(self) -> SlotsCase:
-        entered = None if self.entered is None else tuple(x.clone() for x in self.entered)
+        entered = None if self.entered is None else Entered(*(x.clone() for x in self.entered))
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         copies = {name: x.clone() for name, x in tensors.items() if isinstance(x, Tensor) and name != "position"}
-        return replace(self, **copies, position=self.position + 0, entered=entered)  # type: ignore[arg-type]
+        return replace(self, **copies, position=self.position + 0, entered=entered)
 
     def exact(self) -> tuple[Exact, Exact]:
         """Output ``[B, H, 1, Dv]`` and weights ``[B, H, S]``, one line after another."""
@@ -144,7 +150,7 @@ def slots_case(
         pools.append(rows_of_pool)
         tails.append(tail)
     line = (rows, kv_heads, width)
-    written = (
+    written = Entered(
         torch.randint(0, 99, line, generator=generator, dtype=torch.int32),
         torch.rand(line, generator=generator),
         torch.rand(line, generator=generator),
@@ -172,7 +178,7 @@ def check(case: SlotsCase, way: Callable[..., Any]) -> None:
     """Output and weights exact but for rounding; the tables and every entry the reference's, but for the norm."""
     expected, found = case.copy(), case.copy()
     right = case.exact()
-    for name, answer in (("eager", slots.attend_slots(**vars(expected))), ("found", way(**vars(found)))):
+    for name, answer in (("eager", slots.attend_slots(*expected.arguments)), ("found", way(*found.arguments))):
         assert answer[0].dtype == case.q.dtype and answer[0].transpose(1, 2).is_contiguous()
         assert_rounded(name, answer[0], right[0])
         if case.entered is None:
@@ -267,7 +273,7 @@ def test_bad_arguments_are_named(way: Callable[..., Any], change: dict[str, Any]
     case = slots_case(LENGTHS)
     before = case.copy()
     with pytest.raises(ValueError, match=named):
-        way(**vars(replace(case, **change)))
+        way(*replace(case, **change).arguments)
     for name, tensor in before.memory.items():
         assert torch.equal(tensor.contiguous().view(torch.uint8), case.memory[name].contiguous().view(torch.uint8))
 
@@ -278,7 +284,7 @@ def test_a_line_without_an_empty_slot(way: Callable[..., Any]) -> None:
     case.position[1, 2] = ABSENT
     before = case.tail_k.clone()
     with pytest.raises(ValueError, match="empty"):
-        way(**vars(case))
+        way(*case.arguments)
     assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 
@@ -286,7 +292,7 @@ def test_a_segment_longer_than_its_part_of_a_line() -> None:
     case = slots_case(LENGTHS)
     before = case.tail_k.clone()
     with pytest.raises(ValueError, match=r"rise within 0.*by at most 60"):
-        slots_cpu.attend_slots(**vars(replace(case, position=case.position[..., 10:].contiguous(), entered=None)))
+        slots_cpu.attend_slots(*replace(case, position=case.position[..., 10:].contiguous(), entered=None).arguments)
     assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 
@@ -353,8 +359,9 @@ def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch: pytest.
     _, fast = compiled_once("llama", policy="cake", budget=16, window=6, backend="eager", tau1=1.6, tau2=0.4)
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21)])
     held = []
-    for kernels in (evict.EAGER, device.SLOT_KERNELS):
-        monkeypatch.setattr(evict, "EAGER", kernels)
+    for module in (reference, device):
+        for name in ("attend_slots", "evict_losers", "pool_in_order"):
+            monkeypatch.setattr(reference, name, getattr(module, name))
         cache = fast(ids, attention_mask=mask).past_key_values
         for token in random_ids(2, 4, seed=1).split(1, 1):
             fast(token, past_key_values=cache)

@@ -15,6 +15,7 @@ from kvpass.kernels import window_statistics as module
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.prefill_attention import prefill_attention
 from kvpass.kernels.window_statistics import column_sums, value_norms, window_statistics
+from kvpass.operands import Attention
 from kvpass.policies.observation import Observation
 from kvpass.policies.scores import column_sum
 from kvpass.testing import EPS, Exact, assert_rounded, exact_attention
@@ -73,8 +74,9 @@ CASES = [
 
 def everything(q, k, v, start, lse, scale, window, *, rows=0, softcap=None, config=None):  # type: ignore[no-untyped-def]
     """All statistics by name; ``column_sum`` over the last ``rows`` rows, where there are any."""
-    found = window_statistics(q, k, start, lse, scale, window, softcap=softcap, config=config, **ALL)
-    sums = column_sums(q, k, start, lse, scale, rows, softcap=softcap, config=config) if rows else None
+    call = Attention(q, k, v, scale, softcap)
+    found = window_statistics(call, start, lse, window, config=config, **ALL)
+    sums = column_sums(call, start, lse, rows, config=config) if rows else None
     return SimpleNamespace(**vars(found), column_sum=sums, value_norm=value_norms(v, start))
 
 
@@ -187,7 +189,7 @@ def test_every_statistic_is_that_of_the_attention(case: Case) -> None:
 def test_with_the_lse_of_prefill_attention() -> None:
     case = Case(70, 64, window=16, heads=4, kv_heads=2, starts=(0, 61, 13), softcap=4.0, sinks=True, rows=70)
     q, k, v, start, sinks = site(case)
-    _, lse = prefill_attention(q, k, v, start, case.d**-0.5, softcap=case.softcap, sinks=sinks)
+    _, lse = prefill_attention(Attention(q, k, v, case.d**-0.5, case.softcap, sinks), start)
     statistics = everything(q, k, v, start, lse, case.d**-0.5, case.window, softcap=case.softcap, rows=case.rows)
     compare_all(statistics, q, k, v, case, sinks)
 
@@ -220,7 +222,7 @@ def test_variance_of_nearly_equal_rows_does_not_cancel() -> None:
     q[:, :, :, 0] = 14.0 + torch.rand(1, 2, 100, device=DEVICE) * 1e-2
     lse = true_lse(q, k, start, 1.0, case, None)
     a = (q[:, :, 36:, 0].double() - lse[:, :, 36:].double()).exp()
-    found = window_statistics(q, k, start, lse, 1.0, 64, variance=True, config=SMALL)
+    found = window_statistics(Attention(q, k, k, 1.0), start, lse, 64, variance=True, config=SMALL)
     assert found.variance is not None
     torch.testing.assert_close(found.variance[:, :, 0].double(), a.var(2, unbiased=True), atol=0.0, rtol=0.1)
 
@@ -239,11 +241,11 @@ def test_contract_4_padding_changes_no_bit() -> None:
 
 
 def test_only_what_is_asked_for_is_computed() -> None:
-    q, k, _, start, _ = site(case := Case(40, 64, window=8, starts=(0, 3)))
-    lse = true_lse(q, k, start, 0.1, case, None)
-    complete = window_statistics(q, k, start, lse, 0.1, 8, **ALL)
+    q, k, v, start, _ = site(case := Case(40, 64, window=8, starts=(0, 3)))
+    lse, call = true_lse(q, k, start, 0.1, case, None), Attention(q, k, v, 0.1)
+    complete = window_statistics(call, start, lse, 8, **ALL)
     for name in ALL:
-        one = window_statistics(q, k, start, lse, 0.1, 8, **{name: True})
+        one = window_statistics(call, start, lse, 8, **{name: True})
         assert torch.equal(one.mean, complete.mean)
         assert torch.equal(getattr(one, name), getattr(complete, name))
         assert all(getattr(one, other) is None for other in ALL.keys() - {name})
@@ -272,20 +274,21 @@ def test_any_strides() -> None:
         ({"lse": torch.zeros(1, 2, 8)}, r"lse is torch.float32 \(1, 2, 8\)"),
         ({"lse": torch.zeros(1, 2, 4, dtype=torch.float64)}, "lse is torch.float64"),
         ({"lse": torch.zeros(1, 4, 2).mT}, "contiguous in the last dim"),
-        ({"keys": torch.zeros(1, 1, 16, 8).mT}, r"k has strides \(.*, 8\): the last must be 1"),
+        ({"k": torch.zeros(1, 1, 16, 8).mT}, r"k has strides \(.*, 8\): the last must be 1"),
     ],
 )
 def test_bad_input_is_refused_by_name_and_value(changed: dict[str, object], message: str) -> None:
-    q, k, _, start, _ = site(Case(8, 16, window=4))
-    given = {"queries": q[:, :, 4:], "keys": k, "start": start, "lse": torch.zeros(1, 2, 4), "window": 4}
+    q, k, v, start, _ = site(Case(8, 16, window=4))
+    given = {"k": k, "start": start, "lse": torch.zeros(1, 2, 4), "window": 4, **changed}
+    call = Attention(q[:, :, 4:], given.pop("k"), v, 1.0)
     with pytest.raises(ValueError, match=message):
-        window_statistics(**{"scale": 1.0, **given, **changed})  # type: ignore[arg-type]
+        window_statistics(call, **given)  # type: ignore[arg-type]
 
 
 def test_column_sums_refuse_rows_they_do_not_have() -> None:
-    q, k, _, start, _ = site(Case(8, 16, window=4))
-    lse = torch.zeros(1, 2, 4)
+    q, k, v, start, _ = site(Case(8, 16, window=4))
+    lse, call = torch.zeros(1, 2, 4), Attention(q[:, :, 4:], k, v, 1.0)
     with pytest.raises(ValueError, match="rows=0: must be at least 1"):
-        column_sums(q[:, :, 4:], k, start, lse, 1.0, 0)
+        column_sums(call, start, lse, 0)
     with pytest.raises(ValueError, match=r"q has 4 rows: must be in 8\.\.8"):
-        column_sums(q[:, :, 4:], k, start, lse, 1.0, 100)
+        column_sums(call, start, lse, 100)

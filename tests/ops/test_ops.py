@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass.ops.schemas  # noqa: F401
+from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, TurnBuffers
 from kvpass.ops import evict, reference, slots
 from kvpass.policies import resolve
 from kvpass.testing import DecodeCase, assert_rounded, exact_attention
@@ -24,18 +25,20 @@ def qkv(b=2, h=4, k=2, n=40, d=8, dv=8, seed=0, dtype=torch.float32):
 
 
 def prefill_state(b, layers, k, d, dv, n, entries, policy, slots=None, tail=None):
-    slots = slots or policy.capacity(max(entries), layers, k)
+    slots = slots or policy.capacity(int(entries.max()), layers, k)
     window = min(policy.window, n)
-    return {
-        "pool_k": torch.full((b, slots, d), float("nan")),
-        "pool_v": torch.full((b, slots, dv), float("nan")),
-        "slots": torch.full((4, b, slots), -1, dtype=torch.int32),
-        "slot_traces": torch.zeros(2, b, slots),
-        "ledger": torch.zeros(b, layers, dtype=torch.float64),
-        "window_traces": torch.zeros(2, b, layers, k, max(policy.window, 1)),
-        "tail_k": torch.full((layers, b, k, tail or window + 4, d), float("nan")),
-        "tail_v": torch.full((layers, b, k, tail or window + 4, dv), float("nan")),
-    }
+    return PrefillBuffers(
+        pool_k=torch.full((b, slots, d), float("nan")),
+        pool_v=torch.full((b, slots, dv), float("nan")),
+        slots=torch.full((4, b, slots), -1, dtype=torch.int32),
+        slot_traces=torch.zeros(2, b, slots),
+        ledger=torch.zeros(b, layers, dtype=torch.float64),
+        window_traces=torch.zeros(2, b, layers, k, max(policy.window, 1)),
+        tail_k=torch.full((layers, b, k, tail or window + 4, d), float("nan")),
+        tail_v=torch.full((layers, b, k, tail or window + 4, dv), float("nan")),
+        offsets=torch.zeros(b, layers * k + 1, dtype=torch.int32),
+        entries=entries,
+    )
 
 
 def decode_state(b=2, layers=2, k=2, d=8, dv=8, used=5, capacity=9, seed=1):
@@ -51,14 +54,18 @@ def decode_state(b=2, layers=2, k=2, d=8, dv=8, used=5, capacity=9, seed=1):
             shape = (layers, k, used - int(start[row]), tensor.shape[-1])
             tensor[:, row, :, int(start[row]) : used] = torch.randn(shape, generator=g)
     pool = [torch.randn(b, slots, dim, generator=g) for dim in (d, dv)]
-    return [*pool, offsets, *tail, start, torch.tensor(used)]
+    return AppendBuffers(*pool, offsets, *tail, start, torch.tensor(used))
+
+
+def without_nan(buffers):
+    return [x.nan_to_num(0.0) if x is not None and x.is_floating_point() else x for x in buffers]
 
 
 def test_opcheck_site_and_observe_attention():
     q, k, v = qkv()
     torch.library.opcheck(OPS.site.default, (q, k, v, SCALE))
     spec = resolve("lava", window=8).spec
-    args = (q, k, v, torch.tensor([0, 3]), SCALE, 0, 2, spec)
+    args = (*Attention(q, k, v, SCALE), torch.tensor([0, 3]), 0, 2, spec)
     torch.library.opcheck(OPS.observe_attention.default, args)
 
 
@@ -66,30 +73,21 @@ def test_opcheck_cascade_step_and_pack():
     q, k, v = qkv()
     policy = resolve("lava", window=8)
     entries, start = torch.tensor([6, 6]), torch.tensor([0, 3])
-    state = prefill_state(2, 2, 2, 8, 8, 40, [6], policy)
-    state = {name: tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-    _, scores, traces, weight = OPS.observe_attention.default(q, k, v, start, SCALE, 0, 2, policy.spec)
-    args = (*state.values(), k, v, scores, traces, weight, entries, start, 0, policy.spec)
-    torch.library.opcheck(OPS.cascade_step.default, args)
-    offsets = torch.zeros(2, 5, dtype=torch.int32)
-    names = ("pool_k", "pool_v", "slots", "slot_traces")
-    torch.library.opcheck(OPS.pack.default, (*(state[name] for name in names), offsets))
+    state = without_nan(prefill_state(2, 2, 2, 8, 8, 40, entries, policy))
+    _, *seen = OPS.observe_attention.default(*Attention(q, k, v, SCALE), start, 0, 2, policy.spec)
+    torch.library.opcheck(OPS.cascade_step.default, (*state, *Candidates(k, v, *seen, start), 0, policy.spec))
+    torch.library.opcheck(OPS.pack.default, tuple(state))
 
 
-@pytest.mark.parametrize("impl", ["reference", "native"])
+@pytest.mark.parametrize("impl", ["eager", "cpp"])
 def test_opcheck_attend_cache(impl):
-    q, k, v = qkv(n=1)
-    state = decode_state()
-    state = [tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for tensor in state]
-    torch.library.opcheck(OPS.attend_cache.default, (q, k, v, *state, SCALE, 1, impl))
+    args = (*Attention(*qkv(n=1), SCALE), *without_nan(decode_state()), 1, impl)
+    torch.library.opcheck(OPS.attend_cache.default, args)
 
 
-@pytest.mark.parametrize("impl", ["reference", "native"])
+@pytest.mark.parametrize("impl", ["eager", "cpp"])
 def test_opcheck_attend_evict(impl):
-    q, k, v = qkv(n=2)
-    pool_k, pool_v, offsets, tail_k, tail_v, _, _ = (
-        tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for tensor in decode_state()
-    )
+    pool_k, pool_v, offsets, tail_k, tail_v = without_nan(decode_state()[:5])
     lengths = offsets.diff(dim=1).view(2, 2, 2).transpose(0, 1)
     longest = int(lengths.max())
     table = torch.full((2, 2, 2, 2, longest + tail_k.shape[3]), slots.EMPTY, dtype=torch.int32)
@@ -98,46 +96,47 @@ def test_opcheck_attend_evict(impl):
     memory = torch.zeros(2, 2, 2, 2, table.shape[-1])
     quota, position = torch.full((2, 2, 2), 3), torch.tensor([5, 5])
     policy = resolve("h2o", window=2).spec
-    state = (pool_k, pool_v, offsets, tail_k, tail_v, table, memory, quota, position)
-    torch.library.opcheck(OPS.attend_evict.default, (q, k, v, *state, SCALE, 1, policy, impl))
+    held = EvictBuffers(pool_k, pool_v, offsets, tail_k, tail_v, table, memory, quota, position)
+    torch.library.opcheck(OPS.attend_evict.default, (*Attention(*qkv(n=2), SCALE), *held, 1, policy, impl))
 
 
 def test_opcheck_observe_held():
-    q, _, _ = qkv(n=2)
-    held = [tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for tensor in decode_state()]
+    held = without_nan(decode_state())
     scores, masses = torch.full((2, 2, 2, 16), float("-inf")), torch.zeros(2, 2, 2, 16)
-    found = (scores, masses, torch.zeros(2, 2, dtype=torch.float64), torch.tensor([2, 2]))
+    found = TurnBuffers(scores, masses, torch.zeros(2, 2, dtype=torch.float64), torch.tensor([2, 2]))
     policy = resolve("snapkv", window=2).spec
-    torch.library.opcheck(OPS.observe_held.default, (q, *held, *found, SCALE, 1, 2, policy))
+    torch.library.opcheck(OPS.observe_held.default, (*Attention(*qkv(n=2), SCALE), *held, *found, 1, 2, policy))
 
 
 def test_opcheck_the_ring_operators():
     rings = [torch.zeros(2, 2, 2, 7, 8) for _ in range(2)]
-    torch.library.opcheck(OPS.fill_ring.default, (*qkv(), torch.tensor([0, 3]), *rings, SCALE, 1))
+    torch.library.opcheck(OPS.fill_ring.default, (*Attention(*qkv(), SCALE), *rings, torch.tensor([0, 3]), 1))
     seen, first = torch.tensor(40), torch.tensor([0, 3])
     torch.library.opcheck(OPS.columns_held.default, (seen, first, 7))
     held = OPS.columns_held.default(seen, first, 7)
-    for tokens, impl in ((3, "reference"), (3, "native"), (1, "native")):
-        torch.library.opcheck(OPS.attend_ring.default, (*qkv(n=tokens), *rings, held, seen, SCALE, 1, impl))
+    for tokens, impl in ((3, "eager"), (3, "cpp"), (1, "cpp")):
+        new = Attention(*qkv(n=tokens), SCALE)
+        torch.library.opcheck(OPS.attend_ring.default, (*new, *rings, held, seen, 1, impl))
 
 
-@pytest.mark.parametrize("impl", ["reference", "native"])
+@pytest.mark.parametrize("impl", ["eager", "cpp"])
 @pytest.mark.parametrize("window", [1, 4, 64])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sinks": torch.linspace(-1, 2, 4)}], ids=["plain", "capped"])
 def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, options, impl):
     """A padded prompt, then one token and three at once; nothing in padding."""
     q, k, v = qkv(n=27, dv=6)
+    call = Attention(q, k, v, SCALE, **options)
     capped = options | ({"sinks": options["sinks"][:, None]} if options else {})
     start, rings = torch.tensor([0, 20]), [torch.full((2, 2, 2, window, dim), float("nan")) for dim in (8, 6)]
     for ring in rings:
         ring[1] = 0.0
     parts = [slice(0, 23), slice(23, 24), slice(24, 27)]
-    outs = [OPS.fill_ring.default(*(x[:, :, parts[0]] for x in (q, k, v)), start, *rings, SCALE, 1, **options)]
+    outs = [OPS.fill_ring.default(*call.rows(slice(None), parts[0]), *rings, start, 1)]
     for part in parts[1:]:
-        new = (x[:, :, part] for x in (q, k, v))
+        new = call.rows(slice(None), part)
         seen = torch.tensor(part.start)
         held = OPS.columns_held.default(seen, start, window)
-        outs.append(OPS.attend_ring.default(*new, *rings, held, seen, SCALE, 1, impl, **options))
+        outs.append(OPS.attend_ring.default(*new, *rings, held, seen, 1, impl))
     columns = torch.arange(27)
     seen = (columns <= columns[:, None]) & (columns[:, None] - columns < window) & (columns >= start[:, None, None])
     expected = exact_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), SCALE, hidden=~seen[:, None], **capped)
@@ -159,18 +158,20 @@ def test_prompt_attention_of_padded_rows(heads, options):
     expected = exact_attention(
         q, keys, values, SCALE, hidden=~seen[:, None], softcap=softcap, sinks=None if sinks is None else sinks[:, None]
     )
-    assert_rounded("out", reference.prompt_attention(q, k, v, start, SCALE, softcap, sinks), expected.out)
+    out = reference.prompt_attention(Attention(q, k, v, SCALE, softcap, sinks), start)
+    assert_rounded("out", out, expected.out)
 
 
-@pytest.mark.parametrize("impl", ["reference", "native"])
+@pytest.mark.parametrize("impl", ["eager", "cpp"])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": torch.linspace(-1, 2, 4)}], ids=lambda o: str(*o))
 def test_attend_cache_appends_and_attends(impl, tokens, options):
     q, k, v = qkv(n=tokens, dv=6)
     state = decode_state(dv=6)
-    before = [tensor.clone() for tensor in state]
+    before = [tensor.clone() for tensor in state[:7]]
     expected = DecodeCase(q, k, v, *before, layer=1, scale=SCALE, **options).exact()
-    assert_rounded("out", OPS.attend_cache.default(q, k, v, *state, SCALE, 1, impl, **options), expected)
+    call = Attention(q, k, v, SCALE, **options)
+    assert_rounded("out", OPS.attend_cache.default(*call, *state, 1, impl), expected)
     tail_k, tail_v = state[3:5]
     assert torch.equal(tail_k[1, :, :, 5 : 5 + tokens], k) and torch.equal(tail_v[1, :, :, 5 : 5 + tokens], v)
     assert tail_k[1, :, :, 5 + tokens :].isnan().all() and tail_k[0, :, :, 5:].isnan().all()
@@ -178,14 +179,13 @@ def test_attend_cache_appends_and_attends(impl, tokens, options):
         assert torch.equal(now, then), f"{name} changed"
 
 
-@pytest.mark.parametrize("impl", ["reference", "native"])
+@pytest.mark.parametrize("impl", ["eager", "cpp"])
 def test_an_append_over_capacity_raises_and_writes_nothing(impl):
-    q, k, v = qkv(n=5)
     state = decode_state()
-    before = [tensor.clone() for tensor in state]
+    before = [tensor.clone() for tensor in state[:7]]
     with pytest.raises(ValueError, match="9"):
-        OPS.attend_cache.default(q, k, v, *state, SCALE, 1, impl)
-    assert all(torch.equal(now.nan_to_num(7), then.nan_to_num(7)) for now, then in zip(state, before, strict=True))
+        OPS.attend_cache.default(*Attention(*qkv(n=5), SCALE), *state, 1, impl)
+    assert all(torch.equal(now.nan_to_num(7), then.nan_to_num(7)) for now, then in zip(state[:7], before, strict=True))
 
 
 @settings(max_examples=60, deadline=None)
@@ -202,7 +202,7 @@ def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
     entries = torch.tensor([data.draw(st.integers(0, n + 3)) for _ in range(rows)])
     g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
     levels = data.draw(st.sampled_from([1, 2, 5, 1000]), label="levels")
-    state = prefill_state(rows, layers, kv_heads, 4, 4, n, entries.tolist(), policy)
+    state = prefill_state(rows, layers, kv_heads, 4, 4, n, entries, policy)
     all_scores, keys = [], []
     for layer in range(layers):
         k, v = (torch.randn(rows, kv_heads, n, 4, generator=g) for _ in range(2))
@@ -212,11 +212,11 @@ def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
         scores[((column < start[:, None]) | (column >= last[:, None]))[:, None].expand_as(scores)] = float("-inf")
         weight = torch.randint(0, 4, (rows,), generator=g).double()
         traces = torch.rand(2, rows, kv_heads, n, generator=g)
-        reference.cascade_step(*state.values(), k, v, scores, traces, weight, entries, start, layer, policy)
+        reference.cascade_step(state, Candidates(k, v, scores, traces, weight, start), layer, policy)
         all_scores.append(scores)
         keys.append(k)
     available = (n - start - window).clamp(min=0)
-    final = policy.layer_budgets(state["ledger"], entries, available, kv_heads, layers)
+    final = policy.layer_budgets(state.ledger, entries, available, kv_heads, layers)
     expected = torch.stack(
         [
             (policy.rank(scores, entries) < final[:, layer, None, None]) & (scores > float("-inf"))
@@ -227,26 +227,25 @@ def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
     assert torch.equal(expected.sum((1, 2, 3)), torch.minimum(entries, available) * layers * kv_heads), (
         "the total is not exactly the budget"
     )
-    offsets = torch.zeros(rows, layers * kv_heads + 1, dtype=torch.int32)
-    reference.pack(state["pool_k"], state["pool_v"], state["slots"], state["slot_traces"], offsets)
+    reference.pack(state)
     for row in range(rows):
         for head in range(layers * kv_heads):
             layer, kv_head = divmod(head, kv_heads)
-            segment = slice(int(offsets[row, head]), int(offsets[row, head + 1]))
+            segment = slice(*state.offsets[row, head : head + 2].tolist())
             columns = expected[row, layer, kv_head].nonzero()[:, 0]
-            kept = state["slots"][reference.POSITION, row, segment].long() + start[row]
+            kept = state.slots[reference.POSITION, row, segment].long() + start[row]
             assert torch.equal(kept, columns)
-            assert torch.equal(state["pool_k"][row, segment], keys[layer][row, kv_head, columns]), "rows moved wrongly"
+            assert torch.equal(state.pool_k[row, segment], keys[layer][row, kv_head, columns]), "rows moved wrongly"
 
 
 def test_a_full_pool_raises_instead_of_dropping_entries():
     policy = resolve("lava", window=2)
     q, k, v = qkv(b=1, n=20)
     start, entries = torch.tensor([0]), torch.tensor([8])
-    state = prefill_state(1, 1, 2, 8, 8, 20, [8], policy, slots=5)
-    _, scores, traces, weight = reference.observe_attention(q, k, v, start, SCALE, 0, 1, policy)
+    state = prefill_state(1, 1, 2, 8, 8, 20, entries, policy, slots=5)
+    _, *seen = reference.observe_attention(Attention(q, k, v, SCALE), start, 0, 1, policy)
     with pytest.raises(RuntimeError, match="pool of 5 slots is full"):
-        reference.cascade_step(*state.values(), k, v, scores, traces, weight, entries, start, 0, policy)
+        reference.cascade_step(state, Candidates(k, v, *seen, start), 0, policy)
 
 
 def test_site_equals_sdpa_with_grouped_heads():

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpass.operands import AppendBuffers, Attention, TurnBuffers
 from kvpass.ops.recompress import NOT_DUE, fill_shares, observe_held, select_held
 from kvpass.policies import resolve
 from kvpass.policies.observation import Observation
@@ -28,13 +29,15 @@ def ragged(seed=0, t=5, window=4, heads=4, kv_heads=2, dim=6):
         kept = slice(*offsets[0, 2 + head : 4 + head].tolist())
         keys.append(torch.cat([pool_k[0, kept], tail_k[1, 0, head, start : used + t]]))
         values.append(torch.cat([pool_v[0, kept], tail_v[1, 0, head, start : used + t]]))
-    held = (pool_k, pool_v, offsets, tail_k, tail_v, torch.tensor([start]), torch.tensor(used))
-    found = (
+    held = AppendBuffers(pool_k, pool_v, offsets, tail_k, tail_v, torch.tensor([start]), torch.tensor(used))
+    found = TurnBuffers(
         torch.full((1, 2, kv_heads, 30), float("-inf")),
         torch.zeros(1, 2, kv_heads, 30),
         torch.zeros(1, 2).double(),
+        torch.tensor([window]),
     )
-    return q, held, found, keys, values
+    new = (slice(None), slice(None), slice(used, used + t))
+    return Attention(q, tail_k[1][new], tail_v[1][new], 0.3), held, found, keys, values
 
 
 def attention_of(q, keys, rows, **options):
@@ -51,13 +54,14 @@ def attention_of(q, keys, rows, **options):
 
 @pytest.mark.parametrize(("t", "window"), [(5, 4), (4, 4), (2, 4), (5, 0)])
 def test_every_head_is_scored_over_its_own_entries(t, window):
-    q, held, (scores, masses, ledger), keys, values = ragged(t=t)
+    call, held, found, keys, values = ragged(t=t, window=window)
+    scores, masses, ledger, _ = found
     policy = resolve("lava", window=window, pool=None)
-    observe_held(q, *held, scores, masses, ledger, torch.tensor([window]), 0.3, 1, 2, policy)
+    observe_held(call, held, found, 1, 2, policy)
     assert bool((scores[:, 0] == float("-inf")).all()) and not bool(masses[:, 0].any()), "another layer was written"
     every = []
     for head in range(2):
-        a, error = attention_of(q[0, 2 * head : 2 * head + 2], keys[head], max(min(window, t), 1))
+        a, error = attention_of(call.q[0, 2 * head : 2 * head + 2], keys[head], max(min(window, t), 1))
         a, n = a.mean(1), keys[head].shape[0]
         norm = values[head].double().abs().sum(-1)[: n - min(window, t)].max()
         worth = (a.amax(0) * norm)[: n - window]
@@ -72,32 +76,33 @@ def test_every_head_is_scored_over_its_own_entries(t, window):
 
 
 def test_the_weight_of_a_layer_takes_all_its_heads():
-    q, held, (scores, masses, ledger), keys, _ = ragged(t=5)
+    call, held, found, keys, _ = ragged(t=5)
     policy = resolve("cake", window=4, tau1=1.5, tau2=0.5, evict_during_decode=False)
-    observe_held(q, *held, scores, masses, ledger, torch.tensor([4]), 0.3, 1, 2, policy)
+    observe_held(call, held, found, 1, 2, policy)
     h = v = 0.0
     for head in range(2):
-        a, error = attention_of(q[0, 2 * head : 2 * head + 2], keys[head], 4)
+        a, error = attention_of(call.q[0, 2 * head : 2 * head + 2], keys[head], 4)
         a = a[..., :-4]
         h, v = h - (a * (a + 1e-10).log()).sum(), v + a.var(1).sum()
-    assert_close("weight", ledger[0, 1], h ** (1 / 1.5) * v ** (1 / 0.5), atol=0, rtol=(2 / 1.5 + 4 / 0.5) * error)
+    weight = h ** (1 / 1.5) * v ** (1 / 0.5)
+    assert_close("weight", found.turn_ledger[0, 1], weight, atol=0, rtol=(2 / 1.5 + 4 / 0.5) * error)
 
 
 def test_sinks_and_softcap_take_part():
-    q, held, (scores, masses, ledger), keys, _ = ragged(t=5)
+    call, held, turn, keys, _ = ragged(t=5)
     policy = resolve("snapkv", window=4, pool=None)
     sinks = torch.randn(4)
-    observe_held(q, *held, scores, masses, ledger, torch.tensor([4]), 0.3, 1, 2, policy, 2.0, sinks)
+    observe_held(call._replace(softcap=2.0, sinks=sinks), held, turn, 1, 2, policy)
     for head in range(2):
         heads = slice(2 * head, 2 * head + 2)
-        a, error = attention_of(q[0, heads], keys[head], 4, softcap=2.0, sinks=sinks[heads, None])
-        found, expected = scores[0, 1, head, : a.shape[2] - 4].double(), a.mean((0, 1))[:-4]
+        a, error = attention_of(call.q[0, heads], keys[head], 4, softcap=2.0, sinks=sinks[heads, None])
+        found, expected = turn.turn_scores[0, 1, head, : a.shape[2] - 4].double(), a.mean((0, 1))[:-4]
         assert_close(f"scores of head {head}", found, expected, atol=0, rtol=error)
 
 
 def test_a_row_that_is_not_due_is_not_looked_at():
-    q, held, found, _, _ = ragged()
-    observe_held(q, *held, *found, torch.tensor([NOT_DUE]), 0.3, 1, 2, resolve("lava", window=4))
+    call, held, found, _, _ = ragged(window=NOT_DUE)
+    observe_held(call, held, found, 1, 2, resolve("lava", window=4))
     assert bool((found[0] == float("-inf")).all()) and not bool(found[1].any()) and not bool(found[2].any())
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvpass.operands import Attention, RingBuffers
 from kvpass.ops.sliding import ROW_BLOCK, attend_ring, columns_held
 from kvpass.testing import assert_rounded, exact_attention
 
@@ -39,7 +40,7 @@ def test_a_turn_of_any_length(before, tokens, slots, with_sinks, softcap):
     ring_k, ring_v = filled_ring(k_before, v_before, slots)
     seen = torch.tensor(before)
     held = columns_held(seen, first, slots)
-    out = attend_ring(q, k, v, ring_k, ring_v, held, seen, 0.3, 0, softcap, sinks)
+    out = attend_ring(Attention(q, k, v, 0.3, softcap, sinks), RingBuffers(ring_k, ring_v), held, seen, 0)
     all_k, all_v = torch.cat([k_before, k], 2), torch.cat([v_before, v], 2)
     query, column = torch.arange(before, before + tokens)[:, None], torch.arange(before + tokens)
     seen = (column <= query) & (query - column < slots) & (column >= first[:, None, None])
@@ -72,9 +73,9 @@ class Largest(TorchDispatchMode):
 def test_a_long_turn_never_makes_all_its_logits():
     tokens, slots = 4096, 128
     q, k, v = site(tokens, torch.bfloat16)
-    ring_k, ring_v = (torch.zeros(1, ROWS, KV_HEADS, slots, DIM, dtype=torch.bfloat16) for _ in range(2))
+    ring = RingBuffers(*(torch.zeros(1, ROWS, KV_HEADS, slots, DIM, dtype=torch.bfloat16) for _ in range(2)))
     first, seen = torch.zeros(ROWS, dtype=torch.int64), torch.tensor(1000)
     with Largest() as largest:
-        attend_ring(q, k, v, ring_k, ring_v, columns_held(seen, first, slots), seen, 0.3, 0)
+        attend_ring(Attention(q, k, v, 0.3), ring, columns_held(seen, first, slots), seen, 0)
     bound = 4 * ROWS * HEADS * ROW_BLOCK * (2 * slots + ROW_BLOCK)
     assert largest.nbytes <= bound < 4 * ROWS * HEADS * tokens * tokens / 16
