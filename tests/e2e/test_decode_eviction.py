@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvpass
 from kvpass.cache import layers as store
 from kvpass.kernels.slots_cpu import attend_slots, evict_losers, pool_in_order
-from kvpass.masked_oracle import kept_columns
 from kvpass.ops import evict, reference
 from kvpass.policies.plan import plan
-from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
+from masked_oracle import kept_columns
+from numeric_checks import assert_close
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 RULES = {
     "cake": {"tau1": 1.6, "tau2": 0.4, "window": 6},

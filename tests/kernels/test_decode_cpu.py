@@ -18,7 +18,7 @@ from torch._inductor import cpp_builder
 
 from kvpass.kernels import cpu_library
 from kvpass.kernels.decode_cpu import attend_decode
-from kvpass.testing import DecodeCase, assert_rounded, decode_case
+from numeric_checks import DecodeCase, assert_rounded, decode_case
 
 
 def run(case: DecodeCase) -> Tensor:

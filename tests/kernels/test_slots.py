@@ -21,7 +21,8 @@ from kvpass.ops import cuda as device
 from kvpass.ops import evict, slots
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.decode_rules import pool_in_order
-from kvpass.testing import EPS, Exact, assert_rounded, compiled_once, exact_attention, left_pad, random_ids
+from numeric_checks import EPS, Exact, assert_rounded, exact_attention
+from tiny_models import compiled_once, left_pad, random_ids
 
 WAYS = {"cpu": slots_cpu.attend_slots, "triton": device.attend_slots}
 LOSERS = {"cpu": slots_cpu.evict_losers, "triton": device.evict_losers}

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvpass.ops.schemas  # noqa: F401
 from kvpass.ops import evict, reference, slots
 from kvpass.policies import resolve
-from kvpass.testing import DecodeCase, assert_rounded, exact_attention
+from numeric_checks import DecodeCase, assert_rounded, exact_attention
 
 OPS = torch.ops.kvpass
 SCALE = 0.3

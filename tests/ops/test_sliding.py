@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.ops.sliding import ROW_BLOCK, attend_ring, columns_held
-from kvpass.testing import assert_rounded, exact_attention
+from numeric_checks import assert_rounded, exact_attention
 
 ROWS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 
