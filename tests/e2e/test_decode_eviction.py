@@ -13,6 +13,7 @@ from kvpass.ops import evict, reference
 from kvpass.policies.plan import plan
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
+from pairwise import pairwise
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 RULES = {
@@ -53,10 +54,7 @@ def recording(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("impl", ["eager", "native"])
-@pytest.mark.parametrize("parity", ["paper", "code"])
-@pytest.mark.parametrize("tokens", [40, BUDGET - 4, BUDGET + 3])
-@pytest.mark.parametrize("policy", [name for name, options in RULES.items() if name in kvpass.POLICIES])
+@pairwise(policy=[*RULES], tokens=[40, BUDGET - 4, BUDGET + 3], parity=["paper", "code"], impl=["eager", "native"])
 def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, policy, tokens, parity, impl):
     options = {**RULES[policy], "parity": parity}
     calls = recording(monkeypatch)
