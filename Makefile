@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 # Most of what the libraries bring is never imported; what is, Python compiles then.
 export PIP_NO_COMPILE := 1
 
-.PHONY: help demo test test-versions test-torch-2.11 lint typecheck gpu-check clean
+.PHONY: help demo test test-versions test-torch-2.11 lint typecheck support-table gpu-check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -34,6 +34,9 @@ test-versions: $(READY) ## model and kernel tests on older versions of transform
 
 test-torch-2.11: $(READY) ## the same on the oldest torch, with its CUDA libraries (5 GB)
 	@scripts/test-versions $(VENV) "torch==2.11.0 triton==3.6.0 transformers==5.17.0 numpy<2.4"
+
+support-table: $(READY) ## write the tables of decoders in README.md
+	@PYTHONPATH=tests/support $(BIN)/python -m support_table README.md
 
 # A machine with a GPU may have no way to install anything: a PYTHON that has all it takes is used as it is.
 gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minutes; goes on where it stopped; ARGS="--only tests"

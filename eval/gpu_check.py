@@ -234,6 +234,8 @@ def _stamp(result: Path) -> Path:
 
 def _made_by(stage: Stage) -> dict[str, Any]:
     tests = [ROOT / word for word in stage.command if word.endswith(".py")]
+    if tests:
+        tests += sorted((ROOT / "tests" / "support").glob("*.py"))
     digests = [hashlib.blake2s(path.read_bytes(), digest_size=8).hexdigest() for path in tests]
     return {"source": source_digest(), "command": list(stage.command[1:]), "tests": digests}
 

@@ -14,7 +14,7 @@ from kvpass.cache import serialization as cache_file
 from kvpass.cache.fingerprint import Identity, weights_digest
 from kvpass.cache.serialization import read_cache_file, write_cache_file
 from kvpass.errors import CacheFileError, CacheMismatchError
-from kvpass.testing import tiny_model
+from tiny_models import tiny_model
 
 METADATA = {"model": {"name": 'a "sha256":"x" b'}, "numbers": [1, 2.5, None]}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvpass
-from kvpass.testing import tiny_model
+from tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")

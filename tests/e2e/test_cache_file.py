@@ -11,7 +11,7 @@ import torch
 import kvpass
 from kvpass.cache import serialization as cache_file
 from kvpass.cache.serialization import read_cache_file, write_cache_file
-from kvpass.testing import left_pad, random_ids, tiny_model
+from tiny_models import left_pad, random_ids, tiny_model
 
 CASES = {
     "lava": ("llama", "lava", {}),

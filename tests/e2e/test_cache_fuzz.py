@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvpass
-from kvpass.masked_oracle import MaskedOracle, Transcript, kept_columns
-from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
+from masked_oracle import MaskedOracle, Transcript, kept_columns
+from numeric_checks import assert_close
+from tiny_models import left_pad, random_ids, tiny_model
 
 EXAMPLES, STEPS = 10, 14
 BUDGET, WINDOW = 14, 5

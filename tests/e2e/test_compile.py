@@ -6,6 +6,7 @@ import operator
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import kvpass
 from kvpass.ops import reference
-from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
+from numeric_checks import assert_close
+from tiny_models import left_pad, random_ids, tiny_model
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 @pytest.mark.parametrize("budget", [20, 0.5, "64KiB"])
@@ -135,7 +139,8 @@ def test_passes_are_dumped_before_and_after_with_op_counts(tmp_path, monkeypatch
 def test_the_structured_trace_carries_the_graphs(tmp_path):
     """What tlparse reads: artifacts named kvpass.* in the trace log."""
     script = (
-        "import kvpass; from kvpass.testing import tiny_model, random_ids;"
+        f"import sys; sys.path.append({str(SUPPORT)!r});"
+        "import kvpass; from tiny_models import tiny_model, random_ids;"
         "kvpass.compile(tiny_model('llama'), budget=20, window=8, backend='eager')(random_ids(1, 50))"
     )
     env = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONSAFEPATH": "1"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.testing import compiled_once, random_ids, tiny_model
+from tiny_models import compiled_once, random_ids, tiny_model
 
 OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
 

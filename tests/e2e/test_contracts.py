@@ -10,9 +10,10 @@ import transformers
 from packaging.version import Version
 
 import kvpass
-from kvpass.eval.support_table import listed, supported_row
-from kvpass.masked_oracle import MaskedOracle, kept_columns
-from kvpass.testing import FAMILIES, assert_close, compiled_once, left_pad, random_ids, tiny_model
+from masked_oracle import MaskedOracle, kept_columns
+from numeric_checks import assert_close
+from support_table import listed, supported_row
+from tiny_models import FAMILIES, compiled_once, left_pad, random_ids, tiny_model
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 UNLIMITED = 10**6
@@ -108,7 +109,7 @@ def test_contracts_1_and_4_identity_and_padded_rows_as_alone_under_every_policy(
         assert_identical_without_a_limit(model, every, policy)
         assert_padded_rows_equal_alone(every, policy)
     if family not in MET_OTHERWISE:
-        assert supported_row(family, every.model) in listed(README.read_text()), "see kvpass.eval.support_table"
+        assert supported_row(family, every.model) in listed(README.read_text()), "run make support-table"
 
 
 def assert_identical_without_a_limit(model, every, policy):

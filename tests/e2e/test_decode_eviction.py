@@ -8,10 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass.cache import layers as store
-from kvpass.masked_oracle import kept_columns
 from kvpass.ops import cpp, evict, reference
 from kvpass.policies.plan import plan
-from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
+from masked_oracle import kept_columns
+from numeric_checks import assert_close
+from pairwise import pairwise
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 RULES = {
     "cake": {"tau1": 1.6, "tau2": 0.4, "window": 6},
@@ -51,10 +53,7 @@ def recording(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("impl", ["eager", "cpp"])
-@pytest.mark.parametrize("parity", ["paper", "code"])
-@pytest.mark.parametrize("tokens", [40, BUDGET - 4, BUDGET + 3])
-@pytest.mark.parametrize("policy", [name for name, options in RULES.items() if name in kvpass.POLICIES])
+@pairwise(policy=[*RULES], tokens=[40, BUDGET - 4, BUDGET + 3], parity=["paper", "code"], impl=["eager", "cpp"])
 def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, policy, tokens, parity, impl):
     options = {**RULES[policy], "parity": parity}
     calls = recording(monkeypatch)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvpass.cache.serialization import read_cache_file
 from kvpass.cli.documents import Document
 from kvpass.cli.main import app
-from kvpass.testing import tiny_model
+from tiny_models import tiny_model
 
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
 TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of bara dador"])

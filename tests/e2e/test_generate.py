@@ -23,7 +23,8 @@ from transformers import (
 
 import kvpass
 from kvpass import builtin
-from kvpass.testing import VOCABULARY, assert_close, left_pad, random_ids, tiny_model
+from numeric_checks import assert_close
+from tiny_models import VOCABULARY, left_pad, random_ids, tiny_model
 
 NEW = 10
 CHAIN = "let bara = 482 . let lato = bara . let mivi = lato . question the value of mivi is"

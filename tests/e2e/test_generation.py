@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
-from kvpass.testing import left_pad, random_ids, tiny_model
+from tiny_models import left_pad, random_ids, tiny_model
 
 NEW, LONGEST = 7, 96
 

@@ -12,11 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import kvpass
-from kvpass.masked_oracle import kept_columns
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.policies import POLICIES, resolve
-from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
+from masked_oracle import kept_columns
+from numeric_checks import assert_close
+from tiny_models import left_pad, random_ids, tiny_model
 
 pytestmark = pytest.mark.gpu
 

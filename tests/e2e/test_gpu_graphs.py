@@ -8,7 +8,8 @@ from torch import Tensor
 
 import kvpass
 from kvpass.compiler.cuda_graphs import CudaRecorder
-from kvpass.testing import assert_close, random_ids, tiny_model
+from numeric_checks import assert_close
+from tiny_models import random_ids, tiny_model
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import torch
 import kvpass
 from kvpass.cache.layers import Store
 from kvpass.compiler.backend import PhaseCompiler
-from kvpass.testing import compiled_once, random_ids, tiny_model
+from tiny_models import compiled_once, random_ids, tiny_model
 
 OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.functional import one_hot, scaled_dot_product_attention
 
 import kvpass
-from kvpass.testing import assert_close, random_ids
+from numeric_checks import assert_close
+from tiny_models import random_ids
 
 WIDTH, HEADS, VOCABULARY, LONGEST = 32, 4, 128, 128
 PROMPTS = (20, 40)  # before and behind the numbers of the modules below

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
-from kvpass.testing import assert_close, random_ids
+from numeric_checks import assert_close
+from tiny_models import random_ids
 
 TOKENS, NEW, WINDOW, BUDGET = 40, 6, 8, 16
 SHAPES = [(4, 2, 12), (4, 4, 8), (4, 2, 12), (6, 1, 10)]

@@ -7,8 +7,9 @@ import torch
 
 import kvpass
 from kvpass.cache.layers import Store
-from kvpass.masked_oracle import MaskedOracle, Transcript, kept_columns
-from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
+from masked_oracle import MaskedOracle, Transcript, kept_columns
+from numeric_checks import assert_close
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 WINDOW, BUDGET = 8, 20
 LIKE_A_PROMPT = {

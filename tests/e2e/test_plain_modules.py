@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kvpass
-from kvpass.masked_oracle import kept_columns
-from kvpass.testing import assert_close, left_pad, random_ids
+from masked_oracle import kept_columns
+from numeric_checks import assert_close
+from tiny_models import left_pad, random_ids
 
 VOCABULARY, LONGEST = 128, 96
 PROMPT, NEW = 37, 11

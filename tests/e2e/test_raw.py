@@ -9,9 +9,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
 from kvpass.compiler import backend
-from kvpass.masked_oracle import kept_columns
 from kvpass.ops import reference, slots
-from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
+from masked_oracle import kept_columns
+from numeric_checks import assert_close
+from tiny_models import left_pad, random_ids, tiny_model
 
 NEW = 8
 

@@ -29,7 +29,8 @@ from transformers import (
 )
 
 import kvpass
-from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
+from numeric_checks import assert_close
+from tiny_models import left_pad, random_ids, tiny_model
 
 
 def test_a_prompt_is_not_prefilled_in_chunks(tight):

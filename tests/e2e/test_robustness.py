@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvpass
-from kvpass.testing import assert_close, compiled_once, left_pad, random_ids, tiny_model
+from numeric_checks import assert_close
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 NEW = 6
 OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}

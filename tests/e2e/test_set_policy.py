@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 import kvpass
 from kvpass.policies import resolve
-from kvpass.testing import compiled_once, random_ids, tiny_model
+from tiny_models import compiled_once, random_ids, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from kvpass.eval.prompt import Prompt
 from kvpass.eval.run import stop_tokens
 from kvpass.eval.tasks import encode, registry
 from kvpass.policies import resolve
-from kvpass.testing import tiny_model
+from tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

@@ -17,8 +17,8 @@ from kvpass import builtin
 from kvpass.eval.harness.model import KVPassLM
 from kvpass.eval.harness.prompt import SEPARATOR, split_at_separator
 from kvpass.eval.needle.text import sample
-from kvpass.masked_oracle import MaskedOracle, kept_columns
-from kvpass.testing import tiny_model
+from masked_oracle import MaskedOracle, kept_columns
+from tiny_models import tiny_model
 
 TIGHT = {"policy": "lava", "budget": 16, "window": 6}
 CHOICES = (" silver", " 007", " 007 004 001", " the old fox .", " 007 004 002")

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from kvpass import builtin
 from kvpass.eval.harness.model import KVPassLM
-from kvpass.testing import tiny_model
+from tiny_models import tiny_model
 
 TIGHT = {"policy": "lava", "budget": 16, "window": 6}
 TOKENIZER = builtin.load()[1]

@@ -10,8 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
 from kvpass.cache.serialization import read_cache_file
-from kvpass.eval.support_table import REFUSED
-from kvpass.testing import assert_close, left_pad, random_ids, tiny_model
+from numeric_checks import assert_close
+from support_table import REFUSED
+from tiny_models import left_pad, random_ids, tiny_model
 
 TINY = {
     "vocab_size": 128,

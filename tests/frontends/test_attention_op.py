@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
-from kvpass.testing import random_ids
+from tiny_models import random_ids
 
 VOCABULARY, HEADS, KV_HEADS, DIM = 128, 4, 2, 8
 

@@ -7,7 +7,7 @@ import torch
 
 from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.fx_utils import target_name
-from kvpass.testing import assert_close
+from numeric_checks import assert_close
 
 
 def capture(module, x):

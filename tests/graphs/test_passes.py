@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.testing import random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
 
 
 def compiled():

@@ -6,7 +6,7 @@ import pytest
 
 import kvpass
 from kvpass.cache.serialization import read_cache_file, write_cache_file
-from kvpass.testing import left_pad, random_ids, tiny_model
+from tiny_models import left_pad, random_ids, tiny_model
 
 REFUSED = (kvpass.CacheFileError, kvpass.CacheMismatchError)
 

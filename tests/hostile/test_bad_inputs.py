@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import kvpass
-from kvpass.testing import assert_close, compiled_once, left_pad, random_ids
+from numeric_checks import assert_close
+from tiny_models import compiled_once, left_pad, random_ids
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
 
@@ -123,9 +127,11 @@ def test_a_raw_module_is_not_given_numbers_beyond_its_tables():
 @pytest.mark.slow
 def test_ids_beyond_the_embedding_do_not_end_the_process():
     """With several threads an exception of compiled code cannot be caught: it ends the process."""
-    code = """
+    code = f"""
+import sys
+sys.path.append({str(SUPPORT)!r})
 import kvpass
-from kvpass.testing import random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
 fast = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=64)
 ids = random_ids(2, 300)
 fast(ids)

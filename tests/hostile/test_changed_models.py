@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 
 import kvpass
-from kvpass.testing import random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
 
 OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
 

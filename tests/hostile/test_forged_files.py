@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import kvpass
 from kvpass.cache.serialization import read_cache_file, write_cache_file
-from kvpass.testing import random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
 
 BLANK = b"0" * 64
 HUGE = 10**30

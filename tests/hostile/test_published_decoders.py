@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import kvpass
-from kvpass.testing import assert_close, random_ids
+from numeric_checks import assert_close
+from tiny_models import random_ids
 
 VOCABULARY, WIDTH, HEADS, LONGEST = 128, 32, 4, 64
 PROMPT, PIECES = 29, (1, 1, 5, 1)

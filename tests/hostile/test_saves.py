@@ -17,7 +17,7 @@ import torch
 import kvpass
 from kvpass.cache import replace_file
 from kvpass.cache.serialization import read_cache_file, write_cache_file
-from kvpass.testing import random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
 
 # Only these modules of kvpass, not what kvpass/__init__.py imports: a child starts in a second or less.
 CHILD = """

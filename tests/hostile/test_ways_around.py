@@ -10,7 +10,8 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 
 import kvpass
-from kvpass.testing import FAMILIES, assert_close, compiled_once, random_ids, tiny_model
+from numeric_checks import assert_close
+from tiny_models import FAMILIES, compiled_once, random_ids, tiny_model
 
 SAMPLE = ["llama", "gemma3"]
 OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}

@@ -19,7 +19,8 @@ from torch._inductor import cpp_builder
 
 from kvpass.kernels import cpu_library
 from kvpass.kernels.decode_cpu import attend_decode
-from kvpass.testing import DecodeCase, assert_rounded, decode_case
+from numeric_checks import DecodeCase, assert_rounded, decode_case
+from pairwise import pairwise
 
 
 def run(case: DecodeCase) -> Tensor:
@@ -57,18 +58,18 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(count)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
-@pytest.mark.parametrize(("dim", "value_dim"), [(32, 32), (64, 128), (80, 64), (128, 80), (20, 7), (8, 50)])
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_equals_exact_attention(dtype: torch.dtype, group: int, dim: int, value_dim: int, tokens: int) -> None:
+@pairwise(
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    group=[1, 2, 4, 8],
+    dims=[(32, 32), (64, 128), (80, 64), (128, 80), (20, 7), (8, 50)],
+    tokens=[1, 3],
+)
+def test_equals_exact_attention(dtype: torch.dtype, group: int, dims: tuple[int, int], tokens: int) -> None:
+    dim, value_dim = dims
     check(decode_case(RAGGED, group=group, dim=dim, value_dim=value_dim, tokens=tokens, dtype=dtype, start=[0, 3]))
 
 
-@pytest.mark.parametrize("group", [1, 3, 7])
-@pytest.mark.parametrize("softcap", [None, 1.5, 30.0])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pairwise(group=[1, 3, 7], softcap=[None, 1.5, 30.0], sinks=[False, True], dtype=[torch.float32, torch.bfloat16])
 def test_softcap_and_sinks(group: int, softcap: float | None, sinks: bool, dtype: torch.dtype) -> None:
     check(decode_case(RAGGED, group=group, tokens=2, softcap=softcap, sinks=sinks, dtype=dtype, scale=1.0))
 

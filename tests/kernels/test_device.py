@@ -9,7 +9,7 @@ from kvpass.kernels import window_statistics
 from kvpass.ops import cuda as device
 from kvpass.ops import reference
 from kvpass.policies import POLICIES, resolve
-from kvpass.testing import DecodeCase, assert_rounded, exact_attention
+from numeric_checks import DecodeCase, assert_rounded, exact_attention
 
 LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "scissorhands"}}

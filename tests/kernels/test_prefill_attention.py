@@ -18,7 +18,7 @@ from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.prefill_attention import flash_attention_varlen, flash_takes, prefill_attention
 from kvpass.operands import Attention
 from kvpass.ops.reference import causal_attention
-from kvpass.testing import EPS, Exact, assert_rounded, exact_attention
+from numeric_checks import EPS, Exact, assert_rounded, exact_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
 

@@ -16,7 +16,7 @@ from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.kernels.tile_map import tile_map
 from kvpass.operands import AppendBuffers, Attention
 from kvpass.ops import reference
-from kvpass.testing import DecodeCase, Exact, assert_rounded, decode_case
+from numeric_checks import DecodeCase, Exact, assert_rounded, decode_case
 
 SPLIT = KernelConfig.of(4, 2, BLOCK_S=16)
 EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)

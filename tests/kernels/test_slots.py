@@ -22,7 +22,9 @@ from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.decode_rules import pool_in_order
-from kvpass.testing import EPS, Exact, assert_rounded, compiled_once, exact_attention, left_pad, random_ids
+from numeric_checks import EPS, Exact, assert_rounded, exact_attention
+from pairwise import pairwise
+from tiny_models import compiled_once, left_pad, random_ids
 
 WAYS = {"cpu": slots_cpu.attend_slots, "triton": device.attend_slots}
 LOSERS = {"cpu": slots_cpu.evict_losers, "triton": device.evict_losers}
@@ -196,11 +198,9 @@ def check(case: SlotsCase, way: Callable[..., Any]) -> None:
 LENGTHS = [[0, 33, 7], [70, 1, 32]]
 
 
-@both_ways
-@pytest.mark.parametrize("live", [0.0, 0.5, 0.97, 1.0])
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
-def test_groups_and_empty_slots(way: Callable[..., Any], group: int, live: float) -> None:
-    check(slots_case(LENGTHS, group=group, live=live), way)
+@pairwise(way=[*WAYS], group=[1, 3, 4, 8], live=[0.0, 0.5, 0.97, 1.0])
+def test_groups_and_empty_slots(way: str, group: int, live: float) -> None:
+    check(slots_case(LENGTHS, group=group, live=live), WAYS[way])
 
 
 @both_ways
@@ -211,11 +211,9 @@ def test_head_dims(way: Callable[..., Any], dim: int, value_dim: int) -> None:
     check(slots_case([[19, 40]], dim=dim, value_dim=value_dim), way)
 
 
-@both_ways
-@pytest.mark.parametrize("entered", [True, False])
-@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (4.0, False), (None, True), (30.0, True)])
-def test_softcap_and_sinks(way: Callable[..., Any], softcap: float | None, sinks: bool, entered: bool) -> None:
-    check(slots_case(LENGTHS, group=4, softcap=softcap, sinks=sinks, entered=entered), way)
+@pairwise(way=[*WAYS], softcap=[None, 4.0, 30.0], sinks=[False, True], entered=[True, False])
+def test_softcap_and_sinks(way: str, softcap: float | None, sinks: bool, entered: bool) -> None:
+    check(slots_case(LENGTHS, group=4, softcap=softcap, sinks=sinks, entered=entered), WAYS[way])
 
 
 @both_ways
@@ -325,13 +323,14 @@ def test_who_leaves(way: str, seed: int, width: int, window: int, values: int) -
     assert torch.equal(keep, expected[0] >= 0)
 
 
-@pytest.mark.parametrize("way", POOLED.values(), ids=POOLED)
-@pytest.mark.parametrize("group", ["mean", "max", "sum"])
-@pytest.mark.parametrize(("pool", "kernel_size"), [(None, 5), ("avg", 1), ("avg", 5), ("max", 7)])
-@pytest.mark.parametrize("width", [1, 6, 150])
-def test_neighbours_in_storage_order(
-    way: Callable[..., Tensor], width: int, pool: str | None, kernel_size: int, group: str
-) -> None:
+@pairwise(
+    way=[*POOLED],
+    width=[1, 6, 150],
+    pooling=[(None, 5), ("avg", 1), ("avg", 5), ("max", 7)],
+    group=["mean", "max", "sum"],
+)
+def test_neighbours_in_storage_order(way: str, width: int, pooling: tuple[str | None, int], group: str) -> None:
+    pool, kernel_size = pooling
     generator = torch.Generator().manual_seed(width)
     line = (2, 3, width)
     attention = torch.rand(2, 12, width, generator=generator)
@@ -352,7 +351,7 @@ def test_neighbours_in_storage_order(
                 a = attention[row, 4 * head : 4 * head + 4][:, near]
                 pooled = a.amax(1) if pool == "max" else a.sum(1) / (kernel_size if pool else 1)
                 expected[row, head, j] = {"mean": pooled.mean(), "max": pooled.max(), "sum": pooled.sum()}[group]
-        torch.testing.assert_close(way(attention, *how), expected, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(POOLED[way](attention, *how), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from kvpass.kernels.window_statistics import column_sums, value_norms, window_st
 from kvpass.operands import Attention
 from kvpass.policies.observation import Observation
 from kvpass.policies.scores import column_sum
-from kvpass.testing import EPS, Exact, assert_rounded, exact_attention
+from numeric_checks import EPS, Exact, assert_rounded, exact_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
 

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpass.config import Budget
-from kvpass.testing import compiled_once, random_ids
+from tiny_models import compiled_once, random_ids
 
 
 @given(st.integers(1, 1000), st.integers(1, 1_000_000))

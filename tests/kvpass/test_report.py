@@ -7,7 +7,7 @@ import json
 import torch
 
 import kvpass
-from kvpass.testing import left_pad, random_ids, tiny_model
+from tiny_models import left_pad, random_ids, tiny_model
 
 
 def report(**options):

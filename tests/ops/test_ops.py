@@ -12,7 +12,7 @@ import kvpass.ops.schemas  # noqa: F401
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, TurnBuffers
 from kvpass.ops import evict, reference, slots
 from kvpass.policies import resolve
-from kvpass.testing import DecodeCase, assert_rounded, exact_attention
+from numeric_checks import DecodeCase, assert_rounded, exact_attention
 
 OPS = torch.ops.kvpass
 SCALE = 0.3

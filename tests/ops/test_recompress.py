@@ -11,7 +11,7 @@ from kvpass.operands import AppendBuffers, Attention, TurnBuffers
 from kvpass.ops.recompress import NOT_DUE, fill_shares, observe_held, select_held
 from kvpass.policies import resolve
 from kvpass.policies.observation import Observation
-from kvpass.testing import EPS, assert_close, exact_attention
+from numeric_checks import EPS, assert_close, exact_attention
 
 WINDOW = 8
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.operands import Attention, RingBuffers
 from kvpass.ops.sliding import ROW_BLOCK, attend_ring, columns_held
-from kvpass.testing import assert_rounded, exact_attention
+from numeric_checks import assert_rounded, exact_attention
+from pairwise import pairwise
 
 ROWS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 
@@ -27,12 +27,14 @@ def filled_ring(k, v, slots):
     return ring_k, ring_v
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("slots", [16, 300])
-@pytest.mark.parametrize("tokens", [1, 40, ROW_BLOCK, ROW_BLOCK + 1, 3 * ROW_BLOCK - 5])
-@pytest.mark.parametrize("before", [5, 400])
-def test_a_turn_of_any_length(before, tokens, slots, with_sinks, softcap):
+@pairwise(
+    before=[5, 400],
+    tokens=[1, 40, ROW_BLOCK, ROW_BLOCK + 1, 3 * ROW_BLOCK - 5],
+    slots=[16, 300],
+    with_sinks=[False, True],
+    softcap=[None, 2.0],
+)
+def test_a_turn_of_any_length_equals_attention_over_all_columns(before, tokens, slots, with_sinks, softcap):
     k_before, v_before = site(before)[1:]
     q, k, v = site(tokens)
     first = torch.tensor([0, 3])

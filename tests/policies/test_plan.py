@@ -18,6 +18,7 @@ from kvpass.policies.decode import survivors
 from kvpass.policies.decode_rules import Slots
 from kvpass.policies.observation import Observation
 from kvpass.policies.plan import plan
+from pairwise import pairwise
 
 BUILT_IN = (
     *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv", "ada_pyramidkv"),
@@ -344,9 +345,7 @@ def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
             assert torch.equal(found.keep[i, :, :, : length - window], once)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, ("full", {})], ids=name_of)
-@pytest.mark.parametrize("parity", ["paper", "code"])
-@pytest.mark.parametrize("budget", [8, 15, 29])
+@pairwise(variant=[*VARIANTS, ("full", {})], parity=["paper", "code"], budget=[8, 15, 29])
 def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, budget):
     """Their pool has exactly the slots that the policy states, and they raise when it is full."""
     name, options = variant

@@ -20,7 +20,7 @@ from kvpass.policies.layer_splits import EntropyLayers
 from kvpass.policies.observation import Observation
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.tova import Tova
-from kvpass.testing import random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TAUS = {"tau1": 1.0, "tau2": 1.0}

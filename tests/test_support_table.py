@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpass.eval.support_table import REFUSED, listed, refused_row, tables
-from kvpass.testing import FAMILIES, LLAMA_LIKE
+from support_table import REFUSED, listed, refused_row, tables
+from tiny_models import FAMILIES, LLAMA_LIKE
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[1] / "README.md"
 SLOW = {"mamba", "falcon_mamba", "qwen3_next"}
 """Refused for the same reason as lfm2, after ten seconds of tracing."""
 

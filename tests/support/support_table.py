@@ -1,7 +1,7 @@
 """The tables of decoders in README, made from what the tests' tiny models report.
 
-``python -m kvpass.eval.support_table README.md`` replaces them. The tests hold each family and each refusal
-against them, so they say what was found in the traced graphs.
+``make support-table`` replaces them. The tests compare each family and each refusal with them, so they say what was
+found in the traced graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import kvpass
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.eval.markdown import markdown_table
 from kvpass.frontends.transformers import CompressedModel
-from kvpass.testing import FAMILIES, LLAMA_LIKE, VOCABULARY, random_ids, tiny_model
+from tiny_models import FAMILIES, LLAMA_LIKE, VOCABULARY, random_ids, tiny_model
 
 _FOUND_BY = {
     "find_attention": "`scaled_dot_product_attention`, found in the graph",
@@ -32,7 +32,7 @@ _VARIANTS = {
     "falcon_alibi": "falcon with ALiBi",
 }
 _HEADERS = ("decoder", "its attention is met by", "note"), ("refused", "because")
-_BEGIN, _END = "<!-- made by python -m kvpass.eval.support_table -->\n\n", "\n<!-- end -->"
+_BEGIN, _END = "<!-- made by make support-table -->\n\n", "\n<!-- end -->"
 
 _TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -1,0 +1,241 @@
+"""Tiny random models of every family, compiled ones that tests share, and prompts for them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import kvpass
+from kvpass.compiler.backend import Compiler
+from kvpass.policies.rules import Recompress
+
+VOCABULARY = 128
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LLAMA_LIKE = {
+    **_COMMON,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+_FALCON = {
+    **_COMMON,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "new_decoder_architecture": False,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA_LIKE),
+    "llama_mha": ("llama", {**LLAMA_LIKE, "num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {**LLAMA_LIKE, "head_dim": 24}),
+    "mistral": ("mistral", {**LLAMA_LIKE, "sliding_window": None}),
+    "phi3": ("phi3", {**LLAMA_LIKE, "sliding_window": None}),
+    "mixtral": ("mixtral", {**LLAMA_LIKE, "sliding_window": None, "num_local_experts": 4}),
+    "olmo2": ("olmo2", LLAMA_LIKE),
+    "qwen2": ("qwen2", LLAMA_LIKE),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**LLAMA_LIKE, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "mistral_sliding": ("mistral", {**LLAMA_LIKE, "sliding_window": 24}),
+    "gemma2": (
+        "gemma2",
+        {
+            **LLAMA_LIKE,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+            "attn_implementation": "eager",  # SDPA leaves soft-capping out, at least up to transformers 5.17
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **LLAMA_LIKE,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **LLAMA_LIKE,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "phi": ("phi", LLAMA_LIKE),
+    "starcoder2": ("starcoder2", {**LLAMA_LIKE, "sliding_window": None}),
+    "granite": ("granite", LLAMA_LIKE),
+    "cohere2": (
+        "cohere2",
+        {
+            **LLAMA_LIKE,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
+    "smollm3": ("smollm3", {**LLAMA_LIKE, "no_rope_layers": [1, 1, 0]}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            **_COMMON,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_layers": 3,
+            "num_heads": 4,
+            "attention_types": [[["local", "global", "global"], 1]],
+            "window_size": 24,
+            "max_position_embeddings": 256,
+        },
+    ),
+    "gptj": ("gptj", {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "rotary_dim": 8}),
+    "bloom": ("bloom", {**_COMMON, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
+    "mpt": (
+        "mpt",
+        {**_COMMON, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256, "use_cache": True},
+    ),
+    "falcon": ("falcon", {**_FALCON, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False}),
+    "falcon_alibi": ("falcon", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **LLAMA_LIKE,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 24,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt_neox": (
+        "gpt_neox",
+        {
+            **_COMMON,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 2048,
+        },
+    ),
+    "diffllama": ("diffllama", LLAMA_LIKE),
+    "gpt2": ("gpt2", {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048}),
+    "xglm": (
+        "xglm",
+        {
+            **_COMMON,
+            "d_model": 64,
+            "ffn_dim": 96,
+            "num_layers": 3,
+            "attention_heads": 4,
+            "max_position_embeddings": 256,
+        },
+    ),
+    "opt": (
+        "opt",
+        {
+            **_COMMON,
+            "hidden_size": 64,
+            "word_embed_proj_dim": 64,
+            "ffn_dim": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 2048,
+        },
+    ),
+}
+"""Model type and configuration of the supported families, three layers each."""
+
+
+def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A model of the family with random weights, in eval mode; of fewer layers, the first ones.
+
+    Weights are drawn wide enough (std 0.1) that attention is far from uniform, so that which entries are kept matters.
+    """
+    model_type, options = FAMILIES[family]
+    options = {**options, **changes}
+    if "layer_types" in options:
+        options["layer_types"] = options["layer_types"][: options["num_hidden_layers"]]
+    experts = family in {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"}
+    if experts and Version(transformers.__version__) < Version("5.17"):
+        options = {**options, "experts_implementation": "batched_mm"}  # its grouped_mm traces only in bf16
+    config = AutoConfig.for_model(model_type, **options)
+    config.initializer_range = 0.1
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def compiled_once(
+    family: str = "llama",
+    *,
+    layers: int | None = None,
+    backend: Compiler = "inductor",
+    recompress: Recompress = "never",
+    policy: str = "lava",
+    budget: int | float | str | None,
+    **options: Any,
+) -> tuple[PreTrainedModel, Any]:
+    """A tiny model and its compiled copy, shared by all tests that change nothing of it but policy and budget.
+
+    Args:
+        layers: of the model, if not as many as :data:`FAMILIES` has. options: of the policy.
+    """
+    model, fast = _compiled_once(family, layers, backend, recompress)
+    fast.set_policy(policy, budget, **options)
+    return model, fast
+
+
+@functools.lru_cache(maxsize=24)
+def _compiled_once(family: str, layers: int | None, backend: Compiler, recompress: Recompress) -> Any:
+    changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
+    model = tiny_model(family, **changes)
+    return model, kvpass.compile(model, policy="snapkv", budget=1.0, backend=backend, recompress=recompress)
+
+
+def random_ids(rows: int, tokens: int, *, seed: int = 0) -> Tensor:
+    """Token ids without padding, int64 ``[rows, tokens]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (rows, tokens), generator=generator)
+
+
+def left_pad(prompts: list[Tensor], pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Prompts ``[n_i]`` as one left-padded batch: ids and attention mask, int64 ``[B, max n_i]``."""
+    width = max(prompt.numel() for prompt in prompts)
+    ids = torch.full((len(prompts), width), pad)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - prompt.numel() :] = prompt
+        mask[row, width - prompt.numel() :] = 1
+    return ids, mask
