@@ -1,4 +1,4 @@
-"""Thread the state of the cache into a captured graph as extra placeholders, after the ones Dynamo made."""
+"""Add the cache's state to a captured graph as placeholders, after those of Dynamo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """A copy to rewrite: Dynamo reads the original again after the backend returns."""
+    """Return a copy to rewrite; Dynamo reads the original again after the backend returns."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     output = graph.graph_copy(gm.graph, copies)
@@ -29,18 +29,18 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 
 def placeholders(gm: GraphModule) -> list[Node]:
-    """Inputs of the graph, in order."""
+    """Return the graph's inputs, in order."""
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def held_by_module(gm: GraphModule) -> list[int]:
-    """Places of the inputs that are the module's own, parameters and buffers."""
+    """Return the indices of inputs that are parameters and buffers of the module."""
     sources: list[Source] = [node._dynamo_source for node in placeholders(gm)]  # type: ignore[attr-defined]
     return [place for place, source in enumerate(sources) if source.guard_source.is_unspecialized_nn_module()]
 
 
 def backend_mode() -> FakeTensorMode:
-    """The fake mode that the backend of the present Dynamo trace works in."""
+    """Return the fake mode of the current Dynamo trace."""
     context = TracingContext.try_get()
     if context is None or context.fake_mode is None:
         raise RuntimeError("the kvpass backend must be called by torch.compile, inside a Dynamo trace")
@@ -48,9 +48,9 @@ def backend_mode() -> FakeTensorMode:
 
 
 def fake_inputs(example_inputs: Sequence[Any]) -> list[Any]:
-    """Inputs of a captured graph as fake tensors of :func:`backend_mode`, with the symbols of the capture.
+    """Return the captured graph's inputs as fake tensors of :func:`backend_mode`, with its symbols.
 
-    To be called in the trace: Dynamo forgets afterwards which sizes of which tensor were symbols.
+    Call it inside the trace: Dynamo forgets afterwards which tensor sizes were symbols.
     """
     mode, symbolic = backend_mode(), TracingContext.get().tensor_to_context
 
@@ -72,7 +72,7 @@ def add_state_placeholders(
     """Append one placeholder per state tensor.
 
     Args:
-        state: example tensors by name; their order is the order in which the caller must pass them.
+        state: example tensors by name; the caller must pass them in this order.
         dynamic: dimensions of a tensor that may change between calls without recompiling (pool entries, tail
             capacity); all others are static.
         fake_mode: the mode Dynamo traced the graph with.
@@ -100,7 +100,7 @@ def add_state_placeholders(
 
 
 def example_value(node: Node) -> Tensor:
-    """The fake tensor Dynamo recorded for a node."""
+    """Return the fake tensor Dynamo recorded for a node."""
     value = node.meta["example_value"]
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"node {node.name} holds a {type(value).__name__}, not a tensor")
@@ -108,7 +108,7 @@ def example_value(node: Node) -> Tensor:
 
 
 def size_reader(gm: GraphModule, size: int | torch.SymInt) -> Callable[[Sequence[Any]], int]:
-    """A function from the graph's inputs to the value that ``size`` has in that call."""
+    """Return a function from the graph's inputs to the value of ``size`` in that call."""
     if isinstance(size, int):
         return lambda inputs: size
     for index, node in enumerate(placeholders(gm)):

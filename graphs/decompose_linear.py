@@ -1,4 +1,4 @@
-"""Matrix-vector products of a decode step as reductions that Inductor fuses and vectorises.
+"""Rewrite matrix-vector products of a decode step as reductions that Inductor fuses and vectorises.
 
 Before::
 
@@ -8,9 +8,9 @@ After::
 
     y = (x[..., None, :] * weight).sum(-1) + bias
 
-A library call per product costs more than reading the weights of a small model, and the products of one layer fuse
-with each other and with what surrounds them. Only for one row in fp32 on the CPU: with more rows a product reads its
-weights once for all of them, which a reduction does not.
+In a small model, a library call per product costs more than reading the weights, and products of one layer fuse with
+each other and with nearby operations. Only for one row in fp32 on the CPU: with more rows, a product reads its weights
+once for all of them; a reduction does not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LINEAR = torch.nn.functional.linear
 
 
 def decompose_linear_pass(gm: GraphModule) -> int:
-    """Replace every eligible ``linear`` call; returns how many."""
+    """Replace every eligible ``linear`` call; return how many."""
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is _LINEAR]
     changed = 0
     for node in calls:

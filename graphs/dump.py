@@ -1,4 +1,4 @@
-"""Before/after artifacts of a graph pass: for tlparse through ``trace_structured``, and as files for everyone else."""
+"""Artifacts of graph passes: for tlparse through ``trace_structured``, and as text files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.fx import GraphModule
 
 
 def count_ops(gm: GraphModule) -> Counter[str]:
-    """How often each function, method or module is called."""
+    """Count the calls of each function, method or module."""
     return Counter(str(node.target) for node in gm.graph.nodes if node.op.startswith("call_"))
 
 
 def diff_ops(before: Counter[str], after: Counter[str]) -> str:
-    """Changed counts, one a line: ``kvpass.site.default: 4 -> 0 (-4)``; empty when nothing changed."""
+    """Return changed counts, one a line: ``kvpass.site.default: 4 -> 0 (-4)``; "" if none changed."""
     return "\n".join(
         f"{name}: {before[name]} -> {after[name]} ({after[name] - before[name]:+d})"
         for name in sorted(before | after)
@@ -26,10 +26,10 @@ def diff_ops(before: Counter[str], after: Counter[str]) -> str:
 
 
 def dump_artifact(name: str, text: Callable[[], str]) -> None:
-    """Emit a text to the structured trace, and to ``$KVPASS_DUMP/<name>.txt`` when that variable names a folder.
+    """Write a text to the structured trace, and to ``$KVPASS_DUMP/<name>.txt`` if that variable is set.
 
     Args:
-        text: makes it; not called when nobody reads it.
+        text: makes the text; not called when no one reads it.
     """
     trace_structured(
         "artifact",

@@ -1,6 +1,6 @@
-"""Reading a Dynamo graph: shapes as expressions, data flow including in-place writes, evaluation on small examples.
+"""Read a Dynamo graph: symbolic shapes, data flow including in-place writes, numbers in calls.
 
-Nothing here adds a guard: symbolic sizes are compared and replaced as expressions, never turned into ints.
+Nothing here adds a guard: symbolic sizes are compared as expressions, never turned into ints.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _SIZES = set(
 """Calls whose ints are sizes and axes."""
 
 _PLACES = set("getitem narrow select split chunk arange range linspace tile repeat_interleave eye as_strided".split())
-"""Other calls whose ints, given at run time, are sizes and places."""
+"""Other calls whose ints, given at run time, are sizes and indices."""
 
 _FILLED = {"full": 1, "new_full": 2, "full_like": 1}
-"""Calls that fill a tensor, and the place of the number; their other ints are sizes."""
+"""Calls that fill a tensor, and the argument index of the fill value; their other ints are sizes."""
 
 MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}
 """Names of products of two tensors."""
 
 SOFTMAX = {"softmax", "_softmax", "_safe_softmax", "Softmax"}
-"""Names of the softmax, as function, method, operator and module."""
+"""Names of softmax as function, method, operator and module."""
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -61,11 +61,11 @@ _OF_MODULES = {"self", "_modules", "_parameters", "_buffers", "__dict__"}
 
 VMAP_OPERAND = "_add_batch_dim"
 VMAP_LEVELS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
-"""Entering and leaving ``vmap``, as Dynamo records it: effects without operands."""
+"""Enter and leave ``vmap``, as Dynamo records it: calls without operands."""
 
 
 def module_path_of(node: Node) -> str:
-    """Path of the module whose forward made the node, ``model.layers.0.self_attn``; empty when not recorded."""
+    """Return the path of the module that made the node, ``model.layers.0.self_attn``; "" if not recorded."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -73,28 +73,28 @@ def module_path_of(node: Node) -> str:
 
 
 def dotted(source: str) -> str:
-    """A place as Dynamo names it, ``L['self']._modules['norm'].eps``, as it is written in code: ``norm.eps``."""
+    """Convert a Dynamo source, ``L['self']._modules['norm'].eps``, to a dotted path: ``norm.eps``."""
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", source.removeprefix("L").removeprefix("G"))
     parts = [part for part in path.split(".") if part and part not in _OF_MODULES]
-    if "__self__" in parts:  # a bound method was traced: its name stands before the module it is bound to
+    if "__self__" in parts:  # a bound method was traced: its name precedes its module
         parts = parts[parts.index("__self__") + 1 :]
     return ".".join(parts)
 
 
 def line_of(node: Node) -> str:
-    """``file:line`` that made the node, of those outside of torch the innermost; empty when not recorded."""
+    """Return the innermost ``file:line`` outside torch that made the node; "" if not recorded."""
     lines = _FRAME.findall(node.stack_trace or "")
     own = [(file, line) for file, line in lines if not file.startswith(_TORCH)]
     return ":".join((own or lines)[-1]) if lines else ""
 
 
 def refuse(node: Node, reason: str) -> UnsupportedAttentionError:
-    """The error for a node that is not understood."""
+    """Return the error for an unsupported node."""
     return UnsupportedAttentionError(module_path_of(node), node.name, reason, line_of(node))
 
 
 def target_name(node: Node) -> str:
-    """Bare name of what the node calls: ``softmax`` for the function, the method and the aten operator."""
+    """Return the bare name of what the node calls: ``softmax`` for function, method and aten operator."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target.overloadpacket.__name__
@@ -102,12 +102,12 @@ def target_name(node: Node) -> str:
 
 
 def recorded(node: Node) -> Any:
-    """What Dynamo recorded as the result: a fake tensor, a symbol, a tuple of them; None when nothing."""
+    """Return the recorded result: a fake tensor, a symbol, a tuple of them; None if there is none."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def is_scalar(node: Node) -> bool:
-    """Whether the node holds sizes only: a number, a symbol or a tuple of them."""
+    """Return whether the node holds only sizes: a number, a symbol or a tuple of them."""
     value = recorded(node)
     if isinstance(value, (tuple, list)):
         return len(value) > 0 and all(isinstance(part, _SCALAR) for part in value)
@@ -115,7 +115,7 @@ def is_scalar(node: Node) -> bool:
 
 
 def dim_of(size: int | torch.SymInt) -> Dim:
-    """The size as an int or expression, without guarding on it."""
+    """Return the size as an int or expression, without guarding on it."""
     if isinstance(size, int):
         return size
     expr = size.node.expr
@@ -123,18 +123,18 @@ def dim_of(size: int | torch.SymInt) -> Dim:
 
 
 def shape_of(node: Node) -> tuple[Dim, ...] | None:
-    """Shape of the tensor a node holds, or None when it holds none."""
+    """Return the shape of the node's tensor, or None when it holds none."""
     value = recorded(node)
     return tuple(dim_of(size) for size in value.shape) if isinstance(value, Tensor) else None
 
 
 def symbols_of(dims: Iterable[Dim]) -> set[sympy.Symbol]:
-    """Symbols that the sizes depend on."""
+    """Return the symbols that the sizes depend on."""
     return {symbol for dim in dims if isinstance(dim, sympy.Expr) for symbol in dim.free_symbols}
 
 
 def symbols_in(node: Node) -> set[sympy.Symbol]:
-    """Symbols that the numbers a node holds depend on; none of a tensor's sizes."""
+    """Return the symbols that a node's numbers depend on; sizes of tensors do not count."""
     value = recorded(node) if is_scalar(node) else ()
     parts = value if isinstance(value, (tuple, list)) else [value]
     symbolic = (part for part in parts if isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool)))
@@ -142,7 +142,7 @@ def symbols_in(node: Node) -> set[sympy.Symbol]:
 
 
 def numbers_in(value: Any, symbols: Collection[sympy.Symbol]) -> set[float]:
-    """Numbers in sizes that depend on the symbols, other than factors of them.
+    """Return numbers in sizes that depend on the symbols, except factors of the symbols.
 
     Args:
         value: a recorded tensor, number, symbol or tuple of them.
@@ -160,13 +160,13 @@ def numbers_in(value: Any, symbols: Collection[sympy.Symbol]) -> set[float]:
 
 
 def is_integral(node: Node) -> bool:
-    """Whether the node holds whole numbers or truth values."""
+    """Return whether the node's tensor has an integer or bool dtype."""
     value = recorded(node)
     return isinstance(value, Tensor) and not value.dtype.is_floating_point and not value.dtype.is_complex
 
 
 def is_module_tensor(node: Node) -> bool:
-    """Whether the node is a parameter, buffer or tensor attribute of a module, not an input of the decoder."""
+    """Return whether the node is a parameter, buffer or tensor attribute of a module."""
     if node.op == "get_attr":
         return True
     source = getattr(node, "_dynamo_source", None)
@@ -177,7 +177,7 @@ def is_module_tensor(node: Node) -> bool:
 
 
 def module_tensor(gm: GraphModule, node: Node) -> Tensor | None:
-    """The real tensor behind :func:`is_module_tensor`, while Dynamo still holds it; None when out of reach."""
+    """Return the real tensor of :func:`is_module_tensor` while Dynamo holds it; None if not available."""
     if node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(gm)
     else:
@@ -188,7 +188,7 @@ def module_tensor(gm: GraphModule, node: Node) -> Tensor | None:
 
 
 def shape_only_inputs(node: Node) -> set[Node]:
-    """Operands of which only shape, dtype and device are read: of ``ones_like``, ``new_zeros``, ``type_as``..."""
+    """Return operands of which only shape, dtype and device are read: of ``ones_like``, ``type_as``..."""
     name = target_name(node)
     if _SHAPE_OF_FIRST.fullmatch(name):
         operands = node.args[:1]
@@ -200,13 +200,13 @@ def shape_only_inputs(node: Node) -> set[Node]:
 
 
 def value_inputs(node: Node) -> list[Node]:
-    """Operands whose elements the node reads."""
+    """Return operands whose elements the node reads."""
     ignored = shape_only_inputs(node)
     return [operand for operand in node.all_input_nodes if operand not in ignored and not is_scalar(operand)]
 
 
 def mutated_inputs(node: Node) -> list[Node]:
-    """Operands the node writes into."""
+    """Return operands that the node writes into."""
     target, name = node.target, target_name(node)
     if isinstance(target, torch._ops.OpOverload):
         names = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -227,7 +227,7 @@ def mutated_inputs(node: Node) -> list[Node]:
 
 
 def _inplace_flag(node: Node) -> bool:
-    """Whether ``inplace=True`` was given to a function of ``torch.nn.functional``."""
+    """Return whether ``inplace=True`` was passed to a function of ``torch.nn.functional``."""
     if "inplace" in node.kwargs:
         return node.kwargs["inplace"] is not False
     if not inspect.isfunction(node.target) or node.target.__module__ != "torch.nn.functional":
@@ -238,7 +238,10 @@ def _inplace_flag(node: Node) -> bool:
 
 
 class DataFlow:
-    """Who depends on whom in a graph, counting writes into shared storage. A snapshot: make a new one after edits."""
+    """Dependencies between nodes, including writes into shared storage.
+
+    It is a snapshot: make a new one after edits.
+    """
 
     def __init__(self, gm: GraphModule) -> None:
         self.nodes: list[Node] = list(gm.graph.nodes)
@@ -249,23 +252,23 @@ class DataFlow:
                 self.writers[storage_of(operand)].append(node)
 
     def writes_to(self, node: Node, before: Node | None = None) -> list[Node]:
-        """Nodes that write into the storage of ``node``, those ahead of ``before`` only."""
+        """Return nodes that write into the storage of ``node``, only those before ``before``."""
         writers = self.writers.get(storage_of(node), [])
         return [writer for writer in writers if before is None or self.order[writer] < self.order[before]]
 
     def sources(
         self, targets: Collection[Node], *, before: Node | None = None, stop: Collection[Node] = ()
     ) -> list[Node]:
-        """``targets`` and all nodes whose elements reach them, in execution order.
+        """Return ``targets`` and all nodes whose elements reach them, in execution order.
 
         Args:
             before: writes at or after this node do not count.
-            stop: nodes that are included, but not what they are made of.
+            stop: nodes that are included, but not their inputs.
         """
         return self._closure(targets, value_inputs, before, stop)
 
     def needed(self, targets: Collection[Node]) -> list[Node]:
-        """``targets`` and every node they need to run, sizes included, in execution order."""
+        """Return ``targets`` and every node they need to run, sizes included, in execution order."""
         return self._closure(targets, lambda node: node.all_input_nodes, None, ())
 
     def _closure(
@@ -288,7 +291,7 @@ class DataFlow:
 
 
 def storage_of(node: Node) -> object:
-    """Identity of the storage a node's tensor lives in: views share it. Unknown tensors count as their own."""
+    """Return a key of the storage of a node's tensor; views share it. Unknown tensors have their own."""
     value = recorded(node)
     while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
         value = get_unwrapped(value)
@@ -296,10 +299,10 @@ def storage_of(node: Node) -> object:
 
 
 def literals_of(nodes: Iterable[Node], *, floats: bool = False) -> set[Any]:
-    """Ints written in the calls, in slices and as fill values too; not those that only give a size or an axis.
+    """Return ints in calls, slices and fill values, except mere sizes and axes.
 
     Args:
-        floats: floats as well.
+        floats: include floats.
     """
     kinds = (int, float) if floats else int
 
@@ -323,13 +326,13 @@ def literals_of(nodes: Iterable[Node], *, floats: bool = False) -> set[Any]:
 
 
 def fills_of(node: Node) -> list[Any] | None:
-    """What a call such as ``full`` fills a tensor with; None for a call that fills none with a number it is given."""
+    """Return the fill values of a call such as ``full``; None for a call that fills no tensor."""
     place = _FILLED.get(target_name(node))
     return None if place is None else [*node.args[place : place + 1], node.kwargs.get("fill_value")]
 
 
 def numbers_given(node: Node) -> list[Node]:
-    """Operands that are numbers to a call, not sizes, axes or places."""
+    """Return operands that a call uses as numbers, not as sizes, axes or indices."""
     if target_name(node) in _SIZES | _PLACES:
         return []
     fills = fills_of(node) if target_name(node) != "setitem" else [node.args[2]]
@@ -338,10 +341,10 @@ def numbers_given(node: Node) -> list[Node]:
 
 
 def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:
-    """Erase those calls of ``among`` that reach neither the output nor the outside; returns how many.
+    """Erase calls in ``among`` that do not affect the output or the inputs; return how many.
 
-    ``Graph.eliminate_dead_code`` does not serve: it drops in-place methods whose result is unused although their
-    operand lives on, and keeps item assignments to tensors that nobody reads.
+    ``Graph.eliminate_dead_code`` is not used: it drops in-place methods with unused results although their operand is
+    used, and keeps item assignments to unused tensors.
     """
     flow = DataFlow(gm)
     inputs = {storage_of(node) for node in flow.nodes if node.op in ("placeholder", "get_attr")}
@@ -364,7 +367,7 @@ def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:
 
 
 def _erase_idle_vmap(gm: GraphModule) -> None:
-    """Erase entering and leaving of ``vmap`` levels once nothing in the graph is batched any more."""
+    """Erase entering and leaving of ``vmap`` levels when nothing is batched any more."""
     operands = [node for node in gm.graph.nodes if target_name(node) == VMAP_OPERAND]
     if any(node.users for node in operands):
         return
@@ -378,20 +381,20 @@ def _erase_idle_vmap(gm: GraphModule) -> None:
 
 
 def token_sizes(nodes: Iterable[Node]) -> set[Dim]:
-    """Sizes that inputs of the decoder have along the tokens: second axis, or the only one."""
+    """Return the token sizes of the decoder's inputs: the second axis, or the only one."""
     inputs = [node for node in nodes if node.op == "placeholder" and not is_module_tensor(node)]
     sizes = {dim for node in inputs if (shape := shape_of(node)) for dim in (shape[1:2] or shape)}
     return sizes | {dim_of(recorded(node)) for node in inputs if _is_length(node)}
 
 
 def _is_length(node: Node) -> bool:
-    """Whether an input is the size along the tokens of a tensor that may be no input itself."""
+    """Return whether an input is the token size of a tensor, which may be no input."""
     source = getattr(node, "_dynamo_source", None)
     return isinstance(source, TensorPropertySource) and (source.prop, source.idx) == (TensorProperty.SIZE, 1)
 
 
 def submodule_of(gm: GraphModule, node: Node) -> nn.Module | None:
-    """The module behind a ``call_module`` or a ``get_attr`` that names one."""
+    """Return the module of a ``call_module``, or of a ``get_attr`` that names one."""
     if node.op not in ("call_module", "get_attr"):
         return None
     value = operator.attrgetter(str(node.target))(gm)

@@ -1,4 +1,4 @@
-"""Insert calls into a Dynamo graph, recorded as Dynamo would have recorded them, and put them in place of others."""
+"""Insert calls into a Dynamo graph, with the metadata that Dynamo records, and replace others."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from kvpass.graphs.fx_utils import recorded, refuse
 
 
 def insert_method(gm: GraphModule, name: str, operand: Node, *args: Any) -> Node:
-    """A method call on a tensor at the graph's insertion point, with its result recorded as Dynamo would."""
+    """Insert a tensor method call at the graph's insertion point, with its recorded result."""
     node = gm.graph.call_method(name, (operand, *args))
     node.meta = {**operand.meta, "example_value": getattr(recorded(operand), name)(*args)}
     return node
 
 
 def insert_function(gm: GraphModule, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A function call at the graph's insertion point, recorded as Dynamo would, at the place in the code of ``like``.
+    """Insert a function call at the graph's insertion point, with its recorded result.
 
-    Sizes among the operands need the fake mode of the graph to be active.
+    Args:
+        like: node whose module path and stack trace are copied.
+        args, kwargs: if they include sizes, the graph's fake mode must be active.
     """
     node = gm.graph.call_function(target, args, kwargs)
     node.meta = {name: like.meta.get(name) for name in ("nn_module_stack", "stack_trace")}
@@ -30,7 +32,7 @@ def insert_function(gm: GraphModule, like: Node, target: Any, *args: Any, **kwar
 
 
 def replace_output(gm: GraphModule, node: Node, out: Node) -> None:
-    """Let ``out`` take the place of a call that returns its output alone, or first of a tuple whose rest is unused."""
+    """Replace a call by ``out``. The call returns its output, or a tuple with it first and the rest unused."""
     picks = [user for user in node.users if user.target is operator.getitem]
     if len(picks) != len(node.users):
         node.replace_all_uses_with(out)

@@ -1,4 +1,4 @@
-"""Guards that Inductor adds to a finished capture: Dynamo has written its own by then, and checks no others."""
+"""Check guards that Inductor adds after Dynamo has written its own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def compile_guarded(compile: Callable[[], Any], examples: Sequence[Any], shapes: ShapeEnv | None) -> Callable[..., Any]:
-    """What ``compile`` returns, which then refuses sizes that it was not compiled for.
+    """Return the result of ``compile``, wrapped to check guards on sizes that compiling added.
 
     Args:
-        examples: fake inputs of the compiled function, sizes among them. shapes: what their sizes are symbols of.
+        examples: fake inputs of the compiled function, sizes among them. shapes: defines the symbols of their sizes.
     Raises:
-        ValueError: by the returned function, before it does anything.
+        ValueError: by the returned function before it runs, when the sizes do not meet these guards.
     """
     if shapes is None or not shapes.frozen:
         return compile()

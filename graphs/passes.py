@@ -1,28 +1,28 @@
-"""The graph passes in their order, and what runs them.
+"""The graph passes in their order, and the function that runs them.
 
 A pass is a function ``verb_object_pass(gm) -> int`` that changes a Dynamo graph in place and returns how many attention
-ops (or places) it changed, or that only checks it and returns 0; settings are bound with ``functools.partial``.
-``KVPASS_DUMP=folder`` writes the graph before and after each; ``KVPASS_DISABLE_PASSES=name,...`` leaves out passes, to
-find the one that is at fault: results may then be wrong. In order:
+ops (or nodes) it changed. Passes that only check return 0. Settings are bound with ``functools.partial``.
+``KVPASS_DUMP=folder`` writes the graph before and after each pass. ``KVPASS_DISABLE_PASSES=name,...`` skips passes, to
+find a faulty one; results may then be wrong. In order:
 
 ==========================  =====================================================================================
 ``specialize_attributes``   attributes of modules that Dynamo made symbolic -> numbers
-``check_own_state``         fail closed: the decoder writes into tensors of its own, as into a cache
-``find_attention``          raw ``scaled_dot_product_attention`` calls proved causal -> ``kvpass::site``
+``check_own_state``         raise: the decoder writes into its own tensors, for example a cache
+``find_attention``          ``scaled_dot_product_attention`` calls proved causal -> ``kvpass::site``
 ``find_flash_attention``    calls of the flash-attn library -> ``kvpass::site``
 ``find_flex_attention``     FlexAttention proved causal -> ``kvpass::site``
 ``find_eager_attention``    matmul, softmax, matmul proved to be causal attention -> ``kvpass::site``
-``strip_repeat_kv``         K and V of a site before they were repeated to the query heads
+``strip_repeat_kv``         repeated K and V of an attention op -> K and V before the repeat
 ``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
-``check_no_raw_attention``  fail closed: attention or other token mixing that is no site
-``check_token_mixing``      fail closed: what a token brings to the sites or the output depends on other tokens
-``check_positions``         mark positions the decoder counts by itself; fail closed on what no offset makes right
-``check_places``            fail closed: a token is told from others by its place in the call
-``check_sites``             fail closed: no site, refused sites, mixed dtypes, layers without a site
-``offset_positions``        extend and decode: marked positions go on from the tokens seen
+``check_no_raw_attention``  raise: attention or other token mixing outside of ``kvpass::site``
+``check_token_mixing``      raise: inputs of attention ops, or the output, of a token depend on other tokens
+``check_positions``         mark positions the decoder counts by itself; raise if an offset cannot correct them
+``check_places``            raise: results depend on a token's index in the call
+``check_sites``             raise: no attention op, unsupported ops, mixed dtypes, layers without an op
+``offset_positions``        extend and decode: marked positions start at the number of tokens seen
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ``rewrite_prefill``         ``kvpass::site`` -> prefill ops with the cascade
-``rewrite_cached``          ``kvpass::site`` -> attention against the cache, by policies that append or evict
+``rewrite_cached``          ``kvpass::site`` -> attention against the cache, for policies that append or evict
 ==========================  =====================================================================================
 """
 
@@ -76,11 +76,11 @@ CANONICAL_PASSES = (
     check_positions_pass,
     check_places_pass,
 )
-"""Every attention call becomes a ``kvpass::site``, whatever it was."""
+"""After these passes every attention call is a ``kvpass::site``."""
 
 
 def capture_passes(layers: int | None) -> list[GraphPass]:
-    """Passes over what Dynamo captured.
+    """Return the passes over a Dynamo capture.
 
     Args:
         layers: attention layers the model is known to have; None when unknown.
@@ -91,7 +91,7 @@ def capture_passes(layers: int | None) -> list[GraphPass]:
 def phase_passes(
     phase: str, state: Mapping[str, Node], layout: Layout, policy: Policy, *, cpp: bool
 ) -> list[GraphPass]:
-    """Passes that rewrite a capture for one phase and policy.
+    """Return the passes that rewrite a capture for one phase and policy.
 
     Args:
         state: tensors of the cache, inputs of the graph, by name. cpp: operators on a CPU may run in C++.
@@ -107,7 +107,7 @@ def phase_passes(
 
 @dataclass(frozen=True, kw_only=True)
 class PassRecord:
-    """What one pass did: changed sites, wall seconds, difference in op counts."""
+    """What one pass did: changed attention ops, wall seconds, difference in op counts."""
 
     name: str
     sites: int
@@ -116,13 +116,13 @@ class PassRecord:
 
 
 def pass_name(graph_pass: Callable[..., int]) -> str:
-    """``find_attention`` for ``find_attention_pass`` or a partial of it."""
+    """Return ``find_attention`` for ``find_attention_pass`` or a partial of it."""
     function = graph_pass.func if isinstance(graph_pass, partial) else graph_pass
     return function.__name__.removesuffix("_pass")
 
 
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> list[PassRecord]:
-    """Apply ``passes`` in order, lint after each, dump before/after graphs as ``<label>.<i>.<pass>.before|after``."""
+    """Apply ``passes`` in order, with a lint after each; dump graphs as ``<label>.<i>.<pass>.before|after``."""
     records = []
     disabled = _disabled()
     text = partial(gm.print_readable, print_output=False)
@@ -148,7 +148,7 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
 
 
 def _disabled() -> set[str]:
-    """Names of passes that the user leaves out.
+    """Return the names of passes that the user disabled.
 
     Raises:
         ValueError: there is no such pass.

@@ -17,9 +17,9 @@ or, under a policy that evicts while decoding::
 
     out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl)
 
-An attention op with a sliding window becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and extend,
-whatever the policy; ``columns_held`` comes once before all that share a ring. ``layer`` of an operator counts the ops
-that share its pool or ring. The tuples are those of :mod:`kvpass.operands`.
+An attention op with a sliding window becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and extend, under
+every policy. One ``columns_held`` precedes all ops that share a ring. ``layer`` of an operator is its index among the
+ops of its pool or ring. The tuples are defined in :mod:`kvpass.operands`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SITE = torch.ops.kvpass.site.default
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Arguments of one canonical attention node."""
+    """Arguments of one ``kvpass::site`` node."""
 
     node: Node
     q: Node
@@ -73,7 +73,7 @@ class Site:
 
     @property
     def call(self) -> Attention:
-        """Operands of the call, nodes in place of tensors."""
+        """Operands of the call, with nodes in place of tensors."""
         return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks)  # type: ignore[arg-type]
 
     @property
@@ -82,23 +82,23 @@ class Site:
 
 
 def find_sites(gm: GraphModule) -> list[Site]:
-    """The canonical sites in execution order; layers are numbered in that order."""
+    """Return the attention ops in execution order; layers are numbered in that order."""
     nodes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is SITE]
     return [Site.of(node, layer) for layer, node in enumerate(nodes)]
 
 
 def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
-    """Fail closed on sites whose cache kvpass cannot hold; changes nothing.
+    """Raise if kvpass cannot hold the cache of an attention op; the graph is not changed.
 
     Args:
         expected: attention layers the model is known to have; None when unknown.
     Raises:
-        UnsupportedAttentionError: no site, sites of different dtypes or devices, or layers without a site.
+        UnsupportedAttentionError: no attention op, different dtypes or devices, or layers without an op.
     """
     sites = find_sites(gm)
     if not sites:
         raise UnsupportedAttentionError("", "output", "the graph has no attention that kvpass understands")
-    modules = {site.module_path for site in sites}  # differential attention has two sites in each
+    modules = {site.module_path for site in sites}  # differential attention has two ops in each
     if expected is not None and expected not in (len(sites), len(modules)):
         raise UnsupportedAttentionError(
             "",
@@ -129,7 +129,7 @@ def _shape(site: Site) -> SiteShape:
 
 
 def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
-    """Layout, dtype and device of the entries of a graph that passed :func:`check_sites_pass`."""
+    """Return layout, dtype and device of the KV entries of a graph that passed :func:`check_sites_pass`."""
     sites = find_sites(gm)
     k = example_value(sites[0].k)
     return Layout.of([_shape(site) for site in sites]), k.dtype, k.device
@@ -137,10 +137,11 @@ def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the entries of an attention op live.
+    """Where the KV entries of an attention op are stored.
 
     Attributes:
-        ring: in a ring (else in a store). prefix: of the state tensors' names. layer: index there. layers: ops there.
+        ring: in a ring buffer (else in a store). prefix: of the state tensors' names. layer: index there.
+        layers: number of ops there.
     """
 
     ring: bool
@@ -161,11 +162,11 @@ def _places(layout: Layout) -> dict[int, Place]:
 
 @dataclass(frozen=True)
 class Rewriter:
-    """Replaces the attention ops of a graph by operators on the cache.
+    """Replace the attention ops of a graph by operators on the cache.
 
     Attributes:
-        state: the cache's tensors in the graph, by name. layout: of the entries. impl: how operators on a CPU attend a
-            cache, "cpp" or "eager".
+        state: the cache's tensors in the graph, by name. layout: of the entries. impl: "cpp" or "eager", the CPU
+            implementation of operators that attend the cache.
     """
 
     gm: GraphModule
@@ -175,7 +176,10 @@ class Rewriter:
     impl: str = "eager"
 
     def prefill(self) -> int:
-        """Attention ops -> ``observe_attention``, ``cascade_step``, one ``pack`` a pool at the end; returns them."""
+        """Replace ops by ``observe_attention`` and ``cascade_step``; return how many.
+
+        One ``pack`` per pool is added at the end.
+        """
         places = _places(self.layout)
         count = self._each(lambda site, place: self._fill_ring(site, place) if place.ring else self._prune(site, place))
         with self.gm.graph.inserting_before(self.gm.graph.output_node()):
@@ -185,9 +189,9 @@ class Rewriter:
         return count
 
     def cached(self) -> int:
-        """Attention ops -> ``attend_cache``, ``attend_evict`` or ``attend_ring`` (decode and extend); returns them.
+        """Replace ops by ``attend_cache``, ``attend_evict`` or ``attend_ring``; return how many.
 
-        Where the state has room for what a policy sees in a turn, ``observe_held`` follows ``attend_cache``.
+        If the state has buffers for recompression scores, ``observe_held`` follows ``attend_cache``.
         """
         columns: dict[str, Node] = {}
 
@@ -220,7 +224,7 @@ class Rewriter:
         return self.gm.graph.call_function(getattr(torch.ops.kvpass, name).default, operands)
 
     def _buffers(self, kind: Any, place: Place) -> list[Node | None]:
-        """Operands of a tuple of buffers; None where the cache has none of the name."""
+        """Return the operands of a tuple of buffers; None where the cache has no such buffer."""
         return [self.state.get(f"{place.prefix}_{name}") for name in kind._fields]
 
     def _prune(self, site: Site, place: Place) -> Node:
@@ -247,12 +251,12 @@ class Rewriter:
 
 
 def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy) -> int:
-    """Attention ops -> operators that compress a prompt; returns how many."""
+    """Replace attention ops by operators that compress a prompt; return how many."""
     return Rewriter(gm, state, layout, policy).prefill()
 
 
 def rewrite_cached_pass(
     gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy, impl: str
 ) -> int:
-    """Attention ops -> operators that append to the cache and attend it; returns how many."""
+    """Replace attention ops by operators that append to the cache and attend it; return how many."""
     return Rewriter(gm, state, layout, policy, impl).cached()

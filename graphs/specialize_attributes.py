@@ -1,17 +1,16 @@
-"""Let what a module holds be numbers where Dynamo made symbols of it.
+"""Replace symbols that Dynamo made of module attributes by numbers.
 
-``torch.compile(..., dynamic=True)`` makes every float attribute of a module an input of the graph, and every size of a
-tensor that is an attribute, but no parameter or buffer, a symbol::
+With ``torch.compile(..., dynamic=True)`` every float attribute of a module is an input of the graph, and every size of
+a tensor attribute that is not a parameter or buffer is a symbol::
 
     eps = l_self_eps.item()
     y = layer_norm(x, shape, weight, bias, eps)
     mask = l_self_causal_mask[:tokens, :tokens]     # [rows, columns], and the guard tokens <= rows
 
-A scale must be a number to be proved, a table's end one to be known. Floats: Inductor, which runs when Dynamo has gone,
-could not ask it to start again, so this does; after the restart, which is Dynamo's own, the graph reads
-``layer_norm(x, shape, weight, bias, 1e-05)``. Sizes: they are guarded here. Either way another value is another
-capture, as it is without ``dynamic=True``. What was computed from them is still a call (``0.35 * 1.0``), and becomes
-its number here.
+The proofs need numbers for scales and for the ends of tables. Floats: this pass asks Dynamo to restart, which Inductor
+cannot do, because it runs later. After the restart the graph has ``layer_norm(x, shape, weight, bias, 1e-05)``. Sizes:
+guards are added here. As without ``dynamic=True``, another value needs another capture. Constant results that are
+still calls (``0.35 * 1.0``) are replaced by their numbers here.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from kvpass.graphs.fx_utils import dim_of, is_module_tensor, recorded, shape_of,
 
 
 def specialize_attributes_pass(gm: GraphModule) -> int:
-    """Replace numbers that are the same for every length and batch by themselves; returns how many calls went.
+    """Replace calls whose number is the same for every length and batch; return how many.
 
     Raises:
-        TensorifyScalarRestartAnalysis: to Dynamo, which captures again with numbers in place of floats.
+        TensorifyScalarRestartAnalysis: makes Dynamo capture again with numbers in place of floats.
     """
     _restart_for_floats(gm)
     _guard_sizes(gm)
@@ -55,7 +54,7 @@ def _restart_for_floats(gm: GraphModule) -> None:
 
 
 def _guard_sizes(gm: GraphModule) -> None:
-    """Fix the sizes of a module's tensors, but for those that Dynamo takes for one with a size of an input."""
+    """Fix the sizes of a module's tensors, except those guarded as equal to an input's size."""
     inputs = gm.graph.find_nodes(op="placeholder")
     given = {
         symbol
@@ -72,7 +71,7 @@ def _guard_sizes(gm: GraphModule) -> None:
 
 
 def _number(node: Node) -> float | None:
-    """The number that a node was recorded as a symbol of, None where it depends on one or is no number."""
+    """Return the constant that a node is recorded as; None if it depends on a symbol or is no number."""
     value = recorded(node)
     if not isinstance(value, (torch.SymInt, torch.SymFloat)) or value.node.expr.free_symbols:
         return None

@@ -1,4 +1,4 @@
-"""``kvpass.compile``: check the input, copy the model's structure, give the copy our ``forward``."""
+"""``kvpass.compile`` and ``kvpass.load_cache``."""
 
 from __future__ import annotations
 
@@ -38,34 +38,33 @@ def compile(
     cuda_graphs: bool = True,
     **policy_options: Any,
 ) -> Any:
-    """A copy of a decoder that compresses its KV cache after every prompt and decodes in compiled code.
+    """Return a copy of a decoder that compresses its KV cache after every prompt.
 
-    Parameters and buffers are shared with ``model``, which is left as it was; modules and config are new objects. The
-    copy is of the model's own class, so ``generate``, pipelines and plain calls work as before; graphs are compiled on
-    first use, one per phase and batch size. Policy and budget can be changed later: ``model.set_policy``,
-    ``model.set_budget``.
+    Parameters and buffers are shared with ``model``, which does not change; modules and config are new objects. The
+    copy has the model's own class, so ``generate``, pipelines and plain calls work as before. Graphs are compiled on
+    first use, one per phase and batch size. ``model.set_policy`` and ``model.set_budget`` change policy and budget.
 
     Args:
         model: a causal language model of transformers, in eval mode.
-        policy: name of a registered policy, or a value of its class.
+        policy: name of a registered policy, or an instance.
         budget: entries kept per KV head per layer on average, window included: an int; a float in (0, 1], the fraction
             of each row's prompt; or bytes of kept entries per sequence such as ``"512MiB"``. Required by every policy
             but ``"full"``.
-        window: last prompt tokens that observe and are always kept; the policy's own default (mostly 32) when None.
+        window: last prompt tokens, always kept; their queries score the others. None: the policy's default (mostly 32).
         backend: ``"inductor"``, or ``"eager"`` to run the same rewritten graph without Inductor.
-        recompress: when a cache that was filled before is compressed to its budget again. A turn is a call that
-            appends several tokens; its queries observe, the newest ``window`` tokens stay. ``"every_turn"``: after
-            every turn that leaves a row above its budget; ``"when_full"``: only above twice the budget;
-            ``"never"``: only the first prompt is compressed. A fraction stays one of the first prompt. Policies that
-            evict while decoding keep their size anyway and never need it.
-        cuda_graphs: on CUDA, capture decode steps once per cache and replay them. A decode rule of your own must then
-            read no value on the host.
+        recompress: when to compress a filled cache to its budget again, after a call that appends several tokens. The
+            queries of that call score the entries, and the newest ``window`` tokens stay. ``"every_turn"``: after
+            every such call that leaves a row above its budget; ``"when_full"``: only above twice the budget;
+            ``"never"``: only the first prompt is compressed. A fraction always refers to the first prompt. Policies
+            that evict while decoding keep their size and need no recompression.
+        cuda_graphs: on CUDA, capture decode steps once per cache and replay them. A custom decode rule must then read
+            no value on the host.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
-            the model's name and budget when both are left out, and must be given where none are published.
+            the model's name and budget when both are left out; give them where none are published.
     Raises:
         ValueError: an argument is out of range, or the model cannot be compiled: already compiled, in training mode,
             an encoder-decoder, no causal language model.
-        UnsupportedAttentionError: an attention layer of the model is not understood; mostly raised on first use.
+        UnsupportedAttentionError: an attention layer of the model is unsupported; mostly raised on first use.
     """
     if isinstance(model, CompressedModel):
         raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
@@ -80,7 +79,7 @@ def compile(
     compiled = copy_structure(model)
     remove_wrappers(compiled, model)
     compiled.__class__ = compressed_class(type(model))
-    if type(model)._can_set_attn_implementation():  # else its own attention is found in the graph
+    if type(model)._can_set_attn_implementation():  # otherwise passes find its attention in the graph
         for module in compiled.modules():
             config = getattr(module, "config", None)
             if config is not None:
@@ -101,25 +100,25 @@ def compile(
 
 
 def _rope_types(model: PreTrainedModel) -> set[str]:
-    """Kinds of rotary embeddings of a model; some have one for each kind of layer."""
+    """Return the kinds of rotary embeddings of a model; some have one per kind of layer."""
     given = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     return {kind["rope_type"] for kind in (given, *given.values()) if isinstance(kind, dict) and "rope_type" in kind}
 
 
 def copy_structure(model: nn.Module) -> Any:
-    """A deep copy whose parameters and buffers are the very tensors of ``model``."""
+    """Return a deep copy that shares parameters and buffers with ``model``."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo)
 
 
 def load_cache(path: str | Path, model: Any, *, device: torch.device | str | None = None) -> CompressedCache:
-    """The cache that :meth:`CompressedCache.save` wrote to ``path``, to continue on with ``model``.
+    """Load a cache that :meth:`CompressedCache.save` wrote to ``path``, to continue with ``model``.
 
-    Entries are bit for bit those that were saved; spare capacity was not.
+    Entries are bit for bit those that were saved; spare capacity was not saved.
 
     Args:
         model: what ``kvpass.compile`` returned, with the policy and budget of the cache.
-        device: where the cache goes; where the model's first parameter is by default.
+        device: of the cache; by default that of the model's first parameter.
     Raises:
         CacheMismatchError: the cache is of another model, dtype, policy or budget; the message says which.
         CacheFileError: the file is damaged, truncated, no cache of kvpass, or written by a newer one.
@@ -133,7 +132,7 @@ def load_cache(path: str | Path, model: Any, *, device: torch.device | str | Non
 
 @torch.inference_mode(False)
 def read_saved(path: str | Path) -> tuple[CacheMetadata, dict[str, Tensor]]:
-    """What a file says and holds, for :func:`restore_cache`; how the two fit together is checked there.
+    """Read metadata and tensors of a file for :func:`restore_cache`, which checks that they match.
 
     Raises:
         CacheFileError: as in :func:`load_cache`. OSError: the file cannot be read.
@@ -151,7 +150,7 @@ def restore_cache(
     *,
     device: torch.device | str | None = None,
 ) -> CompressedCache:
-    """Like :func:`load_cache`, for a caller who has read the file and compiled the model."""
+    """Like :func:`load_cache`, for a caller that has read the file and compiled the model."""
     runtime, rules = model._kvpass, model._kvpass.rules
     runtime.identity.check(metadata.model)
     if metadata.policy != rules.policy.spec:

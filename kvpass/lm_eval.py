@@ -1,8 +1,8 @@
-"""``import kvpass.lm_eval`` makes the model ``"kvpass"`` known to lm-evaluation-harness.
+"""``import kvpass.lm_eval`` registers the model ``"kvpass"`` with lm-evaluation-harness.
 
-Where the harness is told nothing (``--seed None``, ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), the command ``kvpass-lm-eval``
-does it: the ``lm_eval`` command, with the model registered. ``kvpass-lm-eval path`` prints the folder of the tasks that
-come with kvpass, for ``--include_path``.
+The command ``kvpass-lm-eval`` is the ``lm_eval`` command with the model registered, for calls in which the harness
+does not find it (``--seed None``, ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``). ``kvpass-lm-eval path`` prints the folder of
+kvpass's tasks, for ``--include_path``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ except ModuleNotFoundError as error:
 __all__ = ["SEPARATOR", "TASKS", "KVPassLM", "main"]
 
 TASKS = Path(str(kvpass.eval.__file__)).parent / "harness_tasks"
-"""The folder for ``--include_path``."""
+"""Folder of kvpass's tasks, for ``--include_path``."""
 
 if "kvpass" not in model_registry:
     model_registry.register("kvpass", target="kvpass.lm_eval:KVPassLM")
 
 
 def main() -> None:
-    """The command ``kvpass-lm-eval``."""
+    """Run the command ``kvpass-lm-eval``."""
     if sys.argv[1:] == ["path"]:
         print(TASKS)
         return

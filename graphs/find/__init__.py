@@ -1,1 +1,1 @@
-"""Passes that find attention and replace it by the canonical ``kvpass::site``."""
+"""Passes that find attention calls and replace them by ``kvpass::site``."""

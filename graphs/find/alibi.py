@@ -1,6 +1,6 @@
-"""Make logits that grow with the position of the key ordinary products, as two more columns of queries and keys.
+"""Turn an ALiBi bias into two additional columns of queries and keys.
 
-Before (ALiBi: Press et al. 2022, "Train short, test long", section 3; found by the proof of the mask)::
+ALiBi: Press et al. 2022, "Train short, test long", section 3. Before (the mask proof has found the slopes)::
 
     out = kvpass.site(q, k, v, scale)                # + slope[h] * position of the key
 
@@ -8,12 +8,12 @@ After::
 
     order = arange(T)
     q = cat([q, slope / scale, slope / scale], -1)
-    k = cat([k, order // 256 * 256, order % 256], -1)       # two columns: 16-bit keys hold neither part inexactly
+    k = cat([k, order // 256 * 256, order % 256], -1)       # two columns: both parts are exact in 16-bit keys
     out = kvpass.site(q, k, v, scale)
 
-An entry then carries its position, whatever is evicted around it. Only differences of positions count, since a softmax
-does not see what is added to all its logits: columns serve as positions, so left padding does no harm. ``order`` is
-offset by the tokens seen like any other position the decoder counts by itself.
+Each KV entry then carries its own position, whatever is evicted. Only differences of positions matter, because softmax
+ignores a constant added to all logits. So column indices serve as positions, also with left padding. ``order`` is
+offset by the tokens seen, like any other position the decoder counts by itself.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from kvpass.graphs.rewrite_attention import find_sites
 _STEP = 256
 
 RELATIVE = "kvpass_relative"
-"""Key in the meta of nodes that number tokens for differences only."""
+"""Key in the meta of nodes that number tokens and are used for differences only."""
 
 
 def fold_alibi_pass(gm: GraphModule) -> int:
-    """Fold the slopes that ``emit_site`` left at sites; returns the sites changed.
+    """Fold the ALiBi slopes that ``emit_site`` recorded; return how many attention ops changed.
 
     Raises:
-        UnsupportedAttentionError: beside soft-capping, which would cap the slopes too.
+        UnsupportedAttentionError: the op also uses soft-capping, which would cap the slopes too.
     """
     changed = 0
     for site in find_sites(gm):
@@ -70,6 +70,6 @@ def fold_alibi_pass(gm: GraphModule) -> int:
 
 
 def _widened(gm: GraphModule, site: Node, rows: Node, columns: Node) -> Node:
-    """``rows`` with two columns more, which broadcast to its other axes."""
+    """Append two columns to ``rows``; ``columns`` is broadcast to the other axes."""
     shape = insert_function(gm, site, torch.zeros_like, insert_method(gm, "narrow", rows, -1, 0, 2))
     return insert_function(gm, site, torch.cat, [rows, insert_function(gm, site, torch.add, shape, columns)], -1)

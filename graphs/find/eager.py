@@ -1,4 +1,4 @@
-"""Find attention that is written out as matmul, softmax, matmul, and make each a canonical site.
+"""Find attention written as matmul, softmax, matmul, and replace it by ``kvpass::site``.
 
 Before::
 
@@ -10,8 +10,8 @@ After, when the logits are proved to be scaled products in a causal mask and the
 
     out = kvpass.site(q, k, v, scale)
 
-Structure proposes and evaluation proves: the products before and after a softmax are found by walking the graph, and
-what lies between them is evaluated (``prove_logits``), never recognised by its spelling.
+A walk of the graph finds the products before and after a softmax. What lies between them is evaluated on examples
+(``prove_logits``); its spelling does not matter.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvpass.graphs.verify.logits import LogitRule, prove_logits, snap
 
 @dataclass(frozen=True)
 class _Match:
-    """``scores = q k^T`` reaches ``softmax`` as ``logits``; its result weighs the values in ``out``."""
+    """``scores = q k^T`` becomes ``logits``; their ``softmax`` is multiplied with the values in ``out``."""
 
     scores: Product
     softmax: Node
@@ -58,10 +58,10 @@ class _Match:
 
 
 def find_eager_attention_pass(gm: GraphModule) -> int:
-    """Replace attention that is written out by ``kvpass::site``; returns how many.
+    """Replace written-out attention by ``kvpass::site``; return how many.
 
     Raises:
-        UnsupportedAttentionError: two products around a softmax that are not proved causal self-attention.
+        UnsupportedAttentionError: two products around a softmax are not proved to be causal self-attention.
     """
     split_baddbmm(gm)
     tokens = token_sizes(gm.graph.nodes)
@@ -82,7 +82,7 @@ def find_eager_attention_pass(gm: GraphModule) -> int:
 
 
 def split_baddbmm(gm: GraphModule) -> None:
-    """``baddbmm(bias, q, k)`` -> ``bmm(q, k) * alpha + bias * beta``, so that the product is a node of its own."""
+    """Rewrite ``baddbmm(bias, q, k)`` as ``bmm(q, k) * alpha + bias * beta``, with the product as a node."""
     for node in [node for node in gm.graph.nodes if target_name(node) == "baddbmm"]:
         names = ("input", "batch1", "batch2")
         given: dict[str, Any] = {"beta": 1, "alpha": 1, **dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -116,7 +116,7 @@ def _match(gm: GraphModule, flow: DataFlow, softmax: Node, tokens: set[Dim]) -> 
 
 
 def _product_before(flow: DataFlow, logits: Node, softmax: Node) -> Node | None:
-    """The one product that the logits are made of."""
+    """Return the product that the logits are computed from, if there is exactly one."""
     seen: set[Node] = set()
     products: list[Node] = []
     stack = [logits]
@@ -134,7 +134,10 @@ def _product_before(flow: DataFlow, logits: Node, softmax: Node) -> Node | None:
 
 
 def _product_after(softmax: Node) -> tuple[Node, Node] | None:
-    """The one product that the weights enter, through operations of one operand, and the weights as they enter it."""
+    """Return the one product that uses the weights, and the weights as passed to it.
+
+    Between softmax and product only operations of one operand are allowed.
+    """
     products: list[tuple[Node, Node]] = []
     stack, seen = [softmax], {softmax}
     while stack:
@@ -153,10 +156,10 @@ def _is_fed(flow: DataFlow, node: Node) -> bool:
 
 
 def _prove(gm: GraphModule, flow: DataFlow, match: _Match, proofs: dict[str, LogitRule]) -> LogitRule:
-    """What lies between the two products, as a rule.
+    """Return the proved rule from products to logits.
 
     Args:
-        proofs: rules already proved, by the text of what was evaluated; layers share masks.
+        proofs: rules already proved, keyed by the text of what was evaluated; layers share masks.
     """
     scores, shape = match.scores.node, shape_of(match.scores.node)
     assert shape is not None
@@ -197,10 +200,10 @@ def _prove_parts(part: MaskPart, weights: MaskPart, scores: Node, heads: int) ->
 
 
 def _check_softmax(rule: LogitRule, weights: MaskPart, scores: Node, mask: Tensor, length: int, start: int) -> None:
-    """Whether the weights are the softmax of the logits, nothing dropped, for random products.
+    """Check on random products that the weights are the softmax of the logits, without dropout.
 
     Args:
-        mask: the logits of no product.
+        mask: the logits for products of zero.
     """
     generator = torch.Generator().manual_seed(1)
     products = (torch.randn(mask.shape, generator=generator, dtype=torch.float64) * 3 / rule.scale).to(mask.device)
@@ -214,7 +217,7 @@ def _check_softmax(rule: LogitRule, weights: MaskPart, scores: Node, mask: Tenso
 
 
 def _text(part: MaskPart, scores: Node) -> str:
-    """What a part does to the product, the same for layers that share their mask."""
+    """Return the calls of a part as text, equal for layers that share their mask."""
     names = {scores: "scores"}
     lines = []
     for index, node in enumerate(part.calls):

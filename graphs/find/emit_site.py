@@ -1,4 +1,4 @@
-"""Insert a canonical site, whichever pass found the attention call."""
+"""Insert a ``kvpass::site`` for an attention call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvpass.graphs.rewrite_attention import SITE
 from kvpass.graphs.verify.logits import LogitRule
 
 SLOPES = "kvpass_slopes"
-"""Key in the meta of a site whose logits grow with the position of the key, until ``fold_alibi`` has run."""
+"""Key in the meta of an attention op: its ALiBi slopes, until ``fold_alibi`` has run."""
 
 
 def emit_site(gm: GraphModule, call: Node, q: Node, k: Node, v: Node, rule: LogitRule) -> Node:
-    """A site for ``call``, at the graph's insertion point.
+    """Insert an attention op for ``call`` at the graph's insertion point.
 
     Args:
         q: ``[B, H, T, D]``. k, v: ``[B, K, T, D]``.

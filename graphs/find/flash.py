@@ -1,6 +1,6 @@
-"""Find calls of the flash-attn library and make each a canonical site.
+"""Find calls of the flash-attn library and replace them by ``kvpass::site``.
 
-Before (``[B, T, H, D]``, whether the library's function is in the graph or, as Dynamo traces it, its operator)::
+Before (``[B, T, H, D]``; the graph has the library's function or, as Dynamo traces it, its operator)::
 
     out = flash_attn_func(q, k, v, causal=True, softmax_scale=scale, window_size=(left, 0))
     out, lse, _, _ = flash_attn._flash_attn_forward(q, k, v, 0.0, scale, True, left, 0, 0.0, None, False)
@@ -9,7 +9,7 @@ After::
 
     out = kvpass.site(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, left + 1).transpose(1, 2)
 
-Calls on packed sequences, of that library and of ``torch.nn.attention.varlen``, are refused.
+Calls on packed sequences (of flash-attn and of ``torch.nn.attention.varlen``) are unsupported and raise.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _KNOWN = {"dropout_p", "softmax_scale", "causal", "window_size", "window_size_le
 
 
 def find_flash_attention_pass(gm: GraphModule) -> int:
-    """Replace calls of flash-attn by ``kvpass::site``; returns how many.
+    """Replace calls of flash-attn by ``kvpass::site``; return how many.
 
     Raises:
-        UnsupportedAttentionError: a call that is not causal self-attention of a batch without dropout.
+        UnsupportedAttentionError: a call is not causal self-attention of a batch without dropout.
     """
     found = 0
     for node in list(gm.graph.nodes):
@@ -57,7 +57,7 @@ def find_flash_attention_pass(gm: GraphModule) -> int:
 
 
 def _called(node: Node) -> str:
-    """``namespace::name`` of an operator, bare name of a function of flash-attn or torch; empty for anything else."""
+    """Return ``namespace::name`` of an operator, the name of a flash-attn or torch function, or ""."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name
@@ -71,7 +71,6 @@ def _called(node: Node) -> str:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """The call's arguments by name."""
     target = node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])

@@ -1,4 +1,4 @@
-"""Find FlexAttention and make each call a canonical site.
+"""Find FlexAttention calls and replace them by ``kvpass::site``.
 
 Before (``score_mod`` and ``mask_mod`` are sub-graphs; the block mask is the tuple that ``create_block_mask`` makes)::
 
@@ -8,7 +8,7 @@ After, when mask, blocks and scores together are proved causal::
 
     out = kvpass.site(q, k, v, scale)
 
-Both functions and the tables of the blocks are evaluated on small examples; a table that is an input proves nothing.
+Both functions and the block tables are evaluated on small examples. A block table that is an input is unsupported.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _NAMES = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_o
 
 
 def find_flex_attention_pass(gm: GraphModule) -> int:
-    """Replace FlexAttention by ``kvpass::site``; returns how many.
+    """Replace FlexAttention calls by ``kvpass::site``; return how many.
 
     Raises:
-        UnsupportedAttentionError: a call that is not proved causal self-attention.
+        UnsupportedAttentionError: a call is not proved to be causal self-attention.
     """
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and target_name(node) == "flex_attention"]
     for node in calls:
@@ -67,14 +67,14 @@ def find_flex_attention_pass(gm: GraphModule) -> int:
 
 
 class _Flex:
-    """One call, ready to be evaluated."""
+    """One FlexAttention call, ready to be evaluated."""
 
     def __init__(
         self, gm: GraphModule, flow: DataFlow, node: Node, call: dict[str, Any], shape: tuple[Dim, ...]
     ) -> None:
         """
         Raises:
-            NotCausalError: the block mask is an input, or depends on a tensor whose content is out of reach.
+            NotCausalError: the block mask is an input, or depends on a tensor whose content cannot be read.
         """
         self.gm, self.flow, self.node, self.shape = gm, flow, node, shape
         self.score_mod, self.mask_mod = (_function(gm, call["score_mod"]), _function(gm, call["block_mask"][-1]))
@@ -98,7 +98,7 @@ class _Flex:
         q_block, kv_block = self.blocks
         parts = [part for part in (*self.score_other, *self.mask_other, *self.tables) if isinstance(part, MaskPart)]
         numbers = {number for part in parts for number in part.numbers(scaled=False)}
-        numbers -= {q_block * kv_block, q_block, kv_block}  # of the code that makes the blocks
+        numbers -= {q_block * kv_block, q_block, kv_block}  # used by the code that makes the blocks
         for function in (self.score_mod, self.mask_mod):
             numbers |= numbers_of(list(function.graph.nodes), _made_from_score(self.score_mod))
         if not isinstance(self.shape[2], int):
@@ -137,7 +137,7 @@ class _Flex:
         return replace(rule, band=band)
 
     def _varies(self) -> tuple[bool, bool]:
-        """Whether the functions or the tables tell rows of the batch apart, and heads."""
+        """Return whether the functions or tables depend on the batch row, and on the head."""
         arguments = [
             _placeholders(function)[first : first + 2] for function, first in ((self.score_mod, 1), (self.mask_mod, 0))
         ]
@@ -160,7 +160,7 @@ class _Flex:
     def _listed(
         self, length: int, start: int, scores: Tensor, at: tuple[int, ...], odd: Node | None
     ) -> tuple[Tensor, Tensor]:
-        """Entries in the blocks that the kernel visits, and those in blocks in which it asks no mask."""
+        """Return masks of the entries in visited blocks, and in blocks visited without ``mask_mod``."""
         tables = [self._value(part, length, start, odd) for part in self.tables]
         shape = scores.shape
         found = []
@@ -207,7 +207,7 @@ def _made_from_score(score_mod: GraphModule) -> set[Node]:
 
 
 def _over_grid(function: Callable[..., Tensor], index: list[Tensor], *first: Tensor) -> Tensor:
-    """``function(*first, b, h, i, j)`` for all of ``index``; ``first`` has these four axes too."""
+    """Evaluate ``function(*first, b, h, i, j)`` for all of ``index``; ``first`` has these four axes too."""
     for axis in (3, 2, 1, 0):
         dims = [0 if place == axis else None for place in range(4)]
         function = torch.vmap(function, in_dims=(*(0 for _ in first), *dims))

@@ -1,8 +1,8 @@
-"""Queries, keys and values of attention that is written out, in whatever layout its products have them.
+"""Queries, keys and values of written-out attention, in any layout of its products.
 
 A product of queries and keys has leading axes (batch and heads, batch and groups of heads, or both flattened into
-one), then query rows, then key columns. :class:`Heads` says how to get ``[B, H, T, D]`` from that, and how to put the
-output of a site back into the layout the graph goes on with.
+one), then query rows, then key columns. :class:`Heads` converts them to ``[B, H, T, D]``, and the output of the
+attention op back to the layout that the graph expects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Axes = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor seen as ``[lead..., tokens, features]``: for each of these its own axis, None for one it lacks."""
+    """A tensor read as ``[lead..., tokens, features]``: the tensor's axis for each, None where it is missing."""
 
     node: Node
     axes: Axes
@@ -46,7 +46,7 @@ class Operand:
         return tuple(1 if axis is None else shape[axis] for axis in self.axes)
 
     def emit(self, gm: GraphModule) -> Node:
-        """The node in that layout, lacking axes being of size 1."""
+        """Insert the node in that layout; missing axes have size 1."""
         node, own = self.node, [axis for axis in self.axes if axis is not None]
         if own != sorted(own):
             node = insert_method(gm, "permute", node, *own)
@@ -63,7 +63,7 @@ class Product:
     Attributes:
         left: ``[lead..., query tokens, features]``, or the weights ``[lead..., query tokens, key tokens]``.
         right: ``[lead..., key tokens, features]``.
-        result: axis of ``[lead..., query tokens, last]`` at each axis of the node.
+        result: for each axis of the node, its axis in ``[lead..., query tokens, last]``.
     """
 
     node: Node
@@ -73,7 +73,7 @@ class Product:
 
 
 def product_of(node: Node, weights: Node | None = None) -> Product | None:
-    """A product as one of queries and keys, or of ``weights`` and values; None when it is neither."""
+    """Read a node as a product of queries and keys, or of ``weights`` and values; None if neither."""
     if target_name(node) == "einsum":
         return _einsum(node, weights)
     operands = [operand for operand in (*node.args, *node.kwargs.values()) if isinstance(operand, Node)]
@@ -118,7 +118,7 @@ def _einsum(node: Node, weights: Node | None) -> Product | None:
 
 
 def _labels(node: Node) -> tuple[tuple[Node, list[str]], tuple[Node, list[str]], list[str]] | None:
-    """Operands of an einsum of two with one label per axis, and the labels of its result."""
+    """Return an einsum's two operands, each with its labels per axis, and the result's labels."""
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
@@ -145,7 +145,7 @@ def _labels(node: Node) -> tuple[tuple[Node, list[str]], tuple[Node, list[str]],
 
 @dataclass(frozen=True)
 class _Rows:
-    """A tensor ``[B, heads, T, D]`` as an operand and the methods that lead from it there."""
+    """An operand, and the methods that turn it into ``[B, heads, T, D]``."""
 
     operand: Operand
     heads: Dim
@@ -160,7 +160,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class Heads:
-    """Queries, keys and values ``[B, heads, T, D]``, and the way back to the layout of the output's product."""
+    """Queries, keys and values ``[B, heads, T, D]``, and methods that restore the output's layout."""
 
     q: _Rows
     k: _Rows
@@ -168,11 +168,11 @@ class Heads:
     back: tuple[tuple[Any, ...], ...]
 
     def emit(self, gm: GraphModule) -> tuple[Node, Node, Node]:
-        """Nodes of the three, at the graph's insertion point."""
+        """Insert queries, keys and values at the graph's insertion point."""
         return self.q.emit(gm), self.k.emit(gm), self.v.emit(gm)
 
     def restore(self, gm: GraphModule, site: Node) -> Node:
-        """The output ``[B, H, T, Dv]`` as the product had it."""
+        """Convert the output ``[B, H, T, Dv]`` to the layout of the original product."""
         node = site
         for name, *args in self.back:
             node = insert_method(gm, name, node, *args)
@@ -180,10 +180,10 @@ class Heads:
 
 
 def heads_of(gm: GraphModule, flow: DataFlow, scores: Product, out: Product) -> Heads:
-    """Queries, keys and values of two products around a softmax.
+    """Return queries, keys and values of the two products around a softmax.
 
     Raises:
-        NotCausalError: they are not the heads of self-attention, or cannot be told from the batch.
+        NotCausalError: they are not heads of self-attention, or batch and heads cannot be told apart.
     """
     q = _rows(gm, flow, scores.left)
     k = _rows(gm, flow, scores.right, scores.left)
@@ -217,7 +217,11 @@ def heads_of(gm: GraphModule, flow: DataFlow, scores: Product, out: Product) -> 
 
 
 def _rows(gm: GraphModule, flow: DataFlow, operand: Operand, queries: Operand | None = None) -> _Rows:
-    """The operand as ``[B, heads, T, D]``; ``queries`` is the left side of its product, for keys and values."""
+    """Return the operand as ``[B, heads, T, D]``.
+
+    Args:
+        queries: left side of its product, for keys and values.
+    """
     shape = operand.shape
     lead = shape[:-2]
     full = lead if queries is None else queries.shape[:-2]
@@ -239,7 +243,7 @@ def _rows(gm: GraphModule, flow: DataFlow, operand: Operand, queries: Operand | 
 
 
 def _in_dtype(gm: GraphModule, flow: DataFlow, rows: _Rows, dtype: torch.dtype) -> _Rows:
-    """Queries or keys in the dtype of the values, which they had before they were cast up for the product."""
+    """Return queries or keys in the dtype of the values, without the product's upcast."""
     node = rows.operand.node
     if recorded(node).dtype == dtype:
         return rows
@@ -256,7 +260,7 @@ def _in_dtype(gm: GraphModule, flow: DataFlow, rows: _Rows, dtype: torch.dtype) 
 
 
 def _moves(gm: GraphModule, operand: Operand, base: Node, chain: Sequence[Node]) -> bool:
-    """Whether ``chain`` only moves and casts what ``base`` holds, on a random example."""
+    """Check on a random example that ``chain`` only moves and casts the elements of ``base``."""
     sizes = example_sizes(operand.shape[:1], operand.shape[-2:-1], EXAMPLE_LENGTHS[0])
     try:
         example = random_like(recorded(base), sizes)
@@ -267,14 +271,14 @@ def _moves(gm: GraphModule, operand: Operand, base: Node, chain: Sequence[Node])
 
 
 def _batch_sizes(gm: GraphModule) -> set[Dim]:
-    """Sizes of the first axis of the inputs that have tokens as their second."""
+    """Return the first sizes of inputs whose second axis is the tokens."""
     tokens = token_sizes(gm.graph.nodes)
     shapes = [shape for node in gm.graph.nodes if node.op == "placeholder" and (shape := shape_of(node))]
     return {shape[0] for shape in shapes if len(shape) > 1 and shape[1] in tokens}
 
 
 def _split_heads(gm: GraphModule, flow: DataFlow, operand: Operand) -> Operand | None:
-    """The nearest tensor of four axes that ``operand``, ``[B * heads, T, D]``, is a reshape of."""
+    """Return the nearest 4-D tensor of which ``operand``, ``[B * heads, T, D]``, is a reshape."""
     chain = [operand.node]
     while len(inputs := value_inputs(chain[0])) == 1 and chain[0].op.startswith("call_"):
         (node,) = inputs
@@ -289,7 +293,7 @@ def _split_heads(gm: GraphModule, flow: DataFlow, operand: Operand) -> Operand |
 
 
 def _is_flat(gm: GraphModule, split: Operand, operand: Operand, chain: Sequence[Node]) -> bool:
-    """Whether ``chain`` makes ``operand`` from ``split`` by flattening batch and heads, on random examples."""
+    """Check on random examples that ``chain`` only flattens batch and heads of ``split``."""
     batch, heads, tokens, dim = split.shape
     if not isinstance(heads, int) or operand.shape != (batch * heads, tokens, dim):
         return False

@@ -1,4 +1,4 @@
-"""Give each site its KV heads as they were before they were repeated to the query heads.
+"""Pass keys and values to attention ops before their repeat to the query heads.
 
 Before::
 
@@ -10,8 +10,8 @@ After::
 
     out = kvpass.site(q, k, v, scale)
 
-The repeat is recognised by evaluating it: query head h must read KV head h // G. A tensor repeated in any other order,
-or one for which this cannot be seen, stays as it is: right, but with a cache of H heads.
+The repeat is recognised by evaluating it: query head h must read KV head h // G. A repeat in another order, or one
+that cannot be evaluated, stays: the result is correct, but the cache then has H heads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Base:
 
 
 def strip_repeat_kv_pass(gm: GraphModule) -> int:
-    """Undo the repeat of keys and values; returns the sites changed."""
+    """Remove the repeat of keys and values; return how many attention ops changed."""
     flow = DataFlow(gm)
     found: list[tuple[Site, _Base, _Base]] = []
     for site in find_sites(gm):
@@ -75,7 +75,10 @@ def _heads_first(gm: GraphModule, base: _Base) -> Node:
 
 
 def _find_base(gm: GraphModule, flow: DataFlow, site: Site, repeated: Node) -> _Base | None:
-    """The nearest tensor that ``repeated`` is a head repeat of, along the chain of calls with one tensor operand."""
+    """Return the nearest tensor that ``repeated`` is a head repeat of.
+
+    Only calls with one tensor operand are followed.
+    """
     shape = shape_of(repeated)
     if shape is None or len(shape) != 4:
         return None
@@ -106,7 +109,7 @@ def _candidates(node: Node, shape: tuple[Dim, ...]) -> list[_Base]:
 
 
 def _is_repeat(gm: GraphModule, base: _Base, chain: list[Node], shape: tuple[Dim, ...], length: int) -> bool:
-    """Whether ``chain`` turns ``base`` into its heads repeated one by one, on a random example."""
+    """Check on a random example that ``chain`` repeats each head of ``base`` in order."""
     sizes = example_sizes(shape[:1], shape[2:3], length)
     try:
         example = random_like(recorded(base.node), sizes)

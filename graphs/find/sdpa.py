@@ -1,11 +1,11 @@
-"""Find raw ``scaled_dot_product_attention`` calls and make each a canonical site.
+"""Find ``scaled_dot_product_attention`` calls and replace them by ``kvpass::site``.
 
 Before::
 
     mask = ...                                      # any sub-graph
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-After, when the mask is proved causal (the sub-graph of the mask is gone)::
+After, when the mask is proved causal (its sub-graph is removed)::
 
     out = kvpass.site(q, k, v, scale)
 """
@@ -41,22 +41,22 @@ def _arguments(
     scale: Any = None,
     enable_gqa: Any = False,
 ) -> None:
-    """Parameters of ``scaled_dot_product_attention``, which has no Python signature of its own."""
+    """Parameters of ``scaled_dot_product_attention``, which has no Python signature."""
 
 
 _SIGNATURE = inspect.signature(_arguments)
 
 
 def is_raw_attention(node: Node) -> bool:
-    """Whether the node calls ``scaled_dot_product_attention``."""
+    """Return whether the node calls ``scaled_dot_product_attention``."""
     return node.op == "call_function" and node.target in _TARGETS
 
 
 def find_attention_pass(gm: GraphModule) -> int:
-    """Replace every raw attention call by ``kvpass::site``, layers in order of occurrence; returns how many.
+    """Replace ``scaled_dot_product_attention`` calls by ``kvpass::site``, in order; return how many.
 
     Raises:
-        UnsupportedAttentionError: a call that is not proved causal self-attention without dropout.
+        UnsupportedAttentionError: a call is not proved to be causal self-attention without dropout.
     """
     raw = [node for node in gm.graph.nodes if is_raw_attention(node)]
     if not raw:
@@ -81,11 +81,11 @@ def _bind(node: Node) -> dict[str, Any]:
 
 
 def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, ...], Band]) -> Band:
-    """What the mask of a call does that is proved causal self-attention.
+    """Prove that a call is causal self-attention and return what its mask does.
 
     Args:
-        proofs: what masks do that were already proved, by mask, query shape and the calls that make the
-            mask up to here, writes into it included; layers share masks.
+        proofs: results for masks already proved, keyed by mask, query shape and the calls that make the mask so far,
+            in-place writes included; layers share masks.
     """
     call = _bind(node)
     q = check_heads(node, call["query"], call["key"], call["value"], call["enable_gqa"])
@@ -116,10 +116,10 @@ def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, 
 
 
 def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -> tuple[Dim, ...]:
-    """Shape of the queries, when the three tensors are self-attention of grouped or equal heads.
+    """Return the shape of the queries of self-attention with grouped or equal heads.
 
     Raises:
-        UnsupportedAttentionError: they are not.
+        UnsupportedAttentionError: the three tensors are not that.
     """
     shapes = []
     for name, operand in (("query", query), ("key", key), ("value", value)):
@@ -147,7 +147,7 @@ def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -
 
 
 def computed_scale(scale: Any) -> str:
-    """Why a scale that is no number is refused."""
+    """Return the reason why a scale that is not a number is unsupported."""
     return (
         f"its scale (node {scale}) depends on a size or a number that the call gives, and would be another one for a "
         "piece of the text: make it of numbers that the module holds"

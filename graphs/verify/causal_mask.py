@@ -1,9 +1,9 @@
-"""Prove that the mask of an attention call is causal, by evaluating the graph that makes it on small examples.
+"""Prove that an attention call's mask is causal, by evaluating it on small examples.
 
-The mask is taken for what it does, not for how it is written: its ancestors run for a few token counts with ordinary
-contiguous positions, and the result must equal the causal mask, or the causal mask of one sliding window. What an
-additive mask adds to the entries it shows must be nothing, or a slope per head times the position of the key (ALiBi:
-"Train short, test long", Press et al. 2022, section 3).
+How the mask is written does not matter. The graph that makes it runs for a few token counts with contiguous positions.
+The result must equal the causal mask, or the causal mask of one sliding window. An additive mask must add nothing to
+visible entries, or a slope per head times the position of the key (ALiBi: "Train short, test long", Press et al. 2022,
+section 3).
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from kvpass.graphs.verify.longer_captures import Shown
 _OFFSET = 5
 
 COST_OF_LOGITS = 8
-"""Of evaluating logits several times in double precision, against that of a mask once."""
+"""Cost of evaluating logits several times in float64, relative to a mask once."""
 
 _ODD_ROW = (0, 0, 1, 1, 1, 0)
 _LEAVE_OUT = (
     "Leave that argument out: a causal mask of the decoder's own is found, and kvpass.session takes the padding"
 )
 NEGLIGIBLE_LOGIT = -1e9
-"""An additive mask at or below this leaves nothing of an entry."""
+"""An additive mask at or below this value hides an entry."""
 _BIAS = "its mask adds a bias to the logits, or hides tokens by a small number only, such as -10000"
 
 
@@ -68,7 +68,7 @@ class Band:
     """What a mask does.
 
     Attributes:
-        window: how many keys a query sees at most, itself included; None when all before it.
+        window: most keys that a query attends, itself included; None when there is no limit.
         slopes: what each query head adds per position of the key; None when nothing.
     """
 
@@ -76,7 +76,7 @@ class Band:
     slopes: tuple[float, ...] | None = None
 
     def is_close(self, other: Band, tolerance: float = 1e-5) -> bool:
-        """Equal but for rounding of the slopes."""
+        """Return whether two bands are equal up to rounding of the slopes."""
         mine, theirs = self.slopes or (), other.slopes or ()
         same = self.window == other.window and len(mine) == len(theirs)
         return same and all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(mine, theirs, strict=True))
@@ -86,11 +86,11 @@ _BANDS: Shown[Band] = Shown()
 
 
 class MaskPart:
-    """The part of a graph that makes a mask, or logits, ready to run on examples.
+    """The nodes that make a mask, or logits, ready to run on examples.
 
     Attributes:
         name: of the node that holds the result. tokens: size of its two token axes.
-        calls: what runs, in order.
+        calls: the nodes to run, in order.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class MaskPart:
         tokens: Dim,
         given: Collection[Node] = (),
     ) -> None:
-        """The part that makes ``result`` from the inputs and the ``given`` nodes, as it stands ahead of ``before``.
+        """Select the nodes that make ``result`` from inputs and ``given`` nodes, as of ``before``.
 
         Raises:
-            NotCausalError: it depends on a tensor of a module whose content is out of reach.
+            NotCausalError: it depends on a tensor of a module whose content cannot be read.
         """
         writes = [write for node in given for write in flow.writes_to(node, before=before)]
         sources = flow.sources([result, *writes], before=before, stop=given)
@@ -126,17 +126,17 @@ class MaskPart:
         return value
 
     def sizes(self, length: int) -> SizeMap:
-        """Values of the symbols when the token symbol is ``length``."""
+        """Return values of the symbols when the token symbol is ``length``."""
         return example_sizes([self.batch], [self.tokens], length)
 
     def count(self, length: int) -> int:
-        """Tokens when the token symbol is ``length``."""
+        """Return the number of tokens when the token symbol is ``length``."""
         return int(concrete(self.tokens, self.sizes(length)))
 
     def run(
         self, length: int, start: int, given: Mapping[Node, Tensor] | None = None, odd: Node | None = None
     ) -> Tensor:
-        """The result for positions ``start``, ``start + 1``...; ``odd`` is an input that holds other numbers.
+        """Return the result for positions ``start``, ``start + 1``...; ``odd`` is an input that gets other numbers.
 
         Raises:
             NotCausalError: it cannot be evaluated, or is no tensor.
@@ -166,24 +166,24 @@ class MaskPart:
         return row.to(value).expand(size).contiguous()
 
     def lengths(self) -> Lengths:
-        """Values for the token symbol, see :func:`example_lengths`."""
+        """Return values for the token symbol, see :func:`example_lengths`."""
         planes = max(math.prod(concrete(shape_of(self.result) or (), self.sizes(1))), 1)
         planes *= COST_OF_LOGITS if self.products else 1
         most = most_tokens(self.gm, self.result, self.tokens)
         return example_lengths(self.tokens, self.tensors.values(), self.numbers(), planes, most)
 
     def numbers(self, *, scaled: bool = True) -> set[int]:
-        """Numbers that the mask may compare positions with, see :func:`numbers_of`."""
+        """Return numbers that the mask may compare positions with, see :func:`numbers_of`."""
         numbers = numbers_of(self.calls, self.products, scaled=scaled) | stored_numbers(self.tensors.values())
         return numbers - {self.tokens}
 
     def check_content(self, run: Callable[[Node | None], Tensor]) -> None:
-        """Refuse a result that depends on what an input holds, unless these are the positions of its tokens.
+        """Check that the result depends on an input only if it holds the tokens' positions.
 
         Args:
-            run: the result, the input given to it holding no positions.
+            run: returns the result; the input passed to it holds no positions.
         Raises:
-            NotCausalError: it does.
+            NotCausalError: the result depends on other content.
         """
         for node in self.inputs:
             if self.tokens == 1 or is_scalar(node) or node in self.tensors:
@@ -195,7 +195,7 @@ class MaskPart:
 
 
 def _holds_positions(node: Node) -> bool:
-    """Whether the rows of an input count tokens in the call that was captured, some perhaps after left padding."""
+    """Return whether rows of a captured input count tokens, some possibly after left padding."""
     given = getattr(node.meta.get("grapharg"), "example", None)
     if not isinstance(given, Tensor) or isinstance(given, FakeTensor) or given.ndim == 0:
         return False
@@ -214,13 +214,13 @@ def settle(
     tensors: Collection[Tensor] = (),
     numbers: Collection[int] = (),
 ) -> Band:
-    """What a capture shows of a mask; for a capture of one token, which shows little, what a longer one did.
+    """Return what a mask does; for a capture of one token, use what longer captures showed.
 
     Args:
         node: the attention call. tokens, tensors, numbers: as for :func:`example_lengths`.
     Raises:
-        NotCausalError: one token, a mask that may have a window, and no longer capture of that line of code, or
-            longer ones that differ.
+        NotCausalError: one token, a mask that may have a window, and longer captures of that line of code are missing
+            or differ.
     """
     known = _BANDS.at(node, f"{node.stack_trace}\n{module_path_of(node)}\n{heads}")
     if tokens != 1:
@@ -237,18 +237,18 @@ def settle(
 
 
 def starts_of(length: int) -> tuple[int, ...]:
-    """First positions of the rows to try, 0 first; later ones tell positions from indices."""
+    """Return first positions to try; a nonzero one tells positions from indices."""
     return (0,) if length > EXAMPLE_LENGTHS[-1] else (0, _OFFSET)
 
 
 def mask_part(gm: GraphModule, flow: DataFlow, site: Node, mask: Node, q: Node) -> MaskPart:
-    """The part that makes the mask of an attention call.
+    """Return the part that makes the mask of an attention call.
 
     Args:
         flow: data flow of ``gm``. site: the attention call. mask: its mask, bool (True = attend) or additive,
             broadcastable to ``[B, H, T, T]``. q: its queries, ``[B, H, T, D]``.
     Raises:
-        NotCausalError: its content is out of reach.
+        NotCausalError: its content cannot be read.
     """
     shape = shape_of(q)
     assert shape is not None and len(shape) == 4
@@ -259,7 +259,7 @@ def mask_part(gm: GraphModule, flow: DataFlow, site: Node, mask: Node, q: Node) 
 
 
 def prove_causal(part: MaskPart, heads: int) -> Band:
-    """What a causal mask does.
+    """Prove a mask causal and return what it does.
 
     Raises:
         NotCausalError: with the reason.
@@ -279,12 +279,12 @@ def prove_band(
     name: str,
     floor: float,
 ) -> tuple[Band, int]:
-    """Window and slopes of a mask ``[..., T, T]``, from token symbol and first position; and what decided the window.
+    """Return window and slopes of a mask ``[..., T, T]``, and the length that showed the window.
 
     Args:
-        lengths: values of the token symbol to try.
-        count: tokens at such a value. heads: query heads. name: of the node, for messages.
-        floor: what is added to a logit at or below this hides the entry.
+        mask: called with token symbol and first position. lengths: values of the token symbol to try.
+        count: returns the tokens at such a value. heads: query heads. name: of the node, for messages.
+        floor: an additive mask at or below this hides the entry.
     Raises:
         NotCausalError: with the reason.
     """
@@ -308,7 +308,7 @@ def prove_band(
 
 
 def _longest(mask: Callable[[int, int], Tensor], lengths: Lengths, count: Callable[[int], int]) -> tuple[int, Tensor]:
-    """The first of the longest lengths for which there is a mask, and the mask."""
+    """Return the longest length for which the mask can be evaluated, and the mask."""
     for length in lengths.longest:
         try:
             value = mask(length, 0)
@@ -322,13 +322,13 @@ def _longest(mask: Callable[[int, int], Tensor], lengths: Lengths, count: Callab
 
 
 def band(length: int, window: int | None, device: torch.device | None = None) -> Tensor:
-    """Causal mask ``[length, length]`` bool of a sliding window, True = attend."""
+    """Return the causal mask ``[length, length]`` bool of a sliding window, True = attend."""
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return causal if window is None else causal.triu(1 - window)
 
 
 def attended_of(mask: Tensor, floor: float) -> Tensor:
-    """Bool mask, True = attend, of a bool or additive mask.
+    """Convert a bool or additive mask to bool, True = attend.
 
     Raises:
         NotCausalError: it is neither.
@@ -343,10 +343,10 @@ def attended_of(mask: Tensor, floor: float) -> Tensor:
 
 
 def _slopes(mask: Tensor, attended: Tensor, tokens: int, heads: int, rounding: float) -> tuple[float, ...] | None:
-    """What an additive mask adds per position of the key, by query head.
+    """Return what an additive mask adds per position of the key, by query head.
 
     Args:
-        rounding: relative, of what it adds: models that make it in 16 bits (Falcon) round it at later positions.
+        rounding: relative tolerance: models that make the mask in 16 bits (Falcon) round it at later positions.
     Raises:
         NotCausalError: it adds something else.
     """
@@ -371,14 +371,14 @@ def _slopes(mask: Tensor, attended: Tensor, tokens: int, heads: int, rounding: f
 
 
 def window_of(attended: Tensor, length: int) -> int | None:
-    """Window of a banded mask, read off its last row."""
+    """Return the window of a banded mask, read from its last row."""
     row = attended.reshape(-1, attended.shape[-1])[-1]
     seen = int(row.expand(length).sum()) if row.shape[0] in (1, length) else length
     return None if seen in (0, length) else seen
 
 
 def check_band(attended: Tensor, window: int | None, length: int, start: int, name: str) -> None:
-    """Refuse what is not the causal mask of that window.
+    """Raise unless the mask is the causal mask of that window.
 
     Raises:
         NotCausalError: naming the node ``name``.

@@ -1,7 +1,7 @@
-"""Inputs that are looked up in tables as they are: token ids, and positions that a caller gives.
+"""Inputs that index a table directly: token ids, and positions that a caller passes.
 
-An index beyond a table is an error in eager mode, but compiled code on the CPU may end the process for it, and on CUDA
-it spoils the context. So inputs on the CPU are held against their tables before the graph runs.
+An index beyond a table is an error in eager mode, but compiled code on the CPU may end the process, and on CUDA it
+corrupts the context. So inputs on the CPU are compared with their tables before the graph runs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SAME_VALUES = set("view reshape flatten unsqueeze squeeze expand contiguous to 
 
 @dataclass(frozen=True)
 class InputLookup:
-    """An input of the graph whose numbers must be in ``[lowest, rows)``, the rows of a table.
+    """An input of the graph that indexes a table; its numbers must be in ``[lowest, rows)``.
 
     Attributes:
-        place: of the input among the graph's. name: as Dynamo recorded it.
-        lowest: 0, or minus the rows where negative numbers count from the end. module_path: where it is looked up.
+        place: index among the graph's inputs. name: as Dynamo recorded it.
+        lowest: 0, or ``-rows`` if negative numbers count from the end. module_path: module of the lookup.
     """
 
     place: int
@@ -38,7 +38,7 @@ class InputLookup:
     module_path: str
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Hold a call's input against the table; not on CUDA, where that would wait for the device.
+        """Check a call's input; inputs on CUDA are not checked, to avoid host synchronisation.
 
         Raises:
             ValueError: a number is outside.
@@ -56,7 +56,7 @@ class InputLookup:
 
 
 def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
-    """Lookups of inputs in tables of a constant number of rows: embeddings, ``table[index]`` and ``index_select``."""
+    """Return lookups in tables of constant size: embeddings, ``table[index]`` and ``index_select``."""
     inputs = placeholders(gm)
     found = set()
     for node in gm.graph.nodes:
@@ -71,7 +71,7 @@ def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
 
 
 def _lookup(node: Node) -> tuple[Node | None, Node | None, bool]:
-    """Table and index of a call that picks rows, and whether negative numbers count from the end of the table."""
+    """Return table and index of a lookup, and whether negative numbers count from the end."""
     args, wraps = node.args, False
     match target_name(node), len(args):
         case "embedding", count if count >= 2 and node.target is embedding:
@@ -91,7 +91,7 @@ def _lookup(node: Node) -> tuple[Node | None, Node | None, bool]:
 
 
 def _origin(index: Node) -> Node:
-    """The input that an index is only another view of, or the index itself."""
+    """Return the input that an index is a view of, or the index itself."""
     while index.op in ("call_method", "call_function") and target_name(index) in _SAME_VALUES:
         operand = index.args[0]
         if not isinstance(operand, Node):

@@ -1,8 +1,8 @@
-"""What a capture takes for granted about its length.
+"""Check the guards of a capture on its length.
 
-Of every branch on the length Dynamo follows one side, and guards that later calls take it too. A decoder with a cache
-is called for one token at a time and would take the side of short inputs for good, so a branch is refused. A longest
-length, as of a table of positions, is none: it only ends.
+Dynamo follows one side of every branch on the length, and guards that later calls take it too. Decoding with a cache
+passes one token at a time and would always take the side of short inputs, so a branch raises. A maximum length, such as
+the end of a table of positions, is allowed: decoding ends there.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.utils._sympy.numbers import int_oo
 from kvpass.graphs.fx_utils import Dim, dim_of, recorded, shape_of, symbols_of
 
 _SHORT = range(2, 130)
-"""Lengths at which a guard of no simple form is looked at, besides those near the numbers in it."""
+"""Lengths tried for a guard of no simple form, besides those near its numbers."""
 
 
 def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 2) -> int | None:
-    """Tokens that the capture holds for at most, None when it holds for any number or was made for a single one.
+    """Return the most tokens the capture holds for; None when unlimited or captured for one length.
 
-    To be called before the graph is compiled: Inductor bounds lengths too, by what 32-bit indices reach, and compiles
+    Call it before the graph is compiled: Inductor also bounds lengths, by the range of 32-bit indices, and compiles
     again for longer ones.
 
     Args:
-        shortest: tokens for which the capture must hold; one token is captured by itself.
+        shortest: tokens for which the capture must hold; one token is captured separately.
     Raises:
         ValueError: it holds for some lengths and not for shorter ones, or for even ones...: the decoder branches.
     """
@@ -57,12 +57,12 @@ def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 
             raise _refusal(sympy.Ne(symbol, number), symbol, line)
     if longest == int_oo:
         return None
-    # at its ends a slice is another kind of view, a whole or a contiguous one: that branch is not the decoder's
+    # at its ends a slice is a whole or contiguous view; torch branches on that, not the decoder
     return int(longest) + (longest + 1 in numbers[sympy.Le] or longest + 1 in numbers[sympy.Ne])
 
 
 def fixed_length(length: int, guards: Sequence[ShapeGuard]) -> ValueError:
-    """The error for a capture of several tokens that holds for no other number of them."""
+    """Return the error for a capture of several tokens that holds for no other length."""
     equal = (guard for guard in guards if isinstance(guard.expr, sympy.Eq) and length in guard.expr.args)
     line = next(filter(None, map(_line_of, equal)), "")
     cause = f"`{line}` makes a constant of it" if line else "say torch.compile(..., dynamic=True)"
@@ -73,13 +73,15 @@ def fixed_length(length: int, guards: Sequence[ShapeGuard]) -> ValueError:
 
 
 def _line_of(guard: ShapeGuard) -> str:
-    """The line of code that a guard comes from; empty when not recorded."""
+    """Return the line of code that a guard comes from; "" if not recorded."""
     return guard.sloc.maybe_user_loc or ""
 
 
 def check_length(longest: int | None, seen: int, tokens: int) -> None:
-    """Whether a decoder that takes ``longest`` tokens, None for any number, takes ``tokens`` after those seen.
+    """Check that a decoder takes ``tokens`` more tokens after ``seen``.
 
+    Args:
+        longest: most tokens the decoder takes; None for any number.
     Raises:
         ValueError: it does not.
     """
@@ -91,10 +93,10 @@ def check_length(longest: int | None, seen: int, tokens: int) -> None:
 
 
 def most_tokens(gm: GraphModule, node: Node, tokens: Dim) -> float:
-    """As :func:`longest_length`, however short; infinite when the capture holds for any number.
+    """Like :func:`longest_length` for any ``shortest``; infinite when the capture holds for any number.
 
     Args:
-        node: one that holds a tensor by token.
+        node: a node whose tensor has a token axis.
     """
     sizes = [size for size in recorded(node).shape if isinstance(size, torch.SymInt) and dim_of(size) == tokens]
     longest = longest_length(gm, sizes[0], sys.maxsize) if sizes else None
@@ -102,12 +104,12 @@ def most_tokens(gm: GraphModule, node: Node, tokens: Dim) -> float:
 
 
 def _equates(guard: sympy.Basic) -> bool:
-    """Whether a guard says that two sizes are one."""
+    """Return whether a guard states that two sizes are equal."""
     return isinstance(guard, sympy.Eq) and bool(guard.lhs.is_Symbol and guard.rhs.is_Symbol)
 
 
 def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | None, sympy.Basic]:
-    """Relation and n of a guard that says ``tokens <= n``, ``tokens >= n`` or ``tokens != n``; None of any other."""
+    """Return relation and n of a guard ``tokens <= n``, ``>= n`` or ``!= n``; None for others."""
     gap = guard.lhs - guard.rhs if isinstance(guard, sympy.Rel) else sympy.nan
     factor, rest = gap.coeff(symbol), gap.subs(symbol, 0)
     if isinstance(guard, sympy.Eq) or not factor.is_Integer or not rest.is_Integer or gap != factor * symbol + rest:
@@ -122,10 +124,10 @@ def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | 
 
 
 def _end(guard: sympy.Basic, symbol: sympy.Symbol, line: str) -> int:
-    """The last length of those, from short ones on, for which a guard of any form holds.
+    """Return the last length, from short ones on, for which a guard holds.
 
     Raises:
-        ValueError: there is none, as for one that holds for even lengths.
+        ValueError: there is none, for example when it holds for even lengths.
     """
     numbers = {int(abs(number)) for number in guard.atoms(sympy.Integer)}
     tried = sorted({*_SHORT, *(near for number in numbers for near in range(number - 2, number + 3) if near > 1)})

@@ -1,8 +1,8 @@
-"""Prove what an attention call makes of the products of queries and keys, by giving it products.
+"""Prove what an attention call computes from products of queries and keys.
 
 Logits must be a multiple of the product (or its soft-capping), the same for every entry, and hidden where the causal
-mask, or that of one sliding window, hides. They are taken for what they do: the graph from the products to the logits
-runs on chosen products, so any order of scaling, capping and masking is understood, and nothing else is.
+mask, or one of a sliding window, hides. The graph from products to logits runs on chosen products, so any order of
+scaling, capping and masking is recognised. Anything else raises.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from kvpass.graphs.verify.example_lengths import Lengths, NotCausalError
 _LARGE = 1e6
 _TOLERANCE = 2e-6
 _MAX_EXAMPLE = 2**24
-"""Products of the largest example that has all rows and heads at once."""
+"""Most products in an example that has all rows and heads at once."""
 
 Logits = Callable[[int, int, Tensor, tuple[int, ...]], Tensor]
-"""From token symbol, first position, products ``[..., T, T]`` and their first index on leading axes to the logits."""
+"""Maps to logits: token symbol, first position, products ``[..., T, T]``, their first index on leading axes."""
 
 
 @dataclass(frozen=True)
 class LogitRule:
-    """``logits = softcap * tanh(scale * product / softcap)``, plus what the mask does."""
+    """``logits = softcap * tanh(scale * product / softcap)``, plus the mask."""
 
     scale: float
     softcap: float | None
     band: Band
 
     def logits(self, product: Tensor) -> Tensor:
-        """Logits before the mask."""
+        """Return the logits before the mask."""
         scaled = product * self.scale
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
@@ -54,14 +54,14 @@ def prove_logits(
     *,
     indexed: bool = False,
 ) -> LogitRule:
-    """Scale, soft-capping and mask of an attention call.
+    """Return scale, soft-capping and mask of an attention call.
 
     Args:
         lengths: values of the token symbol to try.
         count: tokens at such a value. product_shape: shape of the products there. heads: query heads.
         name: of the node, for messages. like: the recorded products.
-        indexed: whether the logits are told by index which row and head a product is of; else a mask by head
-            broadcasts to whatever products it is given, and those of one head show all.
+        indexed: whether ``logits`` gets row and head of a product as an index. If not, masks by head broadcast to the
+            products, and products of one head show all masks.
     Raises:
         NotCausalError: with the reason.
     """
@@ -105,10 +105,10 @@ def _check_rule(
     name: str,
     floor: float,
 ) -> LogitRule:
-    """The rule that the logits follow, ``rule`` where it is known already.
+    """Return the rule that the logits follow; ``rule`` when it is already known.
 
     Raises:
-        NotCausalError: they do not.
+        NotCausalError: they follow none.
     """
     grid = _grid(zeros)
     nothing = _as(logits(zeros, at), grid)
@@ -128,7 +128,10 @@ def _check_rule(
 
 
 def _parts(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """First indices on the leading axes of parts of products of that shape: all at once, or each where too large."""
+    """Return first indices of parts of such products on the leading axes.
+
+    One part if the products fit in an example, else one per row and head.
+    """
     if math.prod(shape) <= _MAX_EXAMPLE:
         return [()]
     return list(itertools.product(*(range(size) for size in shape[:-2])))
@@ -141,12 +144,12 @@ def _part(products: Tensor, at: tuple[int, ...]) -> Tensor:
 
 
 def _as(logits: Tensor, products: Tensor) -> Tensor:
-    """Logits in the layout of the products, or with more leading axes where a mask has them."""
+    """Reshape logits like the products, unless a mask gives them more leading axes."""
     return logits.reshape(products.shape) if logits.numel() == products.numel() else logits
 
 
 def snap(value: float, head_dim: int) -> float:
-    """The exact number that a scale rounded to fp32 stands for, where that is plain."""
+    """Return the exact scale that was rounded to fp32 (1 or ``head_dim**-0.5``), else ``value``."""
     for exact in (1.0, head_dim**-0.5):
         if math.isclose(value, exact, rel_tol=_TOLERANCE):
             return exact
@@ -154,7 +157,7 @@ def snap(value: float, head_dim: int) -> float:
 
 
 def _rule_of(one: float, most: float, band: Band) -> LogitRule:
-    """Scale and soft-capping from what a product of 1 and a large one add to the logits."""
+    """Return scale and soft-capping from the logits of products 1 and ``_LARGE``."""
     if not (math.isfinite(one) and math.isfinite(most) and one > 0 and most > 0):
         raise NotCausalError(f"its logits are {one} and {most} for products of 1 and {_LARGE:g}")
     if math.isclose(most, one * _LARGE, rel_tol=1e-3):
@@ -165,7 +168,7 @@ def _rule_of(one: float, most: float, band: Band) -> LogitRule:
 
 
 def _grid(like: Tensor) -> Tensor:
-    """Products of both signs from 1e-3 to 1e4."""
+    """Return random products of both signs from 1e-3 to 1e4."""
     generator = torch.Generator().manual_seed(0)
     exponent = torch.rand(like.shape, generator=generator, dtype=torch.float64) * 7 - 3
     sign = torch.randint(0, 2, like.shape, generator=generator) * 2 - 1

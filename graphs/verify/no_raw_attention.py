@@ -1,4 +1,4 @@
-"""Fail closed on what lets tokens see tokens outside the canonical sites: no cache would carry it from step to step."""
+"""Raise if tokens mix outside of the attention ops: no cache would keep that between steps."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _MATMUL = {*MATMULS, "baddbmm"}
 
 
 def check_no_raw_attention_pass(gm: GraphModule) -> int:
-    """Refuse a graph in which tokens still attend to tokens outside the canonical sites; changes nothing.
+    """Raise if tokens depend on other tokens outside of the attention ops; the graph is not changed.
 
-    Sites that were refused while tracing come first. The signs of others, in what reaches the output: a call named
-    after attention; a recurrence, or a convolution along the tokens; a tensor with two token axes, as only attention
-    weights and masks have; in a capture of fixed length, where sizes cannot tell tokens from heads, a softmax whose
-    square result is multiplied with something.
+    Ops marked unsupported while tracing raise first. Then, among nodes that reach the output: a call named like
+    attention; a recurrence, or a convolution along the tokens; a tensor with two token axes, as attention weights and
+    masks have; in a capture of fixed length, where sizes cannot tell tokens from heads, a softmax whose square result
+    is multiplied with something.
 
     Raises:
         UnsupportedAttentionError: naming the node and the reason.
@@ -65,7 +65,7 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
 
 
 def _batch_and_tokens(gm: GraphModule, live: Collection[Node]) -> tuple[Dim | None, set[Dim]]:
-    """Batch size, and the sizes of token axes: of the sites, or where there is none of the inputs."""
+    """Return batch size and token sizes of the attention ops; without ops, token sizes of the inputs."""
     sites = find_sites(gm)
     if sites:
         shapes = [shape for site in sites if (shape := shape_of(site.q)) is not None]
@@ -84,7 +84,7 @@ def _named_attention(gm: GraphModule, node: Node) -> str | None:
 
 
 def _carries_state(node: Node) -> str | None:
-    """Recurrent layers, and convolutions whose kernel reaches other tokens, keep a state of their own."""
+    """Return the reason for recurrent layers, and convolutions whose kernel reaches other tokens."""
     name = target_name(node)
     if node.op not in ("call_function", "call_method"):
         return None
@@ -98,7 +98,7 @@ def _carries_state(node: Node) -> str | None:
 
 
 def _attention_in_subgraph(gm: GraphModule, node: Node) -> str | None:
-    """Higher-order operators (activation checkpointing, cond, ...) carry graphs that no pass has looked into."""
+    """Check graphs inside higher-order operators (activation checkpointing, cond, ...)."""
     body = submodule_of(gm, node)
     if not isinstance(body, GraphModule):
         return None
@@ -140,7 +140,7 @@ def _softmax_matmul(node: Node, tokens: set[Dim]) -> str | None:
 
 
 def _token_product(flow: DataFlow, node: Node, tokens: set[Dim]) -> str | None:
-    """A product of two tensors made from the inputs that is as square as the tokens of a fixed-length capture."""
+    """Find a square product of two input-dependent tensors, in a capture of fixed length."""
     shape = shape_of(node)
     if target_name(node) not in MATMULS or not shape or len(shape) < 2 or shape[-1] != shape[-2]:
         return None

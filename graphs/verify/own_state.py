@@ -1,8 +1,8 @@
-"""Fail closed on a decoder that keeps what it has seen: a cache or counter of its own, beside those of kvpass.
+"""Raise if the decoder keeps a cache or counter of its own.
 
-It is written into (``self.k_cache[:, :, input_pos] = k``), put in the place of what a call before has left there
-(``self.prev = x[:, -1:]``), or counts (``self.start += tokens``). A call then gives something else than the same tokens
-at the end of the whole text, and nothing takes it back when a call is refused or goes on from another cache.
+The decoder may write into it (``self.k_cache[:, :, input_pos] = k``), replace it (``self.prev = x[:, -1:]``), or count
+(``self.start += tokens``). A call then differs from the same tokens at the end of the whole text, and the state is not
+rolled back when a call raises or continues from another cache.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ from kvpass.graphs.verify.apart import fed_by_inputs
 
 
 def check_own_state_pass(gm: GraphModule) -> int:
-    """Refuse a graph that reads a tensor which it also changes, or keeps a size or a table by length; changes nothing.
+    """Raise if the graph changes a tensor that it reads, or stores a size or table.
 
-    Tensors of the module, and floating-point ones among the arguments, which may be a cache.
+    Checked are tensors of the module, and floating-point arguments, which may be a cache. A stored table counts if its
+    size depends on the length. The graph is not changed.
 
     Raises:
-        UnsupportedAttentionError: naming the call that makes what is kept.
+        UnsupportedAttentionError: naming the call that makes the state.
     """
     held = {
         node: node._dynamo_source.name
         for node in gm.graph.find_nodes(op="placeholder")
         if isinstance(recorded(node), Tensor)
         and (is_module_tensor(node) or recorded(node).is_floating_point())
-        and not isinstance(recorded(node), Parameter)  # a call that writes to weights ends the caches filled before
+        and not isinstance(recorded(node), Parameter)  # a call that writes to weights invalidates caches filled before
     }
     written = {storage_of(node): name for node, name in held.items()}
     fed = {node.name for node in fed_by_inputs(list(gm.graph.nodes))}
     for node in DataFlow(gm).sources([gm.graph.output_node()]):
         for operand in mutated_inputs(node):
-            # as the frequencies of longrope: written whole in every call before anything reads them
+            # allowed: rewritten whole in every call before it is read, such as the frequencies of longrope
             made_anew = target_name(node) == "copy_" and operand in held and min(operand.users) is node
             if storage_of(operand) in written and not made_anew:
                 raise _refusal(node, written[storage_of(operand)])
@@ -75,7 +76,7 @@ def check_own_state_pass(gm: GraphModule) -> int:
 
 
 def _replaced() -> Iterator[tuple[str, Node]]:
-    """Places outside of the graph in which the traced call puts tensors and sizes, and the nodes that these were."""
+    """Yield the attributes that the traced call assigns tensors or sizes to, with their nodes."""
     translator = getattr(tls, "current_tx", None)
     if translator is None:
         return

@@ -1,7 +1,7 @@
-"""Up to how many tokens every table that a decoder looks positions up in has a row.
+"""Find how many tokens the decoder's tables of positions have rows for.
 
-A lookup beyond a table is an error in eager mode, but compiled code ends the process for it, or spoils the CUDA
-context. So the end is found ahead: lookups are run at the positions 0, 1, 2...
+A lookup beyond a table is an error in eager mode, but compiled code ends the process or corrupts the CUDA context. So
+the end is found beforehand, by running the lookups at the positions 0, 1, 2...
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from kvpass.graphs.verify.examples import EvaluationError, SizeMap, concrete
 from kvpass.graphs.verify.find_positions import LOOKUPS, Search, example_of
 
 _BEYOND = 64
-"""Tokens beyond twice the rows of a table at which a lookup that still finds its row is taken to have no end."""
+"""Tokens beyond twice a table's rows; a lookup that succeeds there is taken as endless."""
 
 
 def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
-    """Tokens for which all lookups by position find a row; None when no table ends, or for a capture of one length.
+    """Return the tokens for which all lookups by position find a row.
 
-    What depends on other inputs, as a lookup of token ids does, is no lookup by position. Not found is the end of a
-    lookup that cannot be run, or at which less than every second position has a row of its own.
+    None when no table ends, or for a capture of one length. Lookups that depend on other inputs, such as token ids, do
+    not count. Two ends are not found: of a lookup that cannot be run, and of one in which less than every second
+    position has its own row.
 
     Args:
-        gm: with canonical sites. numbering: inputs that hold the positions, int64 ``[B, T]``.
+        gm: with ``kvpass::site``. numbering: inputs that hold the positions, int64 ``[B, T]``.
     """
     search = Search(gm)
     live = search.flow.sources([gm.graph.output_node()])
@@ -51,13 +52,13 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
 
 
 def _is_by_token(node: Node, search: Search) -> bool:
-    """Whether a call has whole numbers by token among its operands."""
+    """Return whether a call has an integer operand with a token axis."""
     shapes = [shape_of(operand) or () for operand in value_inputs(node) if is_integral(operand)]
     return any(symbols_of(shape) & search.symbols for shape in shapes)
 
 
 def _end_with(lookup: Node, known: int | None, search: Search, numbering: Collection[Node]) -> int | None:
-    """The known end, or that of the lookup where it is smaller."""
+    """Return the smaller of the known end and the lookup's end."""
     sources = search.flow.sources([lookup])
     positions = [node for node in sources if node in numbering]
     weights = [node for node in sources if is_module_tensor(node) and not is_integral(node)]
@@ -92,6 +93,6 @@ def _positions(node: Node, sizes: SizeMap) -> Tensor:
 
 
 def _zeros(node: Node) -> Tensor:
-    """A table of a weight's shape that takes no memory."""
+    """Return zeros of a weight's shape that take no memory."""
     like = recorded(node)
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(like.shape))

@@ -1,1 +1,1 @@
-"""The compressed cache: buffers, what a user reads of it, files."""
+"""The compressed cache: its buffers, its user interface, its files."""

@@ -1,4 +1,4 @@
-"""The compressed cache: stores of kept entries, rings of sliding-window layers, and what has been seen.
+"""The compressed cache: stores of kept KV entries, and ring buffers of sliding-window layers.
 
 Legend: B batch, N prompt columns, L layers, K KV heads, P entries of the longest head.
 """
@@ -33,18 +33,18 @@ from kvpass.version import __version__
 
 
 class CompressedCache(CacheFace):
-    """Keys and values that were worth keeping, as a ``transformers`` cache.
+    """A compressed KV cache with the interface of a ``transformers`` cache.
 
-    Made by a model that ``kvpass.compile`` returned; comes back in ``output.past_key_values``.
+    Made by a model that ``kvpass.compile`` returned; returned in ``output.past_key_values``.
 
     Args:
         policy: decides what is kept. budget: how much; None only for a policy that needs none.
-        owner: by what the model that fills the cache is known again.
+        owner: fingerprint of the model that fills the cache.
     Attributes:
         columns: tokens seen, padding included. start: first real column of each row, int64 ``[B]``.
-        longest: tokens in all that the captures which filled it hold for; None when any number.
-        reusable: calls continue on a copy and leave this cache as it is.
-        interrupted: a call that had begun to overwrite entries did not end; the cache can only be reset.
+        longest: most tokens that the captures which filled it hold for; None when any number.
+        reusable: calls continue on a copy and do not change this cache.
+        interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
         stores: the layers that share the budget, one store per KV geometry. rings: the layers with a sliding window.
     """
 
@@ -72,9 +72,9 @@ class CompressedCache(CacheFace):
     # -- prefill ----------------------------------------------------------------------------------------------------
 
     def begin_prefill(self, start: Tensor, columns: int, extra: int = 0) -> None:
-        """Forget everything and expect a prompt of ``columns`` columns whose real tokens begin at ``start``.
+        """Clear the cache for a prompt of ``columns`` columns, with real tokens from ``start``.
 
-        The first ``extra`` columns are padding the caller added and are not counted as seen.
+        The first ``extra`` columns are padding added by the caller; they do not count as seen.
         """
         self._forget()
         self.start = start
@@ -82,11 +82,11 @@ class CompressedCache(CacheFace):
         self._extra = extra
 
     def prefill_state(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """The buffers the prefill graph writes, allocated on first use.
+        """Return the buffers that the prefill graph writes, allocated on first use.
 
         Raises:
             ValueError: the budget cannot hold window + 1 entries of some row.
-            CacheMismatchError: a graph of another layout asks for them.
+            CacheMismatchError: the graph has another layout.
         """
         if self.layout is None:
             self._allocate(layout, dtype, device)
@@ -107,7 +107,7 @@ class CompressedCache(CacheFace):
         self.layout = layout
 
     def finish_prefill(self) -> None:
-        """Take over what the prefill graph left."""
+        """Store the results of the prefill graph."""
         n, extra = self._prompt_columns, self._extra
         window = min(self.policy.window, n)
         stores = tuple(store.finish_prefill() for store in self.stores)
@@ -121,19 +121,19 @@ class CompressedCache(CacheFace):
     # -- decode and extend ------------------------------------------------------------------------------------------
 
     def ensure_room(self, tokens: int) -> None:
-        """Grow the tails so that ``tokens`` more fit."""
+        """Grow the tails to hold ``tokens`` more."""
         for store in self.stores:
             store.ensure_room(tokens)
 
     def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The buffers decode and extend graphs read, tails and rings being written in place.
+        """Return the buffers of decode and extend graphs, which write tails and rings in place.
 
         ``seen`` int64 ``[]`` counts the columns before the new tokens, ``first`` int64 ``[B]`` is the first real one.
 
         Args:
             layout, dtype: of the keys and values in the graph.
         Raises:
-            CacheMismatchError: those of the cache are others.
+            CacheMismatchError: the cache has others.
         """
         self._check_layout(layout)
         held = self.stores[0].pool_k if self.stores else self.rings[0].ring_k
@@ -152,16 +152,16 @@ class CompressedCache(CacheFace):
 
     @property
     def overwrites(self) -> bool:
-        """Whether decoding overwrites entries, so that an interrupted call cannot be taken back."""
+        """Whether decoding overwrites entries, so that an interrupted call cannot be rolled back."""
         return bool(self.rings) or any(store.evicts for store in self.stores)
 
     def begin_turn(self, tokens: int, occasion: float) -> bool:
-        """Prepare for compressing rows again that hold more than ``occasion`` budgets after ``tokens`` more.
+        """Prepare recompression of rows that will exceed ``occasion`` budgets after ``tokens`` more.
 
-        To be called when there is room for them, and followed by :meth:`end_turn`.
+        Call it when there is room for these tokens, and call :meth:`end_turn` afterwards.
 
         Returns:
-            whether there is such a row; the extend graph must then observe the turn.
+            whether there is such a row; the extend graph must then compute recompression scores.
         """
         if occasion == float("inf") or self.budget is None or not self.stores or self.stores[0].evicts:
             return False
@@ -177,14 +177,14 @@ class CompressedCache(CacheFace):
         return True
 
     def end_turn(self) -> None:
-        """Forget what :meth:`begin_turn` prepared."""
+        """Discard what :meth:`begin_turn` prepared."""
         self._turns = []
 
     def recompress(self) -> PromptRecord | None:
-        """Cut the rows that were due to their budget, by what the turn's queries saw; the others stay as they are.
+        """Compress rows over the threshold to their budget, by the recompression scores.
 
         Returns:
-            when all rows were due the new record, which is then the cache's.
+            if all rows were compressed, the new record, which the cache keeps; else None.
         """
         budgets = torch.tensor(self._budgets, device=self._device)
         window = budgets.clamp(max=self.policy.window)
@@ -197,7 +197,11 @@ class CompressedCache(CacheFace):
         return self.record
 
     def _record(self, entries: Tensor, window: Tensor, stores: tuple[StoreRecord, ...]) -> PromptRecord:
-        """What was just kept: entries and window of each row, int64 ``[B]``, and what the stores say."""
+        """Return the record of what was kept.
+
+        Args:
+            entries, window: of each row, int64 ``[B]``. stores: records of the stores.
+        """
         return PromptRecord(
             start=self.start,
             columns=self.columns,
@@ -221,7 +225,7 @@ class CompressedCache(CacheFace):
     # -- what a user reads ------------------------------------------------------------------------------------------
 
     def check_owner(self, policy: Policy, budget: Budget | None, owner: Owner) -> None:
-        """Hold the cache against the model of a call: its settings, its tensors and what was written to them.
+        """Check that the cache was filled by this model in its present state.
 
         Raises:
             CacheMismatchError: another model filled it, or this one before it changed; the message says which.
@@ -236,7 +240,7 @@ class CompressedCache(CacheFace):
         self._check_state(owner)
 
     def recheck_owner(self) -> None:
-        """Like :meth:`check_owner`, when a capture shows that modules of the model may have been replaced."""
+        """Like :meth:`check_owner`, for a new capture, when modules of the model may have been replaced."""
         identity = None if self._identity is None else self._identity()
         if identity is not None:
             identity.look_again()
@@ -264,7 +268,7 @@ class CompressedCache(CacheFace):
 
     @property
     def nbytes(self) -> int:
-        """Bytes the cache's storages occupy: spare slots, tail capacity, rings, positions and all tables included."""
+        """Bytes of the cache's storages: spare slots, tail capacity, rings, positions and all tables included."""
         if self.is_empty:
             return 0
         starts = (self.start, self._first_column)
@@ -276,20 +280,20 @@ class CompressedCache(CacheFace):
 
     @property
     def device(self) -> torch.device:
-        """Where the entries live."""
+        """Device of the entries."""
         self._known_layout()
         return self._device
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Index, among all attention sites of the model, of each layer that shares the budget, ascending."""
+        """Layers that share the budget, as ascending indices among all attention ops of the model."""
         return layer_ids([store.group for store in self.stores])
 
     @property
     def lengths(self) -> Tensor:
         """Entries held per row, layer and KV head, window and appended tokens included; int64 ``[B, L, K]``.
 
-        L counts ``layer_ids``; heads that a layer of another geometry does not have hold 0.
+        Layers are in the order of ``layer_ids``; a head that a layer of another geometry lacks has 0.
         """
         pools = self._known_layout().pools
         return by_layer(pools, [store.lengths for store in self.stores], 0, (self.batch_size, 0, 0))
@@ -303,12 +307,12 @@ class CompressedCache(CacheFace):
 
     @property
     def attention_mask(self) -> Tensor:
-        """Which columns seen so far are real tokens, int64 ``[B, columns]``."""
+        """1 for columns seen so far that are real tokens, 0 for padding; int64 ``[B, columns]``."""
         return (torch.arange(self.columns, device=self.start.device) >= self.start[:, None]).long()
 
     @torch.inference_mode(False)
     def clone(self) -> CompressedCache:
-        """An independent copy, not reusable; what no call ever writes is shared."""
+        """Return an independent copy, not reusable; buffers that no call writes are shared."""
         twin = copy.copy(self)
         twin.reusable = False
         twin.stores = [store.clone() for store in self.stores]
@@ -318,7 +322,7 @@ class CompressedCache(CacheFace):
 
     @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> CompressedCache:
-        """The cache itself where it is on ``device``, else a copy there, reusable if this one is."""
+        """Return the cache if it is on ``device``, else a copy there with the same ``reusable``."""
         target = torch.device(device)
         self._known_layout()
         if target.type == self._device.type and target.index in (None, self._device.index):
@@ -334,19 +338,19 @@ class CompressedCache(CacheFace):
     # -- files ------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
-        """Write the cache to a file that :func:`kvpass.load_cache` reads, replacing one that is there.
+        """Write the cache to a file that :func:`kvpass.load_cache` reads; an existing file is replaced.
 
-        Slots that hold no entry are not written. The file states its checksum and describes the model that filled
-        the cache, so that no other model can be given it. It is written beside its place and then renamed: whoever
-        reads finds the old file or the new one. A new file can be read by its owner only; one that is replaced keeps
-        its permissions. What a killed process left is removed by the next save in the folder.
+        Slots without an entry are not written. The file contains its checksum and the fingerprint of the model that
+        filled the cache, so that it loads for no other model. It is written next to ``path`` and then renamed, so a
+        reader sees the old file or the new one. Only its owner can read a new file; a replaced one keeps its
+        permissions. The next save in the folder removes what a killed process left.
 
         Args:
-            notes: what the caller wants to find in the file's metadata again; anything JSON can say.
+            notes: metadata of the caller, stored in the file; anything JSON can represent.
         Raises:
             ValueError: the cache is empty, a call on it was interrupted, or the model that filled it is gone or was
-                compiled by the raw backend; or the notes are more than JSON can say.
-            OSError: the file cannot be written, for instance because the disk is full; an old one is as before.
+                compiled by the raw backend; or JSON cannot represent the notes.
+            OSError: the file cannot be written, for instance because the disk is full; an old file is unchanged.
         """
         layout = self._known_layout()
         if self.interrupted:
@@ -376,10 +380,10 @@ class CompressedCache(CacheFace):
     def restore(
         cls, policy: Policy, identity: Identity, metadata: CacheMetadata, tensors: Mapping[str, Tensor]
     ) -> CompressedCache:
-        """The cache whose :meth:`save` wrote these; everything is on the CPU.
+        """Return the cache from what :meth:`save` wrote; everything is on the CPU.
 
         Raises:
-            ValueError: they do not fit together.
+            ValueError: metadata and tensors do not match.
         """
         check_tensors(metadata, policy, tensors)
         cache = cls(policy, metadata.budget, identity)
@@ -410,7 +414,7 @@ class CompressedCache(CacheFace):
         )
 
     def reset(self) -> None:
-        """Forget every entry; the cache can be filled again."""
+        """Remove all entries; the cache can be filled again."""
         self._forget()
 
     @torch.inference_mode(False)
@@ -423,7 +427,7 @@ class CompressedCache(CacheFace):
             "_first_column": self._first_column[index],
             "_budgets": [self._budgets[row] for row in index.tolist()],
         }
-        vars(self).update(picked)  # all or none: memory may run out on the way
+        vars(self).update(picked)  # all or none, since an allocation may fail
 
     def _known_layout(self) -> Layout:
         if self.layout is None or self.is_empty:

@@ -1,4 +1,4 @@
-"""The tensors of a cache file held against its metadata: a file that contradicts itself holds no cache.
+"""Check the tensors of a cache file against its metadata.
 
 Legend: B batch, L layers of one KV geometry, K KV heads, E pool slots, C tail capacity, S slots of a line, see
 :mod:`kvpass.ops.slots`.
@@ -21,16 +21,16 @@ from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule
 
 Shapes: TypeAlias = dict[str, tuple[torch.dtype, tuple[int | str, ...]]]
-"""Dtype and sizes of tensors by name; a size with a name may be anything, but is the same wherever it stands."""
+"""Dtype and sizes of tensors by name; a named size is free, but equal wherever it occurs."""
 
 
 def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
-    """Whether these are the tensors of the cache that the metadata describes; all on the CPU.
+    """Check that these are the tensors of the cache that the metadata describes; all on the CPU.
 
     Args:
-        policy: the one that the metadata names.
+        policy: the policy named in the metadata.
     Raises:
-        ValueError: one is missing or too many, or has another dtype, shape or range.
+        ValueError: a tensor is missing or unknown, or has another dtype, shape or range.
     """
     rows, rule = len(metadata.entries), policy.decode_rule()
     dtypes = {tensor.dtype for name, tensor in tensors.items() if name.endswith(("_k", "_v"))}
@@ -65,7 +65,7 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
 
 
 def _shapes(names: Iterable[str], group: LayerGroup, rows: int, entry: torch.dtype) -> Shapes:
-    """What a file must hold; sizes that the metadata does not say keep their letters."""
+    """Return dtypes and shapes that a file must have; sizes not in the metadata keep their letters."""
     g = group.geometry
     sizes: dict[str, int] = {"B": rows, "L": g.layers, "K": g.kv_heads, "D": g.key_dim, "V": g.value_dim}
     sizes |= {"P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0, "2": 2}
@@ -90,7 +90,7 @@ def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
 
 
 def _check_tail(store: Mapping[str, Tensor], facts: StoreFacts, seen: Tensor) -> None:
-    """Pool and tail of a policy that only appends: the tail holds the newest tokens, the pool is older.
+    """Check pool and tail of a policy that only appends: newest tokens in the tail, older ones in the pool.
 
     Args:
         seen: real tokens seen of each row, int64 ``[B]``.
@@ -104,7 +104,7 @@ def _check_tail(store: Mapping[str, Tensor], facts: StoreFacts, seen: Tensor) ->
 
 
 def _check_pool(store: Mapping[str, Tensor], facts: StoreFacts, end: Tensor) -> None:
-    """Segments of the pool that follow each other, each of ascending positions below ``end``, int64 ``[B]``."""
+    """Check that the pool's segments are contiguous, with ascending positions below ``end``, int64 ``[B]``."""
     _check_range("tail_start", store["tail_start"], 0, facts.used)
     positions, offsets = store["pool_positions"].long(), store["offsets"].long()
     rows, slots = positions.shape
@@ -123,7 +123,7 @@ def _check_pool(store: Mapping[str, Tensor], facts: StoreFacts, end: Tensor) -> 
 
 
 def _check_slots(store: Mapping[str, Tensor], facts: StoreFacts, seen: Tensor, rule: DecodeRule) -> None:
-    """The table of a policy that evicts while decoding: every line has room for the tokens to come."""
+    """Check the table of a policy that evicts while decoding: every line has room for coming tokens."""
     position, capacity = store["table"][SLOT_POSITION].long(), store["tail_k"].shape[3]
     layers, rows, kv_heads, width = position.shape
     lengths = store["offsets"].long().diff(dim=1).view(rows, layers, kv_heads).transpose(0, 1)

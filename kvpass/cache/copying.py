@@ -1,4 +1,4 @@
-"""Objects that can be copied but not pickled, and that say so."""
+"""Let objects be copied, but raise when they are pickled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _Anew:
-    """Makes the empty object that ``copy`` fills; raises when it is pickled, before anything of the object is."""
+    """Makes the empty object that ``copy`` fills; raises when pickled, before the object's content is."""
 
     def __init__(self, refusal: str) -> None:
         self.refusal = refusal
@@ -20,7 +20,7 @@ class _Anew:
 
 
 def copied_only(value: Any, refusal: str) -> tuple[_Anew, tuple[type], Any]:
-    """What ``value.__reduce_ex__`` returns so that ``copy`` and ``deepcopy`` work as ever and ``pickle`` raises.
+    """Return a ``__reduce_ex__`` value with which ``copy`` and ``deepcopy`` work and ``pickle`` raises.
 
     Args:
         refusal: the message of the ``pickle.PicklingError``.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kvpass.errors import CacheMismatchError
 
 SAMPLES = 256
-"""Elements of each tensor that the digest of the weights looks at, evenly spaced."""
+"""Evenly spaced elements of each tensor that the digest of the weights reads."""
 
 _IRRELEVANT = {
     *(
@@ -36,19 +36,19 @@ _IRRELEVANT = {
     ),
     *("output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
-"""Settings of a configuration that keys and values do not depend on, beside those whose name begins with ``_``."""
+"""Settings of a configuration that do not affect keys and values; those named ``_...`` do not either."""
 
 _VERSION = attrgetter("_version")
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Parts of a model that are looked at in every call, found once.
+    """Parts of a model that are compared in every call, collected once.
 
     Attributes:
-        ids: of the tensors of the checkpoint. counted: those of them that count how often they are written to, all but
-            tensors made in inference mode. adapters: layers of PEFT.
-        hooks: the dictionaries in which modules keep their forward hooks, by number of registration.
+        ids: of the tensors of the checkpoint. counted: those whose version counts writes (all but tensors made in
+            inference mode). adapters: layers of PEFT.
+        hooks: the forward-hook dictionaries of the modules, by number of registration.
     """
 
     ids: tuple[int, ...]
@@ -58,10 +58,10 @@ class _Parts:
 
 
 class Identity:
-    """Which model filled a cache.
+    """Fingerprint of a model.
 
     Args:
-        model: the decoder. Its weights may change later; what is compared is always their present state.
+        model: the decoder. Its weights may change later; the present state is compared.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,11 +73,11 @@ class Identity:
 
     @property
     def weights(self) -> Tensor:
-        """The first parameter, which stands for the model where only one tensor can."""
+        """The first parameter, which represents the model where only one tensor can."""
         return next(self._model.parameters())
 
     def look_again(self) -> None:
-        """Find the parts again when they are next needed: modules may have been added, removed or replaced."""
+        """Collect the parts again at the next use: modules may have been added, removed or replaced."""
         self._parts = None
 
     @property
@@ -95,20 +95,20 @@ class Identity:
 
     @property
     def hooks(self) -> tuple[int, ...]:
-        """Numbers of the forward hooks on the modules; what was captured ran those of that moment."""
+        """Numbers of the forward hooks on the modules; a capture contains the hooks of its time."""
         return tuple(chain.from_iterable(self.parts.hooks))
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What a filled cache is held against in every call: which tensors, how often written to, which adapters.
+        """State that a filled cache is compared with in every call: tensors, write counts, adapters.
 
-        Writing through ``tensor.data`` is not counted by torch, and so not seen.
+        Torch does not count writes through ``tensor.data``, so they are not detected.
         """
         parts = self.parts
         return parts.ids, sum(map(_VERSION, parts.counted)), tuple(map(_adapter_state, parts.adapters))
 
     def describe(self) -> dict[str, Any]:
-        """What is written beside a cache: class, dtype, configuration, adapters, digest of the weights; plain JSON."""
+        """Return the fingerprint for a file: class, dtype, config, adapters, digest of the weights; plain JSON."""
         config = getattr(self._model, "config", None)
         return {
             "class": type(self._model).__name__,
@@ -121,9 +121,9 @@ class Identity:
         }
 
     def check(self, described: Mapping[str, Any]) -> None:
-        """Hold this model against what :meth:`describe` said of the one that filled a cache.
+        """Compare this model with the fingerprint that :meth:`describe` made.
 
-        Settings of the configuration that only one of the two knows are not compared, so that a cache outlives a
+        Settings of the configuration that only one of the two has are not compared, so that a cache stays valid with a
         new version of transformers.
 
         Raises:
@@ -152,11 +152,11 @@ class Identity:
 
 @dataclass(frozen=True)
 class GraphIdentity:
-    """Which module of the raw backend filled a cache; only the inputs of its graph are known.
+    """Fingerprint of a module of the raw backend; only the inputs of its graph are known.
 
     Attributes:
         weights: the first parameter, or the paths of the attention ops when there is none.
-        state: how often the parameters were written to.
+        state: write counts of the parameters.
     """
 
     weights: Tensor | tuple[str, ...]
@@ -164,24 +164,24 @@ class GraphIdentity:
 
     @classmethod
     def of(cls, inputs: Sequence[Any], paths: tuple[str, ...]) -> GraphIdentity:
-        """That of a graph which is called with ``inputs``."""
+        """Return the fingerprint of a graph that is called with ``inputs``."""
         parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
         counted = [tensor for tensor in parameters if not tensor.is_inference()]
         return cls(parameters[0] if parameters else paths, (sum(map(_VERSION, counted)),))
 
 
 Owner: TypeAlias = Identity | GraphIdentity
-"""By what a model is known in this process."""
+"""Fingerprint of a model in this process."""
 
 
 def reference(owner: Owner) -> Callable[[], Tensor | tuple[str, ...] | None]:
-    """What stands for an owner, not kept alive: None once it is gone."""
+    """Return a function that gives ``owner.weights``, or None after a weight was freed."""
     known = owner.weights
     return weakref.ref(known) if isinstance(known, Tensor) else lambda: known
 
 
 def weights_digest(model: nn.Module) -> str:
-    """SHA-256 over name, shape, dtype and about ``SAMPLES`` evenly spaced elements of each tensor of a checkpoint."""
+    """Return SHA-256 over name, shape, dtype and about ``SAMPLES`` elements of each checkpoint tensor."""
     found = hashlib.sha256()
     for name, tensor in _checkpoint(model):
         flat = tensor.detach().reshape(-1)
@@ -192,7 +192,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Settings that matter, nested ones with dotted names, their values as text."""
+    """Yield settings that matter, as text; nested ones have dotted names."""
     for name, value in config.items():
         if str(name).startswith("_") or name in _IRRELEVANT:
             continue
@@ -203,7 +203,7 @@ def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers with their names, tied ones once."""
+    """Yield parameters and persistent buffers with their names, tied ones once."""
     yield from model.named_parameters()
     known: set[int] = set()
     for path, module in model.named_modules():
@@ -214,7 +214,7 @@ def _checkpoint(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    """Whether a module is a layer of PEFT, told by its properties: PEFT need not be installed."""
+    """Return whether a module is a layer of PEFT, by its properties: PEFT need not be installed."""
     return isinstance(getattr(type(module), "active_adapters", None), property)
 
 

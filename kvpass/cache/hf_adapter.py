@@ -1,4 +1,4 @@
-"""What transformers asks of a cache: sizes, and rows picked by a search."""
+"""The part of the cache interface of transformers: sizes, and row selection for beam search."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvpass.errors import CacheMismatchError
 
 
 class CacheFace(Cache):
-    """A cache as ``generate`` knows it; its entries are a subclass's affair.
+    """The interface that ``generate`` uses; a subclass holds the entries.
 
     Attributes:
         columns: tokens seen, padding included. start: first real column of each row, int64 ``[B]``.
-        layout: where the sites' entries live; None before a prompt was prefilled.
+        layout: where each layer's entries are stored; None before prefill.
     """
 
     layers: list[Any]
@@ -26,7 +26,7 @@ class CacheFace(Cache):
     layout: Layout | None
 
     def _pick_rows(self, index: Tensor) -> None:
-        """Row i becomes what row ``index[i]`` was."""
+        """Replace row i by row ``index[i]``."""
         raise NotImplementedError
 
     @property
@@ -38,7 +38,7 @@ class CacheFace(Cache):
         return self.start.numel()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, padding columns included as in every transformers cache; never the number of kept entries."""
+        """Return the tokens seen, padding included as in transformers; not the kept entries."""
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = 0) -> int:
@@ -47,12 +47,12 @@ class CacheFace(Cache):
     get_max_cache_shape = get_max_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """What a model that builds a mask for this cache asks; the one that filled it builds none."""
+        """Raise: only a model that builds a mask for its cache calls this, and kvpass models build none."""
         raise self._elsewhere()
 
     @property
     def is_compileable(self) -> bool:
-        """False: kvpass has compiled the model itself; ``generate`` must not try to."""
+        """False: kvpass has compiled the model itself, so ``generate`` must not compile it."""
         return False
 
     @property
@@ -68,7 +68,7 @@ class CacheFace(Cache):
         return sum(group.geometry.layers for group in groups)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row ``beam_idx[i]`` was (beam search)."""
+        """Replace row i by row ``beam_idx[i]`` (beam search)."""
         self._pick_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -76,15 +76,15 @@ class CacheFace(Cache):
         self._pick_rows(torch.arange(self.batch_size, device=indices.device)[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times, neighbours."""
+        """Repeat every row ``repeats`` times, copies next to each other."""
         self._pick_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Not possible: the entries a shorter cache would need may be gone."""
+        """Raise: entries that a shorter cache needs may have been evicted."""
         raise NotImplementedError("a compressed cache cannot be cropped; assisted generation is not supported")
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """What an uncompiled model does with a cache."""
+        """Raise: only an uncompiled model calls this."""
         raise self._elsewhere()
 
     @staticmethod

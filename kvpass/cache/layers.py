@@ -1,4 +1,4 @@
-"""Pool and tails of the layers of one KV geometry: where the entries that a policy keeps live.
+"""Pool and tails of the layers of one KV geometry, which hold the kept entries.
 
 Legend: B batch, N prompt columns, L layers of this geometry, K KV heads, D head dim, E pool slots, C tail capacity.
 """
@@ -23,13 +23,13 @@ from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
 
 TAIL_STEP = 64
-"""Tails have room for a multiple of so many slots, beside the prompt's own."""
+"""Tails have room for a multiple of this number of slots, besides the prompt's."""
 MOST_SPARE = 1024
-"""A tail grows by half, so that there are few lengths for which a decode step is captured, or by so many slots."""
+"""A tail grows by half, but at most by this many slots. Few lengths mean few captures of a decode step."""
 
 
 class Store:
-    """Entries of the layers ``group.layers`` for one batch of sequences.
+    """KV entries of the layers ``group.layers`` for one batch of sequences.
 
     Made when a prompt begins, written by the prefill graph, then read and appended to by decode and extend graphs.
 
@@ -65,14 +65,14 @@ class Store:
 
     @property
     def saved(self) -> list[str]:
-        """Buffers that a file holds, and of which a search picks rows."""
+        """Names of buffers that are saved to files and row-selected in beam search."""
         return saved_buffers(evicts=self.evicts)
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
     @property
     def prefill_state(self) -> dict[str, Tensor]:
-        """The buffers the prefill graph writes."""
+        """Buffers that the prefill graph writes."""
         return {} if self._prefill is None else self._prefill._asdict()
 
     def begin_prefill(
@@ -106,7 +106,7 @@ class Store:
         self._prefill.entries.copy_(torch.tensor(entries))
 
     def finish_prefill(self) -> StoreRecord:
-        """Take over what the prefill graph left and drop the tables only the cascade needed."""
+        """Store the results of the prefill graph and drop tables that only the cascade needs."""
         prompt, g, n = self._prefill, self.geometry, self._columns
         assert prompt is not None
         self._prefill = None
@@ -136,17 +136,17 @@ class Store:
         )
 
     def _index_pool(self) -> None:
-        """Tables by which the kernels divide the pool among programs; the CPU and ``attend_evict`` need none."""
+        """Make the tables by which CUDA kernels divide the pool; the CPU and ``attend_evict`` need none."""
         if self.offsets.is_cuda and not self.evicts:
             self.tiles, self.tile_offsets = index_pool(self.offsets, self.geometry.kv_heads, self.pool_k.shape[1])
 
     @property
     def _tables(self) -> list[str]:
-        """Names of what :meth:`_index_pool` made."""
+        """Names of the tables that :meth:`_index_pool` made."""
         return [name for name in ("tiles", "tile_offsets") if hasattr(self, name)]
 
     def _begin_evicting(self, prompt: PrefillBuffers) -> None:
-        """Tables for a policy that evicts while decoding: who sits where, and how many entries each head may hold."""
+        """Make the tables for eviction while decoding: slots of entries, quota of each head."""
         columns = self._columns
         first = self._start.to(self.offsets.device)
         rule = self.policy.decode_rule()
@@ -164,12 +164,12 @@ class Store:
 
     @property
     def cached_state(self) -> dict[str, Tensor]:
-        """The buffers decode and extend graphs read, the tail being appended to in place."""
+        """Buffers that decode and extend graphs read; they append to the tail in place."""
         names = EvictBuffers._fields if self.evicts else AppendBuffers._fields
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def ensure_room(self, tokens: int) -> None:
-        """Grow the tail, by half or more, so that ``tokens`` more fit."""
+        """Grow the tail, if needed, so that ``tokens`` more fit."""
         old_capacity = self.tail_k.shape[3]
         needed = min(self.used + tokens, self._tail_bound) if self.evicts else self.used + tokens
         if needed <= old_capacity:
@@ -185,7 +185,7 @@ class Store:
             old: Tensor = getattr(self, name)
             grown[name] = old.new_empty(*old.shape[:3], capacity, old.shape[4])
             grown[name][:, :, :, :old_capacity] = old
-        vars(self).update(grown)  # all or none: memory may run out on the way
+        vars(self).update(grown)  # all or none, since an allocation may fail
 
     def advance(self, tokens: int) -> None:
         """Count tokens whose rows a graph has appended to the tail."""
@@ -195,7 +195,7 @@ class Store:
             self.next_position.add_(tokens)
 
     def clone(self) -> Store:
-        """An independent copy; what no call ever writes is shared."""
+        """Return an independent copy; buffers that no call writes are shared."""
         twin = copy.copy(self)
         phase = "evict" if self.evicts else "append"
         counters = {name for name, buffer in BUFFERS.items() if buffer.counter}
@@ -204,13 +204,13 @@ class Store:
         return twin
 
     def with_rows(self, index: Tensor) -> Store:
-        """A store whose row i is row ``index[i]`` of this one."""
+        """Return a store whose row i is row ``index[i]`` of this one."""
         tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self.saved}
         picked = {name: x.index_select(BUFFERS[name].row_dim, index.to(x.device)) for name, x in tensors.items()}
         return self.holding(picked, self.used)
 
     def holding(self, tensors: Mapping[str, Tensor], used: int) -> Store:
-        """A store of the same layers that holds other entries.
+        """Return a store of the same layers with other entries.
 
         Args:
             tensors: one for each name in ``saved``. used: tail slots in use.
@@ -226,11 +226,11 @@ class Store:
 
     @property
     def facts(self) -> StoreFacts:
-        """What :meth:`restore` needs beside the tensors."""
+        """What :meth:`restore` needs besides the tensors."""
         return StoreFacts(used=self.used, tail_bound=self._tail_bound)
 
     def compact_tensors(self) -> dict[str, Tensor]:
-        """Everything the store holds, without the capacity nobody uses, zeros in every slot without an entry."""
+        """Return the store's tensors without unused capacity, zeros in slots without an entry."""
         tensors = {name: getattr(self, name) for name in self.saved}
         count = self.offsets[:, -1].long()
         held = max(2, int(count.max()))
@@ -249,13 +249,13 @@ class Store:
 
     @classmethod
     def restore(cls, group: LayerGroup, policy: Policy, tensors: Mapping[str, Tensor], facts: StoreFacts) -> Store:
-        """The store whose :meth:`compact_tensors` and :attr:`facts` these are; nothing is checked."""
+        """Return the store of these :meth:`compact_tensors` and :attr:`facts`; nothing is checked."""
         store = cls(group, policy)
         store._tail_bound = facts.tail_bound
         return store.holding(tensors, facts.used)
 
     def to(self, device: torch.device) -> Store:
-        """A copy on another device."""
+        """Return a copy on another device."""
         twin = copy.copy(self)
         for name in (*self.saved, "tail_used"):
             setattr(twin, name, getattr(self, name).to(device, copy=True))
@@ -273,7 +273,7 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes the storages occupy: spare slots, tail capacity, positions and all tables included."""
+        """Bytes of the storages: spare slots, tail capacity, positions and all tables included."""
         names = (*self.saved, *self._tables)
         return sum(getattr(self, name).untyped_storage().nbytes() for name in names)
 
@@ -291,7 +291,7 @@ class Store:
         return self.offsets.diff(dim=1).long().view(-1, g.layers, g.kv_heads)
 
     def positions(self, seen: Tensor) -> Tensor:
-        """True positions of the entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``.
+        """Return true positions of the entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``.
 
         Args:
             seen: real tokens seen of each row, int64 ``[B]``.

@@ -1,4 +1,4 @@
-"""What a cache file says beside its tensors: one description by which it is written and read."""
+"""The metadata of a cache file, used to write and to read it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from kvpass.config import MAX_ENTRIES, Budget, Layout
 
 MOST_COLUMNS = 1 << 26
-"""No file says that its cache has seen more: a mask over the columns must fit in memory."""
+"""Most columns in a file: a mask over the columns must fit in memory."""
 MOST_SLOTS = 2 * MAX_ENTRIES
-"""No tail needs more: a head that decoding evicts from holds its budget and a window."""
+"""Most slots of a tail: a head that decoding evicts from holds its budget and a window."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreFacts:
-    """Of a store: tail slots in use, and slots that a tail never needs more of (0 where decoding does not evict)."""
+    """Of a store: tail slots in use, and the most slots a tail needs (0 where decoding does not evict)."""
 
     used: int
     tail_bound: int
@@ -23,14 +23,14 @@ class StoreFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMetadata:
-    """The JSON metadata of a file of format 1, in the words of :class:`kvpass.cache.cache.CompressedCache`.
+    """JSON metadata of a file of format 1; names as in :class:`kvpass.cache.cache.CompressedCache`.
 
-    The numbers are checked among themselves here; :mod:`kvpass.cache.check_saved` compares the tensors with them.
+    The numbers are checked for consistency here; :mod:`kvpass.cache.check_saved` checks the tensors.
 
     Attributes:
-        model: of the model that filled the cache, read by :class:`kvpass.cache.fingerprint.Identity` only.
-        policy: its ``spec``. entries: budget of each row in entries. seen_columns: ``columns`` and what was added to
-            the prompt on the left. stores: of the groups in ``layout.pools``. notes: the user's.
+        model: fingerprint of the model that filled the cache, see :class:`kvpass.cache.fingerprint.Identity`.
+        policy: its ``spec``. entries: budget of each row in entries. seen_columns: ``columns`` plus those added to the
+            prompt on the left. stores: of the groups in ``layout.pools``. notes: the user's.
     Raises:
         ValueError: the numbers contradict each other.
     """
@@ -62,7 +62,7 @@ class CacheMetadata:
             raise ValueError(f"entries={list(self.entries)}: must be {least} to {most} of each row")
 
     def _bounds_of_entries(self) -> tuple[int, int]:
-        """Smallest and largest budget of a row; prompts are no longer than what was seen."""
+        """Return the smallest and largest budget of a row; prompts are no longer than ``columns``."""
         if self.budget is None or not self.layout.pools:
             return 1, self.columns
         most = self.budget.entries(self.columns, self.layout.token_bytes)

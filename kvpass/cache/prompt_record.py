@@ -1,4 +1,4 @@
-"""What was kept of a prompt, and its layers put in one order.
+"""Records of what was kept of a prompt; layers in one order.
 
 Legend: B batch, L layers, K KV heads, E pool slots.
 """
@@ -23,7 +23,8 @@ class StoreRecord:
         group: the layers and their geometry. kept: pool entries, int64 ``[B, L, K]``.
         mass: share of the window queries' attention that kept entries and window hold, fp32 ``[B, L, K]``.
         weights: layer weights of the policy, fp64 ``[B, L]`` (zeros for fixed layer splits).
-        positions: true positions of the pool's entries, int32 ``[B, E]``; offsets int32 ``[B, L*K + 1]`` cut it.
+        positions: true positions of the pool's entries, int32 ``[B, E]``.
+        offsets: bounds of the pool's segments, int32 ``[B, L*K + 1]``.
     """
 
     group: LayerGroup
@@ -36,7 +37,7 @@ class StoreRecord:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PromptRecord:
-    """What was kept of the last prompt: the facts ``model.report()`` prints.
+    """What was kept of the last prompt, as printed by ``model.report()``.
 
     Attributes:
         start: first real column, int64 ``[B]``. columns: N.
@@ -44,7 +45,7 @@ class PromptRecord:
         window: window tokens of each row, int64 ``[B]``.
         stores: one record per KV geometry of the layers that share the budget.
         rings: layers with a sliding window, which are outside the budget.
-        nbytes: bytes the cache really occupied after the prompt, rings included. ring_nbytes: the rings alone.
+        nbytes: bytes of the cache after the prompt, rings included. ring_nbytes: the rings alone.
     """
 
     start: Tensor
@@ -57,17 +58,17 @@ class PromptRecord:
     ring_nbytes: int
 
     def lengths(self, store: StoreRecord) -> Tensor:
-        """Entries that the layers of a store kept, window included, int64 ``[B, L, K]``."""
+        """Return the entries that a store's layers kept, window included, int64 ``[B, L, K]``."""
         return store.kept + self.window[:, None, None]
 
 
 def layer_ids(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
-    """Index, among all attention sites of the model, of each layer of the groups, ascending."""
+    """Return the groups' layers as indices among all attention ops of the model, ascending."""
     return tuple(sorted(layer for group in groups for layer in group.layers))
 
 
 def by_layer(groups: Sequence[LayerGroup], parts: Sequence[Tensor], fill: float, empty: tuple[int, ...]) -> Tensor:
-    """Tensors ``[B, L_i, ...]`` of several groups as one, layers as in :func:`layer_ids`, smaller ones filled up.
+    """Join tensors ``[B, L_i, ...]`` of several groups, layers as in :func:`layer_ids`, padded with ``fill``.
 
     Args:
         empty: shape of the result when there are no groups: all layers have sliding windows.

@@ -1,4 +1,4 @@
-"""One turn on a store that is compressed again: what the extend graph must say of it, and the store that is left.
+"""Recompression of a store after an extend: buffers for the extend graph, and the new store.
 
 Legend: B batch, L layers of this geometry, K KV heads, S slots of the longest head, its entries in ascending position.
 """
@@ -17,13 +17,13 @@ from kvpass.ops.slots import EMPTY
 
 
 class Turn:
-    """What the queries of one turn see of the entries held, the new tokens included.
+    """Recompression of one store, scored by the queries of one extend.
 
     Args:
-        store: has room for the turn's tokens. window: newest tokens of each row that will be kept, int64 ``[B]``,
-            ``NOT_DUE`` for rows left as they are.
+        store: has room for the new tokens. window: newest tokens of each row that will be kept, int64 ``[B]``,
+            ``NOT_DUE`` for rows that do not change.
     Attributes:
-        buffers: what the extend graph writes, beside the buffers of the store.
+        buffers: written by the extend graph, besides the buffers of the store.
     """
 
     def __init__(self, store: Store, window: Tensor) -> None:
@@ -43,11 +43,11 @@ class Turn:
         )
 
     def finish(self, entries: Tensor, seen: Tensor) -> tuple[Store, StoreRecord]:
-        """A store of what stays after the turn, in buffers of its own, and the record of it.
+        """Return a store of the kept entries, in buffers of its own, and its record.
 
         Args:
             entries: evictable entries per KV head per layer on average, int64 ``[B]``.
-            seen: real tokens seen of each row, the turn's included, int64 ``[B]``.
+            seen: real tokens seen of each row, new ones included, int64 ``[B]``.
         """
         store = self.store
         scores, masses, ledger, window = self.buffers
@@ -70,10 +70,11 @@ class Turn:
         )
 
     def _move(self, stay: Tensor, due: Tensor, tails: Tensor, offsets: Tensor, seen: Tensor) -> Store:
-        """A store of what stays (bool ``[B, L, K, S]``) of rows that are due, and of all entries of the others.
+        """Return a store of the kept entries; rows that are not due keep all.
 
         Args:
-            tails: tokens of each row that go into the new tail, int64 ``[B]``. offsets: of the new pool.
+            stay: keep mask, bool ``[B, L, K, S]``. offsets: of the new pool.
+            tails: tokens of each row that go into the new tail, int64 ``[B]``.
         """
         store, used = self.store, int(tails.max())
         slots = max(2, int(offsets[:, -1].max()))
@@ -93,7 +94,7 @@ class Turn:
         return store.holding(tensors, used)
 
     def _move_row(self, tensors: dict[str, Tensor], row: int, stay: Tensor | None, seen: int) -> None:
-        """Copy one row's pool, or (``stay`` bool ``[L*K, S]``) what stays of pool and tail, into the new pool."""
+        """Copy one row's pool to the new pool; with a keep mask ``stay`` (bool ``[L*K, S]``), also from the tail."""
         store = self.store
         first = int(store.tail_start[row])
         appended = torch.arange(first, store.used, device=store.offsets.device) + (seen - store.used)

@@ -1,4 +1,4 @@
-"""Write or replace a file as one step: a draft in the same folder, renamed when it is complete."""
+"""Replace a file atomically: write a draft in the same folder, rename it when complete."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 PRIVATE = 0o600
-"""Permissions of a draft, and of a file that replaces none: only its owner may read it."""
+"""Permissions of a draft and of a new file: only its owner may read it."""
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write to, which is found at ``path`` once the block ends; if the block raises, nothing has changed.
+    """Yield a file to write, which replaces ``path`` after the block; if the block raises, nothing changes.
 
-    A symbolic link stays one, and its target is written. Permissions of a replaced file are kept, its owner too where
-    the system allows it. A process that is killed leaves a draft; the next call in the folder removes it.
+    A symbolic link stays, and its target is written. A replaced file keeps its permissions, and its owner where the
+    system allows it. A process that is killed leaves a draft; the next call in the folder removes it.
 
     Raises:
-        OSError: there is no such folder, it cannot be written to, it is full, or ``path`` is no regular file.
+        OSError: the folder does not exist, cannot be written or is full, or ``path`` is no regular file.
     """
     try:
         target, old = _target(path)
@@ -42,12 +42,12 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
                 os.replace(draft, target)
         finally:
             draft.unlink(missing_ok=True)
-    except OSError as error:  # a write names no file, and nobody knows the draft
+    except OSError as error:  # errors of writes name no file, and users do not know the draft
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _target(path: str | Path) -> tuple[Path, os.stat_result | None]:
-    """Where symbolic links lead, and the file that is there; None for a new one."""
+    """Return the path behind symbolic links, and the stat of its file; None for a new one."""
     try:
         target = os.path.realpath(path, strict=True)
     except FileNotFoundError:
@@ -61,11 +61,11 @@ def _target(path: str | Path) -> tuple[Path, os.stat_result | None]:
 
 
 def _open_draft(folder: Path) -> tuple[Path, int]:
-    """A new file that nobody else has, locked as long as it is open. Its name is short, whatever the target's is."""
+    """Create a file with a short name, whatever the target's is; it is locked while open."""
     while True:
         draft = folder / f".kvpass-{secrets.token_hex(8)}.draft"
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
-        with suppress(OSError):  # a file system without locks: nobody can take the draft for a stale one there
+        with suppress(OSError):  # without locks in the file system, no process removes drafts
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if draft.exists():
             return draft, descriptor
@@ -73,7 +73,7 @@ def _open_draft(folder: Path) -> tuple[Path, int]:
 
 
 def _remove_stale_drafts(folder: Path) -> None:
-    """Remove the drafts of processes that are gone: a lock goes with its process."""
+    """Remove drafts of processes that have ended: a lock ends with its process."""
     for draft in folder.glob(".kvpass-*.draft"):
         with suppress(OSError):  # locked, renamed meanwhile, or of another user
             descriptor = os.open(draft, os.O_RDONLY | os.O_NONBLOCK)

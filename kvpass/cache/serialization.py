@@ -1,8 +1,8 @@
-"""Tensors and JSON metadata in one safetensors file that notices any damage.
+"""Tensors and JSON metadata in one safetensors file with a checksum of every byte.
 
-The header's metadata has two entries: ``kvpass``, a JSON text, and ``sha256``, the digest of the whole file as it reads
-with 64 zeros in the digest's place. So every byte is covered, the header's included. A file is read and written as one
-piece of memory: what is read are the bytes that were checked, also when the file is replaced meanwhile.
+The header's metadata has two entries: ``kvpass``, a JSON text, and ``sha256``, the digest of the whole file with 64
+zeros in place of the digest. So the header is covered too. A file is read and written as a whole: the bytes that are
+checked are the bytes that are loaded, also when the file is replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpass.errors import CacheFileError
 T = TypeVar("T")
 
 FORMAT = 1
-"""Version of what the metadata and the tensors mean; a reader refuses newer ones."""
+"""Version of metadata and tensors; a reader raises on newer ones."""
 
 _MARK = b'"sha256":"'
 _BLANK = b"0" * 64
@@ -31,13 +31,13 @@ _LENGTH_BYTES = 8
 
 
 def write_cache_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write, or replace as one step: nobody ever sees half a file. A new one is readable by its owner only.
+    """Write or replace a file atomically. A new file is readable by its owner only.
 
     Args:
-        tensors: by name, each with a storage of its own. metadata: anything JSON can say.
+        tensors: by name, each with a storage of its own. metadata: anything JSON can represent.
     Raises:
-        ValueError: the metadata is more than JSON can say.
-        OSError: the file cannot be written; one that was there is as before.
+        ValueError: JSON cannot represent the metadata.
+        OSError: the file cannot be written; an existing file is unchanged.
     """
     text = _to_json({"format": FORMAT, **metadata})
     parts = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -50,7 +50,7 @@ def write_cache_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: 
 
 
 def read_cache_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Metadata and tensors of a file, all of whose bytes were found undamaged; the tensors are on the CPU.
+    """Read metadata and tensors of a file and verify its checksum; the tensors are on the CPU.
 
     Raises:
         CacheFileError: not a cache of kvpass, damaged, or written by a newer kvpass.
@@ -83,12 +83,12 @@ def read_cache_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
 
 
 def typed(found: object, kind: type[T], path: str | Path) -> T:
-    """What was read from JSON as a value of the type, dataclasses and their checks included.
+    """Convert a value read from JSON to a type, dataclasses and their checks included.
 
     Raises:
-        CacheFileError: it is none; the message says where it differs.
+        CacheFileError: it does not fit the type; the message says where.
     """
-    import msgspec  # only who reads a file needs it
+    import msgspec  # needed only to read a file
 
     try:
         return msgspec.convert(found, kind)
@@ -109,7 +109,6 @@ def _check_format(metadata: Mapping[str, Any], path: Path) -> None:
 
 
 def _header_of(content: memoryview, path: Path) -> bytes:
-    """The JSON header."""
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     if not 0 < length <= len(content) - _LENGTH_BYTES:
         raise CacheFileError(path, f"is no cache file, or is damaged or truncated: {len(content)} bytes")
@@ -117,7 +116,7 @@ def _header_of(content: memoryview, path: Path) -> bytes:
 
 
 def _described(header: bytes, size: int, path: Path) -> dict[str, Any]:
-    """What the header says; the file's size is held against what it promises."""
+    """Parse the header and compare the file's size with it."""
     try:
         described = _from_json(header)
         ends = [entry["data_offsets"][1] for name, entry in described.items() if name != "__metadata__"]
@@ -135,15 +134,14 @@ def _to_json(value: object) -> str:
 
 
 def _from_json(text: bytes) -> dict[str, Any]:
-    """A JSON object that says everything once.
+    """Parse a JSON object without duplicate names.
 
     Raises:
-        ValueError: a name stands twice in an object, a number is NaN or infinite, a text is no Unicode, or this is no
-            JSON object.
+        ValueError: a duplicate name, a number that is NaN or infinite, text that is no Unicode, or no JSON object.
         RecursionError: lists or objects are nested too deep.
     """
     found = json.loads(text.decode(), object_pairs_hook=_once)
-    _to_json(found).encode()  # finds numbers and texts that JSON has no words for, but Python reads
+    _to_json(found).encode()  # raises for numbers and texts that Python reads but JSON cannot represent
     if not isinstance(found, dict):
         raise ValueError("no JSON object")
     return found
@@ -157,7 +155,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _digest_place(header: bytes, path: Path) -> int:
-    """Where in the file the digest stands."""
+    """Return the offset of the digest in the file."""
     if header.count(_MARK) != 1:
         raise CacheFileError(path, "is no cache file of kvpass, or is damaged: its header states no checksum")
     return _LENGTH_BYTES + header.index(_MARK) + len(_MARK)

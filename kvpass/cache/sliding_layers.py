@@ -1,4 +1,4 @@
-"""Rings of the layers with a sliding window: bounded by nature, outside the budget.
+"""Ring buffers of the layers with a sliding window; their size is fixed and outside the budget.
 
 Legend: B batch, L layers of this geometry and window, K KV heads, D head dim, R ring slots (the sliding window).
 """
@@ -16,7 +16,7 @@ from kvpass.operands import BUFFERS, RingBuffers
 
 
 class Ring:
-    """The last ``sliding_window`` columns of some layers; column c sits in slot ``c % R``.
+    """The last ``sliding_window`` columns of some layers; column c is in slot ``c % R``.
 
     Args:
         group: the layers, their geometry and window. rows: B.
@@ -35,28 +35,28 @@ class Ring:
 
     @classmethod
     def restore(cls, group: LayerGroup, tensors: Mapping[str, Tensor]) -> Ring:
-        """The ring whose :attr:`state` this is; nothing is checked."""
+        """Return the ring buffer with this :attr:`state`; nothing is checked."""
         ring = cls(group, 0, tensors["ring_k"].dtype, tensors["ring_k"].device)
         ring.ring_k, ring.ring_v = tensors["ring_k"], tensors["ring_v"]
         return ring
 
     def to(self, device: torch.device) -> Ring:
-        """A copy on another device."""
+        """Return a copy on another device."""
         return Ring.restore(self.group, {name: tensor.to(device, copy=True) for name, tensor in self.state.items()})
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """The buffers every graph reads and writes."""
+        """Buffers that every graph reads and writes."""
         return {"ring_k": self.ring_k, "ring_v": self.ring_v}
 
     def clone(self) -> Ring:
-        """An independent copy."""
+        """Return an independent copy."""
         twin = copy.copy(self)
         twin.ring_k, twin.ring_v = self.ring_k.clone(), self.ring_v.clone()
         return twin
 
     def with_rows(self, index: Tensor) -> Ring:
-        """A ring whose row i is row ``index[i]`` of this one."""
+        """Return a ring buffer whose row i is row ``index[i]`` of this one."""
         twin = copy.copy(self)
         index = index.to(self.ring_k.device)
         twin.ring_k, twin.ring_v = self.ring_k.index_select(1, index), self.ring_v.index_select(1, index)
@@ -69,5 +69,5 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """Bytes the storages occupy."""
+        """Bytes of the storages."""
         return self.ring_k.untyped_storage().nbytes() + self.ring_v.untyped_storage().nbytes()

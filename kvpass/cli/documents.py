@@ -1,4 +1,4 @@
-"""Compress a document once, ask it questions later: what the commands ``compress`` and ``ask`` do."""
+"""Compressed documents, for the commands ``compress`` and ``ask``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from kvpass.policies import Policy, from_spec, resolve_budget
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A compressed text and the model that can be asked about it.
+    """A compressed text and the model that answers questions about it.
 
     Attributes:
-        model: from ``kvpass.compile``. cache: the text; questions leave it as it is.
+        model: from ``kvpass.compile``. cache: of the text; questions do not change it.
     """
 
     model: Any
@@ -50,7 +50,7 @@ class Document:
         """Compress a text before any question is known.
 
         Args:
-            model: ``builtin``, or a folder or hub name. options: of the policy. dtype: as ``kvpass eval`` has it.
+            model: ``builtin``, or a folder or hub name. options: of the policy. dtype: as in ``kvpass eval``.
         Raises:
             ValueError: the text is empty, or an argument does not fit.
         """
@@ -69,11 +69,11 @@ class Document:
     def load(
         cls, path: str | Path, *, model: str | None = None, device: str = "cpu", backend: Compiler = "inductor"
     ) -> Document:
-        """What :meth:`save` wrote; policy, options and budget come from the file.
+        """Load what :meth:`save` wrote; policy, options and budget come from the file.
 
         Args:
             model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin`` or a local folder:
-                a file does not decide what is downloaded.
+                a file must not cause a download.
         Raises:
             ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and
                 the file names another.
@@ -89,7 +89,7 @@ class Document:
         return cls(fast, tokenizer, cache, {"model": named, "dtype": dtype})
 
     def ask(self, question: str, *, new_tokens: int = 64) -> str:
-        """The model's continuation, greedily, of the text followed by the question.
+        """Return the model's greedy continuation of the text followed by the question.
 
         Raises:
             ValueError: the question is empty, or ``new_tokens`` below 1.
@@ -113,10 +113,10 @@ class Document:
 
 
 def _trusted(path: str | Path, name: str) -> str:
-    """A model's name out of a file, which may be a stranger's, where loading it fetches nothing.
+    """Return a model name from an untrusted file if loading it downloads nothing.
 
     Raises:
-        CacheFileError: it is another.
+        CacheFileError: it would be downloaded.
     """
     if name == "builtin" or os.path.isdir(name):
         return name
@@ -128,7 +128,7 @@ def _trusted(path: str | Path, name: str) -> str:
 
 
 def _policy_of(path: str | Path, metadata: CacheMetadata) -> Policy:
-    """The policy that a file names, held against the budget.
+    """Return the policy that a file names, checked against the budget.
 
     Raises:
         CacheFileError: this kvpass has none of that name and options.

@@ -25,11 +25,11 @@ app = typer.Typer(
 
 @contextmanager
 def _bad_values() -> Iterator[None]:
-    """A ``ValueError`` about what the user asked for, or a file that cannot be used: one line and exit code 2."""
+    """Turn ``ValueError`` and ``OSError`` about user input into one line and exit code 2."""
     try:
         yield
     except (ValueError, OSError) as error:
-        # a message may quote a stranger's file: no character of it moves the cursor or changes a colour
+        # a message may quote an untrusted file: escape characters that control the terminal
         line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(error))
         typer.echo(f"error: {line}", err=True)
         raise typer.Exit(2) from None
@@ -60,7 +60,7 @@ def demo(
     ),
     backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
 ) -> None:
-    """Hide facts in a long text and ask the built-in model for them, with full and with compressed caches."""
+    """Hide facts in a long text and ask the built-in model for them, with full and compressed caches."""
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.experiments.demo import Demo, DemoSettings
 
@@ -111,7 +111,7 @@ def bench(
     ),
     plots: Annotated[Path | None, typer.Option(help="Folder for pictures of time and memory against context.")] = None,
 ) -> None:
-    """Time prefill and decode of kvpass beside other caches at equal bytes, on random weights."""
+    """Time prefill and decode of kvpass and other caches at equal bytes, on random weights."""
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.bench.report import plot, tables
     from kvpass.eval.bench.run import Bench, BenchSettings
@@ -184,7 +184,7 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")] = "auto",
     device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
 ) -> None:
-    """Score tasks under policies and budgets, sample by sample; an interrupted run goes on where it stopped."""
+    """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.eval.records import rich_table
@@ -358,12 +358,12 @@ def policies() -> None:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """What stands between commas."""
+    """Split a text at commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """Whole numbers that stand between commas."""
+    """Split a text at commas into ints."""
     try:
         return tuple(int(name) for name in _names(text))
     except ValueError:
@@ -371,7 +371,6 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _text(path: Path) -> str:
-    """A text file's contents."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:

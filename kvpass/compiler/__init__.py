@@ -1,1 +1,1 @@
-"""From a captured graph to compiled callables, and how a call runs on a cache."""
+"""Compile captured graphs, and run calls on a cache."""

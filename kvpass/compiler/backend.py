@@ -1,8 +1,8 @@
 """The Dynamo backend: passes over the captured graph, then Inductor (or nothing, for debugging).
 
-One capture serves phases that differ only in the rewrite: *prefill* (empty cache), *extend* (several tokens against a
-cache) and *decode* (one token). The compiled graph takes the state of the cache as extra inputs, from the cache of the
-call it is run for, so calls on different caches never mix.
+One capture is rewritten for several phases: *prefill* (empty cache), *extend* (several tokens against a cache) and
+*decode* (one token). The compiled graph takes the state of the call's cache as extra inputs, so calls on different
+caches never mix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.operands import dynamic_dims
 
 MAX_CAPTURED_TOKENS = 8
-"""Longest extension captured as a CUDA graph: drafts to verify, not the text of a turn."""
+"""Longest extension captured as a CUDA graph: draft tokens to verify, not a longer text."""
 
 Compiler = Literal["inductor", "eager"]
 Runner = Callable[..., Any]
@@ -47,11 +47,11 @@ Runner = Callable[..., Any]
 COMPILERS: tuple[Compiler, ...] = ("inductor", "eager")
 
 INDUCTOR_CONFIG = {"triton.decompose_sort_ops": True} if hasattr(inductor_config.triton, "decompose_sort_ops") else {}
-"""Sorting (in MoE routers) with 16-bit indices would compile short and long prompts separately."""
+"""Otherwise sorting with 16-bit indices (in MoE routers) would compile short and long prompts separately."""
 
 
 def check_compiler(option: str, name: str) -> Compiler:
-    """The compiler of that name, given by the user as ``option``.
+    """Return the compiler of that name, given by the user as ``option``.
 
     Raises:
         ValueError: there is none.
@@ -64,7 +64,7 @@ def check_compiler(option: str, name: str) -> Compiler:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileRecord:
-    """One compiled graph: spec of its policy, phase, batch size, sites, layout of entries, seconds, what passes did."""
+    """One compiled graph: spec of its policy, phase, batch size, attention ops, layout, seconds, pass records."""
 
     policy: str
     phase: Phase
@@ -78,7 +78,7 @@ class CompileRecord:
 
 @dataclass(frozen=True)
 class CanonicalGraph:
-    """A captured graph with canonical sites, and what the passes that found them did."""
+    """A captured graph with ``kvpass::site`` nodes, and the records of the passes that made them."""
 
     gm: GraphModule
     passes: Sequence[PassRecord]
@@ -86,7 +86,7 @@ class CanonicalGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseCompiler:
-    """Turns a captured graph into a callable of one phase that reads and writes the cache of a call.
+    """Compiles a captured graph for one phase, to use the cache of a call.
 
     Attributes:
         compiler: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is.
@@ -101,16 +101,18 @@ class PhaseCompiler:
     records: list[CompileRecord] = field(default_factory=list)
 
     def canonicalize(self, captured: GraphModule) -> CanonicalGraph:
-        """A copy of a Dynamo graph whose attention calls are canonical sites, all of them understood.
+        """Return a copy of a Dynamo graph in which every attention call is a ``kvpass::site``.
 
         Raises:
-            UnsupportedAttentionError: an attention call is not.
+            UnsupportedAttentionError: an attention call is unsupported.
         """
         gm = copy_graph(captured)
         return CanonicalGraph(gm, run_passes(gm, capture_passes(self.layers), label=f"capture.{len(self.records)}"))
 
     def compile(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> Runner:
-        """Rewrite a copy of the graph for calls like ``call`` and compile it, in the Dynamo trace that captured it.
+        """Rewrite a copy of the graph for calls like ``call`` and compile it.
+
+        Must run in the Dynamo trace that captured the graph.
 
         Args:
             inputs: of the captured graph, fake; the state of the cache follows them.

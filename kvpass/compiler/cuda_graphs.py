@@ -1,11 +1,11 @@
-"""CUDA graphs of a decode step: captured once per cache buffers and input shapes, replayed for every further token.
+"""CUDA graphs of a decode step: captured once per cache buffers and input shapes, then replayed.
 
-A graph reads and writes fixed addresses. Those of the cache and of what the module holds are part of its key, so it is
-replayed only for the very memory it was captured with; a longer tail or another cache means another key. Other inputs
-(ids, positions) are copied into buffers of the graph's own.
+A graph reads and writes fixed addresses. Addresses of the cache and of the module's tensors are part of its key, so it
+is replayed only for the memory it was captured with; a longer tail or another cache means another key. Other inputs
+(ids, positions) are copied into buffers of the graph.
 
-Captures of one phase share memory for what they compute on the way, so one thread at a time captures, or replays and
-takes its answer away. Threads that decode on streams of their own must not share a compiled model.
+Captures of one phase share memory for intermediate results, so only one thread at a time captures, or replays and
+copies the outputs. Threads that decode on streams of their own must not share a compiled model.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 8
-"""Captured graphs kept per compiled phase; the one not replayed for longest goes first."""
+"""Captured graphs kept per compiled phase; the least recently replayed is dropped first."""
 MAX_SEEN = 64
-"""Keys remembered per compiled phase that ran once to the end and are captured when they come again."""
+"""Keys kept per compiled phase that ran once; they are captured when they come again."""
 
 _LOCK = threading.Lock()
 
@@ -33,11 +33,11 @@ Step = Callable[..., Sequence[Any]]
 
 
 class CaptureError(RuntimeError):
-    """A decode step could not be captured as a CUDA graph; ``cuda_graphs=False`` runs it launch by launch."""
+    """A decode step could not be captured as a CUDA graph; compile with ``cuda_graphs=False``."""
 
 
 class Recording(Protocol):
-    """Something captured that can be run again on the same addresses."""
+    """A capture that can be replayed on the same addresses."""
 
     def replay(self) -> None: ...
 
@@ -47,11 +47,11 @@ Recorder = Callable[[Callable[[], None]], Recording]
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-"""Where a device records: one stream each, because cuBLAS keeps a workspace for every stream that it has worked on."""
+"""One capture stream per device, because cuBLAS keeps a workspace for every stream used."""
 
 
 class CudaRecorder:
-    """Records what is launched on ``device`` with ``torch.cuda.graph``; all recordings share one memory pool."""
+    """Records launches on ``device`` with ``torch.cuda.graph``; all recordings share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -62,14 +62,14 @@ class CudaRecorder:
     def __call__(self, function: Callable[[], None]) -> Recording:
         graph = torch.cuda.CUDAGraph()
         try:
-            # the outer context gives device and stream back also where the inner one cannot end its capture
+            # the outer context restores device and stream even if the inner one cannot end its capture
             with (
                 torch.cuda.stream(self.stream),
                 torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 function()
         except RuntimeError as error:
-            for cause in (error, error.__context__):  # ending a capture that broke off may raise in its turn
+            for cause in (error, error.__context__):  # ending a failed capture may raise too
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
             raise CaptureError(
@@ -79,14 +79,14 @@ class CudaRecorder:
 
 
 class GraphedStep:
-    """Runs ``step(*inputs, *state)`` as it is once per key, to warm up, then captures it and replays the capture.
+    """Runs ``step(*inputs, *state)`` once per key to warm up, then captures and replays it.
 
-    Every call runs the step once: capturing runs nothing, and the capture is then replayed.
+    Every call runs the step once: a capture runs nothing and is then replayed.
 
     Args:
         step: a compiled graph; returns tensors. record: captures launches.
-        device: where it records. The value of an input elsewhere would be part of a capture: such a step is never one.
-        held: places of the inputs that the module holds (parameters, buffers): they are read where they are.
+        device: of the recording. Inputs on other devices would be constants in a capture: such a step is not captured.
+        held: indices of inputs that the module holds (parameters, buffers); they are not copied.
     """
 
     def __init__(self, step: Step, record: Recorder, device: torch.device, held: Collection[int]) -> None:
@@ -106,7 +106,7 @@ class GraphedStep:
                 return self._captured[key](inputs)
             if key in self._seen:
                 capture = _Capture(self._step, self._record, inputs, copied, state)
-                # never empties: the memory that captures share is not to be used again once the last of them is gone
+                # stays non-empty: the shared memory pool must not be used again after its last capture is freed
                 _remember(self._captured, key, capture, MAX_GRAPHS)
                 del self._seen[key]
                 log.info("captured a CUDA graph: %d in use", len(self._captured))
@@ -152,7 +152,7 @@ class _Capture:
 
 
 def _distinct(tensor: Tensor) -> Tensor:
-    """A view without the rows that an expanded dimension repeats."""
+    """Return a view without the rows that an expanded dimension repeats."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:
             tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
@@ -160,14 +160,14 @@ def _distinct(tensor: Tensor) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A copy of the same strides, expanded where the tensor is."""
+    """Return a copy with the same strides, expanded like the tensor."""
     distinct = _distinct(tensor)
     own = torch.empty_strided(distinct.shape, distinct.stride(), dtype=tensor.dtype, device=tensor.device)
     return own.copy_(distinct).expand(tensor.shape)
 
 
 def _key(inputs: Sequence[Any], copied: Sequence[bool], state: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a capture holds for: form and place of copied inputs, addresses of the others and of state, other values."""
+    """Return a capture's key: layout of copied inputs, addresses of other tensors and of state, other values."""
     given = [_mark(value, copy) for value, copy in zip(inputs, copied, strict=True)]
     return (*given, *((tensor.data_ptr(), tensor.shape) for tensor in state))
 

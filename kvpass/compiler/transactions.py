@@ -1,4 +1,4 @@
-"""A call on a cache: fill it with a prompt, or append to it; a call that fails leaves it as it was, or marks it."""
+"""Calls on a cache: prefill or append, with rollback on failure; else the cache is marked interrupted."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ Phase = Literal["prefill", "extend", "decode"]
 
 @dataclass
 class Call:
-    """What a graph is called for; an ``observed`` extension also collects what the turn's queries see.
+    """A call of a graph on a cache.
 
     Attributes:
-        has_begun: the graph of the call was started. Without that the decoder answered by itself, without the cache.
-        only_capture: the graph is to be captured and not run.
+        observed: the extension also computes recompression scores.
+        has_begun: the graph of the call was started. If not, the decoder ran without the cache.
+        only_capture: capture the graph and do not run it.
     """
 
     cache: CompressedCache
@@ -35,7 +36,7 @@ class Call:
     only_capture: bool = False
 
     def begin(self) -> None:
-        """Note that the graph starts; what it interrupts from here on may have overwritten entries of the cache."""
+        """Note that the graph starts; an interruption from here on may leave overwritten entries."""
         if self.has_begun:
             raise RuntimeError("two graphs ran in one call: a graph break cuts the decoder in two")
         self.has_begun = True
@@ -58,11 +59,11 @@ def prefill(
     run: Callable[[Call], R],
     extra: int = 0,
 ) -> R:
-    """Fill the cache with a prompt; whatever happens before the end leaves it empty.
+    """Fill the cache with a prompt; on any exception the cache is empty.
 
     Args:
         start: first real column of each row, int64 ``[B]`` on the CPU. columns: N, the first ``extra`` of them not
-            counted as seen. run: makes the graph of the call where there is none yet, and calls it.
+            counted as seen. run: captures the graph of the call if needed, and runs it.
     """
     try:
         cache.begin_prefill(start, columns, extra)
@@ -77,10 +78,12 @@ def prefill(
 
 
 def continued(cache: CompressedCache, rows: int, device: torch.device) -> CompressedCache:
-    """The cache that a call of ``rows`` rows on ``device`` appends to: this one, or a copy of a reusable one.
+    """Return the cache that a call appends to: this one, or a copy of a reusable one.
 
+    Args:
+        rows, device: of the call.
     Raises:
-        CacheMismatchError: the call does not fit, or an interrupted one has spoiled the cache.
+        CacheMismatchError: the call does not fit, or the cache is interrupted.
     """
     if cache.interrupted:
         raise CacheMismatchError(f"{cache!r}: a call on it was interrupted, its entries are lost; reset it")
@@ -97,13 +100,13 @@ def append(
     run: Callable[[Call], R],
     occasion: float = float("inf"),
 ) -> tuple[R, PromptRecord | None]:
-    """Append T tokens. A call that fails did not happen, or where entries were overwritten the cache is refused later.
+    """Append T tokens. A failed call is rolled back, or marks the cache interrupted if entries were overwritten.
 
     Args:
-        cache: from :func:`continued`. run: see :func:`prefill`; what it raises before the graph begins spoils nothing.
-        occasion: rows that then hold more than so many budgets are compressed again.
+        cache: from :func:`continued`. run: see :func:`prefill`; before the graph begins its errors change nothing.
+        occasion: recompression threshold; rows that then hold more than this many budgets are compressed.
     Returns:
-        what ``run`` returned, and the record of what was kept when all rows were compressed again.
+        what ``run`` returned, and the new record if all rows were compressed.
     """
     cache.ensure_room(tokens)
     record = None

@@ -1,1 +1,1 @@
-"""Where models come in: transformers, and modules of any make."""
+"""Frontends: transformers models, and any other PyTorch modules."""

@@ -1,4 +1,4 @@
-"""Models, and arguments of ``forward`` and ``generate``, that kvpass refuses, and why."""
+"""Raise for unsupported models and for unsupported arguments of ``forward`` and ``generate``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TAKEN = (
     "logits_to_keep",
     "return_dict",
 )
-"""Arguments of ``forward`` that a kvpass model takes."""
+"""Arguments that a kvpass model's ``forward`` takes."""
 
 _OF_FORWARD = {
     "inputs_embeds": "a kvpass model takes token ids: pass input_ids",
@@ -35,7 +35,7 @@ _OF_FORWARD = {
     **dict.fromkeys(_OUTPUTS, _ONLY_LOGITS),
     **dict.fromkeys(_OF_WHOLE_TEXT, "the model's class prepares every step from the whole text and knows no cache"),
 }
-"""Arguments of ``forward`` that are refused for a reason of their own."""
+"""Unsupported arguments of ``forward``, with a reason for each."""
 
 _ASSISTED = "a compressed cache cannot be cropped to the tokens that are accepted; use the uncompiled model"
 _OF_GENERATE = {
@@ -44,17 +44,17 @@ _OF_GENERATE = {
     "assistant_early_exit": _ASSISTED,
     "prefill_chunk_size": "a prompt is prefilled whole: what a chunk alone would keep is not its budget; leave it out",
 }
-"""Arguments of ``generate`` that are refused, and why."""
+"""Unsupported arguments of ``generate``, with a reason for each."""
 
 _FROM_PRETRAINED = "load it with transformers.AutoModelForCausalLM.from_pretrained"
 
 
 def check_model(model: object) -> None:
-    """Refuse what ``kvpass.compile`` cannot compile, as far as that shows without tracing.
+    """Raise for models that ``kvpass.compile`` does not support, as far as known without tracing.
 
     Raises:
-        ValueError: no model of transformers, in training mode, no decoder, or one that asks for more than logits.
-        UnsupportedAttentionError: its attention is known not to be supported.
+        ValueError: no model of transformers, in training mode, no decoder, or config asks for more than logits.
+        UnsupportedAttentionError: its attention is known to be unsupported.
     """
     if isinstance(model, str | Path):
         raise ValueError(f"model={str(model)!r} is a name: {_FROM_PRETRAINED}({str(model)!r}) and give what it returns")
@@ -94,7 +94,7 @@ def check_model(model: object) -> None:
 
 
 def check_ids(ids: object, device: torch.device | None = None) -> None:
-    """Refuse anything but token ids, int64 or int32 ``[B, T]``, on ``device`` if that is given.
+    """Check that ``ids`` are token ids, int64 or int32 ``[B, T]``, on ``device`` if given.
 
     Raises:
         ValueError: they are something else; the message says what to do.
@@ -116,7 +116,7 @@ def check_ids(ids: object, device: torch.device | None = None) -> None:
 
 
 def unsupported_argument(given: Mapping[str, Any]) -> str | None:
-    """The first of the arguments of ``forward`` that kvpass does not support; those that wish for nothing are not."""
+    """Return the first unsupported argument of ``forward``; arguments without effect do not count."""
     for name, value in given.items():
         harmless = value is None or name == "cache_position" or (name in _OUTPUTS and not value)
         if name not in _TAKEN and not harmless:
@@ -125,7 +125,7 @@ def unsupported_argument(given: Mapping[str, Any]) -> str | None:
 
 
 def check_forward(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of ``forward`` that kvpass does not support.
+    """Raise for unsupported arguments of ``forward``.
 
     Raises:
         ValueError: there is one; the message says what to do.
@@ -137,7 +137,7 @@ def check_forward(given: Mapping[str, Any]) -> None:
 
 
 def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
-    """Refuse arguments of ``generate`` that kvpass does not support.
+    """Raise for unsupported arguments of ``generate``.
 
     Args:
         kwargs: as given. given: the generation configuration that was given, or None. default: the model's own.

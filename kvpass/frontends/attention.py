@@ -1,8 +1,8 @@
-"""Attention calls that need not be found: ``kvpass.attention``, and the attention interface of transformers.
+"""Attention functions that emit ``kvpass::site``: ``kvpass.attention``, and one for transformers' attention interface.
 
-Both emit ``kvpass::site``. No mask function is registered under the interface's name: transformers then builds no mask
-and never reads gapped ``position_ids`` as packed sequences; left padding reaches the operators as a start column per
-row. A window is known only where the model passes it as an argument; a window in the mask alone raises an error.
+No mask function is registered for the interface. So transformers builds no mask and does not read gapped
+``position_ids`` as packed sequences; the operators get left padding as a start column per row. A sliding window must
+be an argument of the call: layers that have it only in the mask raise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HARMLESS = {
 
 _UNLIMITED = {"full_attention", "attention", "hybrid"}
 _SLIDING = {"sliding_attention", "hybrid_sliding"}
-"""Kinds of layers in ``config.layer_types``, the second where the window is passed as an argument."""
+"""Kinds of layers in ``config.layer_types``; those in ``_SLIDING`` pass the window as an argument."""
 
 
 def _refusal(
@@ -59,7 +59,7 @@ def _refusal(
 
 
 def _limited_by_mask(module: nn.Module, sliding_window: int | None) -> str | None:
-    """Why a layer may see less than all earlier tokens by a mask that transformers did not build here."""
+    """Return why a mask may hide earlier tokens from a layer; None if it does not."""
     config = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds and layer is not None else None
@@ -89,7 +89,7 @@ def kvpass_attention(
     is_causal: bool | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """One attention call of a transformers model as a canonical site.
+    """Emit ``kvpass::site`` for an attention call of a transformers model.
 
     Args:
         query: ``[B, H, T, D]``. key, value: ``[B, K, T, D]``, not repeated.
@@ -118,19 +118,19 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal self-attention for modules of your own: kvpass takes it as it is, nothing is found or proved.
+    """Causal self-attention for your own modules; kvpass uses this call without searching or proving.
 
     Inference only; without kvpass it computes the same in eager mode.
 
     Args:
         query: ``[B, H, T, D]``, RoPE applied. key: ``[B, K, T, D]``, value: ``[B, K, T, Dv]``; K divides H. One dtype.
-        scale: factor of the logits, ``D ** -0.5`` by default. sliding_window: token i sees token j only where
+        scale: factor of the logits, ``D ** -0.5`` by default. sliding_window: token i attends token j only if
             ``i - j < sliding_window``. softcap: logits become ``softcap * tanh(logits / softcap)``. sinks: ``[H]``, one
             more logit per query head, in the denominator only.
     Returns:
         ``[B, H, T, Dv]`` in the dtype of the query.
     Raises:
-        ValueError: shapes or dtypes do not go together, or the window is below 1.
+        ValueError: shapes or dtypes do not match, or the window is below 1.
     """
     shapes = [tuple(x.shape) for x in (query, key, value)]
     q, k, v = shapes

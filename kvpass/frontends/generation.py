@@ -1,4 +1,4 @@
-"""``kvpass.generate``: a minimal greedy loop for compiled modules that have no ``generate`` of their own."""
+"""``kvpass.generate``: a minimal greedy loop for compiled modules without a ``generate`` method."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def generate(
     attention_mask: Tensor | None = None,
     eos_token_id: int | None = None,
 ) -> Tensor:
-    """Greedy continuation of prompts by a module compiled with ``torch.compile(module, backend="kvpass")``.
+    """Generate greedily with a module compiled by ``torch.compile(module, backend="kvpass")``.
 
     Args:
         module: called as ``module(ids)``, or ``module(ids, positions)``; returns logits ``[B, T, vocabulary]``.
-        ids: prompts, int64 ``[B, N]``, left-padded if at all.
+        ids: prompts, int64 ``[B, N]``; padding only on the left.
         positions: pass true positions, int64 ``[B, T]``, as second argument.
         attention_mask: ``[B, N]``, zeros before the real tokens; needs ``positions``.
-        eos_token_id: a row that said it says nothing else; the loop ends when all rows have.
+        eos_token_id: a row that has produced it is filled with it; the loop ends when all rows have.
     Returns:
         prompts and new tokens, int64 ``[B, N + new]``.
     Raises:
         ValueError: ``max_new_tokens`` is not positive, padding is not on the left, the module returns no logits, or it
-            is a model of ``kvpass.compile``, which has a ``generate`` of its own.
+            is a model of ``kvpass.compile``, which has its own ``generate``.
         RuntimeError: the module was not compiled by kvpass, or torch ran it eagerly.
     """
     if isinstance(module, CompressedModel):
@@ -62,6 +62,6 @@ def generate(
                 new = torch.where(finished[:, None], eos_token_id, new)
                 finished |= new[:, 0] == eos_token_id
             sequence = torch.cat([sequence, new], 1)
-            if eos_token_id is not None and bool(finished.all()):  # waits for the device
+            if eos_token_id is not None and bool(finished.all()):  # host synchronisation
                 break
     return sequence

@@ -1,4 +1,4 @@
-"""Left padding: where the real tokens of each row of a prompt begin."""
+"""Left padding: the first real token of each row of a prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def first_real_column(attention_mask: Tensor | None, rows: int, columns: int) -> Tensor:
-    """First real column of each row of a prompt, int64 ``[rows]`` on the CPU.
+    """Return the first real column of each row, int64 ``[rows]`` on the CPU.
 
     Args:
         attention_mask: ``[rows, columns]``, zeros before the real tokens; None when nothing is padded.

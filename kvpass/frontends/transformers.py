@@ -30,10 +30,10 @@ from kvpass.report import Report
 
 @dataclass(kw_only=True)
 class Runtime:
-    """What a compiled model carries beside its modules: its rules and what was captured of it.
+    """Rules and captures of a compiled model.
 
-    ``identity`` is by what its caches are known. ``one_length``: rotary frequencies follow the longest row, so all must
-    be of one length.
+    ``identity``: fingerprint for its caches. ``one_length``: all rows must have one length, because the rotary
+    frequencies follow the longest row.
     """
 
     rules: Rules
@@ -43,13 +43,13 @@ class Runtime:
     last_prompt: PromptRecord | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
-        """That of a copied model: what was captured reads the weights of the model it was captured from."""
+        """Return the runtime of a copied model, without captures: those read the original's weights."""
         captures = CaptureCache(replace(self.captures.compiler, records=[]))
         return replace(self, captures=captures, identity=copy.deepcopy(self.identity, memo), last_prompt=None)
 
 
 class CompressedModel:
-    """Mixed in before the model's own class, so that ``isinstance`` and ``generate`` see the model they know."""
+    """Base class before the model's own class, so that ``isinstance`` and ``generate`` work as before."""
 
     _kvpass: Runtime
 
@@ -68,26 +68,25 @@ class CompressedModel:
         """Prefill a prompt and compress it, or continue on a compressed cache.
 
         Args:
-            input_ids: int64 ``[B, T]``. With an empty cache (or none) this is the prompt, left-padded if at all.
-            attention_mask: ``[B, tokens seen + T]``; zeros may only stand before the prompt's first real token. Of a
-                mask on CUDA for one new token only the shape is read, so as not to wait for the device.
+            input_ids: int64 ``[B, T]``. With an empty cache (or none) this is the prompt; padding only on the left.
+            attention_mask: ``[B, tokens seen + T]``, zeros only before the prompt's first real token. Of a mask on CUDA
+                for one new token only the shape is read, to avoid host synchronisation.
             position_ids: true positions ``[B, T]``; by default counted from the first real token. Those of a prompt
                 must ascend by one: a row is one sequence.
             past_key_values: a :class:`CompressedCache` of this model, or None or any empty cache for a new prompt.
-            logits_to_keep: compute logits of the last so many positions only; 0 = all.
+            logits_to_keep: compute logits of only this many last positions; 0 = all.
         Returns:
-            fp logits ``[B, T or logits_to_keep, vocabulary]`` and the cache (None with ``use_cache=False``); a tuple of
-            what there is with ``return_dict=False``.
+            fp logits ``[B, T or logits_to_keep, vocabulary]`` and the cache (None with ``use_cache=False``); with
+            ``return_dict=False`` a tuple of those that are not None.
         Raises:
-            ValueError: an argument that kvpass does not support was given, or one does not fit the cache, which is
-                then unchanged.
+            ValueError: an argument is unsupported, or does not fit the cache, which is then unchanged.
         """
         output = self._forward(
             input_ids, attention_mask, position_ids, past_key_values, logits_to_keep, use_cache is not False, kwargs
         )
         return output.to_tuple() if return_dict is False else output
 
-    @torch._dynamo.disable  # also where torch.compile is put around: the decoder is compiled inside
+    @torch._dynamo.disable  # the decoder is compiled inside, also if the user wraps the model in torch.compile
     def _forward(
         self,
         input_ids: Tensor | None,
@@ -107,7 +106,7 @@ class CompressedModel:
         if self.training:  # type: ignore[attr-defined]
             raise ValueError("the model is in training mode; call model.eval() first")
         runtime = self._kvpass
-        if input_ids.shape[1] > 1:  # a walk over the modules, too slow for every single token
+        if input_ids.shape[1] > 1:  # walks over all modules, too slow for each decode step
             runtime.identity.look_again()
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(past_key_values, CompressedCache) and not past_key_values.is_empty:
@@ -121,19 +120,19 @@ class CompressedModel:
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache if use_cache else None)
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``generate`` of transformers; with a filled cache, ids no longer than what it has seen are new tokens only.
+        """``generate`` of transformers; with a filled cache, the ids can be only the new tokens.
 
-        So a question can be asked of a compressed context: ``model.generate(question_ids, past_key_values=cache)``.
-        Longer ids are the whole sequence, as in transformers, unless an attention mask over cache and ids says
-        otherwise. The last token of an answer is in no cache yet: a further turn begins with it.
+        So a question can be asked about a compressed context: ``model.generate(question_ids, past_key_values=cache)``.
+        Ids longer than what the cache has seen are the whole sequence, as in transformers, unless an attention mask
+        over cache and ids says otherwise. The last token of an answer is not in the cache: begin the next call with it.
 
         Raises:
-            ValueError: assisted generation was asked for: rejected drafts could not be taken back. Or a prefill in
-                chunks: only the first would be a prompt. Or the configuration says ``use_cache=False`` and the call
-                does not.
+            ValueError: assisted generation, since rejected drafts could not be rolled back; a prefill in chunks, since
+                only the first chunk would be a prompt; or the configuration has ``use_cache=False`` and the call does
+                not set it.
         """
         check_generate(kwargs, generation_config, self.generation_config)  # type: ignore[attr-defined]
-        kwargs["disable_compile"] = True  # a static cache that is asked for would have transformers compile our forward
+        kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
         if ids is not None:
             check_ids(ids)
@@ -145,11 +144,11 @@ class CompressedModel:
         return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in transformers, asking for the logits of the last position only.
+        """Prepare as transformers does, but ask for the logits of the last position only.
 
-        An empty cache of another kind gives way to ours first: for a static one transformers would turn the mask into
-        one that says nothing of padding. A model that is prepared in a way of its own mostly cannot be compiled, and
-        the prompt alone tells why: better than that an argument of its ``forward`` is not supported.
+        An empty cache of another kind is replaced by ours first: for a static cache, transformers would drop the
+        padding from the mask. A model that prepares its own arguments mostly cannot be compiled. Then the prompt alone
+        is run, since its error names the reason, and "argument not supported" would not.
         """
         given = kwargs.get("past_key_values")
         if given is not None and not isinstance(given, CompressedCache):
@@ -166,8 +165,7 @@ class CompressedModel:
         Args:
             input_ids: the context, int64 ``[B, N]``. attention_mask: ``[B, N]`` when rows are left-padded.
         Returns:
-            a cache that later calls read but never change: each continues on a copy of its own, so any number of
-            questions can be asked of it.
+            a reusable cache: each later call continues on a copy, so you can ask any number of questions.
         """
         output = self.forward(input_ids, attention_mask, logits_to_keep=1)
         assert isinstance(output, CausalLMOutputWithPast)
@@ -185,7 +183,7 @@ class CompressedModel:
 
     @property
     def policy(self) -> Policy:
-        """What decides which entries are kept."""
+        """The policy that decides which entries are kept."""
         return self._kvpass.rules.policy
 
     @property
@@ -194,10 +192,10 @@ class CompressedModel:
         return self._kvpass.rules.budget
 
     def set_budget(self, budget: Budget | int | float | str | None) -> None:
-        """Another budget for the prompts to come; compiled graphs stay, since none knows the budget.
+        """Set the budget of later prompts; compiled graphs stay valid, since they do not depend on it.
 
-        Caches made before keep theirs: they are refused, as of another budget, until it is set again. The report of
-        the last prompt is gone.
+        Earlier caches keep their budget: calls with them raise until it is set again. The report of the last prompt is
+        discarded.
 
         Raises:
             ValueError: unreadable, below window + 1, missing, or given to a policy that has none; nothing changed.
@@ -214,13 +212,13 @@ class CompressedModel:
         window: int | None = None,
         **policy_options: Any,
     ) -> None:
-        """Another policy and budget for the prompts to come, as ``kvpass.compile`` takes them.
+        """Set policy and budget of later prompts, with the arguments of ``kvpass.compile``.
 
-        The decoder is not captured again, only its graphs are compiled for the policy when it first needs them; those
-        of earlier policies stay. Caches made before and the report are treated as by :meth:`set_budget`.
+        The decoder is not captured again. Graphs are compiled for a policy on first use, and those of earlier policies
+        stay. For earlier caches and the report, see :meth:`set_budget`.
 
         Raises:
-            ValueError: an argument is out of range, or the policy cannot recompress as this model does; nothing
+            ValueError: an argument is out of range, or the policy does not support the model's ``recompress``; nothing
                 changed.
         """
         self._kvpass.rules = read_rules(
@@ -234,7 +232,7 @@ class CompressedModel:
         self._kvpass.last_prompt = None
 
     def report(self) -> Report:
-        """What the last prompt kept, per layer and head, and what was compiled for its policy.
+        """Return what the last prompt kept, and what was compiled for its policy.
 
         Raises:
             ValueError: no prompt has been prefilled yet, or none since policy or budget were set.
@@ -325,7 +323,7 @@ def _continue(
 
 
 def check_mask(given: Tensor, cache: CompressedCache) -> None:
-    """Whether a mask ``[B, columns + T]`` says of the columns what the cache knows."""
+    """Check that a mask ``[B, columns + T]`` agrees with the cache."""
     if bool(given.all()) and not bool(cache.start.any()):
         return
     old, new = given.to(cache.device).bool().split([cache.columns, given.shape[1] - cache.columns], 1)
@@ -348,7 +346,7 @@ def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
 
 
 def _check_ascending(positions: Tensor, start: Tensor, extra: int) -> None:
-    """Whether positions ``[B, N]`` ascend by one from the first real column of each row on."""
+    """Check that positions ``[B, N]`` ascend by one from each row's first real column."""
     columns = torch.arange(1, positions.shape[1], device=positions.device)
     wrong = (positions.diff(dim=1) != 1) & (columns > start.to(positions.device)[:, None] + extra)
     if bool(wrong.any()):
@@ -360,17 +358,17 @@ def _check_ascending(positions: Tensor, start: Tensor, extra: int) -> None:
 
 
 def _graph(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Callable[[Call], Tensor]:
-    """What captures the decoder where needed and runs it for a call."""
+    """Return a function that captures the decoder if needed and runs it for a call."""
     runtime: Runtime = model._kvpass
     forward = types.MethodType(original_class(model).forward, model)
     return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep, runtime.identity.hooks)
 
 
 def compressed_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The model's class with our ``forward`` before its own, under the same name."""
+    """Return a class of the same name that has our ``forward`` before the model's own."""
     return type(cls.__name__, (CompressedModel, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def original_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class the user's model had."""
+    """Return the class of the user's model."""
     return type(model).__mro__[2]

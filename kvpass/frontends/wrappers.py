@@ -1,7 +1,7 @@
-"""Replaced ``forward`` attributes of a model: which ones a copy can do without, and which are refused.
+"""Handle ``forward`` attributes that were replaced on an instance of a model.
 
-A ``forward`` that is set on the instance hides the one of the class, so kvpass would never be called. Known and
-harmless are a compiled forward, and hooks of accelerate that move no weights.
+Such a ``forward`` hides the one of the class, so kvpass would never be called. Accepted, and removed from the copy, are
+a compiled forward, and accelerate hooks that move no weights. All others raise.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import nn
 
 
 def check_wrappers(model: nn.Module) -> None:
-    """Refuse a model whose weights are not all on one device, or whose ``forward`` is replaced by something unknown.
+    """Raise if the weights are not on one device, or an unknown function replaces ``forward``.
 
     Raises:
-        ValueError: with the module, what it carries and what to do.
+        ValueError: with the module, the hook or function, and what to do.
     """
     devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     if devices == ["meta"] or len(devices) > 1:
@@ -40,7 +40,7 @@ def check_wrappers(model: nn.Module) -> None:
 
 
 def remove_wrappers(copied: nn.Module, model: nn.Module) -> None:
-    """Take off what :func:`check_wrappers` accepted from a copy of ``model``; the model keeps it."""
+    """Remove from a copy of ``model`` what :func:`check_wrappers` accepted; the model keeps it."""
     for twin, module in zip(copied.modules(), model.modules(), strict=True):
         hooked = twin.__dict__.pop("_hf_hook", None) is not None
         twin.__dict__.pop("_old_forward", None)
@@ -50,7 +50,7 @@ def remove_wrappers(copied: nn.Module, model: nn.Module) -> None:
 
 
 def _moves_nothing(hook: Any, devices: list[str]) -> bool:
-    """Whether a hook of accelerate would only move tensors to where they are."""
+    """Return whether an accelerate hook only moves tensors to the device they are on."""
     if type(hook).__name__ != "AlignDevicesHook" or hook.offload:
         return False
     target = hook.execution_device
@@ -58,7 +58,7 @@ def _moves_nothing(hook: Any, devices: list[str]) -> bool:
 
 
 def _is_own(forward: Any, module: nn.Module) -> bool:
-    """Whether ``forward`` is the module's own method, compiled or not."""
+    """Return whether ``forward`` is the module's own method, compiled or not."""
     while hasattr(forward, "_torchdynamo_orig_callable"):
         forward = forward._torchdynamo_orig_callable
     own = isinstance(forward, types.MethodType) and forward.__self__ is module
