@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import kvpass
+from kvpass.operands import AppendBuffers, Attention, Candidates, Entered, Lines, PrefillBuffers
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.policies import POLICIES, resolve
@@ -66,7 +67,9 @@ def sinks_of(with_sinks: bool) -> Tensor | None:
 
 
 def exact(value: object) -> object:
-    """The same for the eager reference: a tensor on the CPU, in fp32 if it has fractions."""
+    """The same for the eager reference: a tensor, or those of a tuple, on the CPU, in fp32 if it has fractions."""
+    if isinstance(value, tuple):
+        return type(value)(*map(exact, value))
     on_cpu = value.cpu() if isinstance(value, Tensor) else value
     return on_cpu.float() if isinstance(on_cpu, Tensor) and on_cpu.is_floating_point() else on_cpu
 
@@ -88,7 +91,8 @@ def check(name: str, found: Tensor, expected: Tensor, error: float) -> None:
 @SITES
 @pytest.mark.parametrize("sliding_window", [None, 17])
 def test_attention_of_a_prompt(dtype, dim, value_dim, softcap, with_sinks, sliding_window):
-    arguments = [*site(dtype, dim, value_dim), STARTS, dim**-0.5, softcap, sinks_of(with_sinks), sliding_window]
+    call = Attention(*site(dtype, dim, value_dim), dim**-0.5, softcap, sinks_of(with_sinks))
+    arguments = [call, STARTS, sliding_window]
     expected = reference.prompt_attention(*map(exact, arguments))
     check("output", device.prompt_attention(*arguments), expected, ERROR[dtype])
 
@@ -97,42 +101,41 @@ def test_attention_of_a_prompt(dtype, dim, value_dim, softcap, with_sinks, slidi
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_what_a_policy_observes(dtype, name):
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
-    arguments = [*site(dtype), STARTS, 0.2, 1, LAYERS, policy]
+    arguments = [Attention(*site(dtype), 0.2), STARTS, 1, LAYERS, policy]
     expected = reference.observe_attention(*map(exact, arguments))
     found = device.observe_attention(*arguments)
     for what, one, other in zip(("output", "scores", "traces", "weight"), found, expected, strict=True):
         check(what, one, other, ERROR[dtype])
 
 
-def buffers(policy, entries: int, dtype: torch.dtype, dim: int, place: str) -> dict[str, Tensor]:
+def buffers(policy, entries: int, dtype: torch.dtype, dim: int, place: str) -> PrefillBuffers:
     rows, slots = STARTS.numel(), policy.capacity(entries, LAYERS, KV_HEADS)
     tail = (LAYERS, rows, KV_HEADS, WINDOW + 24, dim)
-    made = {
-        "pool_k": torch.full((rows, slots, dim), float("nan"), dtype=dtype),
-        "pool_v": torch.full((rows, slots, dim), float("nan"), dtype=dtype),
-        "slots": torch.full((4, rows, slots), -1, dtype=torch.int32),
-        "slot_traces": torch.zeros(2, rows, slots),
-        "ledger": torch.zeros(rows, LAYERS, dtype=torch.float64),
-        "window_traces": torch.zeros(2, rows, LAYERS, KV_HEADS, WINDOW),
-        "tail_k": torch.full(tail, float("nan"), dtype=dtype),
-        "tail_v": torch.full(tail, float("nan"), dtype=dtype),
-    }
-    return {name: tensor.to(place) for name, tensor in made.items()}
+    made = PrefillBuffers(
+        pool_k=torch.full((rows, slots, dim), float("nan"), dtype=dtype),
+        pool_v=torch.full((rows, slots, dim), float("nan"), dtype=dtype),
+        slots=torch.full((4, rows, slots), -1, dtype=torch.int32),
+        slot_traces=torch.zeros(2, rows, slots),
+        ledger=torch.zeros(rows, LAYERS, dtype=torch.float64),
+        window_traces=torch.zeros(2, rows, LAYERS, KV_HEADS, WINDOW),
+        tail_k=torch.full(tail, float("nan"), dtype=dtype),
+        tail_v=torch.full(tail, float("nan"), dtype=dtype),
+        offsets=torch.zeros(rows, LAYERS * KV_HEADS + 1, dtype=torch.int32),
+        entries=torch.full((rows,), entries),
+    )
+    return PrefillBuffers(*(tensor.to(place) for tensor in made))
 
 
-def compress(backend, policy, entries: int, dtype: torch.dtype, dim: int, place: str) -> tuple[dict, Tensor]:
-    """Pool and tails after all layers, and offsets; what the layers score comes from the eager reference."""
+def compress(backend, policy, entries: int, dtype: torch.dtype, dim: int, place: str) -> PrefillBuffers:
+    """The packed state after all layers; what the layers score comes from the eager reference."""
     state = buffers(policy, entries, dtype, dim, place)
-    limits = torch.full((STARTS.numel(),), entries).to(place)
     for layer in range(LAYERS):
-        q, k, v = site(dtype, dim, dim, seed=layer)
-        observed = reference.observe_attention(*map(exact, (q, k, v)), STARTS, 0.2, layer, LAYERS, policy)[1:]
-        scores, traces, weight = (x.to(place) for x in observed)
-        scored = (k.to(place), v.to(place), scores, traces, weight, limits, STARTS)
-        backend.cascade_step(*state.values(), *scored, layer=layer, policy=policy)
-    offsets = torch.zeros(STARTS.numel(), LAYERS * KV_HEADS + 1, dtype=torch.int32, device=place)
-    backend.pack(*(state[name] for name in ("pool_k", "pool_v", "slots", "slot_traces")), offsets)
-    return state, offsets
+        call = Attention(*site(dtype, dim, dim, seed=layer), 0.2)
+        _, *observed = reference.observe_attention(exact(call), STARTS, layer, LAYERS, policy)
+        candidates = Candidates(*(x.to(place) for x in (call.k, call.v, *observed)), STARTS)
+        backend.cascade_step(state, candidates, layer, policy)
+    backend.pack(state)
+    return state
 
 
 @HALVES
@@ -141,16 +144,17 @@ def compress(backend, policy, entries: int, dtype: torch.dtype, dim: int, place:
 def test_the_cascade_moves_the_same_rows_into_the_same_places(dtype, dim, name):
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
     entries = 20 if policy.needs_budget else TOKENS
-    expected, bounds = compress(reference, policy, entries, dtype, dim, "cpu")
-    found, offsets = compress(device, policy, entries, dtype, dim, PLACE)
-    assert torch.equal(offsets.cpu(), bounds), "other numbers of entries per head"
-    live = expected["slots"][reference.OWNER] >= 0
+    expected = compress(reference, policy, entries, dtype, dim, "cpu")
+    found = compress(device, policy, entries, dtype, dim, PLACE)
+    assert torch.equal(found.offsets.cpu(), expected.offsets), "other numbers of entries per head"
+    live = expected.slots[reference.OWNER] >= 0
     for plane in (reference.OWNER, reference.POSITION, reference.PLACE):
-        assert torch.equal(found["slots"].cpu()[plane][live], expected["slots"][plane][live]), f"plane {plane}"
+        assert torch.equal(found.slots.cpu()[plane][live], expected.slots[plane][live]), f"plane {plane}"
     for table in ("pool_k", "pool_v"):
-        assert torch.equal(found[table].cpu()[live], expected[table][live]), f"{table} holds other rows"
+        assert torch.equal(getattr(found, table).cpu()[live], getattr(expected, table)[live]), f"{table}: other rows"
     for table in ("tail_k", "tail_v"):
-        assert torch.equal(found[table].cpu()[..., :WINDOW, :], expected[table][..., :WINDOW, :]), table
+        one, other = getattr(found, table).cpu(), getattr(expected, table)
+        assert torch.equal(one[..., :WINDOW, :], other[..., :WINDOW, :]), table
 
 
 @HALVES
@@ -168,13 +172,13 @@ def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens)
     pool = [random(rows, 400, dim), random(rows, 400, value_dim)]
     tail = [random(LAYERS, rows, KV_HEADS, 100, size) for size in (dim, value_dim)]
     start, used = torch.tensor([0, 5, 62], device=PLACE), torch.tensor(63, device=PLACE)
-    options = (softcap, sinks_of(with_sinks))
-    q, k, v = site(dtype, dim, value_dim, tokens)
-    given = [q, k, v, *pool, offsets, *(x.clone() for x in tail), start, used, dim**-0.5, 1]
-    expected = reference.attend_cache(*map(exact, (*given, *options)))
-    found = device.attend_cache(*given, *device.index_pool(offsets, KV_HEADS, 400), *options)
+    call = Attention(*site(dtype, dim, value_dim, tokens), dim**-0.5, softcap, sinks_of(with_sinks))
+    tables = device.index_pool(offsets, KV_HEADS, 400)
+    held = AppendBuffers(*pool, offsets, *(x.clone() for x in tail), start, used, *tables)
+    expected = reference.attend_cache(exact(call), exact(held), 1)
+    found = device.attend_cache(call, held, 1)
     check("output", found, expected, ERROR[dtype])
-    for name, after, before, new in zip("kv", given[6:8], tail, (k, v), strict=True):
+    for name, after, before, new in zip("kv", (held.tail_k, held.tail_v), tail, (call.k, call.v), strict=True):
         written = before.clone()
         written[1, :, :, 63 : 63 + tokens] = new
         assert torch.equal(after, written), f"tail of {name}"
@@ -185,20 +189,20 @@ def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("slots", [16, 200])
 def test_a_ring_is_filled_and_attended(dtype, softcap, with_sinks, slots, tokens):
-    options = (softcap, sinks_of(with_sinks))
+    options = (0.2, softcap, sinks_of(with_sinks))
     rings = [torch.zeros(1, STARTS.numel(), KV_HEADS, slots, 64, device=PLACE, dtype=dtype) for _ in range(2)]
     twins = [exact(ring) for ring in rings]
-    prompt = [*site(dtype), STARTS]
+    prompt = Attention(*site(dtype), *options)
     fill, attend = torch.ops.kvpass.fill_ring.default, torch.ops.kvpass.attend_ring.default
     columns_held = torch.ops.kvpass.columns_held.default
-    expected = fill(*map(exact, prompt), *twins, 0.2, 0, *map(exact, options))
-    check("prompt", fill(*prompt, *rings, 0.2, 0, *options), expected, ERROR[dtype])
+    expected = fill(*exact(prompt), *twins, STARTS, 0)
+    check("prompt", fill(*prompt, *rings, STARTS, 0), expected, ERROR[dtype])
     seen, first = torch.tensor(TOKENS, device=PLACE), STARTS.to(PLACE)
-    new = site(dtype, tokens=tokens, seed=5)
+    new = Attention(*site(dtype, tokens=tokens, seed=5), *options)
     held = columns_held(seen, first, slots)
     assert torch.equal(held.cpu(), columns_held(seen.cpu(), first.cpu(), slots))
-    expected = attend(*map(exact, new), *twins, held.cpu(), seen.cpu(), 0.2, 0, "reference", *map(exact, options))
-    check("new", attend(*new, *rings, held, seen, 0.2, 0, "native", *options), expected, ERROR[dtype])
+    expected = attend(*exact(new), *twins, held.cpu(), seen.cpu(), 0, "eager")
+    check("new", attend(*new, *rings, held, seen, 0, "cpp"), expected, ERROR[dtype])
     assert all(torch.equal(exact(ring), twin) for ring, twin in zip(rings, twins, strict=True))
 
 
@@ -216,14 +220,12 @@ def test_a_token_enters_a_cache_of_constant_size(dtype, dim, softcap, with_sinks
     line = (rows, KV_HEADS, width)
     position = torch.rand(line, generator=generator).argsort(-1).int()
     position[:, :, ::7] = slots.EMPTY
-    entered = (position.clone(), torch.ones(line), torch.ones(line), torch.tensor([500, 501, 502]))
+    entered = Entered(position.clone(), torch.ones(line), torch.ones(line), torch.tensor([500, 501, 502]))
     place = [x.to(PLACE, copy=True) for x in (position, *entered)]
-    new, sinks = site(dtype, dim, dim, tokens=1), sinks_of(with_sinks)
+    call = Attention(*site(dtype, dim, dim, tokens=1), 0.2, softcap, sinks_of(with_sinks))
     twins = [exact(x) for x in held]
-    expected, weights = slots.attend_slots(
-        *map(exact, new), *twins, position, entered, 1, 0.2, softcap, None if sinks is None else exact(sinks)
-    )
-    found, got = device.attend_slots(*new, *held, place[0], tuple(place[1:]), 1, 0.2, softcap, sinks)
+    expected, weights = slots.attend_slots(exact(call), Lines(*twins, position, entered), 1)
+    found, got = device.attend_slots(call, Lines(*held, place[0], Entered(*place[1:])), 1)
     check("output", found, expected, ERROR[dtype])
     check("weights", got, weights, ERROR[dtype])
     assert all(torch.equal(exact(x), twin) for x, twin in zip(held, twins, strict=True))
@@ -307,22 +309,21 @@ def test_a_decode_step_does_not_synchronise(graphs, family, policy):
 def test_no_layer_of_a_prefill_synchronises(name, dtype):
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
     entries = 20 if policy.needs_budget else TOKENS
-    q, k, v = site(dtype)
-    limits = torch.full((STARTS.numel(),), entries, device="cuda")
-    offsets = torch.zeros(STARTS.numel(), LAYERS * KV_HEADS + 1, dtype=torch.int32, device="cuda")
+    call = Attention(*site(dtype), 0.2)
 
-    def prefill(state: dict[str, Tensor]) -> None:
+    def prefill(state: PrefillBuffers) -> None:
         for layer in range(LAYERS):
-            _, *observed = torch.ops.kvpass.observe_attention(q, k, v, STARTS, 0.2, layer, LAYERS, policy.spec)
-            torch.ops.kvpass.cascade_step(*state.values(), k, v, *observed, limits, STARTS, layer, policy.spec)
-        torch.ops.kvpass.pack(*(state[key] for key in ("pool_k", "pool_v", "slots", "slot_traces")), offsets)
+            _, *observed = torch.ops.kvpass.observe_attention(*call, STARTS, layer, LAYERS, policy.spec)
+            candidates = Candidates(call.k, call.v, *observed, STARTS)
+            torch.ops.kvpass.cascade_step(*state, *candidates, layer, policy.spec)
+        torch.ops.kvpass.pack(*state)
 
     states = [buffers(policy, entries, dtype, 64, "cuda") for _ in range(2)]
     prefill(states[0])
     torch.cuda.synchronize()
     with no_synchronisation():
         prefill(states[1])
-    assert torch.equal(states[0]["slots"], states[1]["slots"])
+    assert torch.equal(states[0].slots, states[1].slots)
 
 
 def test_a_prefill_holds_the_pool_and_one_layer(monkeypatch):

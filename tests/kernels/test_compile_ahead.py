@@ -91,45 +91,47 @@ def call_everything(
         tile_map,
         window_statistics,
     )
+    from kvpass.operands import AppendBuffers, Attention, Candidates, Entered, Lines, PrefillBuffers
 
     heads, layers, entries, capacity = kv_heads * group, 2, 96, 128
-    extra = {"softcap": 20.0, "sinks": torch.zeros(heads, dtype=dtype)} if options else {}
-    capped = {"softcap": extra["softcap"]} if options else {}
+    extra = (20.0, torch.zeros(heads, dtype=dtype)) if options else ()
     start = torch.zeros(rows, dtype=torch.int64)
 
-    def site(count: int) -> list[torch.Tensor]:
+    def site(count: int) -> Attention:
         sizes = ((heads, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]))
-        return [torch.zeros(rows, count, *size, dtype=dtype).transpose(1, 2) for size in sizes]
+        return Attention(*(torch.zeros(rows, count, *size, dtype=dtype).transpose(1, 2) for size in sizes), 0.1, *extra)
 
-    q, k, v = site(tokens)
+    call = site(tokens)
     lse = torch.zeros(rows, heads, tokens)
-    observed = (q, k, start, lse, 0.1)
     sliding = 17 if options else None
-    prefill_attention.prefill_attention(q, k, v, start, 0.1, sliding, **extra)
-    window_statistics.window_statistics(*observed, WINDOW, variance=options, entropy=options, **capped)
-    window_statistics.column_sums(*observed, tokens, **capped)
-    window_statistics.value_norms(v, start)
+    prefill_attention.prefill_attention(call, start, sliding)
+    window_statistics.window_statistics(call, start, lse, WINDOW, variance=options, entropy=options)
+    window_statistics.column_sums(call, start, lse, tokens)
+    window_statistics.value_norms(call.v, start)
 
     pool = [torch.zeros(rows, entries, dim, dtype=dtype) for dim in dims]
     tables = [torch.zeros(4, rows, entries, dtype=torch.int32), torch.zeros(2, rows, entries)]
     order = [torch.zeros(rows, kv_heads, tokens, dtype=torch.int32) for _ in range(2)]
     traces, source = torch.zeros(2, rows, kv_heads, tokens), torch.zeros(rows, entries, dtype=torch.int32)
     offsets = torch.zeros(rows, layers * kv_heads + 1, dtype=torch.int32)
-    gather.gather_winners(source, k, v, *order, traces, start, *pool, *tables, layer=1)
-    gather.pack(*pool, *tables, offsets)
-
     tail = [torch.zeros(layers, rows, kv_heads, capacity, dim, dtype=dtype) for dim in dims]
-    held = (*tail, start, torch.zeros((), dtype=torch.int64), 1, 0.1)
+    unread = torch.zeros(0)
+    buffers = PrefillBuffers(*pool, *tables, unread, unread, *tail, offsets, unread)
+    gather.gather_winners(source, *order, Candidates(call.k, call.v, unread, traces, unread, start), buffers, 1)
+    gather.pack(buffers)
+
+    used = torch.zeros((), dtype=torch.int64)
+    held = AppendBuffers(*pool, offsets, *tail, start, used, *tile_map.tile_map(offsets, kv_heads))
     for count in (1, 16):
-        ragged_decode.attend_ragged(*site(count), *pool, *tile_map.tile_map(offsets, kv_heads), *held, **extra)
-    ragged_extend.attend_extend(*site(17), *pool, offsets, *held, **extra)
+        ragged_decode.attend_ragged(site(count), held, 1)
+    ragged_extend.attend_extend(site(17), held, 1)
 
     line = (rows, kv_heads, capacity + 40)
     position, memory = torch.zeros(line, dtype=torch.int32), torch.zeros(line)
-    entered = (position, memory, memory, start)
-    slot_decode.attend_slots(*site(1), *pool, offsets, *tail, position, entered, 1, 0.1, **extra)
+    entered = Entered(position, memory, memory, start)
+    slot_decode.attend_slots(site(1), Lines(*pool, offsets, *tail, position, entered), 1)
     ring = torch.zeros(rows, 1, capacity, dtype=torch.int32).expand(-1, kv_heads, -1)
-    slot_decode.attend_slots(*site(1), None, None, None, *tail, ring, None, 1, 0.1, **extra)
+    slot_decode.attend_slots(site(1), Lines(None, None, None, *tail, ring), 1)
     how = ("max", 7, "max") if options else ("avg", 5, "mean")
     slot_neighbours.pool_in_order(torch.zeros(rows, heads, line[2]), position, position, WINDOW, *how)
     slot_losers.evict_losers(memory, position, memory, torch.zeros(rows, kv_heads, dtype=torch.int64), WINDOW)

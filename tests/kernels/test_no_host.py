@@ -23,6 +23,7 @@ from kvpass.kernels import (
     slot_neighbours,
     window_statistics,
 )
+from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, RingBuffers
 from kvpass.ops import cuda as device
 from kvpass.ops import evict, sliding
 from kvpass.policies import POLICIES, resolve
@@ -73,8 +74,8 @@ def test_a_prefill_up_to_its_packed_pool(
     monkeypatch.setattr(prefill_attention, "flash_takes", lambda q, v: q.dtype == torch.bfloat16)
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
     entries = 6 if policy.needs_budget else TOKENS
-    q, k, v = site(TOKENS, dtype)
-    out, scores, traces, weight = device.observe_attention(q, k, v, STARTS, 0.3, 1, LAYERS, policy)
+    call = Attention(*site(TOKENS, dtype), 0.3)
+    out, scores, traces, weight = device.observe_attention(call, STARTS, 1, LAYERS, policy)
     assert ("_prefill_kernel" in launched) == (dtype == torch.float32)
     check("output", out.transpose(1, 2), (ROWS, TOKENS, HEADS, DIM), dtype)
     check("scores", scores, (ROWS, KV_HEADS, TOKENS), torch.float32)
@@ -86,18 +87,18 @@ def test_a_prefill_up_to_its_packed_pool(
     ledger = on_device(ROWS, LAYERS, dtype=torch.float64)
     window = [on_device(2, ROWS, LAYERS, KV_HEADS, WINDOW)]
     window += [on_device(LAYERS, ROWS, KV_HEADS, CAPACITY, DIM, dtype=dtype) for _ in range(2)]
-    limits = on_device(ROWS, dtype=torch.int64)
-    observed = (scores, traces, weight, limits, STARTS)
-    device.cascade_step(*pool, *tables, ledger, *window, k, v, *observed, layer=1, policy=policy)
-    device.pack(*pool, *tables, on_device(ROWS, LAYERS * KV_HEADS + 1, dtype=torch.int32))
+    bounds, limits = on_device(ROWS, LAYERS * KV_HEADS + 1, dtype=torch.int32), on_device(ROWS, dtype=torch.int64)
+    buffers = PrefillBuffers(*pool, *tables, ledger, *window, bounds, limits)
+    device.cascade_step(buffers, Candidates(call.k, call.v, scores, traces, weight, STARTS), 1, policy)
+    device.pack(buffers)
     assert {"_gather_kernel", "_permute_kernel"} <= set(launched)
 
 
-def cached(dtype: torch.dtype) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+def cached(dtype: torch.dtype) -> list[Tensor]:
     """Pool, offsets and tails."""
     pool = [on_device(ROWS, 50, DIM, dtype=dtype) for _ in range(2)]
     tail = [on_device(LAYERS, ROWS, KV_HEADS, CAPACITY, DIM, dtype=dtype) for _ in range(2)]
-    return pool, on_device(ROWS, LAYERS * KV_HEADS + 1, dtype=torch.int32), tail
+    return [*pool, on_device(ROWS, LAYERS * KV_HEADS + 1, dtype=torch.int32), *tail]
 
 
 OPTIONAL = pytest.mark.parametrize(
@@ -110,11 +111,10 @@ OPTIONAL = pytest.mark.parametrize(
 def test_a_step_on_the_cache(
     tokens: int, kernel: str, softcap: float | None, sinks: Tensor | None, launched: list[str]
 ) -> None:
-    pool, offsets, tail = cached(torch.bfloat16)
     used = [on_device(ROWS, dtype=torch.int64), on_device(dtype=torch.int64)]
     tables = [on_device(LAYERS, 5, 4, dtype=torch.int32), on_device(LAYERS, ROWS * KV_HEADS + 1, dtype=torch.int32)]
-    q, k, v = site(tokens, torch.bfloat16)
-    out = device.attend_cache(q, k, v, *pool, offsets, *tail, *used, 0.3, 1, *tables, softcap, sinks)
+    call = Attention(*site(tokens, torch.bfloat16), 0.3, softcap, sinks)
+    out = device.attend_cache(call, AppendBuffers(*cached(torch.bfloat16), *used, *tables), 1)
     check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)
     assert kernel in launched
 
@@ -126,13 +126,11 @@ def test_a_step_that_evicts(
     name: str, tokens: int, softcap: float | None, sinks: Tensor | None, launched: list[str]
 ) -> None:
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
-    pool, offsets, tail = cached(torch.bfloat16)
     wide = (2, LAYERS, ROWS, KV_HEADS, CAPACITY + 20)
     held = [on_device(*wide, dtype=torch.int32), on_device(*wide)]
     held += [on_device(LAYERS, ROWS, KV_HEADS, dtype=torch.int64), on_device(ROWS, dtype=torch.int64)]
-    q, k, v = site(tokens, torch.bfloat16)
-    kernels = device.SLOT_KERNELS
-    out = evict.attend_evict(q, k, v, *pool, offsets, *tail, *held, 0.3, 1, policy, softcap, sinks, kernels)
+    call = Attention(*site(tokens, torch.bfloat16), 0.3, softcap, sinks)
+    out = evict.attend_evict(call, EvictBuffers(*cached(torch.bfloat16), *held), 1, policy, device)
     check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)
     judge = ["_rank_kernel", "_pool_kernel"] if name == "cake" else []
     assert launched == ["_attend_slots", "_finish_slots", *judge, "_evict_losers"] * tokens
@@ -144,14 +142,14 @@ def test_a_step_that_evicts(
 def test_a_step_on_a_ring(
     columns: int, tokens: int, softcap: float | None, sinks: Tensor | None, launched: list[str]
 ) -> None:
-    ring = [on_device(LAYERS, ROWS, KV_HEADS, columns, DIM, dtype=torch.bfloat16) for _ in range(2)]
+    ring = RingBuffers(*(on_device(LAYERS, ROWS, KV_HEADS, columns, DIM, dtype=torch.bfloat16) for _ in range(2)))
     seen, first = on_device(dtype=torch.int64), on_device(ROWS, dtype=torch.int64)
     held = sliding.columns_held(seen, first, columns)
     check("columns", held, (ROWS, columns), torch.int32)
-    given, options = (*site(tokens, torch.bfloat16), *ring, held), (0.3, 1, softcap, sinks)
-    outs = [sliding.attend_ring(*given, seen, *options)]
+    call = Attention(*site(tokens, torch.bfloat16), 0.3, softcap, sinks)
+    outs = [sliding.attend_ring(call, ring, held, seen, 1)]
     if tokens == 1:
-        outs.append(sliding.attend_ring_once(*given, *options, attend_slots=device.attend_slots))
+        outs.append(sliding.attend_ring_once(call, ring, held, 1, device))
         assert launched == ["_attend_slots", "_finish_slots"]
     for out in outs:
         check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)

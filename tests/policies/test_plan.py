@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvpass.operands import Attention, Candidates, PrefillBuffers
 from kvpass.ops import reference
 from kvpass.policies import POLICIES, resolve
 from kvpass.policies.decode import survivors
@@ -362,11 +363,12 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
     ledger = torch.zeros(batch, layers, dtype=torch.float64)
     tail_k, tail_v = torch.zeros(2, layers, batch, kv_heads, window + 2, 4)
     start, share = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), entries)
-    state = pool_k, pool_v, slots, slot_traces, ledger, window_traces, tail_k, tail_v
+    offsets = torch.zeros(batch, layers * kv_heads + 1, dtype=torch.int32)
+    state = pool_k, pool_v, slots, slot_traces, ledger, window_traces, tail_k, tail_v, offsets, share
     for layer in range(layers):
-        site = q[layer], k[layer], v[layer]
-        _, scores, traces, weight = reference.observe_attention(*site, start, 0.5, layer, layers, policy)
-        reference.cascade_step(*state, *site[1:], scores, traces, weight, share, start, layer, policy)
+        call = Attention(q[layer], k[layer], v[layer], 0.5)
+        _, *seen = reference.observe_attention(call, start, layer, layers, policy)
+        reference.cascade_step(PrefillBuffers(*state), Candidates(call.k, call.v, *seen, start), layer, policy)
     keep = torch.zeros_like(want)
     keep[..., length - window :] = True
     owner, _, position, _ = slots.long()
