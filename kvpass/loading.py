@@ -1,4 +1,4 @@
-"""A model and its tokenizer by name, as the commands take them."""
+"""Loading of a model and its tokenizer by name, for the commands."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The built-in model, or one that ``from_pretrained`` finds, in evaluation mode.
+    """Load the built-in model, or one that ``from_pretrained`` finds, in evaluation mode.
 
     Args:
         name: ``builtin``, or a folder or hub name.
-        dtype: of :data:`DTYPES`; ``auto`` is fp32 for the built-in model, else the checkpoint's own.
-        device: as ``torch.device`` reads it.
+        dtype: one of :data:`DTYPES`; ``auto`` is fp32 for the built-in model, else the checkpoint's own.
+        device: a name that ``torch.device`` reads.
 
     Raises:
         ValueError: there is no such model, dtype or device.
