@@ -157,12 +157,12 @@ struct Decoder {
         const int32_t* position = line(unit);
         float* weights = c.weights ? c.weights + unit * group * c.width : nullptr;
         const auto side = [&](void* keys, void* values, int64_t row, int64_t first, int64_t from, int64_t to) {
-            const auto lives = [&](int64_t j) { return position[first + j] >= 0 || first + j == taken; };
+            const auto occupied = [&](int64_t j) { return position[first + j] >= 0 || first + j == taken; };
             const S *k = (const S*)keys + row * c.key_dim, *v = (const S*)values + row * c.value_dim;
             while (from < to) {
-                while (from < to && !lives(from)) from++;
+                while (from < to && !occupied(from)) from++;
                 int64_t stop = from;
-                while (stop < to && lives(stop)) stop++;
+                while (stop < to && occupied(stop)) stop++;
                 attend_rows(k, v, from, stop, stop, scratch, out, weights ? weights + first : nullptr);
                 from = stop;
             }

@@ -36,15 +36,15 @@ extern "C" void kvpass_evict_losers(const float* worth, int32_t* position, float
             keys[j] = key(worth[j], position[j]);
             order.push_back(j);
         }
-        const int64_t losers = int64_t(order.size()) - quota[line];
-        if (losers <= 0) continue;
+        const int64_t surplus = int64_t(order.size()) - quota[line];
+        if (surplus <= 0) continue;
         const auto worse = [&](int64_t a, int64_t b) { return keys[a] < keys[b]; };
-        const auto last = order.begin() + std::min<int64_t>(losers, order.size());
+        const auto last = order.begin() + std::min<int64_t>(surplus, order.size());
         if (last != order.end()) std::nth_element(order.begin(), last, order.end(), worse);
-        for (auto loser = order.begin(); loser != last; loser++) {
-            keep[*loser] = false;
-            position[*loser] = EMPTY;
-            memory[*loser] = 0.0f;
+        for (auto slot = order.begin(); slot != last; slot++) {
+            keep[*slot] = false;
+            position[*slot] = EMPTY;
+            memory[*slot] = 0.0f;
         }
     }
 }

@@ -24,7 +24,7 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
-    place = _device(device)
+    target = _device(device)
     if name == "builtin":
         transformers.utils.logging.disable_progress_bar()
         model, tokenizer = builtin.load(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype))
@@ -36,7 +36,7 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
             tokenizer = AutoTokenizer.from_pretrained(name)
         except OSError as error:
             raise ValueError(f"model={name!r}: {str(error).strip().splitlines()[0]}") from error
-    model.eval().to(place)
+    model.eval().to(target)
     return model, tokenizer
 
 

@@ -38,21 +38,21 @@ def attend_evict(
     rule = policy.decode_rule()
     if rule is None:
         raise ValueError(f"policy {policy.name!r} does not evict while decoding")
-    (sits, place), (remembered, norm) = held.table[:, layer], held.memory[:, layer]
+    (position, place), (state, norm) = held.table[:, layer], held.memory[:, layer]
     outputs = []
     for step in range(call.q.shape[2]):
-        entered = Entered(place, remembered, norm, held.next_position + step)
-        new, lines = call.rows(slice(None), slice(step, step + 1)), Lines(*held[:5], sits, entered)
+        entered = Entered(place, state, norm, held.next_position + step)
+        new, lines = call.rows(slice(None), slice(step, step + 1)), Lines(*held[:5], position, entered)
         out, attention = implementation.attend_slots(new, lines, layer)
         assert attention is not None
         outputs.append(out)
-        before = Slots(sits.clone(), place, remembered, norm, implementation.pool_in_order)
+        before = Slots(position.clone(), place, state, norm, implementation.pool_in_order)
         worth, memory_after = rule.observe(attention, before)
         memory_after = memory_after.contiguous()
-        keep = implementation.evict_losers(worth, sits, memory_after, held.quota[layer], rule.window)
+        keep = implementation.evict_losers(worth, position, memory_after, held.quota[layer], rule.window)
         place_after = rule.next_place(worth, before, keep)
-        if memory_after is not remembered:
-            remembered.copy_(memory_after)
+        if memory_after is not state:
+            state.copy_(memory_after)
         if place_after is not place:
             place.copy_(place_after)
     return outputs[0] if len(outputs) == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
