@@ -1,7 +1,7 @@
-"""Kernels for CUDA (Triton) and CPU. Import as ``kvpass.kernels``; nothing here is loaded by ``import kvpass``."""
+"""Kernels for CUDA (Triton) and CPU (C++). Import as ``kvpass.kernels``; ``import kvpass`` loads none of them."""
 
 if __name__ != "kvpass.kernels":
-    # Found as plain `kernels`, because the checkout is on sys.path. Every import of transformers looks for a Hugging
-    # Face package of this name and does not survive an ImportError, so look like one that is too old to be used.
+    # Imported as plain `kernels`, because the checkout is on sys.path. Every import of transformers looks for a Hugging
+    # Face package of this name, and an ImportError here would break it. So look like a version too old to be used.
     __version__ = "0"
-    __path__ = []  # and keep the kernels from being imported a second time under another name
+    __path__ = []  # so that the kernels cannot be imported a second time under another name

@@ -1,11 +1,11 @@
-"""What the decode and the extend kernel share: attending a run of entries, appending new ones, checking arguments.
+"""Code shared by the decode and the extend kernel: attend entries, append new ones, check arguments.
 
-Race freedom of both: no program reads a slot that another one writes. Entries of the call are read from k and v, tail
-slots only below ``tail_used``, which nobody writes, and each new slot has one writer.
+Both kernels are free of races: no program reads a slot that another program writes. New entries are read from k and v.
+Tail slots are read only below ``tail_used``, where no program writes. Each new slot has one writer.
 
-Legend: B batch, T new tokens, H query heads, K KV heads, G = H / K, D head dim of keys, Dv of values, L layers,
-E pool slots, C tail capacity. A query row is one token of one query head; the G*T query rows of a KV head are ordered
-by token.
+Legend: B batch, T new tokens, H query heads, K KV heads, G = H / K, D head dim of keys, Dv of values, L layers, E pool
+slots, C tail capacity. A query row is one token of one query head; the G*T query rows of a KV head are ordered by
+token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpass.kernels.prefill_attention import FLOOR, LOG2E, block_dim, logits_bas
 from kvpass.operands import AppendBuffers, Attention
 
 APPEND_BLOCK = 16
-"""New entries that are attended (in the decode kernel) and appended at a time."""
+"""New entries per loop step, when they are appended and when the decode kernel attends them."""
 
 
 @triton.jit
@@ -29,11 +29,12 @@ def absorb_entries(  # type: ignore[no-untyped-def]
     DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr,
     p_position=None, p_scores=None, m_r=None,
 ):  # fmt: skip
-    """Attend rows first..last-1 of p_k and p_v, each query row only up to row o_t if causal; online softmax, base 2.
+    """Attend rows first..last-1 of p_k and p_v by online softmax, base 2.
 
-    The first block has an entry that every query row sees (entry 0 if causal), so b_m is finite from then on. Where
-    p_position is given, rows of a negative position hold no entry, and b_m must be finite before. Where p_scores is
-    given, a pointer for each query row, scores are stored there for the query rows m_r, -inf for rows without an entry.
+    If causal, each query row attends only up to row o_t. The first block has an entry that every query row attends
+    (entry 0 if causal), so b_m is finite from then on. If p_position is given, rows with a negative position hold no
+    entry, and b_m must be finite at the start. If p_scores is given, one pointer per query row, the scores of query
+    rows m_r are stored there, -inf for rows without an entry.
     """
     o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BDV)
@@ -70,7 +71,7 @@ def absorb_entries(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def begin_merge(sinks, i_h, BDV: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Maximum, mass and output of a query head before any entry: of its sink, if there are sinks."""
+    """Initialise maximum, mass and output of a query head, from its sink if given."""
     if sinks is None:
         b_m = tl.full([1], FLOOR, tl.float32)
         b_l = tl.zeros([1], tl.float32)
@@ -84,9 +85,9 @@ def begin_merge(sinks, i_h, BDV: tl.constexpr):  # type: ignore[no-untyped-def]
 def merge_partials(  # type: ignore[no-untyped-def]
     b_m, b_l, b_acc, partial, partial_ml, num_partials, o_partial, m_p, DV: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial results o_partial of one query row where m_p, by log-sum-exp.
+    """Merge the partial results o_partial of one query row, where m_p, by log-sum-exp.
 
-    ``partial`` holds num_partials outputs not divided by their mass, ``partial_ml`` their maxima, then their masses.
+    ``partial`` holds num_partials outputs not divided by their mass; ``partial_ml`` their maxima, then their masses.
     """
     o_e = tl.arange(0, BDV)
     # [BLOCK_P]
@@ -110,7 +111,7 @@ def append_entries(  # type: ignore[no-untyped-def]
     p_k, p_v, k_stride, v_stride, p_tail_k, p_tail_v, first, last, room, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Copy new entries first..last-1 to the same rows of the tail pointers, of which ``room`` exist."""
+    """Copy new entries first..last-1 to the same rows of the tail pointers, which have ``room`` rows."""
     o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BDV)
     for i_t in range(first, tl.minimum(last, room), BLOCK_T):
@@ -127,7 +128,7 @@ def append_entries(  # type: ignore[no-untyped-def]
 
 
 def check_call(call: Attention, held: AppendBuffers, layer: int) -> None:
-    """Refuse what a kernel would read out of bounds; looks at shapes, strides and dtypes only.
+    """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only.
 
     Raises:
         ValueError: names the first bad argument.
@@ -158,7 +159,7 @@ def check_call(call: Attention, held: AppendBuffers, layer: int) -> None:
 
 
 def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:
-    """The arguments that the decode and the extend kernel have in common."""
+    """Return the common arguments of the decode and the extend kernel."""
     q, k, v, scale, softcap, _ = call
     pool_k, pool_v, _, tail_k, tail_v, tail_start, tail_used = held[:7]
     rows, heads, tokens, key_dim = q.shape

@@ -1,4 +1,4 @@
-"""What launchers refuse before a kernel reads out of bounds; looks at shapes, dtypes, strides and devices only."""
+"""Argument checks of the kernel launchers: shapes, dtypes, strides and devices, never values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpass.operands import BUFFERS
 
 Expected = Mapping[str, tuple[Tensor, Sequence[int], torch.dtype]]
-"""Name of an argument -> the tensor given, the shape and the dtype it must have."""
+"""Name of an argument -> the tensor given, and the shape and dtype it must have."""
 
 
 def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], entry: torch.dtype) -> Expected:
@@ -24,14 +24,14 @@ def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], ent
 
 
 def check_tensors(expected: Expected, device: torch.device, strided: Collection[str] = ()) -> None:
-    """Refuse the first tensor of another shape, dtype, layout or device.
+    """Raise at the first tensor with a wrong shape, dtype, layout or device.
 
     Args:
-        device: where all of them must be.
-        strided: names of those of which only the last dim must be contiguous; all others must be contiguous.
+        device: where all tensors must be.
+        strided: names of tensors of which only the last dim must be contiguous; all others must be contiguous.
 
     Raises:
-        ValueError: names it.
+        ValueError: names the tensor.
     """
     for name, (tensor, shape, dtype) in expected.items():
         if tensor.shape != tuple(shape) or tensor.dtype != dtype:
@@ -46,7 +46,7 @@ def check_tensors(expected: Expected, device: torch.device, strided: Collection[
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Refuse query heads that do not divide into groups of one size.
+    """Raise if the query heads do not divide into equal groups, one per KV head.
 
     Raises:
         ValueError: they do not.

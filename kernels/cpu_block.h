@@ -8,15 +8,15 @@
 
 namespace {
 
-constexpr float LOWEST = -1e30f;  // running maximum of nothing: finite, so that differences stay defined
+constexpr float LOWEST = -1e30f;  // running maximum before any entry: finite, so that differences stay defined
 constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
 
-// Asks for the cache lines of bytes from .. from + size - 1 that a later loop will read.
+// Prefetches the cache lines of bytes from .. from + size - 1, which a later loop will read.
 INLINE void fetch_ahead(const char* from, int64_t size) {
     for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
-// Scores of n entries, laid out s[entry][query]; entries at or past limit[query] get -inf. Returns the lane maxima.
+// Computes the scores of n entries into s[entry][query]; -inf at or past limit[query]. Returns the lane maxima.
 template <class S, int R>
 INLINE vf score_block(const float* q, int64_t q_width, const S* k, int64_t dim, int64_t n, const int64_t* limit,
                       float cap, float* s, const char* ahead, int64_t ahead_row) {
@@ -58,7 +58,7 @@ INLINE vf score_block(const float* q, int64_t q_width, const S* k, int64_t dim, 
 template <class S, int R, int N, bool PART>
 INLINE void add_columns(const float* p, const S* v, int64_t dim, int64_t n, int64_t part, const float* decay,
                         float* sum, int64_t width, const char* ahead, int64_t ahead_row) {
-    constexpr int U = R * N >= 8 ? 1 : 8 / (R * N);  // entries at a time: hides the latency of the multiply-add
+    constexpr int U = R * N >= 8 ? 1 : 8 / (R * N);  // entries at a time, to hide the latency of the multiply-add
     vf a[U][R][N] = {};
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
@@ -97,8 +97,8 @@ INLINE void add_columns(const float* p, const S* v, int64_t dim, int64_t n, int6
         for (int c = 0; c < N; c++) store(sum + r * width + c * W, a[0][r][c]);
 }
 
-// One step of the online softmax. top and mass hold one vector per query tile: lane i belongs to query i % R. The scores
-// also go to weights[query * weights_width + entry], unless it is null.
+// One step of the online softmax. top and mass hold one vector per query tile; lane i belongs to query i % R. Scores
+// are also stored to weights[query * weights_width + entry], unless weights is null.
 template <class S, int R>
 void attend_block(const float* q, int64_t q_width, const S* k, const S* v, int64_t key_dim, int64_t value_dim,
                   int64_t n, const int64_t* limit, float cap, float* s, float* top, float* mass, float* sum,

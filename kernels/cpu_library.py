@@ -1,7 +1,7 @@
-"""C++ sources of the CPU kernels, built once with the compiler that Inductor uses.
+"""Build of the C++ CPU kernels: compiled once, with the compiler that Inductor uses.
 
 They go through ``CppCodeCache``: same flags, instruction set, OpenMP runtime and on-disk cache as Inductor's own CPU
-kernels, so torch's thread settings hold here too.
+kernels, so torch's thread settings apply to them too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvpass.operands import Attention
 _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _ATTEND_CALL = struct.Struct("=40q2d")
-"""17 pointers, 11 sizes, 9 strides, 3 of lines, scale and softcap: the fields of ``struct Call`` in decode_cpu.cpp."""
+"""Fields of ``struct Call`` in decode_cpu.cpp: 17 pointers, 11 sizes, 9 strides, 3 of lines, scale, softcap."""
 
 
 class Fault(IntEnum):
-    """Why ``kvpass_attend_decode`` refused a call, having written nothing."""
+    """Error code of ``kvpass_attend_decode``; nothing was written."""
 
     OFFSETS = 1
     START = 2
@@ -37,16 +37,16 @@ class Fault(IntEnum):
 
 
 def source(name: str, defines: str = "") -> str:
-    """C++ text of a file and all it includes of ours, complete in itself: Inductor's cache key is its hash."""
+    """Return the C++ text of a file with our includes inserted; Inductor's cache key is its hash."""
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     return defines + re.sub(r'#include "(\w+\.h)"\n', lambda found: source(found[1]), text)
 
 
 def attend_source(dtype: torch.dtype) -> str:
-    """The text of decode_cpu.cpp for entries of ``dtype``.
+    """Return the text of decode_cpu.cpp for entries of ``dtype``.
 
     Raises:
-        ValueError: ``dtype`` has no kernel.
+        ValueError: there is no kernel for ``dtype``.
     """
     if dtype not in _ENTRY_TYPES:
         raise ValueError(f"q has dtype {dtype}: CPU decode attention takes float32, bfloat16 or float16")
@@ -54,7 +54,7 @@ def attend_source(dtype: torch.dtype) -> str:
 
 
 def build(text: str) -> Any:
-    """Compile a source, or load it from Inductor's cache; about a second the first time.
+    """Compile a source, or load it from Inductor's cache; the first build takes about a second.
 
     Raises:
         RuntimeError: there is no C++ compiler, or it fails.
@@ -70,10 +70,10 @@ def build(text: str) -> Any:
 
 @functools.cache
 def attend_function(dtype: torch.dtype) -> Callable[[bytes], int]:
-    """``kvpass_attend_decode`` for entries of ``dtype``; takes a packed ``Call``, returns 0 or a fault.
+    """Return ``kvpass_attend_decode`` for entries of ``dtype``; it takes a packed ``Call`` and returns 0 or a fault.
 
     Raises:
-        ValueError: ``dtype`` has no kernel.
+        ValueError: there is no kernel for ``dtype``.
         RuntimeError: as :func:`build`.
     """
     function = build(attend_source(dtype)).kvpass_attend_decode
@@ -89,16 +89,16 @@ def call_attend(
     line: Sequence[Tensor | None] = (None,) * 6,
     line_sizes: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[Tensor, int, int]:
-    """Pack and make a call whose arguments were checked.
+    """Pack the arguments, already checked, and call the kernel.
 
     Args:
-        buffers: pool_k, pool_v, offsets, tail_k, tail_v, tail_start, None where there is none.
-        sizes: entries of the pool, row stride of the offsets, slots of the tail, those in use, layer.
-        line: position, place, memory, norm, now and weights, for slots that change hands.
+        buffers: pool_k, pool_v, offsets, tail_k, tail_v, tail_start; None for those that do not exist.
+        sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer.
+        line: position, place (storage order), memory (decode state), norm, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
 
     Returns:
-        output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`Fault` or 0, and the row that has it.
+        output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`Fault` or 0; the row with the fault.
     """
     q, k, v, scale, softcap, sinks = call
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
@@ -139,10 +139,10 @@ def call_attend(
 
 
 def check_lists(names: Sequence[str], what: str, given: Sequence[object], expected: Sequence[object]) -> None:
-    """Refuse the first argument whose shape or dtype is not the expected one; lists are compared whole, for speed.
+    """Raise at the first argument with an unexpected shape or dtype; whole lists are compared, for speed.
 
     Raises:
-        ValueError: names it.
+        ValueError: names the argument.
     """
     if given != expected:
         at = next(i for i, pair in enumerate(zip(given, expected, strict=True)) if pair[0] != pair[1])

@@ -1,4 +1,4 @@
-// Vectors of fp32 lanes for the CPU kernels, from the vector extensions of GCC and Clang, so that one text serves
+// Vectors of fp32 lanes for the CPU kernels. Uses the vector extensions of GCC and Clang, so that one source serves
 // AVX-512, AVX2, SSE and NEON. Input types fp32, bf16, fp16; all arithmetic in fp32.
 
 #include <cmath>
@@ -77,7 +77,7 @@ INLINE vf load(const fp16* p) {
     vh raw;
     std::memcpy(&raw, p, sizeof raw);
     const vu x = __builtin_convertvector(raw, vu);
-    const vf magnitude = bits_as<vf>((x & 0x7fff) << 13) * 0x1p112f;  // rebias the exponent; subnormals come out right
+    const vf magnitude = bits_as<vf>((x & 0x7fff) << 13) * 0x1p112f;  // rebias the exponent; also right for subnormals
     const vu special = (vu)((x & 0x7c00) == 0x7c00) & 0x7f800000;     // infinity and NaN keep an all-ones exponent
     return bits_as<vf>(bits_as<vu>(magnitude) | special | ((x & 0x8000) << 16));
 #endif
@@ -108,7 +108,7 @@ INLINE vf swap_lanes(vf a, std::integer_sequence<int, I...>) {
 #undef SWAPPED
 }
 
-// Lane i: the sum of lanes i and i ^ STEP of b where bit STEP of i is set, else of a.
+// Lane i is the sum of lanes i and i ^ STEP: of b if bit STEP of i is set, else of a.
 template <int STEP, int... I>
 INLINE vf add_pairs(vf a, vf b, std::integer_sequence<int, I...>) {
 #define SAME(i) ((i) + ((i) & STEP ? W : 0))
@@ -118,7 +118,7 @@ INLINE vf add_pairs(vf a, vf b, std::integer_sequence<int, I...>) {
 #undef OTHER
 }
 
-// Lane i: the sum of all lanes of a[i]. N vectors are left; a is overwritten.
+// Lane i is the sum of all lanes of a[i]. N vectors are left to add; a is overwritten.
 template <int N>
 INLINE vf add_lanes(vf* a) {
     if constexpr (N == 1) {
@@ -182,7 +182,7 @@ INLINE void round_to(float x, fp16* out) {
     uint32_t h;
     if (size > 0x7f800000) {
         h = 0x7e00;
-    } else if (size >= 0x47800000) {  // 65536 and above; what rounds up to it carries into infinity below
+    } else if (size >= 0x47800000) {  // 65536 and above; values that round up to it carry into infinity below
         h = 0x7c00;
     } else if (size < 0x38800000) {  // subnormal: adding 0.5 leaves multiples of 2^-24 in the mantissa
         h = bits_as<uint32_t>(bits_as<float>(size) + 0.5f) - 0x3f000000;

@@ -1,9 +1,9 @@
-// Ragged decode attention on the CPU: few new tokens against a packed pool segment and a dense tail, or one new token
-// against a cache of constant size, whose slots change hands.
+// Ragged decode attention on the CPU: a few new tokens against a packed pool segment and a dense tail, or one new token
+// against a cache of constant size, whose slots are reused.
 // Built by cpu_library.py with the compiler and the flags of Inductor, once per ENTRY (float, bf16 or fp16).
 //
-// The entries of all (row, KV head) units form one queue; every thread takes an equal stretch of it, whatever the
-// lengths of the units. A unit cut between threads is put together by its log-sum-exp.
+// The entries of all (row, KV head) units form one queue. Every thread takes an equal stretch of it, whatever the
+// lengths of the units. The parts of a unit that is split between threads are merged by log-sum-exp.
 
 #include <omp.h>
 
@@ -13,13 +13,13 @@
 
 namespace {
 
-constexpr int BLOCK = 128;                   // entries whose scores are held at a time
-constexpr int64_t GRAIN = int64_t(1) << 19;  // multiply-adds that are worth one more thread
+constexpr int BLOCK = 128;                   // entries scored at a time
+constexpr int64_t GRAIN = int64_t(1) << 19;  // multiply-adds that justify one more thread
 
-constexpr int32_t EMPTY = -1;      // position of a slot that can be taken
+constexpr int32_t EMPTY = -1;      // position of a free slot
 constexpr int32_t NEWEST = 1 << 30;  // added to a new entry's position to make it the last in storage order
 
-// Field order and widths are those of the struct format in cpu_library.py.
+// Field order and widths must match the struct format in cpu_library.py.
 struct Call {
     const void *q, *k, *v;
     void *pool_k, *pool_v;
@@ -28,9 +28,9 @@ struct Call {
     const int64_t* tail_start;
     const float* sinks;  // null: none
     void* out;
-    // Of slots that change hands; null where pool and tail are in use from end to end.
-    int32_t *position, *place;  // place null: the new entry is not written down
-    float *memory, *norm;
+    // For slots that are reused; else null.
+    int32_t *position, *place;  // place: storage order; null: the tables do not record the new entry
+    float *memory, *norm;       // memory: decode state
     const int64_t* now;
     float* weights;
     int64_t rows, heads, kv_heads, tokens, key_dim, value_dim;
@@ -56,7 +56,7 @@ struct Decoder {
     const int64_t partial_size = queries * (value_width + 2 * W);
     const int64_t scratch_size = queries * key_width + (BLOCK * 4 + W) + 2 * partial_size;
 
-    // Unnormalised output, running maximum and mass of a stretch of a unit; one pair (top, mass) of vectors per tile.
+    // Unnormalised output, running maximum and mass of a part of a unit; one pair (top, mass) of vectors per tile.
     struct Partial {
         float *sum, *top, *mass;
     };
@@ -77,7 +77,7 @@ struct Decoder {
     int64_t pool_row(int64_t unit) const { return unit / c.kv_heads * c.pool_entries + segment(unit, 0); }
     int64_t tail_slot(int64_t unit, int64_t slot) const { return (c.layer * units + unit) * c.slots + slot; }
 
-    // Queries are taken four, two or one at a time.
+    // Calls f for tiles of four, two or one queries.
     template <class F>
     void for_tiles(F f) const {
         int64_t i = 0, tile = 0;
@@ -104,7 +104,7 @@ struct Decoder {
         }
     }
 
-    // ---- slots that change hands: the line of a unit is its pool segment, padded to width - slots, and its tail ----
+    // ---- reused slots: the line of a unit is its pool segment, padded to width - slots, then its tail ----
 
     int32_t* line(int64_t unit) const {
         return c.position + unit / c.kv_heads * c.position_stride[0] + unit % c.kv_heads * c.position_stride[1];
@@ -150,19 +150,19 @@ struct Decoder {
         }
     }
 
-    // Attends to the slots begin..end-1 of a unit's pool segment and tail that hold an entry, a run of them at a time.
+    // Attends the slots begin..end-1 of a unit's pool segment and tail that hold an entry, one run at a time.
     void attend_slots(int64_t unit, int64_t begin, int64_t end, int64_t taken, float* scratch, Partial out) const {
         start(unit, scratch, out);
         const int64_t pool = pool_length(unit), behind = c.width - c.slots;
         const int32_t* position = line(unit);
         float* weights = c.weights ? c.weights + unit * group * c.width : nullptr;
         const auto side = [&](void* keys, void* values, int64_t row, int64_t first, int64_t from, int64_t to) {
-            const auto lives = [&](int64_t j) { return position[first + j] >= 0 || first + j == taken; };
+            const auto occupied = [&](int64_t j) { return position[first + j] >= 0 || first + j == taken; };
             const S *k = (const S*)keys + row * c.key_dim, *v = (const S*)values + row * c.value_dim;
             while (from < to) {
-                while (from < to && !lives(from)) from++;
+                while (from < to && !occupied(from)) from++;
                 int64_t stop = from;
-                while (stop < to && lives(stop)) stop++;
+                while (stop < to && occupied(stop)) stop++;
                 attend_rows(k, v, from, stop, stop, scratch, out, weights ? weights + first : nullptr);
                 from = stop;
             }
@@ -182,8 +182,8 @@ struct Decoder {
         }
     }
 
-    // Attends to entries begin..end-1 of one side (pool segment or tail); token t sees the first visible + t of them.
-    // Scores go to weights too, unless it is null.
+    // Attends entries begin..end-1 of one side (pool segment or tail); token t attends the first visible + t of them.
+    // If weights is not null, the scores are also stored there.
     void attend_rows(const S* k, const S* v, int64_t begin, int64_t end, int64_t visible, float* scratch, Partial out,
                      float* weights = nullptr) const {
         float* s = scratch + queries * key_width;
@@ -208,7 +208,7 @@ struct Decoder {
         std::fill(out.mass, out.mass + queries * W, 0.0f);
     }
 
-    // Entries begin..end-1 of a unit: its pool segment, then its valid tail slots.
+    // Attends entries begin..end-1 of a unit: its pool segment, then its valid tail slots.
     void attend(int64_t unit, int64_t begin, int64_t end, float* scratch, Partial out) const {
         start(unit, scratch, out);
         const int64_t pool = pool_length(unit), first = c.tail_start[unit / c.kv_heads];
@@ -219,7 +219,7 @@ struct Decoder {
                     std::max(begin - pool, int64_t(0)), end - pool, c.used + 1 - first, scratch, out);
     }
 
-    // Output of a unit from the partials of its stretches.
+    // Computes the output of a unit from the partial results of its parts.
     void finish(int64_t unit, const Partial* parts, int64_t count) const {
         const int64_t row = unit / c.kv_heads, head = unit % c.kv_heads;
         for_tiles([&](auto r, int64_t first, int64_t tile) {
@@ -252,7 +252,7 @@ struct Decoder {
         });
     }
 
-    // taken: the slot of each unit's new entry, null where pool and tail are in use from end to end.
+    // taken: the slot of each unit's new entry; null if slots are not reused.
     void run(const int64_t* taken) const {
         thread_local std::vector<int64_t> queue;  // where each unit begins in the queue of all entries
         queue.assign(units + 1, 0);
@@ -281,8 +281,8 @@ struct Decoder {
 
     int64_t bound(const int64_t* begins, int thread, int threads) const { return begins[units] * thread / threads; }
 
-    // Attends to one thread's stretch of the queue. Slot 0 takes what an earlier thread began, slot 1 the rest.
-    // Returns the unit that this thread began and a later one ends, or -1.
+    // Attends one thread's stretch of the queue. A unit begun by an earlier thread goes to partial 0, the others to 1.
+    // Returns the unit that this thread begins and a later one ends, or -1.
     int64_t stretch(const int64_t* begins, const int64_t* taken, float* scratch, int me, int threads) const {
         float* mine = scratch + me * scratch_size;
         const int64_t end = bound(begins, me + 1, threads);
@@ -314,7 +314,7 @@ struct Decoder {
 
 }  // namespace
 
-// Returns 0, or 4 * row + a Fault; then nothing was written.
+// Returns 0, or 4 * row + a Fault; after a fault nothing was written.
 extern "C" int64_t kvpass_attend_decode(const Call* call) {
     const Call& c = *call;
     for (int64_t row = 0; row < c.rows; row++) {

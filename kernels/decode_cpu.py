@@ -1,4 +1,4 @@
-"""Ragged decode attention on the CPU: few new tokens against a packed pool segment and a dense tail."""
+"""Ragged decode attention on the CPU: a few new tokens against pool segment and tail."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_sta
 
 
 def attend_decode(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
-    """Append the new entries of one layer to its tail and attend to pool segment and tail.
+    """Append the new entries of one layer to its tail, then attend pool segment and tail.
 
     New token t of row b attends to ``pool[b, offsets[b, layer*K + head] : offsets[b, layer*K + head + 1]]`` and to the
-    tail slots ``tail_start[b] .. used + t``. One softmax over both, in fp32; its log-sum-exp merge over chunks is that
-    of FlashDecoding (Dao et al. 2023), the online form that of Milakov and Gimelshein (arXiv:1805.02867).
+    tail slots ``tail_start[b] .. used + t``. One softmax over both, in fp32: online (Milakov and Gimelshein,
+    arXiv:1805.02867), with the log-sum-exp merge over chunks of FlashDecoding (Dao et al. 2023).
 
     All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16). q, k and v may have any
-    strides, a last dim that is not contiguous costs a copy; the buffers are contiguous.
+    strides, but are copied if the last dim is not contiguous; the buffers are contiguous.
 
     Returns:
         [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
@@ -42,7 +42,7 @@ def attend_decode(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     check_heads(heads, kv_heads)
     dtype = q.dtype
-    # Lists, compared whole, because this runs once per layer and token.
+    # Whole lists are compared, because this runs once per layer and token.
     shapes = [x.shape for x in (k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start)]
     expected_shapes: list[tuple[int, ...]] = [
         (rows, kv_heads, tokens, key_dim),

@@ -1,6 +1,6 @@
-"""Moving entries on CUDA: winners of a prompt into slots of the pool, and the pool into (layer, head, position) order.
+"""Movement of KV entries on CUDA: from a prompt into pool slots, and within the pool.
 
-Everything stays on the device: which winner takes which slot is found by cumulative counts, not by reading a number.
+Nothing is read on the host: cumulative counts tell which selected entry goes into which slot.
 
 Legend: B batch, N prompt columns, K KV heads, D head dim of keys, Dv of values, L layers, E pool slots. Tables of the
 pool: slots int32 ``[4, B, E]`` with planes owner (layer * K + head, -1 = empty), rank (order of entry), position (true
@@ -21,11 +21,11 @@ from kvpass.operands import Candidates, PrefillBuffers
 
 OWNER, RANK, POSITION, PLACE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 EMPTY = -1
-"""Owner of a free slot; source of a slot that nothing moves into."""
+"""Owner of a free slot; source of a slot that receives no entry."""
 SCRATCH_SHARE = 8
-"""``pack`` copies the pool in this many parts, so its scratch is this share of it."""
+"""``pack`` copies the pool in this many parts; its scratch is the size of one part."""
 SECTOR_BYTES = 32
-"""What one read of device memory fetches: a part of a row is not narrower."""
+"""Bytes that one read of device memory fetches: the least width of a part."""
 
 _CONFIGS = (KernelConfig.of(4, 1, BLOCK_E=32),)
 _PACK_CONFIGS = (KernelConfig.of(4, 1, BLOCK_E=128),)
@@ -37,7 +37,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     stride_vb, stride_vh, stride_vn, layer, rows, entries, columns, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A block of slots of one row: rows of k and v and the tables of those that something moves into."""
+    """Write the entries that move into a block of slots of one row, with their tables."""
     i_b = tl.program_id(1)
     o_e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     o_slot = i_b.to(tl.int64) * entries + o_e
@@ -77,7 +77,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 def _permute_kernel(  # type: ignore[no-untyped-def]
     pool, permutation, scratch, entries, first, width, D: tl.constexpr, BW: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """``scratch[b, e] = pool[b, permutation[b, e], first : first + width]`` for a block of slots of one row."""
+    """Store ``scratch[b, e] = pool[b, permutation[b, e], first : first + width]`` for a block of slots."""
     i_b = tl.program_id(1)
     o_e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     o_w = tl.arange(0, BW)
@@ -91,18 +91,18 @@ def _permute_kernel(  # type: ignore[no-untyped-def]
 
 
 def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
-    """Which winner moves into which slot: the j-th winner in (head, column) order into the j-th free slot.
+    """Assign the j-th selected entry, in (head, column) order, to the j-th free slot.
 
     Args:
-        keep: bool ``[B, K, N]``, the entries of this layer that the pool takes in.
-        owner: int32 ``[B, E]``, -1 where a slot is free.
+        keep: bool ``[B, K, N]``, the entries of this layer to store in the pool.
+        owner: int32 ``[B, E]``, -1 for a free slot.
 
     Returns:
         int32 ``[B, E]``: for each slot the flat index ``head * N + column`` of the entry that moves in, or -1.
 
     Raises:
-        ValueError: on the CPU, more winners than free slots. On CUDA that is a device-side assertion, noticed at the
-            next synchronisation.
+        ValueError: on the CPU, more selected entries than free slots. On CUDA this is a device-side assertion, noticed
+            at the next synchronisation.
     """
     winners = keep.flatten(1).cumsum(1, dtype=torch.int32)
     is_free = owner == EMPTY
@@ -114,7 +114,7 @@ def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
     elif not fits:
         row = int((total > turn[:, -1:]).int().argmax())
         raise ValueError(f"row {row} has {int(total[row])} winners: its pool has {int(turn[row, -1])} free slots")
-    # the j-th winner is where the count of winners first reaches j
+    # the j-th selected entry is where the running count first reaches j
     source = torch.searchsorted(winners, turn, out_int32=True)
     return torch.where(is_free & (turn <= total), source, EMPTY)
 
@@ -128,13 +128,13 @@ def gather_winners(
     layer: int,
     config: KernelConfig | None = None,
 ) -> None:
-    """Copy the entries that ``source`` names into the pool and say in its tables who they are; one launch.
+    """Copy the entries that ``source`` names into the pool and record them in its tables; one launch.
 
     Args:
-        source: int32 ``[B, E]``, from :func:`assign_slots`: flat index ``head * N + column``, or -1. Slots with -1 keep
-            what they hold.
-        rank: int32 ``[B, K, N]``, order of entry. place: int32 ``[B, K, N]``.
-        candidates: k and v of any strides but a contiguous last dim; a true position counts from ``start``.
+        source: int32 ``[B, E]``, from :func:`assign_slots`: flat index ``head * N + column``, or -1. Slots with -1 stay
+            as they are.
+        rank: int32 ``[B, K, N]``, order of entry. place: int32 ``[B, K, N]``, storage order.
+        candidates: k and v with any strides but a contiguous last dim; true positions count from ``start``.
         buffers: pool, slots and slot_traces are written.
         layer: the layer of k and v.
 
@@ -175,7 +175,7 @@ def gather_winners(
 
 
 def _part_width(pool_k: Tensor, pool_v: Tensor) -> int:
-    """Columns that ``pack`` moves at a time: its share of an entry in whole sectors, but no less than one."""
+    """Return the columns ``pack`` moves at a time: its share in whole sectors, at least one."""
     sector = SECTOR_BYTES // pool_k.element_size()
     entry = pool_k.shape[2] + pool_v.shape[2]
     return max(entry // SCRATCH_SHARE // sector, 1) * sector
@@ -184,9 +184,8 @@ def _part_width(pool_k: Tensor, pool_v: Tensor) -> int:
 def pack(buffers: PrefillBuffers, config: KernelConfig | None = None) -> None:
     """Permute the pool once into (layer, head, position) order; empty slots go last.
 
-    A few columns of all rows move at a time, through a scratch of about an eighth of the pool.
-
-    Writes pool, slots, slot_traces and offsets.
+    A few columns of all rows move at a time, through a scratch of about an eighth of the pool. Writes pool, slots,
+    slot_traces and offsets.
 
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
@@ -216,7 +215,7 @@ def pack(buffers: PrefillBuffers, config: KernelConfig | None = None) -> None:
 def _permute_part(
     pool: Tensor, permutation: Tensor, scratch: Tensor, first: int, width: int, config: KernelConfig | None
 ) -> None:
-    """Permute columns first .. first + width - 1 of every row."""
+    """Permute columns first .. first + width - 1 of every row of the pool."""
     rows, entries, dim = pool.shape
     arguments = {
         "pool": pool, "permutation": permutation, "scratch": scratch, "entries": entries, "first": first,

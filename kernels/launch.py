@@ -1,14 +1,15 @@
-"""What the Triton launchers share: a block configuration, and the choice of one.
+"""Block configurations of Triton kernels, and the launcher that chooses one.
 
 The contract of a kernel file (prefill_attention.py is an example):
 
 * kernels take every block size as a ``tl.constexpr`` argument, named as in the ``blocks`` of their configs;
-* a small tuple of :class:`KernelConfig` per kernel; a launcher takes ``config: KernelConfig | None = None`` and hands
-  it to :func:`launch` with the configs that suit the shape: a config given is used as it is (the pinned mode of
-  tests), else the interpreter takes the first one, and CUDA the fastest by ``triton.autotune``, timed once per key and
-  dtype and remembered on disk. Keys hold head dims and the like, never batch or prompt length: all rows round alike;
-* no launcher reads a value of its tensors on the host, so that ``tests/kernels/test_compile_ahead.py`` can call it
-  without a device and compile what it would launch.
+* each kernel has a small tuple of :class:`KernelConfig`. A launcher takes ``config: KernelConfig | None = None`` and
+  passes it to :func:`launch` with the configs that suit the shape. A given config is used as it is (tests pin it this
+  way). Otherwise the interpreter takes the first one, and CUDA the fastest by ``triton.autotune``, timed once per key
+  and dtype and cached on disk. Keys hold head dims and the like, never batch or prompt length, so that all rows round
+  alike;
+* no launcher reads a tensor's value on the host, so that ``tests/kernels/test_compile_ahead.py`` can call it without a
+  device and compile what it would launch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class KernelConfig:
     """Block sizes (in the order and under the names of the kernel's arguments), warps and pipeline stages.
 
     Attributes:
-        least_arch: compute capability (80, 90...) from which on the registers suffice.
+        least_arch: lowest compute capability (80, 90...) with enough registers.
     """
 
     blocks: tuple[tuple[str, int], ...]
@@ -50,17 +51,17 @@ class KernelConfig:
 
 
 _TUNING = threading.Lock()
-"""Triton's tuner keeps the arguments of a call on itself."""
+"""One call tunes at a time: Triton's autotuner stores the call's arguments as its attributes."""
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Whether the kernel was decorated under ``TRITON_INTERPRET=1``."""
+    """Return whether the kernel was decorated under ``TRITON_INTERPRET=1``."""
     return not isinstance(kernel, JITFunction)
 
 
 @functools.cache
 def _suited(configs: tuple[KernelConfig, ...], device: torch.device) -> tuple[KernelConfig, ...]:
-    """The configs that the registers of the device suffice for, the last one if there is none; asked once."""
+    """Return the configs that fit the device's registers, else the last one; cached."""
     major, minor = torch.cuda.get_device_capability(device)
     return tuple(config for config in configs if config.least_arch <= 10 * major + minor) or configs[-1:]
 
@@ -82,12 +83,12 @@ def launch(
     key: tuple[str, ...] = (),
     config: KernelConfig | None = None,
 ) -> None:
-    """Run a kernel with the given config, or with the best of ``configs``, where its tensors are.
+    """Run a kernel on its tensors' device, with the given config or the best of ``configs``.
 
     Args:
         grid: a tuple, or a function from the dict of all arguments (blocks included) to a tuple.
-        arguments: every argument but the blocks. The kernel must be safe to run twice: tuning does.
-        key: the arguments whose values decide which config is fastest.
+        arguments: all arguments except the blocks. The kernel must be safe to run twice, since tuning repeats it.
+        key: names of the arguments whose values decide which config is fastest.
     """
     tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
     if config is None:

@@ -1,6 +1,6 @@
 """Causal attention over a left-padded prompt, with the log-sum-exp that the window statistics need.
 
-Blocks are laid out from each row's first real column, so a padded row computes bit for bit what it computes alone.
+Blocks start at each row's first real column, so a padded row gives bit for bit what it gives alone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvpass.operands import Attention
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1e30)
-"""Where running maxima begin: finite, so that a block without a visible key adds exp2(-inf - FLOOR) = 0."""
+"""Initial running maximum: finite, so a block without visible keys adds exp2(-inf - FLOOR) = 0."""
 
 MAX_HEAD_DIM = 256
 TUNING_KEY = ("D", "DV", "GROUP", "softcap", "sliding_window")
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
-# By the wider block of a head dim. fp32 dots run on the FMA units, whose operands live in registers: small blocks.
+# Keyed by the wider head-dim block. fp32 dots run on FMA units with operands in registers, so blocks are small.
 HALF_CONFIGS = {
     64: (KernelConfig.of(8, 3, BLOCK_Q=128, BLOCK_K=64), KernelConfig.of(4, 3, BLOCK_Q=64, BLOCK_K=64)),
     128: (
@@ -42,7 +42,7 @@ FLOAT_CONFIGS = {
 
 @triton.jit
 def logits_base2(b_dot, scale, softcap):  # type: ignore[no-untyped-def]
-    """Attention logits in units of log 2 from dot products; softcap None or a number."""
+    """Return attention logits in units of log 2 from dot products; softcap is None or a number."""
     if softcap is None:
         b_logits = b_dot * (scale * LOG2E)
     else:
@@ -58,7 +58,7 @@ def _attend_keys(  # type: ignore[no-untyped-def]
     stride_kn, stride_vn, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_K: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over keys ``first <= column < last``."""
+    """Attend keys ``first <= column < last`` by online softmax (Milakov and Gimelshein, arXiv 1805.02867)."""
     o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
     for column in range(first, last, BLOCK_K):
@@ -97,7 +97,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head. Longest rows first: they decide when the launch ends."""
+    """Attend one block of queries of one head; blocks with the most keys start first."""
     i_q = tl.num_programs(0) - 1 - tl.program_id(0)
     i_b = (tl.program_id(1) // HEADS).to(tl.int64)
     i_h = (tl.program_id(1) % HEADS).to(tl.int64)
@@ -115,7 +115,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     tl.store(p_pad, b_zero, mask=m_pad[:, None] & (o_dv < DV)[None, :])
     tl.store(p_lse + o_pad, tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32), mask=m_pad)
 
-    # From here on rows and columns count from the first real one.
+    # From here on, row and column numbers count from the first real column.
     if i_q * BLOCK_Q < length:
         o_q = i_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
         m_q = o_q < length
@@ -133,10 +133,10 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             b_sum = tl.exp2(b_sink - b_max)
         last = tl.minimum((i_q + 1) * BLOCK_Q, length)
         if sliding_window is not None:
-            # [first, last) holds every visible key and few others; all of it is masked
+            # [first, last) holds every visible key and a few others; the mask is applied to all of it
             first = tl.maximum(i_q * BLOCK_Q - sliding_window + 1, 0)
         else:
-            # keys that every query of the block sees
+            # keys that every query of the block attends
             first = i_q * BLOCK_Q // BLOCK_K * BLOCK_K
             b_out, b_max, b_sum = _attend_keys(
                 b_q, b_out, b_max, b_sum, p_k, p_v, o_q, 0, first, length, scale, softcap, sliding_window,
@@ -154,10 +154,10 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 def check_site(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, sinks: Tensor | None, queries: int | None = None
 ) -> None:
-    """Refuse what the kernels of one attention site would read wrongly.
+    """Raise if the kernels of one attention op would read an argument wrongly.
 
     Args:
-        queries: the fewest rows that q must hold; None: exactly those of k.
+        queries: the fewest rows that q may have; None: exactly as many as k.
 
     Raises:
         ValueError: a shape, dtype, stride or device that is not supported.
@@ -186,17 +186,17 @@ def check_site(
 
 
 def block_dim(dim: int) -> int:
-    """Columns of the block that holds a head dim: a power of two, at least what a dot takes."""
+    """Return the columns of a head-dim block: a power of two, at least a dot's minimum."""
     return max(16, triton.next_power_of_2(dim))
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Dots of fp32 are exact; the word means nothing for the others."""
+    """Return the ``input_precision`` of a dot: exact for fp32, ignored for other dtypes."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def configs_for(dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[KernelConfig, ...]:
-    """The configs that fit in registers and shared memory; rows that are not aligned need more registers to load."""
+    """Return the configs that fit in registers and shared memory; unaligned rows need more registers to load."""
     wide = max(64, block_dim(key_dim), block_dim(value_dim))
     if dtype == torch.float32:
         return FLOAT_CONFIGS[wide]
@@ -209,15 +209,15 @@ def prefill_attention(
     """Causal attention of a left-padded prompt; FlashAttention-2 (Dao, arXiv 2307.08691).
 
     Args:
-        call: q ``[B, H, N, D]`` fp32, fp16 or bf16, RoPE applied; any strides but a contiguous last dim (so k, v). D
-            and Dv up to 256. Query head h reads KV head ``h // (H // K)``.
+        call: q ``[B, H, N, D]`` fp32, fp16 or bf16, RoPE applied; any strides but a contiguous last dim (k and v
+            alike). D and Dv up to 256. Query head h reads KV head ``h // (H // K)``.
         start: first real column of each row, int32 or int64 ``[B]``.
-        sliding_window: query i sees key j only where ``i - j < sliding_window``; >= 1.
-        config: blocks to use; None: chosen by :func:`kvpass.kernels.launch.launch`.
+        sliding_window: query i attends key j only if ``i - j < sliding_window``; >= 1.
+        config: block sizes; None: chosen by :func:`kvpass.kernels.launch.launch`.
 
     Returns:
-        Output ``[B, H, N, Dv]`` in the dtype of q, stored as ``[B, N, H, Dv]``, zeros in padding; natural
-        log-sum-exp of each query's logits (sinks included) fp32 ``[B, H, N]``, ``-inf`` in padding.
+        Output ``[B, H, N, Dv]`` in the dtype of q, stored as ``[B, N, H, Dv]``, zeros in padding; natural log-sum-exp
+        of each query's logits (sinks included) fp32 ``[B, H, N]``, ``-inf`` in padding.
 
     Raises:
         ValueError: an argument that is not supported.
@@ -247,9 +247,10 @@ def prefill_attention(
 
 
 def flash_takes(q: Tensor, v: Tensor) -> bool:
-    """Whether torch has a FlashAttention for the device, dtype, head dims and tokens of q and v.
+    """Return whether torch's FlashAttention supports the device, dtype, head dims and tokens of q and v.
 
-    Not for one token: it then makes rows of the query heads of a group, and refuses padding as sequences of its own.
+    One token is not supported: torch then turns the query heads of a group into rows, and padding cannot be a sequence
+    of its own.
     """
     return (
         q.is_cuda
@@ -265,13 +266,13 @@ def flash_takes(q: Tensor, v: Tensor) -> bool:
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, sliding_window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`prefill_attention` without softcap and sinks, by the FlashAttention that torch ships (CUDA only).
+    """:func:`prefill_attention` without softcap and sinks, by torch's FlashAttention (CUDA only).
 
-    The padding of a row is a sequence of its own, so that neither a mask nor a length on the host is needed.
+    The padding of a row is a sequence of its own, so neither a mask nor a length on the host is needed.
 
     Raises:
-        ValueError: an argument that is not supported; FlashAttention takes fp16 and bf16, and D = Dv divisible by 8.
-            :func:`flash_takes` knows more.
+        ValueError: an argument that is not supported; FlashAttention needs fp16 or bf16, and D = Dv divisible by 8.
+            :func:`flash_takes` checks more.
     """
     check_site(q, k, v, start, None)
     b, _, n, d = q.shape

@@ -1,9 +1,10 @@
-"""Attention of a few new tokens to a compressed cache on CUDA: the ragged pool, the dense tail, the tokens themselves.
+"""Attention of a few new tokens to a compressed cache on CUDA.
 
-Split-KV decoding (FlashDecoding, Dao et al. 2023): the cache of each KV head is cut into tiles, one program each, and a
-second launch merges their partial results. Nothing reaches the host, and no workspace outlives the call.
+Split-KV decoding (FlashDecoding, Dao et al. 2023): the cache of each KV head (ragged pool, dense tail, new tokens) is
+cut into tiles, one program each. A second launch merges their partial results. There is no host synchronisation, and no
+workspace outlives the call.
 
-The legend is that of ``cached_attention.py``; P partial results.
+Legend as in ``cached_attention.py``; P partial results.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvpass.kernels.launch import KernelConfig, launch
 from kvpass.operands import AppendBuffers, Attention
 
 TAIL_TILE = 64
-"""Tail slots of one program."""
+"""Tail slots per program."""
 
 _CONFIGS = (
     KernelConfig.of(4, 2, BLOCK_S=64),
@@ -38,7 +39,7 @@ _MERGE_CONFIGS = (KernelConfig.of(4, 1, BLOCK_P=32),)
 def _choose(
     dtype: torch.dtype, key_block: int, value_block: int, query_rows: int
 ) -> tuple[tuple[KernelConfig, ...], int]:
-    """Configs, and the query rows of a block: as many as there are, while they fit in registers."""
+    """Return the configs and the query rows per block: all rows, up to what fits in registers."""
     if dtype == torch.float32:
         return _CONFIGS_FP32, 16
     most = 64 if key_block + value_block <= 128 else 32
@@ -53,10 +54,11 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One tile of pool or tail: acc ``[P, G*T, Dv]`` not divided by l, and ``(m, l)`` ``[2, P, G*T]`` in base 2.
+    """Attend one tile of pool or tail and store its partial result.
 
-    Programs 0..num_tiles-1 have the layer's pool tiles; after them tail_tiles programs for each (row, head). The tail
-    program in whose tile the slots in use end also attends the new tokens, and appends them.
+    Stores acc ``[P, G*T, Dv]`` not divided by l, and ``(m, l)`` ``[2, P, G*T]`` in base 2. Programs 0..num_tiles-1
+    handle the layer's pool tiles; after them come tail_tiles programs for each (row, head). The program whose tail tile
+    holds the slot tail_used also attends the new tokens and appends them.
     """
     i_p = tl.program_id(0)
     i_r = tl.program_id(1)
@@ -148,7 +150,7 @@ def _merge_tiles(  # type: ignore[no-untyped-def]
     K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One query row: the partial results of its pool tiles and live tail tiles, merged by log-sum-exp."""
+    """Merge the partial results of one query row (pool tiles and live tail tiles) by log-sum-exp."""
     i_o = tl.program_id(0)
     i_h = i_o % (K * G)
     i_t = i_o // (K * G) % tokens
@@ -177,19 +179,19 @@ def _merge_tiles(  # type: ignore[no-untyped-def]
 
 
 def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
-    """Append the new entries of one layer to its tail and attend pool, tail and new tokens; for a few tokens.
+    """Append a few new entries of one layer to its tail; attend pool, tail and new tokens.
 
-    New token t of row b attends to the pool entries of its KV head, to the tail slots ``tail_start[b] ..
-    tail_used - 1`` and to the new tokens 0..t. One softmax, in fp32.
+    New token t of row b attends to the pool entries of its KV head, to the tail slots
+    ``tail_start[b] .. tail_used - 1`` and to the new tokens 0..t. One softmax, in fp32.
 
-    All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16). The caller sees to it
-    that ``tail_used + T <= C``, without asking the device: entries beyond the last slot are not stored, and it is
+    All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16). The caller must ensure
+    that ``tail_used + T <= C``; the device is not asked. Entries beyond the last slot are not stored, and it is
     undefined whether they are attended.
 
     Args:
-        call: K divides H; q, k and v of any strides but a contiguous last dim.
-        held: contiguous; the tiles are from ``tile_map`` and may be of any length.
-        layer: index of the layer in tiles and tail. config: block sizes; None for the usual ones.
+        call: K divides H; q, k and v with any strides but a contiguous last dim.
+        held: contiguous; the tiles come from ``tile_map`` and may have any length.
+        layer: index of the layer in tiles and tail. config: block sizes; None for the default.
 
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.

@@ -1,9 +1,9 @@
-"""Attention of many new tokens (the next turn, a question after its context) to a compressed cache on CUDA.
+"""Attention of many new tokens (such as a follow-up question) to a compressed cache on CUDA.
 
-Each block of query rows has one program, which reads the whole cache of its KV head: pool segment, tail, and the new
-tokens up to the last of the block. One launch, no workspace, nothing reaches the host.
+One program per block of query rows reads the whole cache of its KV head: pool segment, tail, and the new tokens up to
+the last one of the block. One launch, no workspace, no host synchronisation.
 
-The legend is that of ``cached_attention.py``.
+Legend as in ``cached_attention.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONFIGS_FP32 = (KernelConfig.of(8, 2, BLOCK_R=16, BLOCK_S=32),)
 
 
 def _choose(dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[KernelConfig, ...]:
-    """Configs whose blocks, and the addresses of rows that are not aligned, fit in registers."""
+    """Return the configs whose blocks fit in registers, with the addresses of unaligned rows."""
     if dtype == torch.float32:
         return _CONFIGS_FP32
     if block_dim(key_dim) + block_dim(value_dim) > 256:
@@ -42,7 +42,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     entries, slots, tokens, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """A block of query rows of one KV head against pool segment, tail and the new tokens up to its last one."""
+    """Attend a block of query rows of one KV head to pool segment, tail and new tokens."""
     i_r = tl.num_programs(0) - 1 - tl.program_id(0)
     i_segment = tl.program_id(1)
     i_b = i_segment // K
@@ -99,9 +99,9 @@ def _attend_queries(  # type: ignore[no-untyped-def]
 
 
 def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
-    """Append the new entries of one layer to its tail and attend pool, tail and new tokens; for many tokens.
+    """Append many new entries of one layer to its tail; attend pool, tail and new tokens.
 
-    Arguments and contract as of ``ragged_decode.attend_ragged``; tiles are not read.
+    Arguments and contract as in ``ragged_decode.attend_ragged``; tiles are not read.
 
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.

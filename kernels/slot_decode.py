@@ -1,11 +1,11 @@
-"""Attention of one new token to slots that change hands, on CUDA: the new entry takes each line's first empty slot.
+"""Decode attention over reused slots on CUDA: a new token takes each line's first empty slot.
 
-Split-KV decoding as in ``ragged_decode.py``, over the slots that hold an entry. The first launch attends and stores the
-new entry's key and value, the second merges, turns scores into attention weights and writes the entry down; only the
-second changes what says which slots are empty. Nothing reaches the host.
+Split-KV decoding as in ``ragged_decode.py``, over the slots that hold an entry. The first launch attends, and stores
+the new key and value. The second one merges, turns scores into attention weights and records the new entry in the
+tables; only this launch changes which slots are empty. There is no host synchronisation.
 
-Legend: B batch, H query heads, K KV heads, G = H / K, D head dim of keys, Dv of values, L layers, E pool entries,
-C tail capacity, S slots of a line, the last C of them the tail's.
+Legend: B batch, H query heads, K KV heads, G = H / K, D head dim of keys, Dv of values, L layers, E pool entries, C
+tail capacity, S slots of a line, the last C of them the tail's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvpass.kernels.slot_line import first_empty
 from kvpass.operands import Attention, Lines
 
 TILE = 64
-"""Slots of one program."""
+"""Slots per program."""
 NEWEST = tl.constexpr(1 << 30)
 """Added to a new entry's position to make it the last in storage order."""
 
@@ -51,10 +51,11 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     BD: tl.constexpr, BDV: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the slots of one line: acc ``[B*K, tiles, G, Dv]`` not divided by l, and (m, l) in base 2.
+    """Attend one tile of the slots of one line.
 
-    Programs 0..pool_tiles-1 of a line have its pool segment, the others its tail. The one with the first empty slot
-    also attends the new entry, and stores it there.
+    Stores acc ``[B*K, tiles, G, Dv]`` not divided by l, and (m, l) in base 2. Programs 0..pool_tiles-1 of a line handle
+    its pool segment, the others its tail. The program with the first empty slot also attends the new entry and stores
+    it there.
     """
     i_p = tl.program_id(0)
     i_line = tl.program_id(1)
@@ -71,7 +72,7 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
     p_k = tail_k + i_row * D
     p_v = tail_v + i_row * DV
-    if pool_k is not None:  # noqa: SIM102 (known when compiled, unlike the other)
+    if pool_k is not None:  # noqa: SIM102 (known at compile time, unlike the inner condition)
         if i_p < pool_tiles:
             p_offsets = offsets + i_b.to(tl.int64) * segments + layer * K + i_h
             begin = tl.load(p_offsets)
@@ -102,7 +103,7 @@ def _attend_slots(  # type: ignore[no-untyped-def]
         b_q, b_m, b_l, b_acc, p_k, p_v, D, DV, first, last, o_r, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
         p_position + behind, p_scores, m_r,
     )  # fmt: skip
-    tl.debug_barrier()  # the score of the slot that is taken is stored twice, the new entry's last
+    tl.debug_barrier()  # the taken slot's score is stored twice; the new entry's score must come last
     at = taken - behind
     mine = ((at >= first) & (at < last)).to(tl.int32)
     p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
@@ -127,9 +128,9 @@ def _finish_slots(  # type: ignore[no-untyped-def]
     layer, slots, width, num_tiles, segments, K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """One query head: its partial results merged by log-sum-exp, and its attention weights, if they are wanted.
+    """Merge the partial results of one query head by log-sum-exp; compute attention weights if wanted.
 
-    The first query head of a KV head then writes the new entry down.
+    The first query head of a KV head then records the new entry.
     """
     i_o = tl.program_id(0)
     i_line = i_o // G
@@ -174,21 +175,20 @@ def _finish_slots(  # type: ignore[no-untyped-def]
 def attend_slots(
     call: Attention, lines: Lines, layer: int, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Put one new token into the first empty slot of each line and attend the slots that hold an entry.
+    """Store one new token in each line's first empty slot; attend slots that hold an entry.
 
     All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16). A line without an empty
-    slot attends to what it holds and stores nothing.
+    slot attends to its entries and stores nothing.
 
     Args:
-        call: K divides H; q, k and v of any strides but a contiguous last dim.
-        lines: contiguous, but position, which may repeat over rows and KV heads where nothing is written down. A slot
-            of position -1 can be taken. An entry that is written down has a pool, memory 0, and a place behind all
-            others.
-        layer: index of the layer in offsets and tail. config: block sizes of the first launch; None for the usual.
+        call: K divides H; q, k and v with any strides but a contiguous last dim.
+        lines: contiguous; but position may repeat over rows and KV heads if the entry is not recorded. A slot with
+            position -1 is free. A recorded entry has a pool, memory 0 and a place after all others.
+        layer: index of the layer in offsets and tail. config: block sizes of the first launch; None for the default.
 
     Returns:
-        ``[B, H, 1, Dv]`` in the dtype of q, stored as ``[B, 1, H, Dv]``; where the entry is written down the attention
-        over the slots, fp32 ``[B, H, S]``, 0 in those without an entry, else None.
+        ``[B, H, 1, Dv]`` in the dtype of q, stored as ``[B, 1, H, Dv]``; if the entry is recorded, the attention over
+        the slots, fp32 ``[B, H, S]``, 0 in slots without an entry; else None.
 
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
@@ -232,7 +232,7 @@ def attend_slots(
 
 
 def _check(call: Attention, lines: Lines, layer: int) -> None:
-    """Refuse what a kernel would read out of bounds; looks at shapes, strides and dtypes only."""
+    """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only."""
     q, k, v, _, _, sinks = call
     pool_k, pool_v, offsets, tail_k, tail_v, position, entered = lines
     rows, heads, _, key_dim = q.shape

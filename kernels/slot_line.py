@@ -1,6 +1,6 @@
-"""What the Triton kernels of slots that change hands share: looking through a line of slots.
+"""Search functions over a line of slots, for the Triton kernels of reused slots.
 
-A line has an int32 for every slot of one KV head: the position of its entry, or its rank; negative: no entry.
+A line has one int32 for every slot of one KV head: the position or the rank of its entry; negative: no entry.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 EMPTY = tl.constexpr(-1)
-"""Position of a slot that can be taken."""
+"""Position of a free slot."""
 
 
 @triton.jit
 def first_empty(p_line, width, BLOCK_L: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first slot whose position is EMPTY; ``width`` where there is none."""
+    """Return the first slot whose position is EMPTY; ``width`` if there is none."""
     slot = width
     for i_l in range(0, width, BLOCK_L):
         o_l = i_l + tl.arange(0, BLOCK_L)
@@ -25,7 +25,7 @@ def first_empty(p_line, width, BLOCK_L: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit
 def largest(p_line, width, BLOCK_L: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest of a line; -1 where no slot has an entry."""
+    """Return the largest value of a line; -1 if no slot has an entry."""
     found = tl.full([], -1, tl.int32)
     for i_l in range(0, width, BLOCK_L):
         o_l = i_l + tl.arange(0, BLOCK_L)

@@ -1,6 +1,6 @@
-"""Which entries leave a cache of constant size, on CUDA: each KV head keeps its best and the newest.
+"""Eviction from a cache of constant size, on CUDA: each KV head keeps its best and newest.
 
-Usually one entry leaves, so the worst is looked for as often as entries leave; nothing is sorted.
+Usually one entry is evicted, so the minimum is searched once per evicted entry; nothing is sorted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _CONFIGS = (KernelConfig.of(4, 1, BLOCK_L=1024),)
 
 @triton.jit
 def _load_keys(p_worth, p_position, o_l, width, oldest_spared):  # type: ignore[no-untyped-def]
-    """Keys that rise with the score and, at equal scores, fall with the position; and which slots compete."""
+    """Return sort keys (rising with score, falling with position), which slots compete, and positions."""
     m_l = o_l < width
     b_position = tl.load(p_position + o_l, mask=m_l, other=EMPTY)
     b_worth = tl.load(p_worth + o_l, mask=m_l, other=0.0)
-    b_bits = tl.where(b_worth == 0.0, 0.0, b_worth).to(tl.int32, bitcast=True)  # -0 equals 0
+    b_bits = tl.where(b_worth == 0.0, 0.0, b_worth).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     b_bits = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
     b_keys = b_bits.to(tl.int64) * (1 << 32) + (0x7FFFFFFF - b_position)
     return b_keys, (b_position >= 0) & (b_position < oldest_spared), b_position
@@ -35,7 +35,7 @@ def _load_keys(p_worth, p_position, o_l, width, oldest_spared):  # type: ignore[
 def _evict_losers(  # type: ignore[no-untyped-def]
     worth, position, memory, quota, keep, width, window, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """One line: the entries of the lowest keys leave until ``quota`` are left that compete."""
+    """Evict the lowest keys of one line until ``quota`` competing entries are left."""
     i_line = tl.program_id(0).to(tl.int64)
     p_worth = worth + i_line * width
     p_position = position + i_line * width
@@ -67,13 +67,13 @@ def _evict_losers(  # type: ignore[no-untyped-def]
 
 
 def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
-    """Empty the slots of the entries that leave after a step; their memory becomes 0.
+    """Evict the lowest scores after a step: empty their slots, set their memory to 0.
 
     All tensors are contiguous and on one device.
 
     Args:
-        worth: fp32 ``[B, K, S]``, higher = keep, ties to the lower position. position: int32, alike, negative where
-            there is no entry. memory: fp32, alike.
+        worth: fp32 ``[B, K, S]``, higher = keep, ties to the lower position. position: int32, same shape, negative = no
+            entry. memory: decode state, fp32, same shape.
         quota: entries a head may hold besides the newest ``window`` positions of the line, int64 ``[B, K]``.
 
     Returns:

@@ -1,6 +1,7 @@
-"""Attention pooled over neighbours in storage order, on CUDA, in a cache whose slots are in no order.
+"""Pooling of attention over neighbours in storage order, on CUDA, for slots in any order.
 
-The rank of an entry is how many come before it: counted, not sorted, since a line is short and the device wide.
+The rank of an entry is the number of entries before it; it is counted, not sorted, since a line is short and the device
+wide.
 
 Legend: B batch, H query heads, K KV heads, G = H / K, S slots of a line.
 """
@@ -26,7 +27,7 @@ def _rank_kernel(  # type: ignore[no-untyped-def]
     attention, position, place, in_order, rank, width, window, G: tl.constexpr, LINE_BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of some slots of one line by place, -1 for those that do not compete; their attention at their rank."""
+    """Rank some slots of one line by place (-1: not competing); store their attention by rank."""
     i_line = tl.program_id(0).to(tl.int64)
     p_position = position + i_line * width
     p_place = place + i_line * width
@@ -56,7 +57,7 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
     in_order, rank, worth, width, G: tl.constexpr, POOL: tl.constexpr, KERNEL: tl.constexpr, GROUP: tl.constexpr,
     LINE_BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Pooled attention of some slots of one line, from the attention of all in order."""
+    """Pool the attention of some slots of one line, from the attention in rank order."""
     i_line = tl.program_id(0).to(tl.int64)
     last = largest(rank + i_line * width, width, LINE_BLOCK)
     o_s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -87,19 +88,19 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
 def pool_in_order(
     attention: Tensor, position: Tensor, place: Tensor, window: int, pool: str | None, kernel_size: int, group: str
 ) -> Tensor:
-    """Attention of the older entries, pooled over neighbours in storage order, reduced over the group.
+    """Pool the attention of older entries over neighbours in storage order; reduce over the group.
 
     All tensors are contiguous and on one device.
 
     Args:
-        attention: fp32 ``[B, H, S]``, not negative. position: int32 ``[B, K, S]``, negative where there is no entry;
-            K divides H. place: int32, alike, different for the entries of a line: storage order, ascending.
-        window: the newest positions of a line, which have no part in it.
+        attention: fp32 ``[B, H, S]``, not negative. position: int32 ``[B, K, S]``, negative = no entry; K divides H.
+            place: storage order, ascending; int32 ``[B, K, S]``, different for the entries of a line.
+        window: the newest positions of a line, which are left out.
         pool: ``"avg"`` (counts zeros beyond the ends), ``"max"`` or None. kernel_size: odd.
         group: ``"mean"``, ``"max"`` or ``"sum"``.
 
     Returns:
-        fp32 ``[B, K, S]``, 0 in slots that have no part in it.
+        fp32 ``[B, K, S]``, 0 in slots that are left out.
 
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit.

@@ -1,5 +1,5 @@
-// Which entries leave a cache of constant size, on the CPU: each KV head keeps its best and the newest; and attention
-// pooled over neighbours, by which they may be judged. Built by cpu_library.py with the compiler and flags of Inductor.
+// Eviction from a cache of constant size, on the CPU: each KV head keeps its best and its newest entries. Also pooling
+// of attention over neighbours, for the scores. Built by cpu_library.py with the compiler and flags of Inductor.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,19 +10,19 @@ namespace {
 
 constexpr int32_t EMPTY = -1;
 
-// Rises with the score, and among equal scores falls with the position: the entry of the lowest key leaves first.
+// Rises with the score; at equal scores, falls with the position. The entry with the lowest key is evicted first.
 inline int64_t key(float score, int32_t position) {
     int32_t bits;
     std::memcpy(&bits, &score, sizeof bits);
-    if (bits == INT32_MIN) bits = 0;  // -0 equals 0
+    if (bits == INT32_MIN) bits = 0;  // -0.0 equals 0.0
     if (bits < 0) bits ^= 0x7fffffff;
     return int64_t(bits) * (int64_t(1) << 32) + (0x7fffffff - position);
 }
 
 }  // namespace
 
-// Of each line of slots, those that are not among the newest `window` positions compete for `quota` places; a loser's
-// position becomes EMPTY and its memory 0. keep receives which slots still hold an entry.
+// Evicts entries from each line of slots. Those not among the newest `window` positions compete for `quota` slots; the
+// position of an evicted entry becomes EMPTY and its memory 0. keep receives which slots still hold an entry.
 extern "C" void kvpass_evict_losers(const float* worth, int32_t* position, float* memory, const int64_t* quota,
                                     bool* keep, int64_t lines, int64_t width, int64_t window) {
     thread_local std::vector<int64_t> keys, order;
@@ -36,15 +36,15 @@ extern "C" void kvpass_evict_losers(const float* worth, int32_t* position, float
             keys[j] = key(worth[j], position[j]);
             order.push_back(j);
         }
-        const int64_t losers = int64_t(order.size()) - quota[line];
-        if (losers <= 0) continue;
+        const int64_t surplus = int64_t(order.size()) - quota[line];
+        if (surplus <= 0) continue;
         const auto worse = [&](int64_t a, int64_t b) { return keys[a] < keys[b]; };
-        const auto last = order.begin() + std::min<int64_t>(losers, order.size());
+        const auto last = order.begin() + std::min<int64_t>(surplus, order.size());
         if (last != order.end()) std::nth_element(order.begin(), last, order.end(), worse);
-        for (auto loser = order.begin(); loser != last; loser++) {
-            keep[*loser] = false;
-            position[*loser] = EMPTY;
-            memory[*loser] = 0.0f;
+        for (auto slot = order.begin(); slot != last; slot++) {
+            keep[*slot] = false;
+            position[*slot] = EMPTY;
+            memory[*slot] = 0.0f;
         }
     }
 }
@@ -52,8 +52,8 @@ extern "C" void kvpass_evict_losers(const float* worth, int32_t* position, float
 enum Pool { NONE, AVERAGE, MAXIMUM };
 enum Group { MEAN, LARGEST, SUM };
 
-// Attention [lines, group, width] of the entries that are not among the newest `window` positions of their line, pooled
-// over neighbours by place and reduced over the group; 0 for all other slots.
+// Pools attention [lines, group, width] over neighbours by place and reduces it over the group. The newest `window`
+// positions of a line are left out; their slots and empty ones get 0.
 extern "C" void kvpass_pool_in_order(const float* attention, const int32_t* position, const int32_t* place,
                                      float* worth, int64_t lines, int64_t group, int64_t width, int64_t window,
                                      int64_t pool, int64_t kernel_size, int64_t reduction) {

@@ -1,4 +1,4 @@
-"""Slots that change hands, on the CPU: one new token against a cache of constant size, and who leaves it then."""
+"""Reused slots on the CPU: attention of one new token to a constant-size cache, and eviction."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _GROUPS = ("mean", "max", "sum")
 
 
 def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:
-    """As :func:`kvpass.ops.slots.attend_slots`; slots without an entry are not read.
+    """CPU version of :func:`kvpass.ops.slots.attend_slots`; slots without an entry are not read.
 
-    All tensors are on the CPU and contiguous, but q, k and v, of which a last dim that is not contiguous costs a copy,
-    and position, which may repeat over rows and KV heads.
+    All tensors are on the CPU and contiguous, with two exceptions: q, k and v may have any strides (they are copied if
+    the last dim is not contiguous), and position may repeat over rows and KV heads.
 
     Raises:
         ValueError: a line has no empty slot, or an argument would be read out of bounds; nothing was written.
@@ -100,7 +100,7 @@ def _function(name: str, pointers: int, numbers: int) -> Callable[..., None]:
 
 
 def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
-    """As :func:`kvpass.ops.slots.evict_losers`; all tensors on the CPU and contiguous.
+    """CPU version of :func:`kvpass.ops.slots.evict_losers`; all tensors on the CPU and contiguous.
 
     Raises:
         ValueError: an argument would be read out of bounds; nothing was written.
@@ -125,7 +125,9 @@ def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor,
 def pool_in_order(
     attention: Tensor, position: Tensor, place: Tensor, window: int, pool: str | None, kernel_size: int, group: str
 ) -> Tensor:
-    """As :func:`kvpass.policies.decode_rules.pool_in_order`; position and place int32, contiguous, on the CPU.
+    """CPU version of :func:`kvpass.policies.decode_rules.pool_in_order`.
+
+    All tensors are on the CPU and contiguous; position and place are int32.
 
     Raises:
         ValueError: an argument would be read out of bounds.

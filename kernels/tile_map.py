@@ -1,4 +1,4 @@
-"""How the pool segments of a layer are divided among the programs of a decode kernel, once the pool is packed.
+"""Division of a layer's packed pool segments among the programs of a decode kernel.
 
 Legend: B batch, L layers, K KV heads, E pool slots.
 """
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 TILE = 64
-"""Entries of a tile unless told otherwise: one row and layer of an 8B model at budget 1024 is one wave of an H200."""
+"""Default entries per tile: at budget 1024, a row and layer of an 8B model is one H200 wave."""
 MOST_TILES = 1024
-"""Tiles of one row and layer, about: eight for each multiprocessor of an H100 or H200. More would only be merged."""
+"""Approximate limit per row and layer: eight for each multiprocessor of an H100 or H200. More only cost merging."""
 NO_TILE = -1
-"""Row and KV head of a place in the list that holds no tile."""
+"""Row and KV head of a list element that holds no tile."""
 
 
 def tile_of(entries: int) -> int:
-    """Entries of a tile, a power of two, where a layer of one row has so many.
+    """Return the entries per tile, a power of two, for ``entries`` entries per row and layer.
 
-    It does not depend on the batch, so that a row is rounded as it is alone.
+    The size does not depend on the batch, so a row is rounded as it is alone.
     """
     fewest = -(-entries // MOST_TILES)
     return max(TILE, 1 << max(fewest - 1, 0).bit_length())
@@ -29,7 +29,7 @@ def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE) -> tuple[Tensor, 
     """Cut every segment of the pool into tiles of at most ``tile`` entries, layer by layer.
 
     A segment of n entries has ceil(n / tile) tiles, an empty one none; only the last tile of a segment may be shorter.
-    One value is read on the host, the number of tiles of the largest layer.
+    The host reads one value, the number of tiles of the largest layer.
 
     Args:
         offsets: int32 ``[B, L*K + 1]``, rows of the pool where each (layer, head) begins.
@@ -38,9 +38,9 @@ def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE) -> tuple[Tensor, 
 
     Returns:
         tiles: int32 ``[L, tiles, 4]``, each (row, KV head, first, last) with last exclusive. Tiles are ordered by row,
-            head and position; layers with fewer tiles are filled up with (-1, -1, 0, 0).
+            head and position; layers with fewer tiles are padded with (-1, -1, 0, 0).
         tile_offsets: int32 ``[L, B*K + 1]``: the tiles of (row, head) are those from ``tile_offsets[:, row*K + head]``
-            up to the next.
+            up to the next offset.
 
     Raises:
         ValueError: tile is not a power of two, or offsets do not fit kv_heads.

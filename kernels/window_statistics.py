@@ -1,7 +1,7 @@
-"""What the last prompt tokens, the window, attend to: statistics over their rows of the attention matrix.
+"""Statistics of the window's attention: over the last prompt rows of the attention matrix.
 
 ``a[h, i, j] = exp(logits - lse)`` is rebuilt block by block from queries, keys and the log-sum-exp of each query, so no
-``[H, window, N]`` tensor ever exists. Blocks are laid out from each row's first real column.
+``[H, window, N]`` tensor ever exists. Blocks start at each row's first real column.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvpass.kernels.prefill_attention import (
 )
 from kvpass.operands import Attention
 
-# By the block of the head dim. The window is the whole loop, so that its row block wants to be no larger.
+# Keyed by the head-dim block. The loop covers only the window, so row blocks should not be larger.
 HALF_WINDOW_CONFIGS = {
     64: (KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=16)),
     128: (KernelConfig.of(4, 3, BLOCK_K=128, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=16)),
@@ -51,12 +51,12 @@ def _attention_rows(  # type: ignore[no-untyped-def]
     b_k, p_q, p_lse, o_k, o_r, m_r, scale, softcap, stride_qn,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities ``[BLOCK_K, BLOCK_R]`` of keys o_k for queries o_r; zero outside m_r."""
+    """Return probabilities ``[BLOCK_K, BLOCK_R]`` of keys o_k for queries o_r; zero outside m_r."""
     o_d = tl.arange(0, BLOCK_D)
     m_qd = (o_d < D)[:, None] & m_r[None, :]
     # [BLOCK_D, BLOCK_R]
     b_q = tl.load(p_q + o_r[None, :].to(tl.int64) * stride_qn + o_d[:, None], mask=m_qd, other=0.0)
-    # [BLOCK_R]; where there is no query, exp(0 - inf) = 0
+    # [BLOCK_R]; without a query, exp(0 - inf) = 0
     b_lse = tl.load(p_lse + o_r, mask=m_r, other=float("inf"))
     # [BLOCK_K, BLOCK_R]
     b_logits = logits_base2(tl.dot(b_k, b_q, input_precision=PRECISION), scale, softcap)
@@ -68,7 +68,7 @@ def _attention_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_columns(p_out, b_column, o_k, pad, tokens):  # type: ignore[no-untyped-def]
-    """Write a statistic of the real columns o_k, and zeros to the padding that has the same numbers."""
+    """Store a statistic of real columns o_k, and zeros to padding columns o_k."""
     tl.store(p_out + pad + o_k, b_column, mask=o_k < tokens - pad)
     tl.store(p_out + o_k, tl.zeros_like(b_column), mask=o_k < tl.minimum(pad, tokens))
 
@@ -80,7 +80,7 @@ def _window_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of one KV head, read once, against the window rows of every query head of its group."""
+    """Compute window statistics of a block of keys, read once, for a KV head's query heads."""
     i_k = tl.program_id(0)
     i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     i_kh = (tl.program_id(1) % KV_HEADS).to(tl.int64)
@@ -94,7 +94,7 @@ def _window_kernel(  # type: ignore[no-untyped-def]
     b_k = tl.load(p_k, mask=(o_k < length)[:, None] & (o_d < D)[None, :], other=0.0)
     for i_g in range(GROUP):
         i_h = i_kh * GROUP + i_g
-        # q holds the last rows of the prompt: let row numbers, like columns, count from the first real one
+        # q holds the last rows of the prompt; shift it so that rows, like columns, count from the first real one
         p_q = q + i_b * stride_qb + i_h * stride_qh + (queries - length).to(tl.int64) * stride_qn
         p_lse = lse + i_b * stride_lb + i_h * stride_lh + (queries - length)
         b_mean = tl.zeros([BLOCK_K], dtype=tl.float32)
@@ -106,7 +106,7 @@ def _window_kernel(  # type: ignore[no-untyped-def]
             b_probs = _attention_rows(
                 b_k, p_q, p_lse, o_k, o_r, m_r, scale, softcap, stride_qn, D, BLOCK_D, True, PRECISION
             )
-            # Mean and squared deviations of this block joined to those of the rows before it (Chan et al. 1979).
+            # Merge mean and squared deviations of this block into those of the rows before it (Chan et al. 1979).
             before = (first - (length - rows)).to(tl.float32)
             here = tl.minimum(length - first, BLOCK_R).to(tl.float32)
             b_here = tl.sum(b_probs, 1) / here
@@ -134,7 +134,7 @@ def _column_sum_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of one query head against all later rows; the first blocks, with most rows, start first."""
+    """Sum the attention of later rows to a block of keys; blocks with most rows start first."""
     i_k = tl.program_id(0)
     i_b = (tl.program_id(1) // (KV_HEADS * GROUP)).to(tl.int64)
     i_h = (tl.program_id(1) % (KV_HEADS * GROUP)).to(tl.int64)
@@ -149,7 +149,7 @@ def _column_sum_kernel(  # type: ignore[no-untyped-def]
     p_lse = lse + i_b * stride_lb + i_h * stride_lh + (queries - length)
     b_sum = tl.zeros([BLOCK_K], dtype=tl.float32)
     first = tl.maximum(length - tl.minimum(rows, length), i_k * BLOCK_K)
-    # rows that do not see every key of the block
+    # rows that do not attend every key of the block
     partial = tl.maximum((i_k + 1) * BLOCK_K - 1 - first, 0)
     inner = tl.minimum(first + tl.cdiv(partial, BLOCK_R) * BLOCK_R, length)
     for row in range(first, inner, BLOCK_R):
@@ -177,7 +177,7 @@ def _value_norm_kernel(  # type: ignore[no-untyped-def]
     v, start, out, tokens, stride_vb, stride_vh, stride_vn,
     KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """L1 norms of one block of value rows; zero in padding."""
+    """Store the L1 norms of one block of value rows; zero in padding."""
     i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     i_kh = (tl.program_id(1) % KV_HEADS).to(tl.int64)
     o_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -192,7 +192,7 @@ def _value_norm_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class WindowStatistics:
-    """Statistics of one site, fp32, zero in padding columns; None where not asked for.
+    """Window statistics of one attention op, fp32, zero in padding columns; None if not requested.
 
     Attributes:
         mean: of a over the window rows, ``[B, H, N]``.
@@ -206,12 +206,12 @@ class WindowStatistics:
 
 
 def window_configs(dtype: torch.dtype, key_dim: int) -> tuple[KernelConfig, ...]:
-    """The configs of the window's statistics that fit in registers and shared memory."""
+    """Return the configs of window statistics that fit in registers and shared memory."""
     return (FLOAT_CONFIGS if dtype == torch.float32 else HALF_WINDOW_CONFIGS)[max(64, block_dim(key_dim))]
 
 
 def sum_configs(dtype: torch.dtype, key_dim: int) -> tuple[KernelConfig, ...]:
-    """The configs of column sums that fit in registers and shared memory."""
+    """Return the configs of column sums that fit in registers and shared memory."""
     return (FLOAT_CONFIGS if dtype == torch.float32 else HALF_SUM_CONFIGS)[max(64, block_dim(key_dim))]
 
 
@@ -225,18 +225,18 @@ def window_statistics(
     entropy: bool = False,
     config: KernelConfig | None = None,
 ) -> WindowStatistics:
-    """Statistics of the window rows of a left-padded prompt.
+    """Compute statistics of the window rows of a left-padded prompt.
 
-    A row of the batch that is shorter than the window has all of its tokens as window. Sinks take part through ``lse``.
+    In a batch row shorter than the window, all tokens are window. ``lse`` includes sinks.
 
     Args:
         call: q are the last R prompt queries, RoPE applied, ``[B, H, R, D]`` fp32, fp16 or bf16; any strides but a
-            contiguous last dim (so keys). ``R >= min(max(window, 1), N)``. D up to 256. Values are not read.
+            contiguous last dim (keys alike). ``R >= min(max(window, 1), N)``. D up to 256. Values are not read.
         start: first real column of each row, int32 or int64 ``[B]``.
         lse: natural log-sum-exp of the same R queries, fp32 ``[B, H, R]``, as attention gave it.
         window: rows that observe; 0 means the last row alone.
         variance, entropy: which statistics to compute beside the mean.
-        config: blocks to use; None: chosen by :func:`kvpass.kernels.launch.launch`.
+        config: block sizes; None: chosen by :func:`kvpass.kernels.launch.launch`.
 
     Raises:
         ValueError: an argument that is not supported.
@@ -261,10 +261,10 @@ def window_statistics(
 def column_sums(
     call: Attention, start: Tensor, lse: Tensor, rows: int, *, config: KernelConfig | None = None
 ) -> Tensor:
-    """Sum of a over the last ``rows`` prompt rows, fp32 ``[B, H, N]``, zero in padding; H2O's score (2306.14048).
+    """Sum a over the last ``rows`` rows: H2O's score (2306.14048), fp32 ``[B, H, N]``, zero in padding.
 
     Args:
-        rows: N or more: all rows. ``R >= min(rows, N)``. The rest as in :func:`window_statistics`.
+        rows: N or more: all rows. ``R >= min(rows, N)``. Other arguments as in :func:`window_statistics`.
 
     Raises:
         ValueError: an argument that is not supported.
@@ -281,7 +281,7 @@ def column_sums(
 
 
 def value_norms(values: Tensor, start: Tensor, config: KernelConfig | None = None) -> Tensor:
-    """L1 norm of each value row, fp32 ``[B, K, N]``, zero in padding.
+    """Return the L1 norm of each value row, fp32 ``[B, K, N]``, zero in padding.
 
     Args:
         values: ``[B, K, N, Dv]`` fp32, fp16 or bf16; any strides but a contiguous last dim. Dv up to 256.
@@ -303,7 +303,7 @@ def value_norms(values: Tensor, start: Tensor, config: KernelConfig | None = Non
 
 
 def _site(call: Attention, start: Tensor, lse: Tensor, rows: int) -> dict[str, Any]:
-    """Arguments that the kernels over queries and keys share, after checking them."""
+    """Check and return the arguments that the kernels over queries and keys share."""
     queries, keys = call.q, call.k
     b, heads, given, d = queries.shape
     n = keys.shape[2]

@@ -1,4 +1,4 @@
-"""Budget, geometry and layout: the facts every size in kvpass is computed from."""
+"""Budget, geometry and layout: the values from which every size in kvpass is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 MAX_ENTRIES = 2**31 - 1
-"""No prompt is longer, since positions are int32. A budget above it keeps everything, as one of this size does."""
+"""Largest prompt length, since positions are int32. A larger budget also keeps everything."""
 
 _BYTE_UNITS = {
     "b": 1,
@@ -28,7 +28,7 @@ _BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Shape of the KV entries of some attention sites, the same in each."""
+    """Shape of the KV entries of some attention ops, the same in each."""
 
     layers: int
     kv_heads: int
@@ -43,13 +43,13 @@ class Geometry:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in a full cache of these sites."""
+        """Bytes of one token in a full cache of these attention ops."""
         return self.layers * self.kv_heads * self.entry_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteShape:
-    """What decides where the entries of one site live; ``sliding_window`` None: the site attends the whole past."""
+    """Shape of one attention op's entries; ``sliding_window`` None: it attends the whole past."""
 
     kv_heads: int
     key_dim: int
@@ -60,7 +60,7 @@ class SiteShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Sites that share a pool, or a ring when they have a sliding window; ``layers`` counts all sites of the model."""
+    """Layers that share a pool or, with a sliding window, a ring; ``layers`` are model-wide indices."""
 
     geometry: Geometry
     layers: tuple[int, ...]
@@ -69,10 +69,10 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which sites share a pool (one per KV geometry) and which a ring (one per geometry and sliding window).
+    """Grouping of layers: pools (one per KV geometry), rings (one per geometry and sliding window).
 
     Raises:
-        ValueError: a size is below 1, or the groups do not hold each site of a model once, in ascending order.
+        ValueError: a size is below 1, or the groups do not hold each attention op of a model once, in ascending order.
     """
 
     pools: tuple[LayerGroup, ...]
@@ -96,7 +96,7 @@ class Layout:
 
     @classmethod
     def of(cls, sites: Sequence[SiteShape]) -> Layout:
-        """Group the sites of a model, given in order of execution."""
+        """Group the attention ops of a model, given in order of execution."""
         layers: dict[SiteShape, list[int]] = {}
         for layer, site in enumerate(sites):
             layers.setdefault(site, []).append(layer)
@@ -127,14 +127,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many entries are kept per KV head per layer on average, window included.
+    """Number of entries kept per KV head per layer on average, window included.
 
-    The one place where the three ways to say a budget are converted. The number always holds per sequence:
-    rows of a batch do not share it.
+    The three forms of a budget are converted only here. The number is always per sequence: rows of a batch do not share
+    it.
 
     Attributes:
-        kind: ``"entries"`` (an int), ``"fraction"`` of each row's real prompt length (a float in (0, 1]) or
-            ``"bytes"`` of kept entries per sequence (a string such as ``"512MiB"``).
+        kind: ``"entries"`` (an int), ``"fraction"`` of each row's real prompt length (a float in (0, 1]) or ``"bytes"``
+            of kept entries per sequence (a string such as ``"512MiB"``).
         value: entries, fraction or bytes.
     """
 
@@ -150,7 +150,7 @@ class Budget:
 
     @classmethod
     def parse(cls, value: Budget | int | float | str) -> Budget:
-        """Read a budget as users write it; numbers of NumPy count as Python's.
+        """Read a budget as users write it; NumPy numbers count as Python's.
 
         Raises:
             ValueError: the value is not a positive int, a float in (0, 1] or a byte string.
@@ -162,7 +162,7 @@ class Budget:
                 raise ValueError(f"budget={value}: entries per KV head per layer must be >= 1")
             return cls("entries", int(value))
         if isinstance(value, float | np.floating):
-            fraction = float(str(value))  # as it was written: float(np.float32(0.29)) is less than 0.29
+            fraction = float(str(value))  # as written: float(np.float32(0.29)) is less than 0.29
             if not 0.0 < fraction <= 1.0:
                 raise ValueError(f"budget={value}: a float is the fraction of the prompt kept and must be in (0, 1]")
             return cls("fraction", fraction)
@@ -174,9 +174,9 @@ class Budget:
         )
 
     def entries(self, prompt_length: int, token_bytes: int) -> int:
-        """Entries per KV head per layer for a prompt of ``prompt_length`` real tokens, window included.
+        """Return entries per KV head per layer for ``prompt_length`` real tokens, window included.
 
-        At most :data:`MAX_ENTRIES`: whoever gives more wants everything kept.
+        At most :data:`MAX_ENTRIES`: a larger budget keeps everything.
 
         Args:
             token_bytes: of one token in a full cache, over all layers that share the budget.
@@ -190,7 +190,7 @@ class Budget:
                 return min(int(self.value) // token_bytes, MAX_ENTRIES)
 
     def check(self, prompt_length: int, window: int, token_bytes: int) -> int:
-        """Like :meth:`entries`, but refuses a budget that cannot hold the window and one more entry.
+        """Return :meth:`entries`; raise if they cannot hold the window and one more entry.
 
         Raises:
             ValueError: fewer than ``window + 1`` entries, unless the whole prompt fits in them.
@@ -214,7 +214,7 @@ class Budget:
 
 
 def _read_bytes(text: str) -> int:
-    """Bytes of a text such as ``"512MiB"``.
+    """Return the bytes of a text such as ``"512MiB"``.
 
     Raises:
         ValueError: the text is no number with a unit, or less than one byte.

@@ -1,11 +1,10 @@
-"""Exceptions of kvpass. Bad arguments raise ``ValueError``; these add what a caller may want to tell apart."""
+"""Exceptions of kvpass that callers may want to distinguish; other bad arguments raise ``ValueError``."""
 
 
 class UnsupportedAttentionError(ValueError):
-    """An attention call of the traced decoder is not understood, so nothing was compressed.
+    """An attention op of the traced model is not supported, so nothing was compressed.
 
-    The message names the module path, the graph node, the line of code that it stands for where that is known, and the
-    reason.
+    The message names the module path, the graph node, its line of code if known, and the reason.
     """
 
     def __init__(self, module_path: str, node: str, reason: str, line: str = "") -> None:
@@ -18,11 +17,11 @@ class UnsupportedAttentionError(ValueError):
 
 
 class CacheMismatchError(ValueError):
-    """A cache was handed to a model, batch or position that it does not belong to; the cache is unchanged."""
+    """A cache does not belong to this model, batch or position; the cache is unchanged."""
 
 
 class CacheFileError(ValueError):
-    """A file does not hold a usable cache: damaged, truncated, too new, or something else altogether."""
+    """A file does not hold a usable cache: damaged, truncated, too new, or not a cache file."""
 
     def __init__(self, path: object, reason: str) -> None:
         super().__init__(f"{path} {reason}")

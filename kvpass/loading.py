@@ -1,4 +1,4 @@
-"""A model and its tokenizer by name, as the commands take them."""
+"""Loading of a model and its tokenizer by name, for the commands."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The built-in model, or one that ``from_pretrained`` finds, in evaluation mode.
+    """Load the built-in model, or one that ``from_pretrained`` finds, in evaluation mode.
 
     Args:
         name: ``builtin``, or a folder or hub name.
-        dtype: of :data:`DTYPES`; ``auto`` is fp32 for the built-in model, else the checkpoint's own.
-        device: as ``torch.device`` reads it.
+        dtype: one of :data:`DTYPES`; ``auto`` is fp32 for the built-in model, else the checkpoint's own.
+        device: a name that ``torch.device`` reads.
 
     Raises:
         ValueError: there is no such model, dtype or device.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
-    place = _device(device)
+    target = _device(device)
     if name == "builtin":
         transformers.utils.logging.disable_progress_bar()
         model, tokenizer = builtin.load(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype))
@@ -36,7 +36,7 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
             tokenizer = AutoTokenizer.from_pretrained(name)
         except OSError as error:
             raise ValueError(f"model={name!r}: {str(error).strip().splitlines()[0]}") from error
-    model.eval().to(place)
+    model.eval().to(target)
     return model, tokenizer
 
 

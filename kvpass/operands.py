@@ -1,4 +1,4 @@
-"""What the ``kvpass::`` operators take: one table of the cache's buffers, and the tuples in which operands travel.
+"""Operands of the ``kvpass::`` operators: the table of cache buffers, and tuples of operands.
 
 Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim, L layers of one KV
 geometry, E pool slots, C tail slots, W window (at least 1), P = L*K + 1 bounds of segments, S slots of a line, R slots
@@ -17,16 +17,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Buffer:
-    """One buffer of the cache.
+    """Description of one buffer of the cache.
 
     Attributes:
-        dims: its sizes, letters of the legend or numbers. dtype: None for that of keys and values.
-        prefill, append, evict: what graphs of the phase do with it, "w" or "r", "" where they do not have it; append
-            and evict are extend and decode under a policy that only appends, or that evicts while decoding.
+        dims: its sizes, letters of the legend or numbers. dtype: None for the dtype of keys and values.
+        prefill, append, evict: how graphs of the phase use it: "w" writes, "r" reads, "" not at all. append and evict
+            are extend and decode, under a policy that only appends or that evicts while decoding.
         counter: the number of new tokens is added to it after each call.
-        saved: "always", "evicting" (under policies that evict while decoding) or "ring" where files hold it and
-            searches pick rows of it; "" where not.
-        initial: what it holds before the prompt, None for anything.
+        saved: when files hold it and searches select rows of it: "always", "evicting" (policies that evict while
+            decoding), "ring", or "" for never.
+        initial: its value before the prompt; None for any.
     """
 
     dims: str
@@ -44,23 +44,23 @@ class Buffer:
 
     @property
     def row_dim(self) -> int:
-        """The dimension that counts rows of the batch."""
+        """Dimension of the batch rows."""
         return self.sizes.index("B")
 
     @property
     def dynamic(self) -> set[int]:
-        """Dimensions that change from prompt to prompt: graphs treat them as symbols and do not recompile."""
+        """Dimensions that change with the prompt: symbols in graphs, which then do not recompile."""
         return {dim for dim, size in enumerate(self.sizes) if size in "ECSX"}
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Sizes as numbers."""
+        """Return the sizes as numbers."""
         return tuple(int(size) if size.isdigit() else sizes[size] for size in self.sizes)
 
 
 _I32, _I64, _F32, _F64 = torch.int32, torch.int64, torch.float32, torch.float64
 
 BUFFERS = {
-    # of the layers that share the budget, one set for each KV geometry
+    # layers that share the budget: one set for each KV geometry
     "pool_k": Buffer("B E D", prefill="w", append="r", evict="w", saved="always"),
     "pool_v": Buffer("B E V", prefill="w", append="r", evict="w", saved="always"),
     "pool_positions": Buffer("B E", _I32, saved="always"),
@@ -74,30 +74,32 @@ BUFFERS = {
     "tail_start": Buffer("B", _I64, append="r", saved="always"),
     "tail_used": Buffer("", _I64, append="r", counter=True),
     "entries": Buffer("B", _I64, prefill="r"),
-    # how kernels on CUDA divide the pool
+    # division of the pool among CUDA programs
     "tiles": Buffer("L X 4", _I32, append="r"),
     "tile_offsets": Buffer("L Y", _I32, append="r"),
-    # of policies that evict while decoding
+    # policies that evict while decoding
     "table": Buffer("2 L B K S", _I32, evict="w", saved="evicting"),
     "memory": Buffer("2 L B K S", _F32, evict="w", saved="evicting"),
     "quota": Buffer("L B K", _I64, evict="r", saved="evicting"),
     "next_position": Buffer("B", _I64, evict="r", counter=True, saved="evicting"),
-    # of an extension after which the cache is compressed again
+    # recompression after an extension
     "turn_scores": Buffer("B L K S", _F32, append="w"),
     "turn_masses": Buffer("B L K S", _F32, append="w"),
     "turn_ledger": Buffer("B L", _F64, append="w"),
     "turn_window": Buffer("B", _I64, append="r"),
-    # of layers with a sliding window
+    # layers with a sliding window
     "ring_k": Buffer("L B K R D", prefill="w", append="w", evict="w", saved="ring"),
     "ring_v": Buffer("L B K R V", prefill="w", append="w", evict="w", saved="ring"),
 }
-"""Every tensor of a compressed cache that a graph reads or writes, or that a file holds, beside its counters."""
+"""All cache tensors that a graph reads or writes, or that a file holds beside the counters."""
 
 
 class PrefillBuffers(NamedTuple):
-    """What a prompt is compressed into. slots: planes owner, order of entry, position, storage order of each slot;
-    slot_traces, window_traces: planes attention mass and memory of the decode rule; ledger: weights of the layers;
-    entries: evictable entries per KV head per layer of each row.
+    """Buffers that a prompt is compressed into.
+
+    slots: planes owner, order of entry, position, storage order of each slot; slot_traces, window_traces: planes
+    attention mass and decode state; ledger: layer weights; entries: evictable entries per KV head per layer of each
+    row.
     """
 
     pool_k: Tensor
@@ -113,8 +115,11 @@ class PrefillBuffers(NamedTuple):
 
 
 class AppendBuffers(NamedTuple):
-    """Cache of a policy that only appends. offsets cut the pool into segments; slots ``tail_start[b] .. tail_used - 1``
-    of the tail hold entries; tiles and tile_offsets on CUDA only."""
+    """Cache of a policy that only appends.
+
+    offsets cut the pool into segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries; tiles and
+    tile_offsets on CUDA only.
+    """
 
     pool_k: Tensor
     pool_v: Tensor
@@ -128,9 +133,11 @@ class AppendBuffers(NamedTuple):
 
 
 class EvictBuffers(NamedTuple):
-    """Cache of a policy that evicts while decoding. table: planes true position and storage order of each slot; memory:
-    planes memory of the decode rule and L1 norm of the value; quota: entries a head may hold besides its newest;
-    next_position: of the first new token."""
+    """Cache of a policy that evicts while decoding.
+
+    table: planes true position and storage order of each slot; memory: planes decode state and L1 norm of the value;
+    quota: entries a head may hold besides its newest; next_position: of the first new token.
+    """
 
     pool_k: Tensor
     pool_v: Tensor
@@ -144,7 +151,7 @@ class EvictBuffers(NamedTuple):
 
 
 class TurnBuffers(NamedTuple):
-    """What the queries of a turn see of the entries held; turn_window: newest tokens of each row that are kept."""
+    """Scores, masses and layer weights for recompression; turn_window: newest tokens kept in each row."""
 
     turn_scores: Tensor
     turn_masses: Tensor
@@ -153,14 +160,14 @@ class TurnBuffers(NamedTuple):
 
 
 class RingBuffers(NamedTuple):
-    """Cache of layers with a sliding window; column c sits in slot ``c % R``."""
+    """Cache of layers with a sliding window; column c is in slot ``c % R``."""
 
     ring_k: Tensor
     ring_v: Tensor
 
 
 class Attention(NamedTuple):
-    """An attention call over new tokens: q ``[B, H, T, D]``, k ``[B, K, T, D]``, v ``[B, K, T, V]``.
+    """Attention op over new tokens: q ``[B, H, T, D]``, k ``[B, K, T, D]``, v ``[B, K, T, V]``.
 
     ``softcap``: logits become ``softcap * tanh(logit / softcap)``. ``sinks`` ``[H]``: one more logit per query head, in
     the denominator only.
@@ -174,15 +181,16 @@ class Attention(NamedTuple):
     sinks: Tensor | None = None
 
     def rows(self, rows: slice, columns: slice) -> Attention:
-        """The same of some rows of the batch and some tokens."""
+        """Return the call for some rows of the batch and some tokens."""
         part = (rows, slice(None), columns)
         return self._replace(q=self.q[part], k=self.k[part], v=self.v[part])
 
 
 class Candidates(NamedTuple):
-    """Entries of one layer's prompt and what a policy says of them: k ``[B, K, N, D]``, v ``[B, K, N, V]``, scores fp32
-    ``[B, K, N]`` (``-inf``: not evictable), traces fp32 ``[2, B, K, N]``, weight fp64 ``[B]``; start: first real column
-    of each row, int64 ``[B]``.
+    """Entries of one layer's prompt, with scores.
+
+    k ``[B, K, N, D]``, v ``[B, K, N, V]``, scores fp32 ``[B, K, N]`` (``-inf``: not evictable), traces fp32
+    ``[2, B, K, N]``, weight fp64 ``[B]``; start: first real column of each row, int64 ``[B]``.
     """
 
     k: Tensor
@@ -194,8 +202,11 @@ class Candidates(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """Where a new entry is written down: place int32, memory fp32 and L1 norm of the value fp32, each ``[B, K, S]``;
-    and the true position of the new token, int64 ``[B]``."""
+    """Tables that record a new entry.
+
+    place (storage order) int32, memory (decode state) fp32 and L1 norm of the value fp32, each ``[B, K, S]``; now: true
+    position of the new token, int64 ``[B]``.
+    """
 
     place: Tensor
     memory: Tensor
@@ -204,10 +215,10 @@ class Entered(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Slots that change hands: a line of S slots for each KV head, its segment of the pool, then its C tail slots.
+    """Reused slots: per KV head a line of S slots, its pool segment, then its C tail slots.
 
-    pool_k, pool_v, offsets are None where lines have no pool. position int32 ``[B, K, S]``: true position of the entry
-    in each slot, or negative. entered: None where the new entry is not written down and position stays.
+    pool_k, pool_v, offsets are None if lines have no pool. position int32 ``[B, K, S]``: true position of the entry in
+    each slot, or negative. entered: None if the new entry is not recorded and position stays.
     """
 
     pool_k: Tensor | None
@@ -220,17 +231,17 @@ class Lines(NamedTuple):
 
 
 def written_in(phase: str) -> set[str]:
-    """Buffers that graphs of the phase write."""
+    """Return the buffers that graphs of the phase write."""
     return {name for name, buffer in BUFFERS.items() if getattr(buffer, phase) == "w"}
 
 
 def saved_buffers(*, evicts: bool) -> list[str]:
-    """Buffers of layers without a sliding window that a file holds, and of which a search picks rows."""
+    """Return buffers without sliding window that a file holds and a search selects rows of."""
     kinds = ("always", "evicting") if evicts else ("always",)
     return [name for name, buffer in BUFFERS.items() if buffer.saved in kinds]
 
 
 def dynamic_dims(state: Iterable[str]) -> dict[str, set[int]]:
-    """Dynamic dimensions of tensors of a cache by name, a buffer's name behind ``store0_`` or ``ring0_``."""
+    """Return dynamic dimensions of cache tensors by name, with prefixes such as ``store0_`` or ``ring0_``."""
     known = {name: BUFFERS.get(name.partition("_")[2]) for name in state}
     return {name: set() if buffer is None else buffer.dynamic for name, buffer in known.items()}

@@ -1,4 +1,4 @@
-"""The certificate of a prompt: what was kept per layer and head, what it weighs, how much attention it holds."""
+"""Report of a prompt: entries and bytes kept per layer and head, and their attention mass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvpass.policies.base import Policy
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Report:
-    """What the last prompt kept and what was compiled for it. Prints as a table.
+    """Entries kept of the last prompt, and graphs compiled for it. Prints as a table.
 
     Attributes:
         policy, budget: the rules. prompt: what they kept. compiled: one record per compiled graph.
@@ -35,21 +35,21 @@ class Report:
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Index, among all attention sites of the model, of each layer that shares the budget, ascending."""
+        """Index of each layer that shares the budget, among all attention ops, ascending."""
         return layer_ids([store.group for store in self.prompt.stores])
 
     @property
     def lengths(self) -> Tensor:
         """Entries kept right after the prompt, window included, int64 ``[B, L, K]``, layers as in ``layer_ids``.
 
-        Heads that a layer of another KV geometry does not have hold 0, here and in ``bytes_kept``. When all layers have
-        sliding windows there is no such layer: L and K are 0, here and elsewhere.
+        Heads that a layer of another KV geometry lacks count 0, here and in ``bytes_kept``. If all layers have sliding
+        windows, L and K are 0, here and elsewhere.
         """
         return self._by_layer([self.prompt.lengths(store) for store in self.prompt.stores], 0)
 
     @property
     def attention_mass(self) -> Tensor:
-        """Share of the window queries' attention that the kept entries hold, fp32 ``[B, L, K]``; NaN for no head."""
+        """Share of the window's attention in the kept entries, fp32 ``[B, L, K]``; NaN: no head."""
         return self._by_layer([store.mass for store in self.prompt.stores], float("nan"))
 
     @property
@@ -66,7 +66,7 @@ class Report:
 
     @property
     def bytes_full(self) -> int:
-        """Bytes a full cache of the layers that share the budget would hold, padding not counted."""
+        """Bytes of a full cache of the layers that share the budget, without padding."""
         return int(self.prompt_lengths.sum()) * sum(store.group.geometry.token_bytes for store in self.prompt.stores)
 
     def _by_layer(self, parts: Sequence[Tensor], fill: float) -> Tensor:
@@ -74,7 +74,7 @@ class Report:
         return by_layer([store.group for store in self.prompt.stores], parts, fill, (rows, 0, 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON; tensors as nested lists ``[B][L][K]``, ``layer_weights`` as ``[B][L]``."""
+        """Return plain numbers for JSON; tensors as nested lists ``[B][L][K]``, ``layer_weights`` as ``[B][L]``."""
         weights = [store.weights[..., None] for store in self.prompt.stores]
         return {
             "policy": self.policy.name,
@@ -136,7 +136,7 @@ class Report:
         return Group(table, *lines)
 
     def _layers(self) -> Iterator[tuple[int, Tensor, int, Tensor]]:
-        """Site, entries ``[B, K]``, bytes and attention mass ``[B, K]`` of each layer that shares the budget."""
+        """Layer index, entries ``[B, K]``, bytes and mass ``[B, K]`` of each layer that shares the budget."""
         found = []
         for store in self.prompt.stores:
             lengths = self.prompt.lengths(store)
@@ -152,7 +152,7 @@ class Report:
         return captured.get().rstrip()
 
     def plot(self, path: str | Path, *, row: int = 0) -> Path:
-        """Write a picture: lengths as a heat map (layers x KV heads), and the positions kept along the prompt.
+        """Write a picture: a heat map of lengths (layers x KV heads), and the positions kept.
 
         Args:
             path: where to write; the suffix decides the format (PNG, PDF, SVG).

@@ -1,1 +1,1 @@
-"""Operators ``kvpass::*``: schemas, the eager reference, and what CUDA runs."""
+"""Operators ``kvpass::*``: schemas, the eager reference, and the CPU and CUDA implementations."""

@@ -1,4 +1,4 @@
-"""The operators on a CPU, decoding in C++; imported when first used, since ``import kvpass`` loads no kernel."""
+"""Operators on a CPU with C++ decoding; imported at first use, since ``import kvpass`` loads no kernel."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvpass.ops import reference
 __all__ = ["attend_cache", "attend_slots", "evict_losers", "pool_in_order"]
 
 _MAX_TOKENS = 8
-"""More new tokens than this are matrix-matrix work, where the per-head reference on BLAS is the fast one."""
+"""Above so many new tokens the work is matrix-matrix, and the per-head reference on BLAS is faster."""
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
-    """As :func:`kvpass.ops.reference.attend_cache`."""
+    """See :func:`kvpass.ops.reference.attend_cache`."""
     attend = attend_decode if call.q.shape[2] <= _MAX_TOKENS else reference.attend_cache
     return attend(call, held, layer)

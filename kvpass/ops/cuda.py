@@ -1,8 +1,8 @@
-"""The ``kvpass::`` operators on CUDA: kernels for what reads keys and values, the policies' tensor functions beside.
+"""``kvpass::`` operators on CUDA: kernels to read keys and values, plus the policies' tensor functions.
 
-Same contracts as :mod:`kvpass.ops.reference`. No operator reads a value of the device on the host: the start columns of
-a padded prompt come on the CPU, everything else stays where it is. :func:`index_pool` reads one,
-once a pool is packed. Kernels are imported when an operator first runs.
+Contracts as in :mod:`kvpass.ops.reference`. No operator reads a device value on the host: the start columns of a padded
+prompt are given on the CPU, everything else stays where it is. Only :func:`index_pool` reads one, once after a pool is
+packed. Kernels are imported when an operator first runs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvpass.policies.observation import Observation
 from kvpass.policies.scores import Group, Pool
 
 SPLIT_TOKENS = 8
-"""Up to so many new tokens the pool is split among programs; more give each block of queries enough work of its own."""
+"""Up to so many new tokens the pool is split among programs; above, query blocks are enough."""
 FEWEST_TILES = 2
-"""Tiles a layer has at least: a graph would take the one tile, or none, of its first pool for the size of all."""
+"""Minimum tiles per layer: graphs would specialise on a first pool with one or none."""
 
 
 def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None = None) -> Tensor:
-    """As :func:`kvpass.ops.reference.prompt_attention`."""
+    """See :func:`kvpass.ops.reference.prompt_attention`."""
     call = readable(call)
     return _attend_prompt(call, _on(call.q, start), sliding_window)[0]
 
@@ -34,7 +34,7 @@ def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None 
 def observe_attention(
     call: Attention, start: Tensor, layer: int, num_layers: int, policy: Policy
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`kvpass.ops.reference.observe_attention`; statistics of all rows come from one launch each."""
+    """See :func:`kvpass.ops.reference.observe_attention`; one launch per statistic covers all rows."""
     call = readable(call)
     first = _on(call.q, start)
     out, lse = _attend_prompt(call, first)
@@ -48,7 +48,7 @@ def observe_attention(
 
 
 def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:
-    """As :func:`kvpass.ops.reference.cascade_step`; an overfull pool is a device-side assertion."""
+    """See :func:`kvpass.ops.reference.cascade_step`; an overfull pool is a device-side assertion."""
     from kvpass.kernels.gather import assign_slots, gather_winners
 
     k, v = _last_dim_contiguous(candidates.k), _last_dim_contiguous(candidates.v)
@@ -60,17 +60,19 @@ def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, po
 
 
 def pack(buffers: PrefillBuffers) -> None:
-    """As :func:`kvpass.ops.reference.pack`."""
+    """See :func:`kvpass.ops.reference.pack`."""
     from kvpass.kernels import gather
 
     gather.pack(buffers)
 
 
 def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tensor]:
-    """How :func:`attend_cache` divides a packed pool among programs: see :func:`kvpass.kernels.tile_map.tile_map`.
+    """Divide a packed pool among the programs of :func:`attend_cache`.
+
+    See :func:`kvpass.kernels.tile_map.tile_map`.
 
     Args:
-        slots: E of the pool, by which the size of a tile is chosen.
+        slots: E of the pool, which decides the size of a tile.
     """
     from kvpass.kernels.tile_map import NO_TILE, tile_map, tile_of
 
@@ -84,9 +86,9 @@ def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tens
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
-    """As :func:`kvpass.ops.reference.attend_cache`, with the tables of :func:`index_pool`.
+    """See :func:`kvpass.ops.reference.attend_cache`; needs the tables of :func:`index_pool`.
 
-    The caller sees to it that T more tokens fit in the tail: the device is not asked.
+    The caller must ensure that T more tokens fit in the tail: the device is not asked.
     """
     from kvpass.kernels.ragged_decode import attend_ragged
     from kvpass.kernels.ragged_extend import attend_extend
@@ -96,14 +98,14 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
 
 
 def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:
-    """As :func:`kvpass.ops.slots.attend_slots`; a line without an empty slot is the caller's fault and not noticed."""
+    """See :func:`kvpass.ops.slots.attend_slots`; each line must have an empty slot, which is not checked."""
     from kvpass.kernels import slot_decode
 
     return slot_decode.attend_slots(readable(call), lines, layer)
 
 
 def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
-    """As :func:`kvpass.ops.slots.evict_losers`."""
+    """See :func:`kvpass.ops.slots.evict_losers`."""
     from kvpass.kernels.slot_losers import evict_losers
 
     return evict_losers(worth.contiguous(), position, memory, quota, window)
@@ -112,14 +114,14 @@ def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor,
 def pool_in_order(
     attention: Tensor, position: Tensor, place: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
 ) -> Tensor:
-    """As :func:`kvpass.policies.decode_rules.pool_in_order`."""
+    """See :func:`kvpass.policies.decode_rules.pool_in_order`."""
     from kvpass.kernels.slot_neighbours import pool_in_order
 
     return pool_in_order(attention, position, place, window, pool, kernel_size, group)
 
 
 def readable(call: Attention) -> Attention:
-    """The call as kernels read it, last dims contiguous; what is so already is not copied."""
+    """Return the call with contiguous last dims, as kernels need it; copies only if necessary."""
     q, k, v = map(_last_dim_contiguous, call[:3])
     return call._replace(q=q, k=k, v=v, sinks=None if call.sinks is None else call.sinks.contiguous())
 
@@ -133,7 +135,7 @@ def _on(tensor: Tensor, start: Tensor) -> Tensor:
 
 
 def _attend_prompt(call: Attention, first: Tensor, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, N, Dv]`` and log-sum-exp fp32 ``[B, H, N]``, by FlashAttention where it takes the call."""
+    """Output ``[B, H, N, Dv]`` and log-sum-exp fp32 ``[B, H, N]``, by FlashAttention if it supports the call."""
     from kvpass.kernels.prefill_attention import flash_attention_varlen, flash_takes, prefill_attention
 
     if call.softcap is None and call.sinks is None and flash_takes(call.q, call.v):
@@ -143,11 +145,11 @@ def _attend_prompt(call: Attention, first: Tensor, sliding_window: int | None = 
 
 @dataclass(frozen=True, eq=False)
 class SiteStatistics:
-    """Statistics of all rows of an attention call, each computed when a policy first asks; fp32, zero in padding.
+    """Statistics of all rows of an attention op, computed at first use; fp32, zero in padding.
 
     Attributes:
         call: over the whole prompt. first: first real column, int64 ``[B]``. lse: log-sum-exp ``[B, H, N]``. window:
-            rows that observe. sums: those over rows, by their number.
+            rows that observe. sums: column sums by number of rows.
     """
 
     call: Attention
@@ -163,7 +165,7 @@ class SiteStatistics:
 
     @cached_property
     def spread(self) -> tuple[Tensor, ...]:
-        """Mean, variance and entropy in one pass: who asks for a mean too should ask for it after this."""
+        """Mean, variance and entropy in one pass; read ``mean`` after it, so that it is reused."""
         return self._over(self.window, spread=True)
 
     def _over(self, window: int, spread: bool = False) -> tuple[Tensor, ...]:
@@ -194,7 +196,7 @@ class SiteStatistics:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KernelObservation(Observation):
-    """An observation whose statistics are cut out of those of the whole site."""
+    """Observation whose statistics are slices of those of the whole attention op."""
 
     site: SiteStatistics
     live: reference.Live

@@ -1,6 +1,6 @@
-"""Decode against a cache of constant size: attend, let the policy's rule judge the entries, reuse the losers' slots.
+"""Decode against a cache of constant size: attend, score the entries, evict, reuse the slots.
 
-Works without host synchronisation where its two kernels do; one token after another when several are appended at once.
+Has no host synchronisation if its two kernels have none. Several new tokens are processed one after another.
 
 Source: CAKE (2503.12491) section 4, TOVA (2401.06104), H2O (2306.14048), StreamingLLM (2309.17453), each through its
 ``DecodeRule``.
@@ -22,13 +22,13 @@ from kvpass.policies.decode_rules import Slots
 SLOT_POSITION, SLOT_PLACE = 0, 1
 """Planes of the slot table, int32 ``[2, L, B, K, S]``: true position, storage order."""
 SLOT_MEMORY, SLOT_NORM = 0, 1
-"""Planes of the slot memory, fp32 ``[2, L, B, K, S]``: memory of the decode rule, L1 norm of the value row."""
+"""Planes of the slot memory, fp32 ``[2, L, B, K, S]``: decode state, L1 norm of the value row."""
 
 
 def attend_evict(
     call: Attention, held: EvictBuffers, layer: int, policy: Policy, implementation: ModuleType = reference
 ) -> Tensor:
-    """Attend pool and tail with T new tokens, each evicting what the policy's decode rule says after its step.
+    """Attend pool and tail with T new tokens; after each one, evict by the policy's decode rule.
 
     Args:
         implementation: module whose ``attend_slots``, ``evict_losers`` and ``pool_in_order`` do the work.
@@ -38,28 +38,28 @@ def attend_evict(
     rule = policy.decode_rule()
     if rule is None:
         raise ValueError(f"policy {policy.name!r} does not evict while decoding")
-    (sits, place), (remembered, norm) = held.table[:, layer], held.memory[:, layer]
+    (position, place), (state, norm) = held.table[:, layer], held.memory[:, layer]
     outputs = []
     for step in range(call.q.shape[2]):
-        entered = Entered(place, remembered, norm, held.next_position + step)
-        new, lines = call.rows(slice(None), slice(step, step + 1)), Lines(*held[:5], sits, entered)
+        entered = Entered(place, state, norm, held.next_position + step)
+        new, lines = call.rows(slice(None), slice(step, step + 1)), Lines(*held[:5], position, entered)
         out, attention = implementation.attend_slots(new, lines, layer)
         assert attention is not None
         outputs.append(out)
-        before = Slots(sits.clone(), place, remembered, norm, implementation.pool_in_order)
+        before = Slots(position.clone(), place, state, norm, implementation.pool_in_order)
         worth, memory_after = rule.observe(attention, before)
         memory_after = memory_after.contiguous()
-        keep = implementation.evict_losers(worth, sits, memory_after, held.quota[layer], rule.window)
+        keep = implementation.evict_losers(worth, position, memory_after, held.quota[layer], rule.window)
         place_after = rule.next_place(worth, before, keep)
-        if memory_after is not remembered:
-            remembered.copy_(memory_after)
+        if memory_after is not state:
+            state.copy_(memory_after)
         if place_after is not place:
             place.copy_(place_after)
     return outputs[0] if len(outputs) == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
 
 
 def first_slots(prompt: PrefillBuffers, start: Tensor, columns: int, window: int) -> tuple[Tensor, Tensor]:
-    """The slot table and memory right after a prompt was packed.
+    """Return the slot table and slot memory right after a prompt was packed.
 
     Args:
         start: first real column int64 ``[B]``. columns: N. window: prompt columns in the tail.
@@ -95,5 +95,5 @@ def first_slots(prompt: PrefillBuffers, start: Tensor, columns: int, window: int
 
 
 def _l1_norm(values: Tensor) -> Tensor:
-    """Of each row, fp32; makes no copy of the rows in fp32."""
+    """Return the L1 norm of each row, fp32, without copying the rows to fp32."""
     return torch.linalg.vector_norm(values, 1, dim=-1, dtype=torch.float32)

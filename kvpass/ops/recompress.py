@@ -1,9 +1,9 @@
-"""Compress a cache again after a turn: what the turn's queries say of the entries held, and which of them stay.
+"""Recompression after several tokens were appended: score the entries held, choose which stay.
 
 After a prompt every head holds the same positions; here every head holds its own, so a policy scores one KV head at a
-time. Everything else is asked as in prefill: the layer's weight, the layers' shares, the order of entry.
+time. Layer weight, layer budgets and order of entry work as in prefill.
 
-Legend: B batch, T tokens of the turn, L layers, K KV heads, D head dim, S slots of the longest head, its entries in
+Legend: B batch, T appended tokens, L layers, K KV heads, D head dim, S slots of the longest head, its entries in
 ascending position.
 """
 
@@ -19,12 +19,12 @@ from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 
 NOT_DUE = -1
-"""In place of a row's window: the row is left as it is."""
+"""Window of a row that is left as it is."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeldObservation(Observation):
-    """A site whose heads hold different numbers of entries, the last column of all being the newest token.
+    """Attention op whose heads hold different numbers of entries; the last column is the newest token.
 
     Attributes:
         present: columns that hold an entry, bool ``[B, K, N]``; others get no attention.
@@ -40,11 +40,11 @@ class HeldObservation(Observation):
 def observe_held(
     call: Attention, held: AppendBuffers, found: TurnBuffers, layer: int, num_layers: int, policy: Policy
 ) -> None:
-    """What the policy sees of pool and tail in a turn whose tokens were appended; before they are counted as used.
+    """Score the entries of pool and tail after new tokens were appended, before they count as used.
 
-    The newest ``turn_window`` tokens of a row will be kept; as many of them as the turn has observe. Rows of
-    ``NOT_DUE`` are not asked about. Writes scores, ``-inf`` where nothing is evictable, masses (the mean attention of
-    the observing rows and the group) and the layer's weight.
+    The newest ``turn_window`` tokens of a row will be kept; those of them among the new tokens observe. Rows of
+    ``NOT_DUE`` are skipped. Writes scores (``-inf`` where nothing is evictable), masses (mean attention of the
+    observing rows and the group) and the layer's weight.
     """
     q, _, _, scale, softcap, sinks = call
     pool_k, pool_v, tail_k, tail_v = held.pool_k, held.pool_v, held.tail_k, held.tail_v
@@ -99,7 +99,7 @@ def observe_held(
 
 
 def _newest_last(heads: list[Tensor]) -> Tensor:
-    """Entries ``[n_k, ...]`` of each head as ``[1, K, max n_k, ...]``, zeros before those of shorter heads."""
+    """Stack the entries ``[n_k, ...]`` of each head to ``[1, K, max n_k, ...]``, zeros before shorter heads."""
     longest = max(entries.shape[0] for entries in heads)
     out = heads[0].new_zeros(1, len(heads), longest, *heads[0].shape[1:])
     for head, entries in enumerate(heads):
@@ -108,12 +108,13 @@ def _newest_last(heads: list[Tensor]) -> Tensor:
 
 
 def select_held(scores: Tensor, ledger: Tensor, entries: Tensor, available: Tensor, policy: Policy) -> Tensor:
-    """Which of the evictable entries stay, bool ``[B, L, K, S]``.
+    """Return the keep mask of the evictable entries, bool ``[B, L, K, S]``.
 
-    As many as the budget has room for, or all: a share that a layer cannot fill goes to the layers that can.
+    Keeps as many as the budget allows, or all; a share that a layer cannot fill goes to other layers.
 
     Args:
-        scores: fp32 ``[B, L, K, S]``, ``-inf`` where there is no evictable entry. ledger: fp64 ``[B, L]``.
+        scores: fp32 ``[B, L, K, S]``, ``-inf`` where there is no evictable entry. ledger: layer weights, fp64
+            ``[B, L]``.
         entries: evictable entries per KV head per layer on average, int64 ``[B]``.
         available: evictable positions seen so far, int64 ``[B]``.
     """
@@ -126,7 +127,7 @@ def select_held(scores: Tensor, ledger: Tensor, entries: Tensor, available: Tens
 
 
 def fill_shares(budgets: Tensor, held: Tensor) -> Tensor:
-    """Shares of layers that hold ``held`` entries, none above that, adding up to ``min(sum budgets, sum held)``.
+    """Cap the budgets of layers at ``held`` entries; they add up to ``min(sum budgets, sum held)``.
 
     What a layer cannot fill goes to the others in proportion to their budgets. Int64 ``[B, L]`` each.
     """

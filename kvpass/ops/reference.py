@@ -1,7 +1,7 @@
-"""Short eager implementations of the ``kvpass::`` operators: the oracle of the tests and the CPU implementation.
+"""Short eager versions of the ``kvpass::`` operators: reference for tests, and CPU implementation.
 
-Rows of a batch that start at different columns (left padding) are worked on separately, each without its padding:
-no statistic can mix rows, and a padded row computes exactly what it computes alone.
+Rows of a batch that start at different columns (left padding) are processed separately, each without its padding. So no
+statistic mixes rows, and a padded row computes exactly what it computes alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
 
-__all__ = [  # what an implementation of the operators has; :mod:`kvpass.ops.cpp` and :mod:`kvpass.ops.cuda` are others
+__all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cpp` and :mod:`kvpass.ops.cuda` have them
     "attend_cache",
     "attend_slots",
     "cascade_step",
@@ -34,14 +34,16 @@ Live = tuple[slice, slice]
 _ROW_BLOCK = 512
 _EMPTY = -1
 OWNER, RANK, POSITION, PLACE = 0, 1, 2, 3
-"""Planes of the slot table, int32 ``[4, B, E]``: ``layer * K + head`` (-1 = empty), order of entry, true position,
-storage order of the decode rule."""
+"""Planes of the slot table, int32 ``[4, B, E]``.
+
+``layer * K + head`` (-1 = empty), order of entry, true position, storage order of the decode rule.
+"""
 MASS, MEMORY = 0, 1
-"""Planes of the traces, fp32: attention mass, and what the decode rule remembers of each entry."""
+"""Planes of the traces, fp32: attention mass, and decode state of each entry."""
 
 
 def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
-    """Neighbouring rows with the same first real column, as (rows, column)."""
+    """Yield (rows, column) for neighbouring rows with the same first real column."""
     columns = start.tolist()
     first = 0
     for row in range(1, len(columns) + 1):
@@ -77,7 +79,7 @@ def causal_attention(call: Attention, sliding_window: int | None = None) -> Tens
 
 
 def _blocked_attention(call: Attention, reach: int) -> Tensor:
-    """The same in plain steps, fp32 inside, a block of rows of one KV head at a time."""
+    """As :func:`causal_attention` in plain steps, in fp32, one block of rows of one KV head at a time."""
     q, k, v, scale, softcap, sinks = call
     n, kv_heads = q.shape[2], k.shape[1]
     group = q.shape[1] // kv_heads
@@ -98,7 +100,7 @@ def _blocked_attention(call: Attention, reach: int) -> Tensor:
 
 
 def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None = None) -> Tensor:
-    """Causal attention of a left-padded prompt; columns before ``start``, int64 ``[B]``, come out as zeros."""
+    """Causal attention of a left-padded prompt; zeros in columns before ``start``, int64 ``[B]``."""
     b, h, n, _ = call.q.shape
     out = call.q.new_zeros(b, n, h, call.v.shape[3]).transpose(1, 2)
     for rows, column in row_groups(start):
@@ -109,14 +111,14 @@ def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None 
 def observe_attention(
     call: Attention, start: Tensor, layer: int, num_layers: int, policy: Policy
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention of one layer over the prompt, and what the policy saw there.
+    """Attention of one layer over the prompt, with the policy's scores and statistics.
 
     Args:
         start: first real column, int64 ``[B]``.
     Returns:
         output ``[B, H, N, Dv]`` in the dtype of q (zeros in padding); scores fp32 ``[B, K, N]``, ``-inf`` in padding
-        and window; traces fp32 ``[2, B, K, N]``: the mean attention of window rows and group, and the first memory of
-        the decode rule; weight fp64 ``[B]``.
+        and window; traces fp32 ``[2, B, K, N]``: the attention mass (mean over window rows and group) and the first
+        decode state; weight fp64 ``[B]``.
     """
 
     def observe(live: Live, window: int) -> Observation:
@@ -129,10 +131,10 @@ def observe_attention(
 def judge_prompt(
     k: Tensor, start: Tensor, policy: Policy, observe: Callable[[Live, int], Observation]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, traces and layer weight of one layer, rows that begin at the same column together.
+    """Return scores, traces and layer weight of one layer; rows with equal start are processed together.
 
     Args:
-        observe: (where the rows' real columns are, window) -> what the policy may look at.
+        observe: function of (location of the rows' real columns, window) that returns the policy's input.
     """
     b, kv_heads, n, _ = k.shape
     scores = k.new_full((b, kv_heads, n), float("-inf"), dtype=torch.float32)
@@ -154,10 +156,10 @@ def judge_prompt(
 
 
 def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:
-    """Cut layers 0..layer again to their share of the budget and gather this layer's winners into freed slots.
+    """Reallocate the budgets of layers 0..layer; gather this layer's selected entries into free slots.
 
-    Writes all buffers but offsets and entries; the window's rows go into the first slots of the tail. A survivor never
-    moves. Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1.
+    Writes all buffers but offsets and entries; the window's rows go into the first slots of the tail. A kept entry
+    never moves. Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1.
     """
     k, v, start = candidates.k, candidates.v, candidates.start
     kv_heads, n = k.shape[1:3]
@@ -184,12 +186,12 @@ def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, po
 
 
 def recut(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
-    """Free the slots that earlier layers lose and say which entries of this layer win.
+    """Reallocate budgets: free slots of earlier layers and select entries of this layer.
 
     Args:
         candidates: ``start`` on the device of the scores.
     Returns:
-        winners bool ``[B, K, N]``; rank int32 ``[B, K, N]``; place in the storage order of the decode rule.
+        keep mask bool ``[B, K, N]``; rank int32 ``[B, K, N]``; storage order of the decode rule.
     """
     scores, entries, slots = candidates.scores, buffers.entries, buffers.slots
     b, kv_heads, n = scores.shape
@@ -215,7 +217,7 @@ def keep_window(buffers: PrefillBuffers, candidates: Candidates, layer: int, win
 
 
 def pack(buffers: PrefillBuffers) -> None:
-    """Permute the pool once into (layer, head, position) order; empty slots go last. Writes the offsets.
+    """Permute the pool once into (layer, head, position) order, empty slots last; write the offsets.
 
     A few columns move at a time, so the copy never takes more memory than one layer's keys.
     """
@@ -240,7 +242,7 @@ def pack(buffers: PrefillBuffers) -> None:
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
-    """Append T new tokens to the tail of this layer and attend pool + tail, causally among the new ones.
+    """Append T new tokens to this layer's tail; attend pool and tail, causally among the new ones.
 
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q; softmax in fp32.

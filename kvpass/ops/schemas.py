@@ -1,4 +1,4 @@
-"""Schemas, fake implementations and device dispatch of the ``kvpass::`` operators; no kernel is imported with them.
+"""Schemas, fake implementations and device dispatch of the ``kvpass::`` operators; imports no kernel.
 
 Legend (as everywhere): B batch, T new tokens, N prompt, H query heads, K KV heads, D head dim, L layers,
 E pool entries, C tail capacity.
@@ -6,17 +6,17 @@ E pool entries, C tail capacity.
 =====================  ==============================================================================================
 operator               what it does
 =====================  ==============================================================================================
-``site``               the canonical attention call: causal attention over the tokens of this call only; ``refusal``
-                       says why a call found while tracing cannot be compressed, and no graph with one is compiled
-``observe_attention``  the same over a left-padded prompt, plus what a policy saw there: scores, traces (attention mass,
-                       memory of the decode rule) and layer weight
-``cascade_step``       re-cut earlier layers to their share and move the winners of this layer into the pool
+``site``               the canonical attention op: causal attention over the tokens of this call only; ``refusal`` is
+                       the reason why a traced call is unsupported; graphs with such a call are not compiled
+``observe_attention``  the same over a left-padded prompt, plus the policy's scores, traces (attention mass, decode
+                       state) and layer weight
+``cascade_step``       reallocate the budgets of earlier layers, move this layer's selected entries into the pool
 ``pack``               permute the pool into (layer, head, position) order and write the offsets
 ``attend_cache``       append new tokens to the tail, attend pool + tail
-``attend_evict``       append and attend for policies that evict while decoding: the loser's slot is reused
-``observe_held``       what a policy sees of pool + tail after a turn was appended: scores, attention mass, layer weight
-``fill_ring``          a site with a sliding window over a left-padded prompt, whose newest columns go into the ring
-``columns_held``       which columns the slots of a ring hold, once a step for all layers of the ring
+``attend_evict``       append and attend, for policies that evict while decoding: the evicted entry's slot is reused
+``observe_held``       scores, attention mass and layer weight of pool + tail, for recompression after an append
+``fill_ring``          sliding-window attention over a left-padded prompt; the newest columns go into the ring
+``columns_held``       the column in each slot of a ring, once a step for all layers of the ring
 ``attend_ring``        attend ring + new tokens inside the sliding window, put the new tokens into the ring
 =====================  ==============================================================================================
 """
@@ -57,17 +57,17 @@ def _module(name: str) -> ModuleType:
 
 
 def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
-    """The module that computes operators on ``tensor``: ``ops.cuda``, or on a CPU ``ops.cpp`` or ``ops.reference``.
+    """Return the module that computes operators on ``tensor``: ``ops.cuda``, ``ops.cpp`` or ``ops.reference``.
 
     Args:
-        impl: "cpp" or "eager", decided when a graph is compiled.
+        impl: "cpp" or "eager", for tensors on a CPU; decided when a graph is compiled.
     """
     if tensor.is_cuda:
         return _module("cuda")
     return _module("cpp" if impl == "cpp" and tensor.is_cpu else "reference")
 
 
-# -- what the operators do --------------------------------------------------------------------------------------------
+# -- implementations --------------------------------------------------------------------------------------------------
 
 
 def _site(call: Attention, sliding_window: int | None = None) -> Tensor:
@@ -118,11 +118,11 @@ def _attend_ring(call: Attention, ring: RingBuffers, held: Tensor, seen: Tensor,
     return sliding.attend_ring(call, ring, held, seen, layer)
 
 
-# -- what they return, for tracing ------------------------------------------------------------------------------------
+# -- fake implementations, for tracing --------------------------------------------------------------------------------
 
 
 def _fake_output(call: Attention, *rest: Any) -> Tensor:
-    """Output of every attention operator: ``[B, H, T, Dv]`` stored as ``[B, T, H, Dv]``."""
+    """Return the output of an attention operator: ``[B, H, T, Dv]`` stored as ``[B, T, H, Dv]``."""
     b, h, t, _ = call.q.shape
     return call.q.new_empty(b, t, h, call.v.shape[3]).transpose(1, 2)
 
@@ -157,11 +157,11 @@ _TYPES = {
     str: "str",
     Policy: "str",
 }
-"""Types of operands, as a schema writes them; a policy travels as its spec."""
+"""Schema text of operand types; a policy is passed as its spec."""
 
 
 def _operands(parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and types of operands; a tuple of operands stands for its fields."""
+    """Yield names and types of operands; a tuple of operands stands for its fields."""
     for name, kind in parameters.items():
         yield from get_type_hints(kind).items() if hasattr(kind, "_fields") else [(name, kind)]
 
@@ -169,7 +169,7 @@ def _operands(parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _define(
     run: Callable[..., Any], fake: Callable[..., Any], *, returns: str = "Tensor", written: Collection[str] = ()
 ) -> None:
-    """The operator of the name and parameters of ``run``, which computes it; ``fake`` gets the same.
+    """Define the operator named after ``run``, with its parameters and ``fake`` as fake implementation.
 
     Args:
         written: names of the operands that it writes.
@@ -187,7 +187,7 @@ def _define(
 
 
 def _packed(run: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
-    """``run`` with operands one by one, as the dispatcher hands them over."""
+    """Return ``run`` as a function of single operands, as the dispatcher passes them."""
     kinds = list(parameters.values())
 
     def take(kind: Any, left: Iterator[Any]) -> Any:

@@ -1,6 +1,6 @@
-"""What the ring operators share on every device: layers with a sliding window, whose cache is bounded by nature.
+"""Ring buffers of layers with a sliding window: device-independent parts of the ring operators.
 
-A query of column i sees the columns j with ``0 <= i - j < R``, R being the sliding window. Column c of a layer sits in
+A query of column i attends the columns j with ``0 <= i - j < R``, R being the sliding window. Column c of a layer is in
 slot ``c % R`` of its ring ``[L, B, K, R, D]``, so a new token overwrites the one that just left the window.
 """
 
@@ -16,17 +16,17 @@ from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.observation import attention_weights
 
 ROW_BLOCK = 256
-"""Queries whose logits exist at one time: of each head no more than ROW_BLOCK x (2R + ROW_BLOCK)."""
+"""Queries processed at a time; limits logits per head to ROW_BLOCK x (2R + ROW_BLOCK)."""
 
 
 def columns_held(seen: Tensor, first: Tensor, slots: int) -> Tensor:
-    """The column in each slot of a ring after ``seen`` columns; the same for all its layers.
+    """Return the column in each ring slot after ``seen`` columns; the same for all layers.
 
     Args:
         seen: int64 ``[]``. first: first real column of each row, int64 ``[B]``.
     Returns:
-        int32 ``[B, R]``; EMPTY in the slot whose column has left the window of the next token, ABSENT where a row has
-        no column yet.
+        int32 ``[B, R]``; EMPTY in the slot whose column has left the next token's window, ABSENT where a row has no
+        column yet.
     """
     newest = seen - 1
     column = newest - (newest - torch.arange(slots, device=seen.device)) % slots
@@ -68,7 +68,7 @@ def attend_ring(call: Attention, ring: RingBuffers, held: Tensor, seen: Tensor, 
 def attend_ring_once(
     call: Attention, ring: RingBuffers, held: Tensor, layer: int, implementation: ModuleType
 ) -> Tensor:
-    """:func:`attend_ring` for one new token: it takes the slot of the column that just left the window.
+    """:func:`attend_ring` for one new token, which takes the slot of the column that just left the window.
 
     Args:
         implementation: module whose ``attend_slots`` does the work.
@@ -79,7 +79,7 @@ def attend_ring_once(
 
 
 def keep_newest(ring: RingBuffers, k: Tensor, v: Tensor, columns: Tensor, layer: int) -> None:
-    """Put the last rows of k and v, those of ``columns`` int64 ``[T]``, into their slots."""
+    """Copy the last rows of k and v, of ``columns`` int64 ``[T]``, into their ring slots."""
     ring_k, ring_v = ring
     count = min(k.shape[2], ring_k.shape[3])
     slots = columns[-count:] % ring_k.shape[3]

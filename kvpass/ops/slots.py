@@ -1,7 +1,7 @@
-"""Slots that change hands: one new token against a cache of constant size, and which entries leave it then.
+"""Reused slots: attention of one new token to a cache of constant size, and eviction after it.
 
-Every KV head owns a line of S slots: its segment of the pool (the first S - C, ragged) and its row of the tail (the
-last C). A table says which position sits in which slot. The entry of a new token takes the first empty slot of each.
+Every KV head has a line of S slots: its segment of the pool (the first S - C, ragged) and its row of the tail (the last
+C). A table gives the position in each slot. The entry of a new token takes the first empty slot of each line.
 
 Legend: B batch, H query heads, K KV heads, G = H / K, D head dim, L layers, E pool entries, C tail capacity.
 """
@@ -16,19 +16,19 @@ from kvpass.policies.decode import survivors
 from kvpass.policies.observation import attention_weights
 
 EMPTY, ABSENT = -1, -2
-"""Positions of a slot that can be taken, and of one that cannot, such as behind the end of a head's pool segment."""
+"""Positions of a free slot, and of an unusable one (such as behind a head's pool segment)."""
 NEWEST = 1 << 30
 """Added to a new token's position to make it the last in storage order."""
 
 
 def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:
-    """Put one new token into the first empty slot of each line and attend the slots that hold an entry.
+    """Store one new token in each line's first empty slot; attend slots that hold an entry.
 
     Args:
         call: of one token. lines: positions of slots may be :data:`EMPTY` or :data:`ABSENT`.
     Returns:
-        output ``[B, H, 1, Dv]`` in the dtype of q, softmax in fp32; where the entry is written down, the attention
-        over the slots, fp32 ``[B, H, S]``, 0 in those without an entry, else None.
+        output ``[B, H, 1, Dv]`` in the dtype of q, softmax in fp32; if the entry is recorded, the attention over the
+        slots, fp32 ``[B, H, S]``, 0 in slots without an entry; else None.
     Raises:
         ValueError: a line has no empty slot.
     """
@@ -71,11 +71,11 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
 
 
 def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
-    """Empty the slots of the entries that leave after a step; their memory becomes 0.
+    """Evict the lowest scores after a step: empty their slots, set their memory to 0.
 
     Args:
-        worth: fp32 ``[B, K, S]``. position: int32, alike. memory: fp32, alike. quota: entries a head may hold besides
-            the newest ``window``, int64 ``[B, K]``.
+        worth: fp32 ``[B, K, S]``. position: int32, same shape. memory: decode state, fp32, same shape. quota: entries a
+            head may hold besides the newest ``window``, int64 ``[B, K]``.
     Returns:
         which slots still hold an entry, bool ``[B, K, S]``.
     """

@@ -1,4 +1,4 @@
-"""Cache-eviction policies: one small file a paper, and the table that names them."""
+"""Cache-eviction policies, one file per paper, and their registry."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["POLICIES", "Policy", "from_spec", "register_policy", "resolve", "res
 POLICIES: dict[str, type[Policy]] = {}
 
 _BESIDE_OPTIONS = ("policy", "budget", "backend", "recompress", "cuda_graphs")
-"""Arguments of ``kvpass.compile`` that are given beside a policy's options, and mistyped among them."""
+"""Arguments of ``kvpass.compile`` that users may mistype among a policy's options."""
 
 P = TypeVar("P", bound=type[Policy])
 
 
 def register_policy(policy: P) -> P:
-    """Make a policy class known by its ``name``; usable as a decorator.
+    """Register a policy class under its ``name``; usable as a decorator.
 
     Raises:
-        ValueError: not a frozen dataclass derived from Policy, no name, or the name belongs to another class.
+        ValueError: not a frozen dataclass derived from Policy, no name, or another class has the name.
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise ValueError(f"policy={policy!r}: must be a class derived from kvpass.Policy")
@@ -58,11 +58,11 @@ def register_policy(policy: P) -> P:
 
 
 def resolve(policy: str | Policy, **options: object) -> Policy:
-    """The policy of that name with these options; a ready policy with these options changed.
+    """Return the policy with this name and options, or a given policy with these options changed.
 
     Raises:
-        ValueError: unknown name (the nearest is named), unknown option (the nearest and the policy's own are named),
-            or an option out of range.
+        ValueError: unknown name (the message gives the nearest), unknown option (the message gives the nearest and the
+            policy's own), or an option out of range.
     """
     if isinstance(policy, Policy):
         _check_options(type(policy), options)
@@ -78,10 +78,10 @@ def resolve(policy: str | Policy, **options: object) -> Policy:
 
 
 def check_registered(policy: Policy) -> Policy:
-    """The policy, if its :attr:`Policy.spec` leads back to its class: operators are given nothing else of it.
+    """Return the policy if its class is registered; operators only receive its :attr:`Policy.spec`.
 
     Raises:
-        ValueError: its class is not the one registered by its name.
+        ValueError: another class, or none, is registered under its name.
     """
     kind = type(policy)
     if POLICIES.get(getattr(kind, "name", "")) is not kind:
@@ -91,10 +91,10 @@ def check_registered(policy: Policy) -> Policy:
 
 @functools.lru_cache(maxsize=256)
 def from_spec(spec: str) -> Policy:
-    """The policy whose :attr:`Policy.spec` is this text.
+    """Return the policy whose :attr:`Policy.spec` is this text.
 
     Raises:
-        ValueError: it is that of no registered policy.
+        ValueError: no registered policy has this spec.
     """
     options = json.loads(spec)
     if not isinstance(options, dict):
@@ -134,7 +134,7 @@ for _policy in (
 
 
 def resolve_budget(policy: Policy, budget: Budget | int | float | str | None) -> Budget | None:
-    """Parse the budget and hold it against the policy.
+    """Parse the budget and check it against the policy.
 
     Raises:
         ValueError: unreadable, below window + 1, missing, or given to a policy that has none.
@@ -146,7 +146,7 @@ def resolve_budget(policy: Policy, budget: Budget | int | float | str | None) ->
 
 
 def parse_budget(policy: Policy, budget: Budget | int | float | str | None) -> Budget | None:
-    """The budget as the policy takes it, not yet held against its window, which a short prompt need not fill.
+    """Parse the budget, without checking it against the window, which a short prompt need not fill.
 
     Raises:
         ValueError: unreadable, missing, or given to a policy that has none.

@@ -1,4 +1,4 @@
-"""Ada-PyramidKV: PyramidKV's layer budgets, heads compete within a layer."""
+"""Ada-PyramidKV: PyramidKV's layer budgets; the heads of a layer compete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpass.policies.window_attention import WindowAttention
 
 @dataclass(frozen=True, kw_only=True)
 class AdaPyramidKV(WindowAttention):
-    """Ada-KV (arXiv 2407.11550) on PyramidKV (arXiv 2406.02069): layer split of the one, head split of the other.
+    """Head split of Ada-KV (arXiv 2407.11550), layer split of PyramidKV (arXiv 2406.02069).
 
     Departures: budgets are computed for each prompt (the Ada-KV repository computes them once and keeps them), and a
     prompt shorter than ``2 * B`` is divided uniformly; ``parity="code"`` lacks that branch, as released.

@@ -1,4 +1,4 @@
-"""Ada-SnapKV: SnapKV's score, heads compete for their layer's entries."""
+"""Ada-SnapKV: SnapKV's score; heads compete for the entries of their layer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvpass.policies.window_attention import WindowAttention
 
 @dataclass(frozen=True, kw_only=True)
 class AdaSnapKV(WindowAttention):
-    """Ada-KV (Feng et al. 2024, arXiv 2407.11550) on SnapKV.
+    """SnapKV's score, heads of a layer compete: Ada-KV (Feng et al. 2024, arXiv 2407.11550).
 
-    Top-k across the heads of a layer, blended with a uniform part: head h holds
-    ``(1 - alpha) * c_h + alpha * B`` of its best, c_h being its number among the layer's best.
+    Top-k across the heads of a layer, blended with a uniform part: head h keeps its best
+    ``(1 - alpha) * c_h + alpha * B`` entries, where c_h is its number among the layer's best.
 
-    Departures: this is the blend of the released code (the formula as printed swaps alpha and 1 - alpha). By default
-    the remainder is repaired by score, so that the total is exact; ``parity="code"`` rounds per head as released and
-    keeps up to half an entry per head less or more.
+    Departures: this is the blend of the released code (the printed formula swaps alpha and 1 - alpha). By default the
+    remainder is repaired by score, so that the total is exact; ``parity="code"`` rounds per head as released and keeps
+    up to half an entry per head less or more.
 
     Args:
         alpha: uniform part of the budget, 0 to 1.
-        normalize: weigh each head by the share its best B entries have in its scores before heads are compared
-            (default of KVCache-Factory's port).
+        normalize: before heads are compared, multiply each head's scores by the share of their sum that its best B
+            entries hold (default of KVCache-Factory's port).
     """
 
     name: ClassVar[str] = "ada_snapkv"

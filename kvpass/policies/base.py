@@ -1,4 +1,4 @@
-"""The composable form every policy has: score x head split x layer split x decode rule, one frozen value."""
+"""Base class of policies: score x head split x layer split x decode rule, one frozen value."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from kvpass.policies.options import check_choice, check_int
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """Which entries of the prompt to keep.
+    """Rule that decides which entries of the prompt to keep.
 
-    A policy answers four questions, each a pure tensor function without host synchronisation:
+    A policy has four pure tensor functions, without host synchronisation:
 
-    * :meth:`score` -- how much is each evictable entry of one site worth?
-    * :meth:`layer_weight` -- how much of the budget does this layer deserve? (None: known without looking)
-    * :meth:`rank` -- in which order do the entries of one site enter as the layer's share grows?
-    * :meth:`layer_budgets` -- how many entries may each layer hold, given the layers seen so far?
+    * :meth:`score`: how much each evictable entry of one attention op is worth.
+    * :meth:`layer_weight`: how much of the budget the layer should get; None if that does not depend on the prompt.
+    * :meth:`rank`: the order in which the entries of one attention op enter as the layer's share grows.
+    * :meth:`layer_budgets`: how many entries each layer may hold, given the layers prefilled so far.
 
-    Only :meth:`score` must be written. The others follow from :meth:`heads` and :meth:`layers`, which are uniform
-    unless a policy says otherwise. The scheduler keeps an entry of layer l exactly when ``rank < layer_budgets[l]``,
-    which is what makes cascading (truncating earlier layers as later ones arrive) equal to deciding once at the end.
-    A policy that also evicts while decoding has a :meth:`decode_rule`.
+    A subclass must define only :meth:`score`. The others follow from :meth:`heads` and :meth:`layers`, which are
+    uniform by default. The scheduler keeps an entry of layer l exactly if ``rank < layer_budgets[l]``. Therefore
+    cascading (truncating earlier layers as later ones arrive) equals deciding once at the end. A policy that also
+    evicts while decoding has a :meth:`decode_rule`.
 
     Args:
-        window: last prompt tokens that observe and are always kept.
+        window: last prompt tokens, which observe and are always kept.
         parity: ``"paper"`` (default) never exceeds the budget and repairs remainders; ``"code"`` reproduces the
             released code, which misses its budget in either direction.
     """
@@ -53,10 +53,10 @@ class Policy(ABC):
 
     @abstractmethod
     def score(self, obs: Observation) -> Tensor:
-        """Worth of every evictable entry, fp32 ``[B, K, M]`` with M = N - window; higher = keep; finite."""
+        """Worth of each evictable entry, fp32 ``[B, K, M]`` (M = N - window); higher = keep; finite."""
 
     def checked_score(self, obs: Observation) -> Tensor:
-        """:meth:`score` held against its contract, without a look at its values: NaN counts as the lowest number.
+        """Return :meth:`score` after checking its shape; NaN becomes the lowest number. Values are not read.
 
         Raises:
             ValueError: a tensor of another shape.
@@ -66,23 +66,23 @@ class Policy(ABC):
         return scores.float().nan_to_num(nan=torch.finfo(torch.float32).min)
 
     def heads(self) -> HeadSplit:
-        """The head split."""
+        """Return the head split."""
         return UniformHeads()
 
     def layers(self) -> LayerSplit:
-        """The layer split."""
+        """Return the layer split."""
         return UniformLayers(capped=self.parity == "paper")
 
     def decode_rule(self) -> DecodeRule | None:
-        """Which entry gives way to a new token while decoding; None: tokens are only appended."""
+        """Return the rule for eviction while decoding; None: tokens are only appended."""
         return None
 
     def layer_weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
-        """Share of the budget this layer deserves relative to others, fp64 ``[B]``, >= 0; None when fixed."""
+        """Return this layer's relative share of the budget, fp64 ``[B]``, >= 0; None if fixed."""
         return self.layers().weight(obs, scores)
 
     def checked_weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
-        """:meth:`layer_weight` held against its contract, like :meth:`checked_score`: NaN and below 0 count as 0.
+        """Return :meth:`layer_weight` after checking its shape; NaN and negative values become 0.
 
         Raises:
             ValueError: a tensor of another shape.
@@ -99,43 +99,44 @@ class Policy(ABC):
             raise ValueError(f"policy {self.name!r}: {gave} {shape}, must be {list(expected)}")
 
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
-        """Order of entry: the entry is kept when its layer may hold more than ``rank`` entries (over all KV heads).
+        """Return the order of entry: an entry is kept if its layer may hold more than ``rank`` entries.
 
         Args:
             scores: fp32 ``[B, K, N]``; ``-inf`` marks what is not evictable (padding and window), in any columns.
             entries: evictable entries per KV head per layer on average (budget - window), int64 ``[B]``.
         Returns:
-            int32 ``[B, K, N]``. Within a row, ineligible columns rank after every eligible one. Under exact rules the
-            ranks of a row are a permutation; ties go to the lower position, then to the lower head.
+            int32 ``[B, K, N]``, counted over all KV heads. Within a row, ineligible columns rank after every eligible
+            one. Under exact rules the ranks of a row are a permutation; ties go to the lower position, then to the
+            lower head.
         """
         return self.heads().rank(scores, entries)
 
     def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-        """Entries each layer may hold, over all its KV heads, int64 ``[B, L]``.
+        """Return the entries each layer may hold, over all its KV heads, int64 ``[B, L]``.
 
         Args:
-            weights: what :meth:`layer_weight` gave, fp64 ``[B, L]``; zero for layers ``>= seen``.
+            weights: from :meth:`layer_weight`, fp64 ``[B, L]``; zero for layers ``>= seen``.
             entries: as in :meth:`rank`.
             available: evictable positions of each row, ``max(real length - window, 0)``, int64 ``[B]``.
-            seen: layers prefilled so far. With ``seen == L`` the result is the final, exact schedule; with
-                ``seen < L`` it bounds the final number of every seen layer from above, and the sum over seen layers
-                is at most :meth:`capacity`.
+            seen: layers prefilled so far. If ``seen == L`` the result is the final, exact schedule. If ``seen < L`` it
+                bounds the final number of every seen layer from above, and the sum over seen layers is at most
+                :meth:`capacity`.
         """
         return self.layers().budgets(weights, entries, available, kv_heads, seen)
 
     def capacity(self, entries: int, num_layers: int, kv_heads: int) -> int:
-        """Pool slots that no stage of the cascade exceeds, for ``entries`` evictable entries per KV head per layer."""
+        """Pool slots that no cascade stage exceeds, for ``entries`` evictable entries per KV head and layer."""
         spare = self.layers().overspend(entries, num_layers, kv_heads)
         return entries * num_layers * kv_heads + spare + num_layers * self.heads().overspend(entries, kv_heads)
 
     def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:
-        """The final schedule as a report states it; differs from :meth:`layer_budgets` where released code does."""
+        """Return the final schedule for reports; differs from :meth:`layer_budgets` if released code does."""
         return self.layer_budgets(weights, entries, available, kv_heads, weights.shape[1])
 
     def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor) -> Tensor:
-        """Entries of a head, besides the newest ones its decode rule protects, that decoding never exceeds.
+        """Return how many entries a head may hold while decoding, besides those its decode rule protects.
 
-        A prompt that fits in its budget may grow to it; any other stays at what it kept.
+        The quota of a prompt that fits in its budget is the budget; otherwise it is what prefill kept.
 
         Args:
             kept: evictable entries that prefill kept, int64 ``[B, K]``. entries, available: int64 ``[B]``.
@@ -144,5 +145,5 @@ class Policy(ABC):
 
     @cached_property
     def spec(self) -> str:
-        """Canonical text form; ``kvpass.policies.from_spec`` reads it back. It travels in op arguments."""
+        """Canonical text form, used in op arguments; ``kvpass.policies.from_spec`` reads it."""
         return json.dumps({"policy": self.name, **dataclasses.asdict(self)}, sort_keys=True)

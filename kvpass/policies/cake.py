@@ -1,4 +1,4 @@
-"""CAKE: layer budgets by attention dispersion and shift, an indicator that rewards change, eviction while decoding."""
+"""CAKE: layer budgets by attention dispersion and shift, variance in the score, eviction while decoding."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ Indicator = Literal["sum", "mean", "var", "product"]
 
 
 def temperatures(model: str, budget: Budget | int | float | str | None) -> tuple[float, float]:
-    """CAKE's published (tau1, tau2) for a model name such as ``"meta-llama/Llama-3.1-8B-Instruct"`` and entries.
+    """Return CAKE's published (tau1, tau2) for a model name and a budget in entries.
 
     Raises:
-        ValueError: no published temperatures; the released code falls back to 1, 1 without a word.
+        ValueError: none are published; the released code silently uses 1, 1.
     """
     wanted = None if budget is None else Budget.parse(budget)
+    # From names such as "meta-llama/Llama-3.1-8B-Instruct".
     plain = model.lower().replace("meta-llama-", "llama-").replace("-instruct", "")
     for (name, entries), taus in TEMPERATURES.items():
         if name in plain and Budget.parse(entries) == wanted:
@@ -52,7 +53,7 @@ def temperatures(model: str, budget: Budget | int | float | str | None) -> tuple
 
 
 def check_temperatures(tau1: float | None, tau2: float | None, *, required: bool) -> None:
-    """Refuse a temperature that is not positive, or is missing where CAKE's layer split needs it."""
+    """Raise if a temperature is not positive, or missing where CAKE's layer split needs it."""
     for name, tau in (("tau1", tau1), ("tau2", tau2)):
         if tau is None:
             if required:
@@ -66,15 +67,15 @@ def check_temperatures(tau1: float | None, tau2: float | None, *, required: bool
 
 @dataclass(frozen=True, kw_only=True)
 class Cake(Policy):
-    """CAKE (Qin et al. 2025, arXiv 2503.12491).
+    """Layer budgets by attention dispersion and shift: CAKE (Qin et al. 2025, arXiv 2503.12491).
 
-    Indicator of a query head ``mean + gamma * var`` of a over the window rows (unbiased), pooled, then reduced over the
+    Score of a query head: ``mean + gamma * var`` of a over the window rows (unbiased), pooled, then reduced over the
     group. Every head of a layer keeps the same number; layers share by preference (:class:`CakeLayers`). While
-    decoding, a head at its size evicts by the pooled attention of the newest query (:class:`PooledLastQuery`).
+    decoding, a full head evicts by the pooled attention of the newest query (:class:`PooledLastQuery`).
 
     Departures by default: budgets by exact water-filling instead of the code's integer rule; eviction whenever the
-    prompt exceeds the budget (code: budget + window); decode pooling over neighbours in position. ``parity="code"``
-    reproduces all three.
+    prompt exceeds the budget (code: budget + window); decode pooling over neighbours in position order.
+    ``parity="code"`` reproduces all three.
 
     Args:
         pool, kernel_size, group: as in :class:`~kvpass.policies.snapkv.SnapKV`.
@@ -104,7 +105,7 @@ class Cake(Policy):
         check_choice("evict_during_decode", self.evict_during_decode, (True, False))
 
     def score(self, obs: Observation) -> Tensor:
-        # in this order: on a device one pass over the keys gives the variance and then the mean too
+        # Variance first: on CUDA one pass over the keys then gives the mean too.
         variance, mean = obs.variance[..., : obs.evictable], obs.mean[..., : obs.evictable]
         match self.indicator:
             case "sum":
@@ -133,7 +134,7 @@ class Cake(Policy):
         )
 
     def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-        """As in the base class; the released code leaves prompts of up to ``budget + window`` tokens whole."""
+        """As in the base class; the released code keeps prompts up to ``budget + window`` tokens whole."""
         budgets = super().layer_budgets(weights, entries, available, kv_heads, seen)
         if self.parity == "paper":
             return budgets
@@ -142,14 +143,14 @@ class Cake(Policy):
         return torch.where(self._spared(entries, available)[:, None], whole, budgets)
 
     def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:
-        """As in the base class; of a prompt left whole the released code records the uniform budget."""
+        """As in the base class; for a prompt kept whole, the released code records the uniform budget."""
         budgets = super().recorded_budgets(weights, entries, available, kv_heads)
         if self.parity == "paper":
             return budgets
         return torch.where(self._spared(entries, available)[:, None], (entries * kv_heads)[:, None], budgets)
 
     def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor) -> Tensor:
-        """As in the base class; the released code cuts a prompt it left whole at the first new token."""
+        """As in the base class; the released code cuts such a prompt at the first new token."""
         if self.parity == "paper":
             return super().decode_quota(kept, entries, available)
         return torch.where(self._spared(entries, available)[:, None], entries[:, None], kept)

@@ -1,4 +1,4 @@
-"""One step of eviction while decoding: pure tensor functions, batched, without host synchronisation."""
+"""One eviction step while decoding: pure tensor functions, batched, without host synchronisation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rank_slots(scores: Tensor, place: Tensor) -> Tensor:
-    """Rank of each slot in its head, best score first, ties to the lower ``place``; int64 ``[B, K, C]``."""
+    """Rank each head's slots, best score first, ties to the lower ``place``; int64 ``[B, K, C]``."""
     order = place.argsort(dim=2, stable=True)
     order = order.gather(2, scores.gather(2, order).argsort(dim=2, descending=True, stable=True))
     places = torch.arange(scores.shape[2], device=scores.device).expand_as(order)
@@ -15,17 +15,17 @@ def rank_slots(scores: Tensor, place: Tensor) -> Tensor:
 
 
 def older(position: Tensor, window: int) -> Tensor:
-    """Entries that compete, bool ``[B, K, C]``: all but empty slots and the newest ``window`` tokens of the sequence.
+    """Return which entries compete: all but the newest ``window`` tokens; bool ``[B, K, C]``.
 
     Args:
-        position: true positions, int64 ``[B, K, C]``, -1 = empty slot; the new token is in every head.
+        position: true positions, int64 ``[B, K, C]``, -1 = empty slot; every head holds the new token.
     """
     newest = position.amax((1, 2), keepdim=True)
     return (position >= 0) & (position <= newest - window)
 
 
 def survivors(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
-    """Which slots stay: the newest ``window`` tokens and, of the others, each head's best ``quota``.
+    """Return the keep mask: the newest ``window`` tokens, and each head's best ``quota`` of the others.
 
     Args:
         scores: fp32 ``[B, K, C]``. position: as in :func:`older`. quota: int64 ``[B, K]``.

@@ -1,8 +1,8 @@
-"""Decode rules: which entry gives way to a new token, so that the cache keeps its size for any output length.
+"""Decode rules: which entry a new token replaces, so that the cache keeps its size.
 
-A step sees one layer's slots, ``[B, K, C]``, the new token in its slot already. A rule turns the new query's attention
-over the slots into scores; :func:`kvpass.policies.decode.survivors` then keeps each head's best and the newest
-``window``.
+A step works on one layer's slots, ``[B, K, C]``; the new token is already in its slot. A rule turns the new query's
+attention over the slots into scores. :func:`kvpass.policies.decode.survivors` then keeps each head's best entries and
+the newest ``window``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvpass.policies.scores import Group, Pool, column_sum, pool_scores, reduce_
 def pool_in_order(
     attention: Tensor, position: Tensor, place: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
 ) -> Tensor:
-    """Attention ``[B, H, C]`` of the older entries, pooled over neighbours in storage order, reduced over the group.
+    """Pool attention ``[B, H, C]`` of older entries over neighbours in storage order; reduce over the group.
 
     Args:
-        position, place: as in :class:`Slots`. window: newest tokens that have no part in it.
+        position, place: as in :class:`Slots`. window: newest tokens, which are left out.
         pool, kernel_size, group: as in :mod:`kvpass.policies.scores`.
     Returns:
-        fp32 ``[B, K, C]``, 0 in slots that have no part in it.
+        fp32 ``[B, K, C]``, 0 in slots that are left out.
     """
     kv_heads = position.shape[1]
     compete = older(position, window)
@@ -41,12 +41,12 @@ def pool_in_order(
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """What one layer holds while decoding.
+    """Entries and decode state of one layer while decoding.
 
     Attributes:
         position: true position, int32 or int64 ``[B, K, C]``, negative = empty.
-        place: storage order, ascending, as position; a new token comes last.
-        memory: what the rule remembers of each entry, fp32 ``[B, K, C]``; 0 for the new token.
+        place: storage order, ascending, same shape and dtype; a new token comes last.
+        memory: decode state of each entry, fp32 ``[B, K, C]``; 0 for the new token.
         value_norm: L1 norm of each value row, fp32 ``[B, K, C]``.
         pool_in_order: :func:`pool_in_order`, or a kernel that does the same.
     """
@@ -60,7 +60,7 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeRule:
-    """The parts of a rule; only :meth:`observe` must be written.
+    """Base class of decode rules; a subclass must define only :meth:`observe`.
 
     Args:
         window: newest tokens that are never evicted, the new one included; 0: the new one competes too.
@@ -69,30 +69,30 @@ class DecodeRule:
     window: int = 0
 
     def start(self, obs: Observation) -> Tensor:
-        """Memory of every prompt entry, fp32 ``[B, K, N]``."""
+        """Return the first decode state of every prompt entry, fp32 ``[B, K, N]``."""
         return obs.keys.new_zeros(obs.keys.shape[:3], dtype=torch.float32)
 
     def first_place(self, scores: Tensor, position: Tensor, entries: Tensor) -> Tensor:
-        """Storage order of the prompt after prefill, int64 ``[B, K, N]``, below ``2 * N``.
+        """Return the storage order of the prompt after prefill, int64 ``[B, K, N]``, below ``2 * N``.
 
         Args:
-            scores: of the prompt, fp32 ``[B, K, N]``, ``-inf`` where not scored. position: alike.
+            scores: of the prompt, fp32 ``[B, K, N]``, ``-inf`` where not scored. position: same shape.
             entries: evictable entries per KV head per layer on average, int64 ``[B]``.
         """
         return position
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Scores and memory after a step, both fp32 ``[B, K, C]``, from the new query's attention ``[B, H, C]``."""
+        """Return scores and decode state after a step, fp32 ``[B, K, C]``, from attention ``[B, H, C]``."""
         raise NotImplementedError
 
     def next_place(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
-        """Storage order after the step that kept ``keep``."""
+        """Return the storage order after the step that kept ``keep``."""
         return slots.place
 
 
 @dataclass(frozen=True, kw_only=True)
 class RollingWindow(DecodeRule):
-    """StreamingLLM: the first ``sinks`` tokens and the latest ones."""
+    """StreamingLLM: keep the first ``sinks`` tokens and the latest ones."""
 
     sinks: int
 
@@ -103,7 +103,7 @@ class RollingWindow(DecodeRule):
 
 @dataclass(frozen=True, kw_only=True)
 class LastQuery(DecodeRule):
-    """TOVA: the new query's attention, averaged over all query heads; every KV head holds the same tokens."""
+    """TOVA: score by the new query's attention, averaged over all query heads, same for every KV head."""
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         return attention.mean(1, keepdim=True).expand_as(slots.memory), slots.memory
@@ -111,10 +111,10 @@ class LastQuery(DecodeRule):
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulated(DecodeRule):
-    """H2O: attention summed over all queries so far; ``value_norm`` weighs each addition by the value's L1 norm (VATP).
+    """H2O and VATP: score by attention, summed over all queries so far.
 
-    ``rows`` limits the prompt's part to its last rows, ``divisor`` divides that part. The first ``sinks`` tokens always
-    stay.
+    ``value_norm`` multiplies each addition by the L1 norm of the value (VATP). ``rows`` limits the prompt's part to its
+    last rows, and ``divisor`` divides that part. The first ``sinks`` tokens always stay.
     """
 
     group: Group = "mean"
@@ -137,10 +137,11 @@ class Accumulated(DecodeRule):
 
 @dataclass(frozen=True, kw_only=True)
 class PooledLastQuery(DecodeRule):
-    """CAKE: the new query's attention, pooled over neighbouring older entries, averaged over the group.
+    """CAKE: score by the new query's attention, pooled over neighbouring older entries, averaged over the group.
 
-    Neighbours are those in position order; in the released code those in storage order, which is by descending score
-    in every head that went through a selection (``storage_order``); prompts of up to ``budget + window`` tokens do not.
+    Neighbours are taken in position order, or with ``storage_order``, as in the released code, in storage order. That
+    order is by descending score in every head that went through a selection; prompts of up to ``budget + window``
+    tokens did not.
     """
 
     pool: Pool = "avg"

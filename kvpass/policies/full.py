@@ -1,4 +1,4 @@
-"""The full cache: nothing is evicted, the yardstick for every other policy."""
+"""Full cache: nothing is evicted; the baseline for every other policy."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class Full(Policy):
         return obs.keys.new_zeros(obs.keys.shape[0], obs.kv_heads, obs.evictable, dtype=torch.float32)
 
     def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-        """All that is available, whatever ``entries`` says."""
+        """Return all available entries, whatever ``entries`` is."""
         layer = torch.arange(weights.shape[1], device=weights.device)
         return torch.where(layer < seen, (available * kv_heads)[:, None], 0)

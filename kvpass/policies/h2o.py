@@ -1,4 +1,4 @@
-"""H2O: the attention every query so far paid to each position."""
+"""H2O: the attention that all queries so far paid to each position."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kvpass.policies.scores import Group, Pool, check_score_options, pool_scores
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Policy):
-    """H2O (Zhang et al. 2023, arXiv 2306.14048): heavy hitters and the ``window`` most recent tokens.
+    """Keep heavy hitters and the newest tokens: H2O (Zhang et al. 2023, arXiv 2306.14048).
 
-    ``s[k, i] = pool(reduce over group(sum over all rows of a[h, :, i]))``, uniform heads and layers. While decoding the
-    sum goes on, and the weakest entry outside the window gives way. With ``layer_split="cake"`` layers share as in CAKE
-    (its table "H2O + P2A"), which needs ``tau1`` and ``tau2``.
+    ``s[k, i] = pool(reduce over group(sum over all rows of a[h, :, i]))``, uniform heads and layers; the ``window``
+    newest tokens are kept. While decoding, the sum goes on and the lowest score outside the window is evicted. With
+    ``layer_split="cake"`` layers share as in CAKE (its table "H2O + P2A"), which needs ``tau1`` and ``tau2``.
 
-    Departures: one cache per KV head instead of one per query head (repeat K and V to get the latter); entries are
-    freed, where the original masks logits.
+    Departures: one cache per KV head instead of one per query head (repeat K and V to get the latter); memory of
+    evicted entries is freed, while the original masks logits.
 
     Args:
-        pool, kernel_size, group: as in :class:`~kvpass.policies.snapkv.SnapKV`; no pooling by default. The running
-            sum of the decode rule is never pooled.
-        evict_during_decode: False: decoding only appends, the form that SnapKV, Ada-KV and CAKE compare with.
+        pool, kernel_size, group: as in :class:`~kvpass.policies.snapkv.SnapKV`; no pooling by default. The running sum
+            of the decode rule is never pooled.
+        evict_during_decode: False: decoding only appends, as in the comparisons of SnapKV, Ada-KV and CAKE.
     """
 
     name: ClassVar[str] = "h2o"

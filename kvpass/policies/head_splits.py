@@ -1,4 +1,4 @@
-"""Head splits: in which order the entries of one layer enter, across its KV heads."""
+"""Head splits: the order in which a layer's entries enter, across its KV heads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvpass.policies.scheduler import rank_entries
 
 
 class HeadSplit(Protocol):
-    """How a layer's budget is divided among its KV heads; see :meth:`kvpass.policies.base.Policy.rank`."""
+    """Division of a layer's budget among its KV heads; see :meth:`kvpass.policies.base.Policy.rank`."""
 
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor: ...
 
     def overspend(self, entries: int, kv_heads: int) -> int:
-        """Entries by which one layer may exceed its budget."""
+        """Return by how many entries one layer may exceed its budget."""
         ...
 
 
 @dataclass(frozen=True)
 class UniformHeads:
-    """Every head keeps the same number of its own best; what does not divide goes to the best next scores."""
+    """The same number of best entries for every head; the remainder goes by score."""
 
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
         return rank_entries(scores, 1.0)
@@ -37,8 +37,8 @@ class UniformHeads:
 class AdaptiveHeads:
     """Top-k across all heads, blended with a uniform part ``alpha`` (Ada-KV's safeguard); 0 is plain top-k.
 
-    ``normalize`` first multiplies a head's scores by the share that its best ``entries`` have in their sum, as
-    KVCache-Factory's port of Ada-KV does.
+    ``normalize`` first multiplies a head's scores by the share that its best ``entries`` hold of their sum, as in
+    KVCache-Factory's port of Ada-KV.
     """
 
     alpha: float = 0.0
@@ -53,10 +53,10 @@ class AdaptiveHeads:
 
 @dataclass(frozen=True)
 class ReleasedAdaptiveHeads:
-    """The same as released: counts rounded per head, the total not repaired.
+    """:class:`AdaptiveHeads` as released: counts are rounded per head and the total is not repaired.
 
-    The constant part of a head's count is ``int(alpha * n)`` in Ada-KV, n being the layer's budget per head. LAVa's
-    code freezes it at ``int(alpha * (entries + window))``, which overspends: ``frozen_window`` is then the window.
+    The constant part of a head's count is ``int(alpha * n)`` in Ada-KV, where n is the layer's budget per head. LAVa's
+    code fixes it at ``int(alpha * (entries + window))``, which overspends; ``frozen_window`` is then the window.
     """
 
     alpha: float
@@ -77,7 +77,7 @@ class ReleasedAdaptiveHeads:
 
 
 def normalized(scores: Tensor, entries: Tensor) -> Tensor:
-    """Scores times (sum of the head's best ``entries``) / (sum of all of the head), fp32 ``[B, K, N]``."""
+    """Return scores * (sum of the head's best ``entries``) / (sum of all), fp32 ``[B, K, N]``."""
     worth = torch.where(scores > float("-inf"), scores, 0.0)
     running = torch.nn.functional.pad(worth.sort(dim=2, descending=True).values.cumsum(2), (1, 0))
     top = running.gather(2, entries.clamp(max=scores.shape[2])[:, None, None].expand(-1, scores.shape[1], 1))

@@ -1,4 +1,4 @@
-"""LAVa: one score that can be compared across heads, and layer budgets by uncertainty."""
+"""LAVa: a score that can be compared across heads, and layer budgets by entropy."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvpass.policies.scores import Group, Pool, check_score_options, pool_scores
 
 @dataclass(frozen=True, kw_only=True)
 class Lava(Policy):
-    """LAVa (Shen et al. 2025, arXiv 2509.09754): layer-wise eviction with dynamic head and layer budgets.
+    """Eviction with dynamic head and layer budgets: LAVa (Shen et al. 2025, arXiv 2509.09754).
 
     ``s[k, i] = max over group(pool(mean over window rows of a[h, :, i])) * max_{j < M} |v[k, j]|_1``; heads compete for
     the entries of their layer (top-k across heads); layers share the total in proportion to the normalised entropy of
     their scores (:class:`EntropyLayers`).
 
     Departures from the paper: the largest value norm is taken over evictable positions, since window entries are never
-    evicted (as the released code does). The released code adds a safeguard whose constant part, ``int(alpha * budget)``
-    per head, includes the window and so overspends; it also crashes where a layer's share exceeds its entries, which is
-    kept whole here. ``parity="code"`` reproduces the former.
+    evicted (as in the released code). The released code adds a safeguard whose constant part, ``int(alpha * budget)``
+    per head, includes the window and so overspends; ``parity="code"`` reproduces this. It also crashes if a layer's
+    share exceeds its entries; here such a layer is kept whole.
 
     Args:
         pool, kernel_size, group: as in :class:`~kvpass.policies.snapkv.SnapKV`; the group is reduced after pooling.

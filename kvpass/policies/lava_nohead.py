@@ -11,9 +11,9 @@ from kvpass.policies.lava import Lava
 
 @dataclass(frozen=True, kw_only=True)
 class LavaNoHead(Lava):
-    """LAVa (arXiv 2509.09754, "-head" in table 10): every KV head of a layer keeps the same number of its own best.
+    """LAVa with the same number of entries for every KV head of a layer (arXiv 2509.09754).
 
-    No code was released for it. ``alpha`` has no effect, since the heads share equally whatever it says.
+    It is "-head" in table 10; no code was released for it. ``alpha`` has no effect, since the heads share equally.
     """
 
     name: ClassVar[str] = "lava_nohead"

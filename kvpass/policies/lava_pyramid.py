@@ -12,9 +12,10 @@ from kvpass.policies.options import check_int
 
 @dataclass(frozen=True, kw_only=True)
 class LavaPyramid(Lava):
-    """LAVa (arXiv 2509.09754, table 13) with the pyramid of PyramidKV (arXiv 2406.02069) between layers.
+    """LAVa with the layer budgets of PyramidKV (arXiv 2509.09754, table 13; arXiv 2406.02069).
 
-    With ``parity="code"`` the pyramid is the Ada-KV repository's, on which LAVa's code is built: no uniform branch.
+    With ``parity="code"`` the pyramid is that of the Ada-KV repository, on which LAVa's code is built: no uniform
+    branch.
 
     Args:
         beta: as in :class:`~kvpass.policies.pyramidkv.PyramidKV`.

@@ -11,7 +11,7 @@ from kvpass.policies.layer_splits import LayerSplit, UniformLayers
 
 @dataclass(frozen=True, kw_only=True)
 class LavaUniform(Lava):
-    """LAVa (arXiv 2509.09754, "-layer" in table 10, LAVa-Uniform in table 13): every layer the same, rest unchanged."""
+    """LAVa with equal layer budgets (arXiv 2509.09754: "-layer" in table 10, LAVa-Uniform in table 13)."""
 
     name: ClassVar[str] = "lava_uniform"
 

@@ -17,20 +17,20 @@ Parity = Literal["paper", "code"]
 
 
 class LayerSplit(Protocol):
-    """How the total is divided among layers; see :class:`kvpass.policies.base.Policy` for the two methods."""
+    """Division of the total among layers; see :class:`kvpass.policies.base.Policy` for the methods."""
 
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None: ...
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor: ...
 
     def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
-        """Entries by which all layers together may exceed the total at some stage of the cascade."""
+        """Return by how many entries all layers may exceed the total at some cascade stage."""
         ...
 
 
 @dataclass(frozen=True)
 class UniformLayers:
-    """The same number for every layer. ``capped=False`` states it even where a layer has fewer entries."""
+    """The same number for every layer; ``capped=False``: even if a layer has fewer entries."""
 
     capped: bool = True
 
@@ -48,10 +48,10 @@ class UniformLayers:
 
 @dataclass(frozen=True)
 class EntropyLayers:
-    """LAVa (arXiv 2509.09754): in proportion to the normalised entropy of the layer's scores.
+    """LAVa (arXiv 2509.09754): shares in proportion to the normalised entropy of the layer's scores.
 
-    ``p = s / (sum s + 1e-16)`` over all KV heads and evictable positions, ``e = -sum p ln(p + 1e-16) / ln(K * M)``.
-    A layer with a single entry has no uncertainty: weight 0. As released, shares are truncated and not capped.
+    ``p = s / (sum s + 1e-16)`` over all KV heads and evictable positions, ``e = -sum p ln(p + 1e-16) / ln(K * M)``. A
+    layer with a single entry has weight 0. With ``parity="code"``, as released, shares are truncated and not capped.
     """
 
     parity: Parity = "paper"
@@ -74,11 +74,11 @@ class EntropyLayers:
 
 @dataclass(frozen=True)
 class CakeLayers:
-    """CAKE (arXiv 2503.12491), preference ``P = H^(1/tau1) * V^(1/tau2)`` of a layer.
+    """CAKE (arXiv 2503.12491): shares by the layer's preference ``P = H^(1/tau1) * V^(1/tau2)``.
 
-    With a the window's attention to evictable positions, not renormalised: ``H = sum of -a ln(a + 1e-10)`` and
-    ``V = sum of the unbiased variance of a over the window rows``, both over all query heads. As released, shares are
-    whole numbers per head by CAKE's own rule (:func:`kvpass.policies.released.cake_budgets`).
+    a is the window's attention to evictable positions, not renormalised: ``H = sum of -a ln(a + 1e-10)`` and
+    ``V = sum of the unbiased variance of a over the window rows``, both over all query heads. With ``parity="code"``,
+    as released, shares are whole numbers per head (:func:`kvpass.policies.released.cake_budgets`).
     """
 
     tau1: float
@@ -107,15 +107,15 @@ SHAPES = ("linear", "geometric", "exponential", "entropy", "gini")
 class PyramidLayers:
     """PyramidKV (arXiv 2406.02069): fewer entries in higher layers.
 
-    The top layer gets ``least = entries / beta``, the bottom one ``most = 2 * entries - least``, or, where a prompt has
-    fewer evictable positions than that, all of them (``most = M``, ``least = 2 * entries - M``). A prompt shorter than
-    ``2 * entries`` is divided uniformly. Layers between lie
+    The top layer gets ``least = entries / beta``, the bottom layer ``most = 2 * entries - least``, or all evictable
+    positions if there are fewer (``most = M``, ``least = 2 * entries - M``). A prompt shorter than ``2 * entries`` is
+    divided uniformly. The layers between lie
 
     * ``linear``: on the straight line,
     * ``geometric``: on the curve of constant ratio between neighbours,
-    * ``exponential``: on ``most - (most - least) * (e^x - 1) / (e - 1)``, x from 0 to 1,
+    * ``exponential``: on ``most - (most - least) * (e^x - 1) / (e - 1)``, x from 0 to 1.
 
-    the latter two scaled to the total. ``entropy`` and ``gini`` look at the prompt instead: in proportion to the
+    The latter two are scaled to the total. ``entropy`` and ``gini`` depend on the prompt: shares in proportion to the
     entropy of the layer's window attention (mean over query heads), or to one minus its Gini coefficient.
     """
 
@@ -156,7 +156,7 @@ class PyramidLayers:
         return fixed_budgets(self._curve(layers, entries, available), entries, available, kv_heads, seen)
 
     def _curve(self, layers: int, entries: Tensor, available: Tensor) -> Tensor:
-        """Weights fp64 ``[B, L]`` of a shape that does not look at the prompt."""
+        """Return weights fp64 ``[B, L]`` of a shape that does not depend on the prompt."""
         n, m = entries.double()[:, None], available.double()[:, None]
         most = 2 * n - n / self.beta
         least = torch.where(most >= m, 2 * n - m, n / self.beta)
@@ -183,5 +183,5 @@ class PyramidLayers:
 
 
 def until(seen: int, budgets: Tensor) -> Tensor:
-    """Budgets int64 ``[B, L]`` with zeros for the layers not seen yet."""
+    """Return budgets int64 ``[B, L]`` with zeros for the layers not seen yet."""
     return torch.where(torch.arange(budgets.shape[1], device=budgets.device) < seen, budgets, 0)

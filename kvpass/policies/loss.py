@@ -1,4 +1,4 @@
-"""What eviction does to a layer's output, and the two published bounds on it."""
+"""Error in a layer's output caused by eviction, and the two published bounds on it."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def attention_output_loss(
     *,
     scale: float | None = None,
 ) -> OutputLoss:
-    """How far the attention output of the last query moves when only the kept entries are attended to.
+    """Measure how much the last query's attention output changes if it attends only kept entries.
 
-    With ``y = concat_h(a_h v_h) W_O`` over the whole prompt and ``y_kept`` the same with a masked to the kept entries
-    and renormalised. Both bounds follow from ``|a - a_kept|_1 = 2 * (dropped attention)``. Computed in fp64.
+    ``y = concat_h(a_h v_h) W_O`` is over the whole prompt; ``y_kept`` is the same with a masked to the kept entries and
+    renormalised. Both bounds follow from ``|a - a_kept|_1 = 2 * (dropped attention)``. Computed in fp64.
 
     Args:
         queries, keys, values: as for :func:`kvpass.plan`; only the last query is read.
@@ -48,7 +48,7 @@ def attention_output_loss(
         output_weights: ``o_proj.weight`` of each layer, ``[L, E, H * Dv]`` (``[out, in]`` as in ``torch.nn.Linear``).
         scale: factor of the attention logits; ``D ** -0.5`` by default.
     Raises:
-        ValueError: shapes that do not fit together, or a head of which nothing was kept.
+        ValueError: shapes that do not fit together, or a head that kept nothing.
     """
     layers = [
         _layer_loss(layer, *tensors, scale)
@@ -60,7 +60,7 @@ def attention_output_loss(
 def _layer_loss(
     layer: int, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, weight: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, Ada-KV's bound and LAVa's bound of one layer, each fp64 ``[B]``."""
+    """Return loss, Ada-KV's bound and LAVa's bound of one layer, each fp64 ``[B]``."""
     batch, kv_heads, length, dim = k.shape
     heads, value_dim = q.shape[1], v.shape[3]
     if keep.shape != (batch, kv_heads, length):

@@ -1,4 +1,4 @@
-"""What a policy may look at: one attention site of the prompt, and the window statistics computed from it."""
+"""Input of a policy: one attention op of the prompt, and its window statistics."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ROW_BLOCK = 512
 
 
 def attention_weights(logits: Tensor, hidden: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """Attention probabilities of fp32 logits ``[..., N]`` that have their scale and may be overwritten.
+    """Return attention probabilities of scaled fp32 logits ``[..., N]``; the logits may be overwritten.
 
     Args:
-        hidden: bool, broadcast to the logits of the last columns, as many as it has: those that get no attention.
-        softcap: logits become ``softcap * tanh(logits / softcap)`` when given.
-        sinks: one more logit, broadcast to ``[..., 1]``, that takes part in the softmax and is dropped.
+        hidden: bool, broadcast to the logits of the last columns, as many as it has; True gets no attention.
+        softcap: if given, logits become ``softcap * tanh(logits / softcap)``.
+        sinks: one more logit, broadcast to ``[..., 1]``, which is part of the softmax and then dropped.
     """
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -31,7 +31,7 @@ def attention_weights(logits: Tensor, hidden: Tensor, softcap: float | None, sin
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """One site after prefill, rows of equal length and without padding.
+    """One attention op after prefill; rows have equal length and no padding.
 
     Attributes:
         queries: the last R prompt queries, RoPE applied, ``[B, H, R, D]``.
@@ -39,12 +39,12 @@ class Observation:
         values: ``[B, K, N, Dv]``.
         scale: factor of the attention logits.
         window: rows that observe and are always kept, ``0 <= window <= N``.
-        layer: index of the site among those that share a pool. num_layers: their number.
-        softcap: logits become ``softcap * tanh(logits / softcap)`` when given.
-        sinks: one extra logit per query head, ``[H]``, that takes part in the softmax and is dropped.
+        layer: index of the attention op among those that share a pool. num_layers: their number.
+        softcap: if given, logits become ``softcap * tanh(logits / softcap)``.
+        sinks: one extra logit per query head, ``[H]``, which is part of the softmax and then dropped.
 
-    All statistics are fp32 whatever the dtype of the inputs, and are computed one KV head at a time, so that no
-    ``[H, window, N]`` tensor exists. ``a`` below is the causal softmax over all N keys, not renormalised.
+    All statistics are fp32 for any input dtype, and are computed one KV head at a time, so that no ``[H, window, N]``
+    tensor exists. ``a`` below is the causal softmax over all N keys, not renormalised.
     """
 
     queries: Tensor
@@ -82,7 +82,7 @@ class Observation:
         Columns from ``last`` on get none.
 
         Raises:
-            ValueError: rows before the R given queries were asked for.
+            ValueError: rows before the R given queries were requested.
         """
         offset = self.length - self.queries.shape[2]
         if first < offset:
@@ -97,7 +97,7 @@ class Observation:
         return attention_weights(logits, self.hidden(kv_head, first, last), self.softcap, sinks)
 
     def hidden(self, kv_head: int, first: int, last: int) -> Tensor:
-        """Which of the last columns before ``last`` these rows do not attend to: they attend to all others.
+        """Return which of the last columns before ``last`` these rows do not attend; they attend all others.
 
         Returns:
             bool, broadcast to ``[B, G, rows, columns]``.
@@ -105,7 +105,7 @@ class Observation:
         return torch.ones(last - first, last - first, dtype=torch.bool, device=self.keys.device).triu(1)
 
     def window_attention(self) -> Iterator[Tensor]:
-        """Attention of the window rows (of the last row when the window is empty), one KV head after another."""
+        """Yield attention of the window rows (last row if there are none), one KV head each."""
         rows = max(self.window, 1)
         for kv_head in range(self.kv_heads):
             yield self.attention(kv_head, self.length - rows, self.length)
@@ -130,12 +130,12 @@ class Observation:
 
     @property
     def mass(self) -> Tensor:
-        """Mean over the window rows and the group of a, ``[B, K, N]``: what the certificate adds up."""
+        """Mean of a over the window rows and the group, ``[B, K, N]``, for the report."""
         return self.mean.unflatten(1, (self.kv_heads, self.group)).mean(2)
 
     @cached_property
     def entropy(self) -> Tensor:
-        """Terms of the entropy of the window rows, summed over them: ``sum of -a ln(a + 1e-10)``, ``[B, H, N]``."""
+        """Sum over the window rows of the entropy terms ``-a ln(a + 1e-10)``, ``[B, H, N]``."""
         return torch.cat([-(a * (a + 1e-10).log()).sum(2) for a in self.window_attention()], 1)
 
     @cached_property

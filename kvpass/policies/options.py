@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 
 MOST = 1 << 30
-"""No number of tokens is larger: positions are int32."""
+"""Largest number of tokens: positions are int32."""
 MOST_NEIGHBOURS = 1 << 16
-"""No pooling reaches further."""
+"""Largest width of pooling."""
 
 
 def check_int(name: str, value: object, low: int, high: int = MOST) -> None:
-    """Refuse anything but an int from ``low`` to ``high``."""
+    """Raise unless the value is an int from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name}={value!r}: must be an int >= {low}")
     if value > high:
@@ -21,7 +21,7 @@ def check_int(name: str, value: object, low: int, high: int = MOST) -> None:
 
 
 def check_odd(name: str, value: object) -> None:
-    """Refuse anything but an odd int from 1 to :data:`MOST_NEIGHBOURS`."""
+    """Raise unless the value is an odd int from 1 to :data:`MOST_NEIGHBOURS`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % 2 == 0:
         raise ValueError(f"{name}={value!r}: must be an odd int >= 1")
     check_int(name, value, 1, MOST_NEIGHBOURS)
@@ -30,7 +30,7 @@ def check_odd(name: str, value: object) -> None:
 def check_float(
     name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> None:
-    """Refuse anything but a finite number from ``low`` to ``high``, ends included unless said otherwise."""
+    """Raise unless the value is a finite number from ``low`` to ``high``; ends included by default."""
     number = not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= sys.float_info.max
     if number:
         above = value > low if open_low else value >= low  # type: ignore[operator]
@@ -43,6 +43,6 @@ def check_float(
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Refuse anything that is not one of ``choices``."""
+    """Raise unless the value is one of ``choices``."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")

@@ -1,4 +1,4 @@
-"""Decide without a model: which entries a policy keeps for given queries, keys and values."""
+"""Decision without a model: which entries a policy keeps for given queries, keys and values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Layers = Tensor | Sequence[Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a policy keeps.
+    """Result of :func:`plan`: the entries that a policy keeps.
 
     Attributes:
-        policy: with all its options. budget: as given; None where the policy has none.
+        policy: with all its options. budget: as given; None if the policy has none.
         keep: after prefill, bool ``[L, B, K, N]``; the window included.
         lengths: entries kept, int64 ``[L, B, K]``.
         layer_budgets: evictable entries a layer may hold per KV head, mean over heads, fp64 ``[L, B]``.
@@ -43,7 +43,7 @@ class Plan:
     decode_keep: Tensor | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Everything but scores, in plain JSON types; ``kept`` lists positions as ``[L][B][K]``."""
+        """Return all but scores in plain JSON types; ``kept`` lists positions as ``[L][B][K]``."""
         layers, batch, kv_heads, length = self.keep.shape
         return {
             "policy": self.policy.spec,
@@ -70,9 +70,9 @@ def plan(
     scale: float | None = None,
     **options: object,
 ) -> Plan:
-    """Decide what a policy keeps of a prompt, and while decoding, with the code that compiled models use.
+    """Return what a policy keeps of a prompt and while decoding, by the code compiled models use.
 
-    Every row of the batch is decided on its own and gets what it would get alone.
+    Every row of the batch is decided on its own and gets the same result as alone.
 
     Args:
         policy: a name or a policy. options: the policy's own.
@@ -123,7 +123,7 @@ def _plan_row(
     scale: float,
     decode: tuple[Tensor, Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Keep mask and scores ``[L, 1, K, N]``, recorded budgets over all heads ``[L, 1]``, keep masks while decoding."""
+    """Keep mask and scores ``[L, 1, K, N]``, recorded budgets over all heads ``[L, 1]``, decode keep masks."""
     layers, _, kv_heads, length, _ = k.shape
     window = min(policy.window, length)
     available = torch.full_like(entries, length - window)
@@ -167,7 +167,7 @@ def decode_layer(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """What one layer holds after each of S decoded tokens, bool ``[S, B, K, N + S]``. A slot is a position here.
+    """Entries of one layer after each of S decoded tokens, bool ``[S, B, K, N + S]``; slots are positions.
 
     Args:
         rule: None: tokens are only appended.
@@ -210,7 +210,7 @@ def _positions(keep: Tensor) -> list[list[list[list[int]]]]:
 def _entries(
     policy: Policy, budget: Budget | int | float | str | None, k: Tensor, v: Tensor
 ) -> tuple[Budget | None, Tensor]:
-    """The parsed budget and the evictable entries per KV head per layer on average, int64 ``[1]``."""
+    """Return the parsed budget and the evictable entries per KV head and layer, int64 ``[1]``."""
     layers, _, kv_heads, length, dim = k.shape
     window = min(policy.window, length)
     parsed = parse_budget(policy, budget)
@@ -222,7 +222,7 @@ def _entries(
 
 
 def _stack(name: str, tensors: Layers) -> Tensor:
-    """``[L, ...]`` from a tensor or one tensor per layer, all finite."""
+    """Return ``[L, ...]`` from a tensor or one tensor per layer; checks that all are finite."""
     if not isinstance(tensors, Tensor):
         if len(tensors) == 0 or any(not isinstance(t, Tensor) for t in tensors):
             raise ValueError(f"{name}: expected a tensor or a non-empty sequence of tensors, one per layer")

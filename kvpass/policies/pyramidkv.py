@@ -15,21 +15,21 @@ from kvpass.policies.window_attention import WindowAttention
 
 @dataclass(frozen=True, kw_only=True)
 class PyramidKV(WindowAttention):
-    """PyramidKV (Cai et al. 2024, arXiv 2406.02069).
+    """Fewer entries in higher layers: PyramidKV (Cai et al. 2024, arXiv 2406.02069).
 
     Layer budgets fall from ``2 * B - B / beta`` to ``B / beta``, B = budget - window; see :class:`PyramidLayers` for
-    the shapes and for short prompts. Heads are uniform. Reproduce the paper's own figures with ``window=8``.
+    the shapes and for short prompts. Heads are uniform. To reproduce the paper's figures, pass ``window=8``.
 
-    The score sums over the window rows where SnapKV's takes their mean; within a layer that ranks alike.
+    The score sums over the window rows, while SnapKV's takes their mean; the ranking within a layer is the same.
 
-    Departures by default: the arithmetic sequence is exact and remainders are repaired, so the total is the budget
-    (the released floors overshoot it by up to 4 %); pooling follows the code (reduce over the window, then pool).
+    Departures by default: the arithmetic sequence is exact and remainders are repaired, so the total is the budget (the
+    released floors exceed it by up to 4 %); pooling follows the code (reduce over the window, then pool).
 
     Args:
-        beta: how flat the top is, int >= 1; ``B / beta`` entries remain there.
+        beta: how flat the top is, int >= 1; the top layer keeps ``B / beta`` entries.
         shape: ``"linear"`` (the paper's choice), ``"geometric"``, ``"exponential"``, ``"entropy"`` or ``"gini"``.
-        short_uniform: prompts shorter than ``2 * B`` are divided uniformly, as in KVCache-Factory; False as in the
-            pyramid switch of the Ada-KV repository. Only ``parity="code"`` reads it.
+        short_uniform: True: prompts shorter than ``2 * B`` are divided uniformly, as in KVCache-Factory; False: as in
+            the pyramid option of the Ada-KV repository. Only used with ``parity="code"``.
     """
 
     name: ClassVar[str] = "pyramidkv"

@@ -1,4 +1,4 @@
-"""Random eviction: the baseline every policy has to beat."""
+"""Random eviction: a baseline."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from kvpass.policies.options import check_int
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Policy):
-    """Keep a random set, the same for the same (seed, layer, head, position): no generator, no state, any batch row.
+    """Keep a random set of entries, the same for the same seed.
 
-    Scores are the top 24 bits of a multiply-xorshift hash of the four numbers, in [0, 1).
+    Scores are the top 24 bits of a multiply-xorshift hash of (seed, layer, head, position), in [0, 1). There is no
+    generator and no state, and every batch row gets the same scores.
 
     Args:
         seed: int from 0 to 2**64.
@@ -44,7 +45,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection on 32-bit numbers held in int64, every input bit reaching every output bit."""
+    """Bijection on 32-bit numbers held in int64; every input bit affects every output bit."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ (x >> shift)) * factor) & _MASK
     return x ^ (x >> 16)

@@ -1,9 +1,9 @@
-"""The released code's own arithmetic, for ``parity="code"``: integer layer budgets and head counts that miss the total.
+"""Integer budgets and head counts of the released code, for ``parity="code"``; they miss the total.
 
-Everything here keeps the form of :mod:`kvpass.policies.scheduler`: an entry is kept when its rank is below its
-layer's budget. Budgets are multiples of K, and a rank is ``K`` times the smallest budget per head at which the released
-code keeps the entry, minus one; ranks are therefore not unique and the number kept is not the budget. Source: the
-authors' released repositories, read and compared with on the golden cases.
+As in :mod:`kvpass.policies.scheduler`, an entry is kept when its rank is below its layer's budget. Budgets are
+multiples of K, and a rank is ``K`` times the smallest budget per head at which the released code keeps the entry, minus
+one. So ranks are not unique and the number kept is not the budget. Source: the authors' released repositories, compared
+on the golden cases.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from kvpass.policies.scheduler import best_by_head, rank_by_score
 
 
 def rank_safeguarded(scores: Tensor, alpha: float, floor: Tensor) -> Tensor:
-    """Order of entry under Ada-KV's rounded safeguard: head h keeps ``round(c_h * (1 - alpha) + floor)`` of its best.
+    """Rank entries by Ada-KV's rounded safeguard; int32 ``[B, K, N]``.
 
-    c_h counts the head's entries among the ``K * n`` best of the layer, n being the budget per head; rounding is half
-    to even, in fp32. A layer whose n exceeds its evictable positions is kept whole.
+    Head h keeps its best ``round(c_h * (1 - alpha) + floor)`` entries. c_h counts the head's entries among the
+    ``K * n`` best of the layer, n being the budget per head; rounding is half to even, in fp32. A layer whose n exceeds
+    its evictable positions is kept whole.
 
     Args:
         scores: fp32 ``[B, K, N]``, ``-inf`` where not evictable.
         floor: fp32 ``[B, N + 2]``, the constant part of a head's count for n = 0, 1, ..., N + 1.
-    Returns:
-        int32 ``[B, K, N]``.
     """
     batch, heads, length = scores.shape
     eligible = scores > float("-inf")
@@ -43,9 +42,10 @@ def rank_safeguarded(scores: Tensor, alpha: float, floor: Tensor) -> Tensor:
 
 
 def truncated_budgets(weights: Tensor, entries: Tensor, kv_heads: int, seen: int) -> Tensor:
-    """LAVa: ``trunc(e_l / sum of e over the layers seen * total)`` per head; remainders dropped, no cap.
+    """LAVa's rule, int64 ``[B, L]`` over all heads; remainders are dropped, and there is no cap.
 
-    Args and result as :func:`kvpass.policies.scheduler.adaptive_budgets`.
+    A head gets ``trunc(e_l / sum of e over the layers seen * total)``. Arguments as in
+    :func:`kvpass.policies.scheduler.adaptive_budgets`.
     """
     layers = weights.shape[1]
     known = weights[:, :seen]
@@ -58,10 +58,10 @@ def truncated_budgets(weights: Tensor, entries: Tensor, kv_heads: int, seen: int
 def pyramid_budgets(
     entries: Tensor, available: Tensor, layers: int, kv_heads: int, *, window: int, beta: int, short_uniform: bool
 ) -> Tensor:
-    """PyramidKV with the released floor divisions, int64 ``[B, L]`` over all heads; the total overshoots.
+    """PyramidKV's rule with floor divisions, int64 ``[B, L]`` over all heads; exceeds the total.
 
-    ``short_uniform``: KVCache-Factory's branch (prompt < 2 * entries: every layer the same), which the Ada-KV
-    repository lacks, so that its pyramid stands on its head for short prompts. One layer gets ``entries``.
+    ``short_uniform``: KVCache-Factory's branch (prompt < 2 * entries: every layer the same). The Ada-KV repository
+    lacks it, so its pyramid is upside down for short prompts. With one layer, it gets ``entries``.
     """
     least = torch.div(entries, beta, rounding_mode="floor")
     most = 2 * entries - least
@@ -81,8 +81,9 @@ def pyramid_budgets(
 def cake_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
     """CAKE's integer rule, int64 ``[B, L]`` over all heads: truncate in fp32, clip, spread, repair, clip.
 
-    What exceeds a layer's positions, and then what truncation lost, is spread over layers below the cap: an equal
-    part each, the first ones (lowest index) one more. A negative rest is taken the same way from layers above 1.
+    Two amounts are spread over the layers below the cap: first what exceeds a layer's positions, then what truncation
+    lost. Each layer gets an equal part, the first ones (lowest index) one more. A negative rest is taken in the same
+    way from layers above 1.
     """
     layers = weights.shape[1]
     known = weights[:, :seen].float()
@@ -99,7 +100,7 @@ def cake_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads: 
 
 
 def _spread(amount: Tensor, takers: Tensor) -> Tensor:
-    """``amount`` int64 ``[B]`` divided among ``takers`` bool ``[B, m]``, remainder to the lowest; none: nothing."""
+    """Divide ``amount`` int64 ``[B]`` among ``takers`` bool ``[B, m]``, remainder to the lowest; none: nothing."""
     count = takers.sum(1)
     divisor = count.clamp(min=1)
     each = torch.div(amount, divisor, rounding_mode="floor")

@@ -1,4 +1,4 @@
-"""What decides which entries a model keeps, and when: policy, budget and recompression, checked against each other."""
+"""Policy, budget and recompression of a model, checked against each other."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvpass.policies.cake import temperatures
 from kvpass.policies.observation import Observation
 
 Recompress = Literal["never", "when_full", "every_turn"]
-"""When a turn (several tokens appended at once) is followed by another compression to the budget."""
+"""When to compress to the budget again, after several tokens were appended at once."""
 
 OCCASIONS: dict[Recompress, float] = {"never": float("inf"), "when_full": 2.0, "every_turn": 1.0}
-"""A row is compressed again when it holds more entries than so many times its budget."""
+"""Thresholds: a row is compressed again when it holds more entries than this times its budget."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """``budget`` is None for a policy that keeps everything."""
+    """Checked settings of a compiled model; ``budget`` is None if the policy keeps everything."""
 
     policy: Policy
     budget: Budget | None
@@ -38,7 +38,7 @@ def read_rules(
     options: Mapping[str, Any],
     model_name: str,
 ) -> Rules:
-    """Rules from what a user gives to ``kvpass.compile``; its docstring says what that may be.
+    """Return the rules from the arguments of ``kvpass.compile``; its docstring describes them.
 
     Raises:
         ValueError: a value is out of range, missing, or does not go with the others.
@@ -51,13 +51,13 @@ def read_rules(
 
 
 def check_recompress(recompress: str, policy: Policy) -> Recompress:
-    """The occasion of that name, for a policy that can judge entries after the prompt is gone.
+    """Return the recompression option if the policy can score entries after the prompt is gone.
 
-    A policy that evicts while decoding needs nothing of the kind and may be given any occasion.
+    A policy that evicts while decoding needs no recompression and accepts every option.
 
     Raises:
-        ValueError: unknown name, or the policy keeps everything, follows rules that miss the budget, needs queries from
-            before the window, or scores a KV head by what other heads see.
+        ValueError: unknown name, or the policy keeps everything, has rules that miss the budget, needs queries from
+            before the window, or scores a KV head by what other heads attend to.
     """
     for known in OCCASIONS:
         if recompress == known:

@@ -1,9 +1,10 @@
-"""Which entries the layers and heads of a sequence keep: pure tensor functions, batched, without host synchronisation.
+"""Budgets and ranks: which entries the layers and heads of a sequence keep.
 
-Two questions, answered independently of each other so that cascading equals deciding once:
+Pure tensor functions, batched, without host synchronisation. They answer two questions, independently of each other, so
+that cascading equals deciding once:
 
-* the layer split says how many entries each layer may hold (:func:`adaptive_budgets`, :func:`fixed_budgets`);
-* the head split says in which order the entries of one layer enter as its share grows (:func:`rank_entries`).
+* the layer split: how many entries each layer may hold (:func:`adaptive_budgets`, :func:`fixed_budgets`);
+* the head split: in which order the entries of one layer enter as its share grows (:func:`rank_entries`).
 
 An entry is kept when its rank is below its layer's budget. Rows of a batch never influence each other. Integers are
 int64 and shares fp64; the same input gives the same output on every run.
@@ -22,11 +23,11 @@ _REMAINDER_STEPS = 2**20
 
 
 def water_fill(weights: Tensor, total: Tensor, cap: Tensor) -> Tensor:
-    """Shares of ``total`` in proportion to ``weights``, none above ``cap``, the surplus re-shared among the others.
+    """Share ``total`` in proportion to ``weights``, capped at ``cap``; the others share the surplus.
 
-    Equal to ``min(cap, x * weights)`` with x chosen so that the shares add up to ``min(total, m * cap)``. A zero weight
-    beside positive ones gets an equal part of what those cannot hold; all-zero weights share uniformly. No share grows
-    when a layer is added, which is what makes cascading exact.
+    Equal to ``min(cap, x * weights)`` with x chosen so that the shares add up to ``min(total, m * cap)``. Zero weights
+    beside positive ones share equally what the positive ones cannot hold; all-zero weights share uniformly. No share
+    grows when a layer is added; this makes cascading exact.
 
     Args:
         weights: fp64 ``[B, m]``, finite, >= 0.
@@ -54,12 +55,12 @@ def water_fill(weights: Tensor, total: Tensor, cap: Tensor) -> Tensor:
 
 
 def round_shares(shares: Tensor, total: Tensor, cap: Tensor) -> Tensor:
-    """Whole numbers by largest remainder, adding up to ``min(total, m * cap)``; ties go to the lower layer.
+    """Round shares by largest remainder to a sum of ``min(total, m * cap)``; ties: lower layer.
 
     Remainders closer than 2**-20 count as equal, so that rounding in the shares cannot break a tie.
 
     Args:
-        shares: what :func:`water_fill` gave for the same ``total`` and ``cap``.
+        shares: from :func:`water_fill` with the same ``total`` and ``cap``.
     Returns:
         int64 ``[B, m]``, each the floor of its share or one more, none above ``cap``.
     """
@@ -74,9 +75,9 @@ def round_shares(shares: Tensor, total: Tensor, cap: Tensor) -> Tensor:
 
 
 def adaptive_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-    """Layer split by weights that become known one layer after another.
+    """Split by weights that become known one layer after another.
 
-    While layers are missing, a seen layer may hold one entry more than its share: its final number is then never above
+    While layers are missing, a seen layer may hold one entry more than its share. So its final number is never above
     what it held at any earlier stage, and all seen layers together hold at most ``total + L``.
 
     Args:
@@ -84,7 +85,7 @@ def adaptive_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_hea
         entries: int64 ``[B]``, evictable entries per KV head per layer on average.
         available: int64 ``[B]``, evictable positions. seen: layers known, ``1 <= seen <= L``.
     Returns:
-        int64 ``[B, L]`` entries over all KV heads, zero for layers not seen. With ``seen == L`` they add up to
+        int64 ``[B, L]`` entries over all KV heads, zero for layers not seen. If ``seen == L`` they add up to
         ``min(entries, available) * L * kv_heads``.
     """
     layers = weights.shape[1]
@@ -97,7 +98,7 @@ def adaptive_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_hea
 
 
 def fixed_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-    """Layer split by weights that are known before any layer was seen: each layer gets its final number at once.
+    """Split by weights known before prefill: each layer gets its final number at once.
 
     Arguments and result as in :func:`adaptive_budgets`, but every column of ``weights`` is read at every stage.
     """
@@ -108,14 +109,13 @@ def fixed_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads:
 
 
 def rank_entries(scores: Tensor, alpha: float = 0.0) -> Tensor:
-    """Order in which the entries of one layer enter as its budget grows: a permutation per row.
+    """Return the order in which a layer's entries enter as its budget grows: a permutation per row.
 
     ``alpha = 0`` is top-k across all heads. ``alpha = 1`` gives every head the same number (the best next scores get
-    what does not divide). Between them, Ada-KV's safeguard (arXiv 2407.11550, the form of the released code): with n
-    entries head h holds ``(1 - alpha) * c_h(n) + alpha * n / K`` of its best, c_h being its number among the n best
-    of the layer. Entry r of head h therefore enters at the smallest n for which that reaches ``r + 1``; entries of the
-    same n follow by score. The heads' quotas add up to n, so the total is exact for every n and the kept sets are
-    nested.
+    the remainder). Between them it is Ada-KV's safeguard (arXiv 2407.11550, as in the released code): with n entries,
+    head h holds its best ``(1 - alpha) * c_h(n) + alpha * n / K``, where c_h is its number among the n best of the
+    layer. So entry r of head h enters at the smallest n for which this reaches ``r + 1``; entries of the same n follow
+    by score. The heads' quotas add up to n, so the total is exact for every n and the kept sets are nested.
 
     Args:
         scores: fp32 ``[B, K, N]``; ``-inf`` where not evictable, in any columns, the same number in every head.
@@ -141,9 +141,9 @@ def rank_entries(scores: Tensor, alpha: float = 0.0) -> Tensor:
 
 
 def rank_by_score(scores: Tensor) -> Tensor:
-    """Rank of each entry among all of its layer, int64 ``[B, K, N]``; ties to the lower position, then the lower head.
+    """Rank a layer's entries by score, int64 ``[B, K, N]``; ties: lower position, then lower head.
 
-    The sort key holds the score's bits, made to ascend as the score falls, above the entry's index.
+    The sort key holds the score's bits, changed to ascend as the score falls, above the entry's index.
     """
     batch, heads, length = scores.shape
     bits = (scores.transpose(1, 2).flatten(1) + 0.0).view(torch.int32)
@@ -154,27 +154,27 @@ def rank_by_score(scores: Tensor) -> Tensor:
 
 
 def best_by_head(best: Tensor) -> Tensor:
-    """The ranks that :func:`rank_by_score` gave to each head's entries, ascending, int64 ``[B, K, N]``."""
+    """Return the ranks of :func:`rank_by_score` of each head's entries, ascending, int64 ``[B, K, N]``."""
     head = torch.arange(best.shape[1], device=best.device)[:, None]
     return sort_keys(((head << 32) | best).flatten(1)).view(best.shape) & 0xFFFFFFFF
 
 
 def sort_keys(keys: Tensor) -> Tensor:
-    """Ascending int64 ``[B, n]``. On CPU NumPy's sort, which is an order of magnitude faster than torch's."""
+    """Sort int64 ``[B, n]``. On CPU by NumPy, which is an order of magnitude faster than torch."""
     if keys.device.type == "cpu":
         return torch.from_numpy(np.sort(keys.numpy(), axis=1))
     return keys.sort(dim=1).values
 
 
 def _quota_reached(best: Tensor, part: Fraction) -> Tensor:
-    """Smallest n at which each head's blended quota reaches its 1st, 2nd, ... entry; exact integer arithmetic.
+    """Return the smallest n at which each head's blended quota reaches its 1st, 2nd, ... entry.
 
-    With ``part = p / q`` the quota condition times ``q * K`` reads ``K * (q - p) * c_h(n) + p * n >= (r + 1) * q * K``.
-    The left side jumps where an entry of the head is met and grows by p per step between, so the answer is either a
-    jump or lies in the stretch before it.
+    Exact integer arithmetic: with ``part = p / q`` the quota condition times ``q * K`` reads
+    ``K * (q - p) * c_h(n) + p * n >= (r + 1) * q * K``. The left side jumps at each entry of the head and grows by p
+    per step between, so the answer is either a jump or lies in the stretch before it.
 
     Args:
-        best: what :func:`best_by_head` gave.
+        best: from :func:`best_by_head`.
     """
     heads, length = best.shape[1], best.shape[2]
     p, q = part.numerator, part.denominator
@@ -189,6 +189,6 @@ def _quota_reached(best: Tensor, part: Fraction) -> Tensor:
 
 
 def invert(order: Tensor) -> Tensor:
-    """Place of each element in the last dimension, given the elements in order."""
+    """Return the index of each element in ``order``, along the last dimension."""
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.zeros_like(order).scatter(-1, order, places)

@@ -1,4 +1,4 @@
-"""Parts that scores are made of: pooling over positions and reduction over the query heads of a KV head."""
+"""Parts of scores: pooling over positions, and reduction over a KV head's query heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS = ("mean", "max", "sum")
 
 
 def pool_scores(scores: Tensor, pool: Pool, kernel_size: int) -> Tensor:
-    """Smooth fp32 ``[B, heads, M]`` along positions, stride 1, same length; averages count the padded zeros."""
+    """Smooth fp32 ``[B, heads, M]`` along positions, stride 1, same length; averages count padded zeros."""
     if pool is None or scores.shape[-1] == 0:
         return scores
     reduce = max_pool1d if pool == "max" else avg_pool1d
@@ -40,12 +40,12 @@ def reduce_group(scores: Tensor, kv_heads: int, group: Group) -> Tensor:
 
 
 def check_score_options(pool: object, kernel_size: object, group: object) -> None:
-    """Validate the three options that most scores share."""
+    """Check the three options that most scores share."""
     check_choice("pool", pool, POOLS)
     check_odd("kernel_size", kernel_size)
     check_choice("group", group, GROUPS)
 
 
 def column_sum(obs: Observation, rows: int | None = None) -> Tensor:
-    """Sum of a over the last ``rows`` prompt rows (all by default), fp32 ``[B, H, N]``."""
+    """Return the sum of a over the last ``rows`` prompt rows (default: all), fp32 ``[B, H, N]``."""
     return obs.column_sum if rows is None else obs.recent_sum(rows)

@@ -13,13 +13,14 @@ from kvpass.policies.window_attention import WindowAttention
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(WindowAttention):
-    """SnapKV (Li et al. 2024, arXiv 2404.14469), per KV head as in Ada-KV's released code.
+    """Keep what the window attends to most: SnapKV (Li et al. 2024, arXiv 2404.14469).
 
-    Score of :class:`WindowAttention`; every head of every layer keeps the same number of its own best. With
-    ``layer_split="cake"`` layers share as in CAKE (its table "SnapKV + P2A"), which needs ``tau1`` and ``tau2``.
+    Score of :class:`WindowAttention`, per KV head as in Ada-KV's released code; every head of every layer keeps the
+    same number of its own best. With ``layer_split="cake"`` layers share as in CAKE (its table "SnapKV + P2A"), which
+    needs ``tau1`` and ``tau2``.
 
     Departures: the paper sums over window rows and stores one cache per query head; the mean over rows and over the
-    group ranks a head the same way and stores G times less. Max pooling with kernel 7 as in all published comparisons
+    group ranks a head the same way and stores G times less. Max pooling with kernel 7, as in all published comparisons
     (the class default of the first release was average, 5).
     """
 

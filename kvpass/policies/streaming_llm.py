@@ -16,17 +16,18 @@ from kvpass.policies.options import check_choice, check_int
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Policy):
-    """StreamingLLM (Xiao et al. 2023, arXiv 2309.17453): ``sinks`` first tokens, then the latest that fit.
+    """Keep the first and the newest tokens: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
 
-    Score of position i: its index; sinks above all, the first one highest. Nothing observes, so the default window is
-    empty: the most recent tokens stay because they score highest. While decoding the window rolls on.
+    The score of a position is its index; the first ``sinks`` tokens score above all others, the first one highest. No
+    token observes, so the default window is empty: the newest tokens stay because they score highest. While decoding,
+    the newest tokens replace older ones.
 
-    Departure: keys keep the positions they were made with (the paper re-numbers them inside the cache), as every later
-    comparison does.
+    Departure: keys keep the positions they were made with (the paper re-numbers them inside the cache), as in every
+    later comparison.
 
     Args:
-        sinks: first tokens kept before any other.
-        evict_during_decode: False: decoding only appends, as the comparisons in SnapKV's and Ada-KV's code do.
+        sinks: first tokens, kept before any other.
+        evict_during_decode: False: decoding only appends, as in the comparisons of SnapKV's and Ada-KV's code.
     """
 
     name: ClassVar[str] = "streaming_llm"

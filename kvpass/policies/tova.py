@@ -15,10 +15,10 @@ from kvpass.policies.options import check_choice
 
 @dataclass(frozen=True, kw_only=True)
 class Tova(Policy):
-    """TOVA (Oren et al. 2024, arXiv 2401.06104).
+    """Keep what the last query attends to most: TOVA (Oren et al. 2024, arXiv 2401.06104).
 
-    ``s[i]`` = mean over all query heads of a[h, last row, i], one kept set per layer shared by all KV heads. No token
-    is protected: the newest competes and may be dropped, in prefill and at every decode step.
+    ``s[i]`` = mean over all query heads of a[h, last row, i]; all KV heads of a layer keep the same tokens. No token is
+    protected: the newest one competes and may be dropped, in prefill and at every decode step.
 
     Args:
         window: 0 as in the paper; a positive number protects that many newest tokens.

@@ -1,4 +1,4 @@
-"""VATP: attention times the size of the value it fetches."""
+"""VATP: attention times the L1 norm of the value."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SCISSORHANDS_ROWS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Vatp(WindowAttention):
-    """VATP (Guo et al. 2024, arXiv 2406.12335): weigh an attention score with its token's own ``|v_i|_1``.
+    """Multiply an attention score by the value's L1 norm: VATP (Guo et al. 2024, arXiv 2406.12335).
 
-    ``indicator`` says which score:
+    ``indicator`` selects the attention score:
 
-    * ``"snapkv"``: pooled window attention, the form LAVa compares with ("SnapKV + VATP"); append-only decoding. No
-      code was released; norms are multiplied after pooling, as LAVa does.
-    * ``"h2o"``: attention summed over all queries, each term weighed, decoding included.
+    * ``"snapkv"``: pooled window attention, which LAVa compares with ("SnapKV + VATP"); decoding only appends. No code
+      was released; norms are multiplied after pooling, as in LAVa.
+    * ``"h2o"``: attention summed over all queries, each term weighted, decoding included.
     * ``"scissorhands"``: attention summed over the last 400 prompt rows and divided by 400; decode steps are added
       undivided, as released.
 
-    The latter two are the official repository's (heads without groups there; K and V repeated give the same), which
+    The latter two follow the official repository (its heads have no groups; repeat K and V to get the same). It
     protects the first 20 tokens because sinks have tiny values: pass ``sinks=20``.
 
     Args:
-        sinks: first tokens kept before any other.
+        sinks: first tokens, kept before any other.
         evict_during_decode: False: decoding only appends.
     """
 

@@ -1,4 +1,4 @@
-"""The score that most policies start from: what the last prompt tokens attend to."""
+"""Base class of policies that score by the attention of the last prompt tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WindowAttention(Policy):
 
     Args:
         pool: ``"max"``, ``"avg"`` or None. kernel_size: odd width of the pooling.
-        group: how the query heads of a KV head are reduced: ``"mean"``, ``"max"`` or ``"sum"``.
+        group: reduction over the query heads of a KV head: ``"mean"``, ``"max"`` or ``"sum"``.
     """
 
     pool: Pool = "max"
