@@ -43,6 +43,7 @@ class CompressedCache(CacheFace):
     Attributes:
         columns: tokens seen, padding included. start: first real column of each row, int64 ``[B]``.
         longest: tokens in all that the captures which filled it hold for; None when any number.
+        begun_by: the capture of a raw module that prefilled it.
         reusable: calls continue on a copy and leave this cache as it is.
         interrupted: a call that had begun to overwrite entries did not end; the cache can only be reset.
         stores: the layers that share the budget, one store per KV geometry. rings: the layers with a sliding window.
@@ -64,6 +65,7 @@ class CompressedCache(CacheFace):
         self._turns: list[Turn] = []
         self.columns = 0
         self.longest: int | None = None
+        self.begun_by: Any = None
         self.start = torch.empty(0, dtype=torch.int64)
         self.reusable = False
         self.interrupted = False

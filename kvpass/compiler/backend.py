@@ -40,7 +40,9 @@ from kvpass.graphs.find.flash import find_flash_attention_pass
 from kvpass.graphs.find.flex import find_flex_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.fx_utils import dim_of
 from kvpass.graphs.late_guards import compile_guarded
+from kvpass.graphs.one_token import one_token_inputs, one_token_pass
 from kvpass.graphs.passes import PassRecord, run_passes
 from kvpass.graphs.rewrite_attention import (
     check_sites_pass,
@@ -91,12 +93,14 @@ class Call:
     """What a graph is called for; an ``observed`` extension also collects what the turn's queries see.
 
     Attributes:
+        one_token_prompt: the prompt of a prefill is one token.
         has_begun: the graph of the call was started. Without that the decoder answered by itself, without the cache.
     """
 
     cache: CompressedCache
     phase: Phase
     observed: bool = False
+    one_token_prompt: bool = False
     has_begun: bool = False
 
     def begin(self) -> None:
@@ -222,6 +226,10 @@ class PhaseCompiler:
             rewrite = partial(cached, state=nodes, layout=layout, impl=impl, policy=policy.spec)
         decompose = [decompose_linear_pass] if phase == "decode" and self.compiler == "inductor" else []
         offset = [] if phase == "prefill" else [partial(offset_positions_pass, seen=nodes["seen"])]
+        tokens = dim_of(example_value(find_sites(captured.gm)[0].q).shape[2])
+        if (phase == "decode" or call.one_token_prompt) and not isinstance(tokens, int):
+            inputs = one_token_inputs(inputs, tokens, fake_mode)
+            offset.append(partial(one_token_pass, inputs=[*inputs, *fakes], mode=fake_mode))
         rewritten = run_passes(gm, [*offset, *decompose, rewrite], label=f"{phase}.{len(self.records)}")
         compiled: Callable[..., Any] = gm.forward
         if self.compiler == "inductor":

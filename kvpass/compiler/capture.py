@@ -1,4 +1,4 @@
-"""Dynamo captures of decoders, and the captures of one model, keyed by (batch size, logits_to_keep, is_decode)."""
+"""Dynamo captures of decoders, and the captures of one model, keyed by (batch size, logits_to_keep)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 
 from kvpass.compiler.backend import Phase, PhaseCompiler, bound_call
-from kvpass.graphs.bind_state import fake_inputs, placeholders
-from kvpass.graphs.fx_utils import recorded, shape_of
+from kvpass.graphs.bind_state import backend_mode, example_value, fake_inputs, placeholders
+from kvpass.graphs.fx_utils import dim_of, recorded, shape_of
+from kvpass.graphs.one_token import admit_one_token, several_tokens
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import check_length, longest_length
@@ -40,6 +41,10 @@ _ONLY_CAPTURE: ContextVar[bool] = ContextVar("kvpass_only_capture", default=Fals
 
 class _OnlyCaptured(Exception):
     """Raised in place of running what was captured."""
+
+
+class _OneTokenAlone(ValueError):
+    """Dynamo captured one token alone, which does not show what the decoder does with several."""
 
 
 @dataclass
@@ -67,10 +72,19 @@ class Capture:
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> None:
         self.graph = compiler.canonicalize(gm)
-        self._compiler = compiler
+        self.compiler = compiler
         self._inputs = fake_inputs(example_inputs)
         self._context = TracingContext.get()
-        self._functions: dict[tuple[type[Policy], str, Phase, bool], Callable[..., Any]] = {}
+        shapes = backend_mode().shape_env
+        assert shapes is not None
+        self._shapes = shapes
+        self._tokens = dim_of(example_value(find_sites(self.graph.gm)[0].q).shape[2])
+        self._functions: dict[tuple[type[Policy], str, Phase, bool, bool], Callable[..., Any]] = {}
+
+    def admit_one_token(self) -> None:
+        """Let Dynamo call this capture with one token too. To be called last in its trace."""
+        if not isinstance(self._tokens, int):
+            admit_one_token(self._shapes, self._tokens)
 
     def __call__(self, *inputs: Any) -> Any:
         return self.function()(*inputs)
@@ -79,12 +93,13 @@ class Capture:
         """The compiled callable of the bound call."""
         call = bound_call()
         policy = call.cache.policy
-        key = (type(policy), policy.spec, call.phase, call.observed)  # a policy may be defined again by the same name
+        # a policy may be defined again by the same name
+        key = (type(policy), policy.spec, call.phase, call.observed, call.one_token_prompt)
         if key in self._functions:
             return self._functions[key]
-        with compile_lock, tracing(self._context):
+        with compile_lock, tracing(self._context), several_tokens(self._shapes, self._tokens):
             if key not in self._functions:
-                self._functions[key] = self._compiler.compile(self.graph, self._inputs)
+                self._functions[key] = self.compiler.compile(self.graph, self._inputs)
         return self._functions[key]
 
 
@@ -98,7 +113,7 @@ class CaptureCache:
     def __init__(self, compiler: PhaseCompiler) -> None:
         self.compiler = compiler
         self._ends = _Ends()
-        self._captured: dict[tuple[int, int, bool], Callable[..., Tensor]] = {}
+        self._captured: dict[tuple[int, int], Callable[..., Tensor]] = {}
         self._hooks: tuple[int, ...] = ()
 
     @property
@@ -111,8 +126,7 @@ class CaptureCache:
     ) -> None:
         """Capture and compile what a call needs, without running it.
 
-        What a decoder does with one token is recognised by what it does with several. These are captured first where
-        the call continues a cache from another process.
+        A capture is made of several tokens, also where the call has one, and serves one as well.
 
         Args:
             forward: the model's; the same in every call. ids, positions, logits_to_keep: as of the call.
@@ -124,14 +138,10 @@ class CaptureCache:
         if hooks != self._hooks:
             self._captured.clear()
             self._hooks = hooks
-        key = _key(ids, logits_to_keep)
+        key = self._key(ids, logits_to_keep)
         if key not in self._captured:
-            rows, kept, one = key
-            if one and all(alone for _, _, alone in self._captured):
-                several = _capturing(forward, self.compiler, 0, self._ends)
-                _capture(several, ids.expand(rows, EXAMPLE_LENGTHS[-1]))
-            captured = _capturing(forward, self.compiler, kept, self._ends)
-            _capture(captured, ids)
+            captured = _capturing(forward, self.compiler, key[1], self._ends)
+            _capture(captured, ids if ids.shape[1] > 1 else _several(ids))
             self._captured[key] = captured
         call = bound_call()
         seen = 0 if call.phase == "prefill" else call.cache.columns
@@ -150,19 +160,25 @@ class CaptureCache:
                 f"there and one would be at {last}"
             )
 
+    def _key(self, ids: Tensor, logits_to_keep: int) -> tuple[int, int]:
+        """Rows and number of logits (0 = all): what a capture is for. One token takes any that has its logits."""
+        rows, tokens = ids.shape
+        if tokens == 1:
+            return next((key for key in self._captured if key[0] == rows and key[1] <= 1), (rows, 0))
+        return rows, logits_to_keep if logits_to_keep < tokens else 0
+
     def __call__(self, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
         """Logits ``[B, T or logits_to_keep, vocabulary]`` of a call that is prepared.
 
         Args:
             ids, positions: contiguous ``[B, T]``. logits_to_keep: of the last so many tokens; 0 = all.
         """
-        return _called(self._captured[_key(ids, logits_to_keep)], ids, positions)
-
-
-def _key(ids: Tensor, logits_to_keep: int) -> tuple[int, int, bool]:
-    """Rows, number of logits (0 = all), and whether the call is of one token: what a capture is made for."""
-    rows, tokens = ids.shape
-    return rows, logits_to_keep if logits_to_keep < tokens else 0, tokens == 1
+        captured = self._captured[self._key(ids, logits_to_keep)]
+        try:
+            return _called(captured, ids, positions)
+        except _OneTokenAlone:  # the decoder is another one after its first call: with a table that it made there
+            _capture(captured, _several(ids))
+            return _called(captured, ids, positions)
 
 
 def _capture(captured: Callable[..., Tensor], ids: Tensor) -> None:
@@ -175,6 +191,11 @@ def _capture(captured: Callable[..., Tensor], ids: Tensor) -> None:
     finally:
         _ONLY_CAPTURE.reset(token)
     bound_call().check_begun()
+
+
+def _several(ids: Tensor) -> Tensor:
+    """Ids for a capture of several tokens, from those of a call of one."""
+    return ids.expand(-1, EXAMPLE_LENGTHS[-1])
 
 
 def _counted(ids: Tensor) -> Tensor:
@@ -228,23 +249,23 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, e
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         bound_call().cache.recheck_owner()
         decoder = Capture(gm, example_inputs, compiler)
-        several = _find_ends(decoder.graph.gm, max(logits_to_keep + 1, 2), ends)
+        _find_ends(decoder.graph.gm, max(logits_to_keep + 1, 2), ends)
 
         def run(*inputs: Any) -> Any:
             if _ONLY_CAPTURE.get():
                 raise _OnlyCaptured
             return decoder(*inputs)
 
-        if several == (bound_call().phase != "decode"):
-            decoder.function()  # now, so that Dynamo checks what the compiler assumes
+        decoder.function()  # now, so that Dynamo checks what the compiler assumes
+        decoder.admit_one_token()
         return run
 
     # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
     return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
 
 
-def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> bool:
-    """Add the ends of a capture; returns whether it is of several tokens.
+def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> None:
+    """Add the ends of a capture.
 
     Raises:
         ValueError: it holds for one number of several tokens only, or for some and not for others.
@@ -253,7 +274,7 @@ def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> bool:
     shape = shape_of(find_sites(gm)[0].q)
     assert shape is not None
     if shape[2] == 1:
-        return False
+        raise _OneTokenAlone("the decoder is another one for one token than for several")
     if isinstance(shape[2], int):
         raise ValueError(
             f"the decoder was captured for exactly {shape[2]} tokens and no other number: something makes a constant "
@@ -263,7 +284,6 @@ def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> bool:
     ends.columns.update(most for size in sizes if (most := longest_length(gm, size, shortest)) is not None)
     end = table_end(gm, [node for node in inputs if _is_named(node, "position_ids")])
     ends.positions.update([] if end is None else [end])
-    return True
 
 
 def _is_named(node: Node, name: str) -> bool:

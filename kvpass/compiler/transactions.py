@@ -32,7 +32,7 @@ def prefill(
     """
     try:
         cache.begin_prefill(start, columns, extra)
-        call = Call(cache, "prefill")
+        call = Call(cache, "prefill", one_token_prompt=columns == 1)
         with bind_call(call):
             prepare()
             result = run()
