@@ -14,11 +14,10 @@ is built (``kvpass.compiler.backend``). In order:
 ``strip_repeat_kv``         K and V of a site before they were repeated to the query heads
 ``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
 ``check_no_raw_attention``  fail closed: attention or other token mixing that is no site
-``check_token_mixing``      fail closed: what a token brings to the sites or the output depends on other tokens
-``check_positions``         mark positions the decoder counts by itself; fail closed on what no offset makes right
-``check_places``            fail closed: a token is told from others by its place in the call
+``self_check``              fail closed: a text in pieces is not the whole text; marks positions that the decoder counts
 ``check_sites``             fail closed: no site, refused sites, mixed dtypes, layers without a site
 ``offset_positions``        extend and decode: marked positions go on from the tokens seen
+``one_token``               decode: values recorded anew for one token
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ``rewrite_prefill``         ``kvpass::site`` -> prefill ops with the cascade
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache

@@ -55,10 +55,9 @@ from kvpass.graphs.rewrite_attention import (
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
 from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
-from kvpass.graphs.verify.offset_positions import check_positions_pass, offset_positions_pass
+from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.graphs.verify.own_state import check_own_state_pass
-from kvpass.graphs.verify.places import check_places_pass
-from kvpass.graphs.verify.token_mixing import check_token_mixing_pass
+from kvpass.graphs.verify.self_check import self_check_pass
 
 MAX_CAPTURED_TOKENS = 8
 """Longest extension captured as a CUDA graph: drafts to verify, not the text of a turn."""
@@ -78,9 +77,7 @@ CANONICAL_PASSES = (
     strip_repeat_kv_pass,
     fold_alibi_pass,
     check_no_raw_attention_pass,
-    check_token_mixing_pass,
-    check_positions_pass,
-    check_places_pass,
+    self_check_pass,
 )
 """Every door ends in the canonical site; see ``graphs/passes.py``."""
 

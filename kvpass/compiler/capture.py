@@ -275,11 +275,6 @@ def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> None:
     assert shape is not None
     if shape[2] == 1:
         raise _OneTokenAlone("the decoder is another one for one token than for several")
-    if isinstance(shape[2], int):
-        raise ValueError(
-            f"the decoder was captured for exactly {shape[2]} tokens and no other number: something makes a constant "
-            "of it, or a table of positions ends there"
-        )
     sizes = (size for size in map(recorded, inputs) if isinstance(size, torch.SymInt))
     ends.columns.update(most for size in sizes if (most := longest_length(gm, size, shortest)) is not None)
     end = table_end(gm, [node for node in inputs if _is_named(node, "position_ids")])

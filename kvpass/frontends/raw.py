@@ -52,8 +52,8 @@ from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.length_guards import check_length, fixed_length, longest_length
 from kvpass.graphs.verify.offset_positions import counts_positions
 from kvpass.graphs.verify.same_capture import is_same_decoder, source_of, value_of
+from kvpass.graphs.verify.self_check import check_reduced_inputs_pass
 from kvpass.graphs.verify.table_ends import table_end
-from kvpass.graphs.verify.token_mixing import check_reduced_positions_pass
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 
 _SESSION: ContextVar[Session | None] = ContextVar("kvpass_session", default=None)
@@ -174,7 +174,7 @@ class RawModule:
         self.decoder, self.policy, self.budget = decoder, policy, budget
         self.options = (policy.spec, budget, decoder.compiler.compiler, decoder.compiler.cuda_graphs)
         graph = self.graph = decoder.graph.gm
-        check_reduced_positions_pass(graph)
+        check_reduced_inputs_pass(graph)
         self.counts_positions = counts_positions(graph)
         sites = find_sites(graph)
         self.paths = tuple(site.module_path for site in sites)
