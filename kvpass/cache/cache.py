@@ -73,15 +73,11 @@ class CompressedCache(CacheFace):
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def begin_prefill(self, start: Tensor, columns: int, extra: int = 0) -> None:
-        """Forget everything and expect a prompt of ``columns`` columns whose real tokens begin at ``start``.
-
-        The first ``extra`` columns are padding the caller added and are not counted as seen.
-        """
+    def begin_prefill(self, start: Tensor, columns: int) -> None:
+        """Forget everything and expect a prompt of ``columns`` columns whose real tokens begin at ``start``."""
         self._forget()
         self.start = start
         self._prompt_columns = columns
-        self._extra = extra
 
     def prefill_state(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """The buffers the prefill graph writes, allocated on first use.
@@ -110,13 +106,12 @@ class CompressedCache(CacheFace):
 
     def finish_prefill(self) -> None:
         """Take over what the prefill graph left."""
-        n, extra = self._prompt_columns, self._extra
+        n = self._prompt_columns
         window = min(self.policy.window, n)
         stores = tuple(store.finish_prefill() for store in self.stores)
         self._first_column = self.start.to(self._device)
         self._seen_columns = torch.tensor(n, dtype=torch.int64, device=self._device)
-        self.start = self._first_column - extra
-        self.columns = n - extra
+        self.start, self.columns = self._first_column, n
         held = window - (self._first_column - (n - window)).clamp(min=0)
         self.record = self._record(torch.tensor(self._budgets), held, stores)
 

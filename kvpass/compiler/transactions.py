@@ -22,16 +22,15 @@ def prefill(
     columns: int,
     prepare: Callable[[], object],
     run: Callable[[], R],
-    extra: int = 0,
 ) -> R:
     """Fill the cache with a prompt; whatever happens before the end leaves it empty.
 
     Args:
-        start: first real column of each row, int64 ``[B]`` on the CPU. columns: N, the first ``extra`` of them not
-            counted as seen. prepare: makes the graph. run: calls it. Both find the call bound.
+        start: first real column of each row, int64 ``[B]`` on the CPU. columns: N. prepare: makes the graph. run:
+            calls it. Both find the call bound.
     """
     try:
-        cache.begin_prefill(start, columns, extra)
+        cache.begin_prefill(start, columns)
         call = Call(cache, "prefill", one_token_prompt=columns == 1)
         with bind_call(call):
             prepare()
