@@ -37,6 +37,7 @@ class OneLayer(nn.Module):
         self.attribute = torch.randn(1, LONGEST, DIM)
         self.register_buffer("frequencies", torch.rand(DIM))
         self.register_buffer("order", torch.arange(LONGEST)[None])
+        self.register_buffer("types", torch.zeros(1, LONGEST, dtype=torch.long))
         self.register_buffer("phases", torch.polar(torch.ones(LONGEST, DIM // 2), torch.rand(LONGEST, DIM // 2)))
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -90,6 +91,7 @@ PASSING = {
     "given learned": lambda m, x, ids, p: x + m.learned(p + 2),
     "given table": lambda m, x, ids, p: x + m.table[p],
     "token types": lambda m, x, ids, p: x + m.token_type(torch.zeros_like(ids)),
+    "stored token types": lambda m, x, ids, p: x + m.token_type(m.types[:, : x.shape[1]]),
     "one vector for all": lambda m, x, ids, p: x + m.mean.expand(x.shape[0], x.shape[1], -1),
     "constant bias written in place": lambda m, x, ids, p: filled(x),
     "sorted experts": lambda m, x, ids, p: sorted_experts(m, x),
