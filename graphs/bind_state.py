@@ -13,6 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
+STATE_PREFIX = "kvpass_"
+"""With which the names of the cache's state begin among the inputs of a graph."""
+
 
 def copy_graph(gm: GraphModule) -> GraphModule:
     """Return a copy to rewrite; Dynamo reads the original again after the backend returns."""
@@ -83,7 +86,7 @@ def add_state_placeholders(
     nodes: dict[str, Node] = {}
     examples: list[Tensor] = []
     for name, tensor in state.items():
-        source = LocalSource(f"kvpass_{name}")
+        source = LocalSource(f"{STATE_PREFIX}{name}")
         sizes = [
             DimDynamic.DYNAMIC if dim in dynamic.get(name, ()) else DimDynamic.STATIC for dim in range(tensor.ndim)
         ]
@@ -91,7 +94,7 @@ def add_state_placeholders(
             tensor, source=source, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
         )
         with gm.graph.inserting_after(last):
-            last = gm.graph.placeholder(f"kvpass_{name}")
+            last = gm.graph.placeholder(f"{STATE_PREFIX}{name}")
         last.meta["example_value"] = fake
         last._dynamo_source = source
         nodes[name] = last

@@ -15,11 +15,10 @@ find a faulty one; results may then be wrong. In order:
 ``strip_repeat_kv``         repeated K and V of an attention op -> K and V before the repeat
 ``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
 ``check_no_raw_attention``  raise: attention or other token mixing outside of ``kvpass::site``
-``check_token_mixing``      raise: inputs of attention ops, or the output, of a token depend on other tokens
-``check_positions``         mark positions the decoder counts by itself; raise if an offset cannot correct them
-``check_places``            raise: results depend on a token's index in the call
+``self_check``              raise: a text in pieces is not the whole text; marks positions that the decoder counts
 ``check_sites``             raise: no attention op, unsupported ops, mixed dtypes, layers without an op
 ``offset_positions``        extend and decode: marked positions start at the number of tokens seen
+``one_token``               decode: values recorded again for one token
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ``rewrite_prefill``         ``kvpass::site`` -> prefill ops with the cascade
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache, for policies that append or evict
@@ -47,13 +46,13 @@ from kvpass.graphs.find.flash import find_flash_attention_pass
 from kvpass.graphs.find.flex import find_flex_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.one_token import one_token_pass
 from kvpass.graphs.rewrite_attention import check_sites_pass, rewrite_cached_pass, rewrite_prefill_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
-from kvpass.graphs.verify.offset_positions import check_positions_pass, offset_positions_pass
+from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.graphs.verify.own_state import check_own_state_pass
-from kvpass.graphs.verify.places import check_places_pass
-from kvpass.graphs.verify.token_mixing import check_token_mixing_pass
+from kvpass.graphs.verify.self_check import self_check_pass
 from kvpass.policies.base import Policy
 
 log = logging.getLogger(__name__)
@@ -72,9 +71,7 @@ CANONICAL_PASSES = (
     strip_repeat_kv_pass,
     fold_alibi_pass,
     check_no_raw_attention_pass,
-    check_token_mixing_pass,
-    check_positions_pass,
-    check_places_pass,
+    self_check_pass,
 )
 """After these passes every attention call is a ``kvpass::site``."""
 
@@ -89,19 +86,27 @@ def capture_passes(layers: int | None) -> list[GraphPass]:
 
 
 def phase_passes(
-    phase: str, state: Mapping[str, Node], layout: Layout, policy: Policy, *, cpp: bool
+    phase: str,
+    state: Mapping[str, Node],
+    layout: Layout,
+    policy: Policy,
+    one_token: GraphPass | None = None,
+    *,
+    cpp: bool,
 ) -> list[GraphPass]:
     """Return the passes that rewrite a capture for one phase and policy.
 
     Args:
-        state: tensors of the cache, inputs of the graph, by name. cpp: operators on a CPU may run in C++.
+        state: tensors of the cache, inputs of the graph, by name. one_token: ``one_token_pass``, for a call of one
+            token. cpp: operators on a CPU may run in C++.
     """
+    offset: list[GraphPass] = [] if phase == "prefill" else [partial(offset_positions_pass, seen=state["seen"])]
+    passes = offset if one_token is None else [*offset, one_token]
     if phase == "prefill":
-        return [partial(rewrite_prefill_pass, state=state, layout=layout, policy=policy)]
-    impl = "cpp" if cpp else "eager"
-    passes: list[GraphPass] = [partial(offset_positions_pass, seen=state["seen"])]
+        return [*passes, partial(rewrite_prefill_pass, state=state, layout=layout, policy=policy)]
     if phase == "decode" and cpp:
-        passes.append(decompose_linear_pass)
+        passes = [*passes, decompose_linear_pass]
+    impl = "cpp" if cpp else "eager"
     return [*passes, partial(rewrite_cached_pass, state=state, layout=layout, policy=policy, impl=impl)]
 
 
@@ -154,7 +159,7 @@ def _disabled() -> set[str]:
         ValueError: there is no such pass.
     """
     names = {name for name in os.environ.get(DISABLE, "").split(",") if name}
-    phases = (offset_positions_pass, decompose_linear_pass, rewrite_prefill_pass, rewrite_cached_pass)
+    phases = (offset_positions_pass, one_token_pass, decompose_linear_pass, rewrite_prefill_pass, rewrite_cached_pass)
     known = {pass_name(graph_pass) for graph_pass in (*CANONICAL_PASSES, check_sites_pass, *phases)}
     if names - known:
         raise ValueError(f"{DISABLE}: {sorted(names - known)} are no passes, which are {sorted(known)}")

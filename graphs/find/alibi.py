@@ -25,11 +25,9 @@ from kvpass.graphs.find.emit_site import SLOPES
 from kvpass.graphs.fx_utils import recorded, refuse
 from kvpass.graphs.insert_nodes import insert_function, insert_method
 from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.graphs.verify.shift_positions import RELATIVE
 
 _STEP = 256
-
-RELATIVE = "kvpass_relative"
-"""Key in the meta of nodes that number tokens and are used for differences only."""
 
 
 def fold_alibi_pass(gm: GraphModule) -> int:

@@ -40,7 +40,7 @@ from kvpass.graphs.fx_utils import (
     token_sizes,
     value_inputs,
 )
-from kvpass.graphs.verify.causal_mask import MaskPart, settle, starts_of
+from kvpass.graphs.verify.causal_mask import MaskPart, starts_of
 from kvpass.graphs.verify.example_lengths import NotCausalError
 from kvpass.graphs.verify.examples import concrete
 from kvpass.graphs.verify.logits import LogitRule, prove_logits, snap
@@ -173,9 +173,7 @@ def _prove(gm: GraphModule, flow: DataFlow, match: _Match, proofs: dict[str, Log
     key = _text(weights, scores)
     if key not in proofs:
         proofs[key] = _prove_parts(part, weights, scores, heads)
-    rule = proofs[key]
-    band = settle(rule.band, match.softmax, heads, part.tokens, part.tensors.values(), part.numbers())
-    return replace(rule, band=band)
+    return proofs[key]
 
 
 def _prove_parts(part: MaskPart, weights: MaskPart, scores: Node, heads: int) -> LogitRule:

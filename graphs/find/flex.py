@@ -36,7 +36,7 @@ from kvpass.graphs.fx_utils import (
     target_name,
 )
 from kvpass.graphs.insert_nodes import replace_output
-from kvpass.graphs.verify.causal_mask import COST_OF_LOGITS, MaskPart, settle
+from kvpass.graphs.verify.causal_mask import COST_OF_LOGITS, MaskPart
 from kvpass.graphs.verify.example_lengths import NotCausalError, NotEvaluatedError, example_lengths, numbers_of
 from kvpass.graphs.verify.examples import SizeMap, concrete, example_sizes
 from kvpass.graphs.verify.logits import LogitRule, prove_logits, snap
@@ -133,8 +133,7 @@ class _Flex:
         zeros = torch.zeros(product_shape(shortest), dtype=torch.float64, device=self.like.device)
         for part in parts:
             part.check_content(lambda odd: logits(shortest, 0, zeros, odd=odd))
-        band = settle(rule.band, self.node, heads, self.shape[2], tensors, numbers)
-        return replace(rule, band=band)
+        return rule
 
     def _varies(self) -> tuple[bool, bool]:
         """Return whether the functions or tables depend on the batch row, and on the head."""

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from kvpass.graphs.find.emit_site import emit_site
 from kvpass.graphs.fx_utils import DataFlow, Dim, erase_dead_nodes, recorded, refuse, shape_of
 from kvpass.graphs.rewrite_attention import find_sites
-from kvpass.graphs.verify.causal_mask import Band, mask_part, prove_causal, settle
+from kvpass.graphs.verify.causal_mask import Band, mask_part, prove_causal
 from kvpass.graphs.verify.example_lengths import NotCausalError
 from kvpass.graphs.verify.logits import LogitRule
 
@@ -100,7 +100,7 @@ def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, 
         raise refuse(node, f"is_causal is computed by node {is_causal}, not a constant")
     if mask is None:
         if is_causal or q[2] == 1:
-            return settle(Band(None), node, heads, q[2])
+            return Band(None)
         raise refuse(node, "it is not causal: no mask and is_causal=False")
     if is_causal:
         raise refuse(node, "both attn_mask and is_causal=True are given")
@@ -109,8 +109,7 @@ def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, 
         key = (mask, q, tuple(part.calls))
         if key not in proofs:
             proofs[key] = prove_causal(part, heads)
-        band = proofs[key]
-        return settle(band, node, heads, q[2], part.tensors.values(), part.numbers())
+        return proofs[key]
     except NotCausalError as error:
         raise refuse(node, str(error)) from error
 

@@ -22,7 +22,6 @@ from kvpass.graphs.fx_utils import (
     Dim,
     is_module_tensor,
     is_scalar,
-    module_path_of,
     module_tensor,
     recorded,
     shape_of,
@@ -32,11 +31,9 @@ from kvpass.graphs.verify.example_lengths import (
     Lengths,
     NotCausalError,
     NotEvaluatedError,
-    beyond_of,
     example_lengths,
     numbers_of,
     stored_numbers,
-    undecided,
 )
 from kvpass.graphs.verify.examples import (
     EXAMPLE_LENGTHS,
@@ -47,7 +44,6 @@ from kvpass.graphs.verify.examples import (
     example_sizes,
 )
 from kvpass.graphs.verify.length_guards import most_tokens
-from kvpass.graphs.verify.longer_captures import Shown
 
 _OFFSET = 5
 
@@ -80,9 +76,6 @@ class Band:
         mine, theirs = self.slopes or (), other.slopes or ()
         same = self.window == other.window and len(mine) == len(theirs)
         return same and all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(mine, theirs, strict=True))
-
-
-_BANDS: Shown[Band] = Shown()
 
 
 class MaskPart:
@@ -204,36 +197,6 @@ def _holds_positions(node: Node) -> bool:
     padded = (~steps).long().flip(1).cumsum(1).flip(1) > 0
     constant = (rows[:, :-1] == rows[:, :1]) | ~padded
     return bool(steps.all(1).any() and constant.all())
-
-
-def settle(
-    band: Band,
-    node: Node,
-    heads: int,
-    tokens: Dim,
-    tensors: Collection[Tensor] = (),
-    numbers: Collection[int] = (),
-) -> Band:
-    """Return what a mask does; for a capture of one token, use what longer captures showed.
-
-    Args:
-        node: the attention call. tokens, tensors, numbers: as for :func:`example_lengths`.
-    Raises:
-        NotCausalError: one token, a mask that may have a window, and longer captures of that line of code are missing
-            or differ.
-    """
-    known = _BANDS.at(node, f"{node.stack_trace}\n{module_path_of(node)}\n{heads}")
-    if tokens != 1:
-        if not any(band.is_close(other) for other in known):
-            known.append(band)
-        return band
-    beyond = beyond_of(1, tensors, numbers)
-    fitting = known if len(known) < 2 else [other for other in known if (other.window is not None) == bool(beyond)]
-    if len(fitting) == 1:
-        return fitting[0]
-    if beyond or fitting:
-        raise NotCausalError(undecided(1, beyond))
-    return band
 
 
 def starts_of(length: int) -> tuple[int, ...]:

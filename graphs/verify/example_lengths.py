@@ -1,18 +1,36 @@
-"""How many tokens an example needs, so that a number by which the graph makes a difference shows in it."""
+"""How many tokens an example needs, so that a number by which the graph makes a difference shows in it.
+
+``example_lengths`` chooses for a mask, ``text_lengths`` for a whole graph.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from kvpass.graphs.fx_utils import Dim, literals_of, numbers_in, recorded, target_name
+from kvpass.graphs.fx_utils import (
+    Dim,
+    is_module_tensor,
+    literals_of,
+    module_tensor,
+    numbers_in,
+    recorded,
+    shape_of,
+    symbols_of,
+    target_name,
+    value_inputs,
+)
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
+from kvpass.graphs.verify.shift_positions import RELATIVE
+
+_MAX_TEXT_TOKENS = 4096
+"""Longest example of a text; what a graph does only beyond is not seen."""
 
 MAX_EXAMPLE_TOKENS = 8192
 """Longest example that is evaluated; a window that cannot be seen within it is not decided."""
@@ -100,13 +118,8 @@ def example_lengths(
         tensors: what the graph reads from modules. numbers: what it may compare positions with.
         planes: elements of the result per pair of tokens. most: tokens that the capture holds for, tried last: what can
             be evaluated beyond them shows more.
-    Raises:
-        NotCausalError: the window cannot be decided.
     """
-    if isinstance(tokens, int):
-        beyond = beyond_of(tokens, tensors, numbers)
-        if beyond and tokens > 1:
-            raise NotCausalError(undecided(tokens, beyond))
+    if isinstance(tokens, int):  # such a capture is compared with another one, or refused in the end
         return Lengths((tokens,))
     reach = max(numbers, default=0)
     needed = max(reach + _MARGIN, EXAMPLE_LENGTHS[-1])
@@ -141,31 +154,49 @@ def size_numbers(nodes: Iterable[Node], symbols: Collection[sympy.Symbol]) -> se
     return windows_of(found)
 
 
-def beyond_of(tokens: int, tensors: Collection[Tensor], numbers: Collection[int]) -> int:
-    """The largest number in a mask that may be a window longer than the capture; 0 when there is none."""
-    tables = [value for value in tensors if value.ndim >= 2]
-    stored = 0 if all(_is_causal_table(value) for value in tables) else max(max(value.shape) for value in tables)
-    largest = max([stored, *numbers])
-    return largest if largest > tokens else 0
-
-
-def undecided(tokens: int, mentioned: int) -> str:
-    """Why a mask of a capture of fixed length is not decided."""
-    return (
-        f"its mask mentions {mentioned} but was captured for exactly {tokens} tokens, so a sliding window cannot be "
-        "ruled out; capture with a dynamic length"
-    )
-
-
 def _is_square(table: Tensor) -> bool:
     return table.ndim >= 2 and table.shape[-1] == table.shape[-2] > 1
 
 
-def _is_causal_table(table: Tensor) -> bool:
-    """Whether a stored mask is causal as a whole: one value on and below the diagonal, another one above."""
-    n = table.shape[-1]
-    if not _is_square(table):
-        return False
-    below, above = table[(0,) * table.ndim], table[(0,) * (table.ndim - 1) + (n - 1,)]
-    causal = torch.ones(n, n, dtype=torch.bool, device=table.device).tril()
-    return bool(below != above) and bool((table == torch.where(causal, below, above)).all())
+def text_lengths(gm: GraphModule, live: Sequence[Node], tokens: Dim) -> list[int]:
+    """Token counts of examples: a few, and beyond every number that positions or lengths are held against."""
+    symbols = symbols_of([tokens])
+    contents = (module_tensor(gm, node) for node in live if is_module_tensor(node))
+    calls = counting_calls(live, tokens)[0]
+    numbers = numbers_of(calls) | size_numbers(live, symbols)
+    numbers |= stored_numbers(content for content in contents if content is not None)
+    fractions = [abs(value) for value in literals_of(calls, floats=True) if 1 / _MAX_TEXT_TOKENS < abs(value) < 1]
+    numbers |= windows_of(number / fraction for fraction in fractions for number in numbers)
+    beyond = lengths_about(number for number in numbers if number < _MAX_TEXT_TOKENS)[-1]
+    return [EXAMPLE_LENGTHS[0], *([beyond] if beyond > EXAMPLE_LENGTHS[-1] else [])]
+
+
+def counting_calls(live: Sequence[Node], tokens: Dim) -> tuple[list[Node], list[Node]]:
+    """Calls that make something by token of token ids, positions and numbers alone, and those that reduce such to less.
+
+    What is made of the latter is in neither list, nor what meets a weight: a float of a module that is more than one.
+    Nor are positions that ``fold_alibi`` counts, which is right at any number, and memory that is yet to be written.
+
+    Args:
+        live: nodes in execution order.
+    """
+    symbols = symbols_of([tokens])
+    counting: set[Node] = set()
+    calls: list[Node] = []
+    reductions: list[Node] = []
+    for node in live:
+        shape = shape_of(node)
+        if not node.op.startswith("call_"):
+            value = recorded(node)
+            if shape is not None and (not value.is_floating_point() or shape in ((), (1,))):
+                counting.add(node)
+        elif shape is None or RELATIVE in node.meta or target_name(node).startswith(("empty", "new_empty")):
+            continue
+        elif all(operand in counting for operand in value_inputs(node)):
+            if any(symbols_of(shape_of(operand) or ()) & symbols for operand in value_inputs(node)):
+                if not symbols_of(shape) & symbols:
+                    reductions.append(node)
+                    continue
+                calls.append(node)
+            counting.add(node)
+    return calls, reductions

@@ -12,7 +12,22 @@ from torch._functorch import predispatch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpass.graphs.fx_utils import VMAP_LEVELS, Dim, is_scalar, recorded, shape_only_inputs, symbols_of, target_name
+from kvpass.graphs.fx_utils import (
+    VMAP_LEVELS,
+    DataFlow,
+    Dim,
+    is_integral,
+    is_module_tensor,
+    is_scalar,
+    module_tensor,
+    recorded,
+    shape_of,
+    shape_only_inputs,
+    symbols_of,
+    target_name,
+    value_inputs,
+)
+from kvpass.graphs.rewrite_attention import SITE
 
 SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
 """Concrete values for the symbols of a capture."""
@@ -22,6 +37,9 @@ EXAMPLE_LENGTHS = (7, 13)
 
 EXAMPLE_BATCH = 2
 """Rows of examples, where the batch is symbolic."""
+
+_NUMBERS = (14, 8, 4, 2)
+"""How many whole numbers an input is tried with: it may look up a small table, such as one of token types."""
 
 _BY_AXIS = set(
     "index_select index_add index_copy index_fill index_reduce gather scatter scatter_add scatter_reduce".split()
@@ -93,19 +111,19 @@ def evaluate(
     Raises:
         EvaluationError: a value is missing, or an operator fails on the example.
     """
-    interpreter = _Substituting(gm, instead or {})
+    interpreter = SubstitutingInterpreter(gm, instead or {})
     interpreter.extra_traceback = False
     last_user = {operand: node for node in nodes for operand in node.all_input_nodes}
     env: dict[Node, Any] = dict(feeds)
     interpreter.env = env
     levels = 0
     try:
-        with torch.no_grad(), _LookupsInRange():
+        with torch.no_grad(), LookupsInRange():
             for node in nodes:
                 if node not in env:
                     for operand in node.all_input_nodes:
                         if operand not in env:
-                            env[operand] = _stand_in(operand, node, sizes)
+                            env[operand] = stand_in(operand, node, sizes)
                     value = interpreter.run_node(node)
                     env[node] = value if after is None else after(node, value)
                     levels += VMAP_LEVELS.get(target_name(node), 0)
@@ -122,7 +140,7 @@ def evaluate(
     return env[result]
 
 
-class _LookupsInRange(TorchDispatchMode):
+class LookupsInRange(TorchDispatchMode):
     """Looks at indices ahead of the call: one out of range is an error on the CPU, but the end of a process on CUDA."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,7 +166,7 @@ def _looked_up(name: str, args: Any) -> Iterator[tuple[Tensor, int]]:
             axis += index.ndim if index is not None and index.dtype == torch.bool else 1
 
 
-class _Substituting(Interpreter):
+class SubstitutingInterpreter(Interpreter):
     """Runs nodes, calling some functions in place of others."""
 
     def __init__(self, gm: GraphModule, instead: Mapping[Any, Callable[..., Any]]) -> None:
@@ -159,10 +177,101 @@ class _Substituting(Interpreter):
         return super().call_function(self.instead.get(target, target), args, kwargs)
 
 
-def _stand_in(operand: Node, user: Node, sizes: SizeMap) -> Any:
+def stand_in(operand: Node, user: Node, sizes: SizeMap) -> Any:
+    """What an operand is to a call that reads no element of it.
+
+    Raises:
+        EvaluationError: it reads them.
+    """
     value = recorded(operand)
     if is_scalar(operand):
         return concrete(value, sizes)
     if operand in shape_only_inputs(user) and isinstance(value, Tensor):
         return torch.empty(concrete(tuple(value.shape), sizes), dtype=value.dtype, device=value.device)
     raise EvaluationError(f"{user.name} needs {operand.name}, which has no example")
+
+
+def fed_by_inputs(live: Sequence[Node]) -> set[Node]:
+    """Nodes whose elements come from the inputs of the decoder."""
+    fed: set[Node] = set()
+    for node in live:
+        if node.op == "placeholder":
+            inside = not is_module_tensor(node)
+        else:
+            inside = any(operand in fed for operand in value_inputs(node))
+        if inside:
+            fed.add(node)
+    return fed
+
+
+def text_inputs(
+    gm: GraphModule, flow: DataFlow, live: Sequence[Node], tokens: Dim, sizes: SizeMap
+) -> dict[Node, Tensor]:
+    """Inputs for an example of a text: weights, and numbers that differ from token to token.
+
+    Whole numbers go from 0 up to the token count, as positions do, or as far as the tables reach in which they are
+    looked up.
+
+    Args:
+        live: nodes of the graph, in execution order, that are to be run.
+    Raises:
+        EvaluationError: the content of a weight is out of reach.
+    """
+    inputs = [node for node in live if node.op == "placeholder" and not is_scalar(node)]
+    inputs += [node for node in live if node.op == "get_attr" and flow.writes_to(node)]
+    calls = [node for node in live if node.op != "placeholder"]
+    largest = max(int(concrete(tokens, sizes)), _NUMBERS[0])
+
+    def feeds(ranges: Mapping[Node, int]) -> dict[Node, Tensor]:
+        return {node: _text_input(gm, node, tokens, sizes, ranges.get(node, 1)) for node in inputs}
+
+    def takes(ranges: Mapping[Node, int]) -> bool:
+        own = {node: value.clone() if flow.writes_to(node) else value for node, value in feeds(ranges).items()}
+        try:
+            evaluate(gm, calls[-1], calls, own, sizes, instead={SITE: token_wise_site})
+        except EvaluationError:
+            return False
+        return True
+
+    numbered = [node for node in inputs if not is_module_tensor(node) and is_integral(node)]
+    ranges = dict.fromkeys(numbered, largest)
+    if not takes(ranges):
+        ranges = dict.fromkeys(numbered, 1)
+        for node in numbered:
+            tried = ({**ranges, node: numbers} for numbers in dict.fromkeys((largest, *_NUMBERS)))
+            ranges = next(filter(takes, tried), ranges)
+    return feeds(ranges)
+
+
+def _text_input(gm: GraphModule, node: Node, tokens: Dim, sizes: SizeMap, numbers: int) -> Tensor:
+    if is_module_tensor(node):
+        weight = module_tensor(gm, node)
+        if weight is None:
+            raise EvaluationError(f"the content of {node.name} is out of reach")
+        return weight
+    like, shape = recorded(node), shape_of(node)
+    if not isinstance(like, Tensor) or shape is None:
+        raise EvaluationError(f"the input {node.name} is no tensor")
+    axes = [axis for axis, dim in enumerate(shape) if dim == tokens]
+    if len(axes) > 1:
+        raise EvaluationError(f"the input {node.name} has several axes of tokens")
+    size = concrete(shape, sizes)
+    axis = axes[0] if axes else 0
+    if like.is_floating_point():
+        value = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    elif like.dtype == torch.bool:
+        value = torch.ones(size)
+    else:
+        value = torch.zeros(size, dtype=torch.int64)
+        if axes:
+            spread = torch.arange(size[axis]) * (numbers - 1) // max(size[axis] - 1, 1)
+            value = (value.movedim(axis, -1) + spread).movedim(-1, axis).contiguous()
+    return value.to(dtype=like.dtype, device=like.device)
+
+
+def token_wise_site(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+    """What stands for attention: ``[B, H, T, Dv]``, each token made of its own query, key and value."""
+    group = q.shape[1] // k.shape[1]
+    gate = torch.sigmoid((q * k.repeat_interleave(group, 1)).mean(-1, keepdim=True))
+    rows = v.repeat_interleave(group, 1) * (0.5 + gate)
+    return rows.transpose(1, 2).contiguous().transpose(1, 2)

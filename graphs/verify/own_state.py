@@ -32,7 +32,7 @@ from kvpass.graphs.fx_utils import (
     target_name,
     token_sizes,
 )
-from kvpass.graphs.verify.apart import fed_by_inputs
+from kvpass.graphs.verify.examples import fed_by_inputs
 
 
 def check_own_state_pass(gm: GraphModule) -> int:

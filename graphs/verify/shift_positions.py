@@ -1,7 +1,7 @@
 """Copies of the calls that make positions, which go on from the tokens a cache has seen.
 
 Found by their form: ``arange`` over the tokens, ``cumsum``, and as many rows of a table as there are tokens. That the
-copies are right is proved in ``offset_positions``.
+copies are right is shown by ``self_check``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from kvpass.graphs.fx_utils import Dim, dim_of, mutated_inputs, recorded, shape_
 
 MARK = "kvpass_positions"
 """Note of a node whose operands are positions; copies carry none."""
+
+RELATIVE = "kvpass_relative"
+"""Note of a node that numbers tokens for differences only, see ``fold_alibi``."""
+
+COUNTED = "kvpass_positions_counted"
+"""Note of a node of how many of these count tokens, and not only their distances."""
 
 
 def shift(graph: Graph, sources: Sequence[Node], user: Node, seen: Node, tokens: Dim) -> dict[Node, Node]:

@@ -14,20 +14,28 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass.graphs.fx_utils import (
+    DataFlow,
+    Dim,
     is_integral,
-    is_module_tensor,
+    is_scalar,
+    module_tensor,
     recorded,
     shape_of,
     symbols_of,
     target_name,
     value_inputs,
 )
-from kvpass.graphs.verify.apart import fed_by_inputs
-from kvpass.graphs.verify.examples import EvaluationError, SizeMap, concrete
-from kvpass.graphs.verify.find_positions import LOOKUPS, Search, example_of
+from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.graphs.verify.examples import EvaluationError, SizeMap, concrete, evaluate, example_sizes, fed_by_inputs
 
 _BEYOND = 64
 """Tokens beyond twice a table's rows; a lookup that succeeds there is taken as endless."""
+
+_LOOKUPS = set(
+    "getitem index_select gather take take_along_dim index index_add index_copy index_put scatter "
+    "scatter_add scatter_reduce".split()
+)
+"""Calls that pick rows by an index, embeddings aside."""
 
 
 def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
@@ -40,59 +48,67 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
     Args:
         gm: with ``kvpass::site``. numbering: inputs that hold the positions, int64 ``[B, T]``.
     """
-    search = Search(gm)
-    live = search.flow.sources([gm.graph.output_node()])
+    flow = DataFlow(gm)
+    shape = shape_of(find_sites(gm)[0].q)
+    assert shape is not None
+    live = flow.sources([gm.graph.output_node()])
     fed = fed_by_inputs([node for node in live if node not in numbering])
     end: int | None = None
     for node in live:
-        looks_up = target_name(node).rstrip("_") in LOOKUPS or target_name(node).startswith("embedding")
-        if looks_up and node not in fed and _is_by_token(node, search):
-            end = _end_with(node, end, search, numbering)
+        looks_up = target_name(node).rstrip("_") in _LOOKUPS or target_name(node).startswith("embedding")
+        by_token = any(
+            symbols_of(shape_of(operand) or ()) & symbols_of([shape[2]])
+            for operand in value_inputs(node)
+            if is_integral(operand)
+        )
+        if looks_up and by_token and node not in fed:
+            end = _Lookup(gm, flow, node, numbering, shape[0], shape[2]).end_with(end)
     return end
 
 
-def _is_by_token(node: Node, search: Search) -> bool:
-    """Return whether a call has an integer operand with a token axis."""
-    shapes = [shape_of(operand) or () for operand in value_inputs(node) if is_integral(operand)]
-    return any(symbols_of(shape) & search.symbols for shape in shapes)
+class _Lookup:
+    """What makes a row of a table that is looked up by position."""
 
+    def __init__(
+        self, gm: GraphModule, flow: DataFlow, node: Node, numbering: Collection[Node], batch: Dim, tokens: Dim
+    ) -> None:
+        self.gm, self.node, self.numbering, self.batch, self.tokens = gm, node, numbering, batch, tokens
+        sources = flow.sources([node])
+        self.inputs = [source for source in sources if source.op in ("placeholder", "get_attr")]
+        self.calls = [source for source in sources if source not in self.inputs]
 
-def _end_with(lookup: Node, known: int | None, search: Search, numbering: Collection[Node]) -> int | None:
-    """Return the smaller of the known end and the lookup's end."""
-    sources = search.flow.sources([lookup])
-    positions = [node for node in sources if node in numbering]
-    weights = [node for node in sources if is_module_tensor(node) and not is_integral(node)]
-    tables = [node for node in weights if isinstance(recorded(node), Tensor) and recorded(node).numel() > 1]
+    def end_with(self, known: int | None) -> int | None:
+        """The known end, or that of the lookup where it is smaller."""
+        rows = [
+            size for operand in value_inputs(self.node) for size in shape_of(operand) or () if isinstance(size, int)
+        ]
+        most = known or 2 * max(rows, default=0) + _BEYOND
+        if self._is_found(most) or not self._is_found(1):
+            return known
+        return bisect.bisect_left(range(1, most), True, key=lambda tokens: not self._is_found(tokens))
 
-    def is_found(tokens: int) -> bool:
-        sizes = search.sizes(tokens)
-        feeds = {node: _positions(node, sizes) for node in positions}
-        feeds |= {node: _zeros(node) for node in tables}
+    def _is_found(self, tokens: int) -> bool:
+        sizes = example_sizes([self.batch], [self.tokens], tokens)
+        feeds = {node: self._feed(node, sizes) for node in self.inputs if not is_scalar(node)}
         try:
-            example_of(search.gm, search.flow, lookup, search.gm.graph.output_node(), sizes, feeds)
+            evaluate(self.gm, self.node, self.calls, feeds, sizes)
         except EvaluationError as error:
             return not _is_out_of_rows(error)
         return True
 
-    rows = [size for operand in value_inputs(lookup) for size in shape_of(operand) or () if isinstance(size, int)]
-    most = known or 2 * max(rows, default=0) + _BEYOND
-    if is_found(most) or not is_found(1):
-        return known
-    return bisect.bisect_left(range(1, most), True, key=lambda tokens: not is_found(tokens))
+    def _feed(self, node: Node, sizes: SizeMap) -> Tensor:
+        """Positions 0, 1, 2..., whole numbers and single numbers of the module, and tables that take no memory."""
+        like = recorded(node)
+        if node in self.numbering:
+            shape = concrete(shape_of(node), sizes)
+            return torch.arange(shape[-1], device=like.device).expand(shape)
+        content = module_tensor(self.gm, node)
+        if content is not None and (is_integral(node) or like.numel() == 1):
+            return content
+        return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(like.shape))
 
 
 def _is_out_of_rows(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, IndexError):
         error = error.__cause__
     return error is not None
-
-
-def _positions(node: Node, sizes: SizeMap) -> Tensor:
-    shape = concrete(shape_of(node), sizes)
-    return torch.arange(shape[-1], device=recorded(node).device).expand(shape)
-
-
-def _zeros(node: Node) -> Tensor:
-    """Return zeros of a weight's shape that take no memory."""
-    like = recorded(node)
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(like.shape))

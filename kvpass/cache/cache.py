@@ -43,6 +43,7 @@ class CompressedCache(CacheFace):
     Attributes:
         columns: tokens seen, padding included. start: first real column of each row, int64 ``[B]``.
         longest: most tokens that the captures which filled it hold for; None when any number.
+        begun_by: the capture of a raw module that prefilled it.
         reusable: calls continue on a copy and do not change this cache.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
         stores: the layers that share the budget, one store per KV geometry. rings: the layers with a sliding window.
@@ -64,6 +65,7 @@ class CompressedCache(CacheFace):
         self._turns: list[Turn] = []
         self.columns = 0
         self.longest: int | None = None
+        self.begun_by: Any = None
         self.start = torch.empty(0, dtype=torch.int64)
         self.reusable = False
         self.interrupted = False
@@ -71,15 +73,11 @@ class CompressedCache(CacheFace):
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def begin_prefill(self, start: Tensor, columns: int, extra: int = 0) -> None:
-        """Clear the cache for a prompt of ``columns`` columns, with real tokens from ``start``.
-
-        The first ``extra`` columns are padding added by the caller; they do not count as seen.
-        """
+    def begin_prefill(self, start: Tensor, columns: int) -> None:
+        """Clear the cache for a prompt of ``columns`` columns, with real tokens from ``start``."""
         self._forget()
         self.start = start
         self._prompt_columns = columns
-        self._extra = extra
 
     def prefill_state(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Return the buffers that the prefill graph writes, allocated on first use.
@@ -108,13 +106,12 @@ class CompressedCache(CacheFace):
 
     def finish_prefill(self) -> None:
         """Store the results of the prefill graph."""
-        n, extra = self._prompt_columns, self._extra
+        n = self._prompt_columns
         window = min(self.policy.window, n)
         stores = tuple(store.finish_prefill() for store in self.stores)
         self._first_column = self.start.to(self._device)
         self._seen_columns = torch.tensor(n, dtype=torch.int64, device=self._device)
-        self.start = self._first_column - extra
-        self.columns = n - extra
+        self.start, self.columns = self._first_column, n
         held = window - (self._first_column - (n - window)).clamp(min=0)
         self.record = self._record(torch.tensor(self._budgets), held, stores)
 

@@ -31,7 +31,9 @@ from kvpass.graphs.bind_state import (
     held_by_module,
     size_reader,
 )
+from kvpass.graphs.fx_utils import dim_of
 from kvpass.graphs.late_guards import compile_guarded
+from kvpass.graphs.one_token import one_token_inputs, one_token_pass
 from kvpass.graphs.passes import PassRecord, capture_passes, phase_passes, run_passes
 from kvpass.graphs.rewrite_attention import find_sites, layout_of
 from kvpass.graphs.verify.input_lookups import input_lookups
@@ -130,7 +132,12 @@ class PhaseCompiler:
         state = state_of(cache)
         fake_mode = backend_mode()
         nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state), fake_mode)
-        passes = phase_passes(phase, nodes, layout, policy, cpp=self.compiler == "inductor")
+        tokens = dim_of(example_value(find_sites(captured.gm)[0].q).shape[2])
+        one_token = None
+        if (phase == "decode" or call.one_token_prompt) and not isinstance(tokens, int):
+            inputs = one_token_inputs(inputs, tokens, fake_mode)
+            one_token = partial(one_token_pass, inputs=[*inputs, *fakes], mode=fake_mode)
+        passes = phase_passes(phase, nodes, layout, policy, one_token, cpp=self.compiler == "inductor")
         rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records)}")
         compiled: Callable[..., Any] = gm.forward
         if self.compiler == "inductor":

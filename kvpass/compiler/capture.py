@@ -1,4 +1,4 @@
-"""Dynamo captures of decoders, and the captures of one model, keyed by (batch size, logits_to_keep, is_decode)."""
+"""Dynamo captures of decoders, and the captures of one model, keyed by (batch size, logits_to_keep)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from torch.fx import GraphModule, Node
 
 from kvpass.compiler.backend import PhaseCompiler, Runner
 from kvpass.compiler.transactions import Call, Phase
-from kvpass.graphs.bind_state import fake_inputs, placeholders
-from kvpass.graphs.fx_utils import recorded, shape_of
+from kvpass.graphs.bind_state import backend_mode, example_value, fake_inputs, placeholders
+from kvpass.graphs.fx_utils import dim_of, recorded, shape_of
+from kvpass.graphs.one_token import admit_one_token, several_tokens
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import check_length, longest_length
@@ -42,6 +43,10 @@ _CALL: ContextVar[Call] = ContextVar("kvpass_call")
 
 class _OnlyCaptured(Exception):
     """Raised in place of running what was captured."""
+
+
+class _OneTokenAlone(ValueError):
+    """Dynamo captured one token alone, which does not show what the decoder does with several."""
 
 
 @dataclass
@@ -69,10 +74,19 @@ class Capture:
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> None:
         self.graph = compiler.canonicalize(gm)
-        self._compiler = compiler
+        self.compiler = compiler
         self._inputs = fake_inputs(example_inputs)
         self._context = TracingContext.get()
-        self._runners: dict[tuple[type[Policy], str, Phase, bool], Runner] = {}
+        shapes = backend_mode().shape_env
+        assert shapes is not None
+        self._shapes = shapes
+        self._tokens = dim_of(example_value(find_sites(self.graph.gm)[0].q).shape[2])
+        self._runners: dict[tuple[type[Policy], str, Phase, bool, bool], Runner] = {}
+
+    def admit_one_token(self) -> None:
+        """Let Dynamo call this capture with one token too. To be called last in its trace."""
+        if not isinstance(self._tokens, int):
+            admit_one_token(self._shapes, self._tokens)
 
     def __call__(self, call: Call, *inputs: Any) -> Any:
         return self.runner(call)(call, *inputs)
@@ -80,12 +94,13 @@ class Capture:
     def runner(self, call: Call) -> Runner:
         """What runs calls like this one, compiled when there is none yet."""
         policy = call.cache.policy
-        key = (type(policy), policy.spec, call.phase, call.observed)  # a policy may be defined again by the same name
+        # a policy may be defined again by the same name
+        key = (type(policy), policy.spec, call.phase, call.observed, call.one_token_prompt)
         if key in self._runners:
             return self._runners[key]
-        with compile_lock, tracing(self._context):
+        with compile_lock, tracing(self._context), several_tokens(self._shapes, self._tokens):
             if key not in self._runners:
-                self._runners[key] = self._compiler.compile(self.graph, self._inputs, call)
+                self._runners[key] = self.compiler.compile(self.graph, self._inputs, call)
         return self._runners[key]
 
 
@@ -99,7 +114,7 @@ class CaptureCache:
     def __init__(self, compiler: PhaseCompiler) -> None:
         self.compiler = compiler
         self._ends = _Ends()
-        self._captured: dict[tuple[int, int, bool], Callable[..., Tensor]] = {}
+        self._captured: dict[tuple[int, int], Callable[..., Tensor]] = {}
         self._hooks: tuple[int, ...] = ()
 
     @property
@@ -124,25 +139,25 @@ class CaptureCache:
         seen = 0 if call.phase == "prefill" else call.cache.columns
         check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
         self._check_positions(seen, positions)
-        return _called(self._captured[_key(ids, logits_to_keep)], call, ids, positions)
+        captured = self._captured[self._key(ids, logits_to_keep)]
+        try:
+            return _called(captured, call, ids, positions)
+        except _OneTokenAlone:  # the decoder is another one after its first call: with a table that it made there
+            _capture(captured, call, _several(ids))
+            return _called(captured, call, ids, positions)
 
     def _prepare(self, call: Call, forward: Forward, ids: Tensor, logits_to_keep: int, hooks: tuple[int, ...]) -> None:
         """Capture and compile what a call needs, without running it.
 
-        What a decoder does with one token is recognised by what it does with several. These are captured first where
-        the call continues a cache from another process.
+        A capture is made of several tokens, also where the call has one, and serves one as well.
         """
         if hooks != self._hooks:
             self._captured.clear()
             self._hooks = hooks
-        key = _key(ids, logits_to_keep)
+        key = self._key(ids, logits_to_keep)
         if key not in self._captured:
-            rows, kept, one = key
-            if one and all(alone for _, _, alone in self._captured):
-                several = _capturing(forward, self.compiler, 0, self._ends)
-                _capture(several, call, ids.expand(rows, EXAMPLE_LENGTHS[-1]))
-            captured = _capturing(forward, self.compiler, kept, self._ends)
-            _capture(captured, call, ids)
+            captured = _capturing(forward, self.compiler, key[1], self._ends)
+            _capture(captured, call, ids if ids.shape[1] > 1 else _several(ids))
             self._captured[key] = captured
 
     def _check_positions(self, seen: int, positions: Tensor) -> None:
@@ -157,11 +172,12 @@ class CaptureCache:
                 f"there and one would be at {last}"
             )
 
-
-def _key(ids: Tensor, logits_to_keep: int) -> tuple[int, int, bool]:
-    """Rows, number of logits (0 = all), and whether the call is of one token: what a capture is made for."""
-    rows, tokens = ids.shape
-    return rows, logits_to_keep if logits_to_keep < tokens else 0, tokens == 1
+    def _key(self, ids: Tensor, logits_to_keep: int) -> tuple[int, int]:
+        """Rows and number of logits (0 = all): what a capture is for. One token takes any that has its logits."""
+        rows, tokens = ids.shape
+        if tokens == 1:
+            return next((key for key in self._captured if key[0] == rows and key[1] <= 1), (rows, 0))
+        return rows, logits_to_keep if logits_to_keep < tokens else 0
 
 
 def _capture(captured: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
@@ -172,6 +188,11 @@ def _capture(captured: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
     except _OnlyCaptured:
         return
     capturing.check_begun()
+
+
+def _several(ids: Tensor) -> Tensor:
+    """Ids for a capture of several tokens, from those of a call of one."""
+    return ids.expand(-1, EXAMPLE_LENGTHS[-1])
 
 
 def _counted(ids: Tensor) -> Tensor:
@@ -229,7 +250,7 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, e
         call = _CALL.get()
         call.cache.recheck_owner()
         decoder = Capture(gm, example_inputs, compiler)
-        several = _find_ends(decoder.graph.gm, max(logits_to_keep + 1, 2), ends)
+        _find_ends(decoder.graph.gm, max(logits_to_keep + 1, 2), ends)
 
         def run(*inputs: Any) -> Any:
             call = _CALL.get()
@@ -237,16 +258,16 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, e
                 raise _OnlyCaptured
             return decoder(call, *inputs)
 
-        if several == (call.phase != "decode"):
-            decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
+        decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
+        decoder.admit_one_token()
         return run
 
     # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
     return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
 
 
-def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> bool:
-    """Add the ends of a capture; returns whether it is of several tokens.
+def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> None:
+    """Add the ends of a capture.
 
     Raises:
         ValueError: it holds for one number of several tokens only, or for some and not for others.
@@ -255,17 +276,11 @@ def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> bool:
     shape = shape_of(find_sites(gm)[0].q)
     assert shape is not None
     if shape[2] == 1:
-        return False
-    if isinstance(shape[2], int):
-        raise ValueError(
-            f"the decoder was captured for exactly {shape[2]} tokens and no other number: something makes a constant "
-            "of it, or a table of positions ends there"
-        )
+        raise _OneTokenAlone("the decoder is another one for one token than for several")
     sizes = (size for size in map(recorded, inputs) if isinstance(size, torch.SymInt))
     ends.columns.update(most for size in sizes if (most := longest_length(gm, size, shortest)) is not None)
     end = table_end(gm, [node for node in inputs if _is_named(node, "position_ids")])
     ends.positions.update([] if end is None else [end])
-    return True
 
 
 def _is_named(node: Node, name: str) -> bool:

@@ -25,6 +25,7 @@ class Call:
 
     Attributes:
         observed: the extension also computes recompression scores.
+        one_token_prompt: the prompt of a prefill is one token.
         has_begun: the graph of the call was started. If not, the decoder ran without the cache.
         only_capture: capture the graph and do not run it.
     """
@@ -32,6 +33,7 @@ class Call:
     cache: CompressedCache
     phase: Phase
     observed: bool = False
+    one_token_prompt: bool = False
     has_begun: bool = False
     only_capture: bool = False
 
@@ -57,17 +59,16 @@ def prefill(
     start: Tensor,
     columns: int,
     run: Callable[[Call], R],
-    extra: int = 0,
 ) -> R:
     """Fill the cache with a prompt; on any exception the cache is empty.
 
     Args:
-        start: first real column of each row, int64 ``[B]`` on the CPU. columns: N, the first ``extra`` of them not
-            counted as seen. run: captures the graph of the call if needed, and runs it.
+        start: first real column of each row, int64 ``[B]`` on the CPU. columns: N. run: captures the graph of the call
+            if needed, and runs it.
     """
     try:
-        cache.begin_prefill(start, columns, extra)
-        call = Call(cache, "prefill")
+        cache.begin_prefill(start, columns)
+        call = Call(cache, "prefill", one_token_prompt=columns == 1)
         result = run(call)
         call.check_begun()
         cache.finish_prefill()

@@ -11,8 +11,8 @@ in the graph and go on from the tokens seen, and rows must not be padded. A sess
 
 Use ``fullgraph=True``: without it Dynamo may give up on a call and run it in eager mode, uncompressed. And use
 ``dynamic=True``: a graph is to hold for prompts of any length, one made for a single length is refused. A batch size is
-captured and compiled when a session first has it, twice: for one token and for several. Dynamo keeps eight captures
-of a function; more than four batch sizes need a larger ``torch._dynamo.config.recompile_limit``.
+captured when a session first has it, for several tokens; that capture serves one token too. Dynamo keeps eight captures
+of a function; more batch sizes need a larger ``torch._dynamo.config.recompile_limit``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import eval_frame
 from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import GraphIdentity
@@ -38,12 +39,21 @@ from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.padding import first_real_column
 from kvpass.graphs.bind_state import backend_mode, example_value, placeholders, size_reader
-from kvpass.graphs.fx_utils import Dim, dim_of, is_integral, is_module_tensor, recorded, shape_of
+from kvpass.graphs.fx_utils import (
+    Dim,
+    dim_of,
+    is_integral,
+    is_module_tensor,
+    module_tensor,
+    recorded,
+    shape_of,
+)
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.length_guards import check_length, fixed_length, longest_length
 from kvpass.graphs.verify.offset_positions import counts_positions
+from kvpass.graphs.verify.same_capture import is_same_decoder, source_of, value_of
+from kvpass.graphs.verify.self_check import check_reduced_inputs_pass
 from kvpass.graphs.verify.table_ends import table_end
-from kvpass.graphs.verify.token_mixing import check_reduced_positions_pass
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 
 _SESSION: ContextVar[Session | None] = ContextVar("kvpass_session", default=None)
@@ -106,8 +116,20 @@ def kvpass_backend(
     policy = check_registered(resolve(given.pop("policy", "lava"), **given))
     resolved = resolve_budget(policy, budget)
     _check_sizes(gm)
-    decoder = Capture(gm, example_inputs, PhaseCompiler(compiler=compiler, cuda_graphs=cuda_graphs))
-    return RawModule(decoder, policy, resolved).__call__
+    phases = PhaseCompiler(compiler=compiler, cuda_graphs=cuda_graphs)
+    captures = _CAPTURES.setdefault(_first_weight(gm), [])
+    module = RawModule(Capture(gm, example_inputs, phases), policy, resolved, captures)
+    module.decoder.admit_one_token()
+    return module.__call__
+
+
+_CAPTURES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Captures of several tokens, by the first weight of their modules."""
+
+
+def _first_weight(gm: GraphModule) -> Tensor:
+    tensors = (module_tensor(gm, node) for node in gm.graph.nodes if is_module_tensor(node))
+    return next((tensor for tensor in tensors if tensor is not None), torch.empty(0))
 
 
 def _check_sizes(gm: GraphModule) -> None:
@@ -141,24 +163,35 @@ def _check_length_varies(length: Dim) -> None:
 
 
 class RawModule:
-    """One captured decoder, called on the cache of the session it is in."""
+    """One captured decoder, called on the cache of the session it is in.
 
-    def __init__(self, decoder: Capture, policy: Policy, budget: Budget | None) -> None:
+    Args:
+        captures: those of several tokens of the same module. This one is added, if it is one.
+    """
+
+    def __init__(self, decoder: Capture, policy: Policy, budget: Budget | None, captures: list[RawModule]) -> None:
+        self.captures = captures
         self.decoder, self.policy, self.budget = decoder, policy, budget
-        graph = decoder.graph.gm
-        check_reduced_positions_pass(graph)
+        self.options = (policy.spec, budget, decoder.compiler.compiler, decoder.compiler.cuda_graphs)
+        graph = self.graph = decoder.graph.gm
+        check_reduced_inputs_pass(graph)
         self.counts_positions = counts_positions(graph)
         sites = find_sites(graph)
         self.paths = tuple(site.module_path for site in sites)
         query = example_value(sites[0].q)
         tokens: int | torch.SymInt = query.shape[2]
-        _check_length_varies(dim_of(tokens))
+        self.captured_tokens = dim_of(tokens)
+        _check_length_varies(self.captured_tokens)
         # before the batch is a number, so that branches on rows x tokens are seen
         ends = (longest_length(graph, tokens), table_end(graph))
         self.longest = min((end for end in ends if end is not None), default=None)
         self.device = query.device
         self.rows = int(query.shape[0])  # guards a symbolic batch: the state that enters the graph is of this size
         self.tokens = size_reader(graph, tokens)
+        self.sources = [source_of(node) for node in placeholders(graph)]
+        self.same: set[RawModule] = set()
+        if self.captured_tokens != 1:
+            captures.append(self)
 
     def __call__(self, *inputs: Any) -> Any:
         active = _SESSION.get()
@@ -172,21 +205,52 @@ class RawModule:
     def _call(self, active: Session, inputs: tuple[Any, ...]) -> Any:
         tokens, owner = self.tokens(inputs), GraphIdentity.of(inputs, self.paths)
         if active.cache is None:
-            cache, longest = CompressedCache(self.policy, self.budget, owner), self.longest
+            module, inputs = self._for_prompt(None, inputs)
+            cache, longest = CompressedCache(self.policy, self.budget, owner), module.longest
             check_length(longest, 0, tokens)
-            start = self._start(active.attention_mask, tokens)
-            result = prefill(cache, start, tokens, lambda call: self.decoder(call, *inputs))
+            start = module._start(active.attention_mask, tokens)
+            result = prefill(cache, start, tokens, lambda call: module.decoder(call, *inputs))
+            cache.begun_by = module
         else:
             self._check_owner(active.cache, owner)
             cache = continued(active.cache, self.rows, self.device)
-            # a capture of a single token shows no end
             longest = min((known for known in (cache.longest, self.longest) if known is not None), default=None)
             check_length(longest, cache.columns, tokens)
-            result, _ = append(cache, tokens, lambda call: self.decoder(call, *inputs))
+            module, inputs = self._for_prompt(cache.begun_by, inputs)
+            result, _ = append(cache, tokens, lambda call: module.decoder(call, *inputs))
         cache.longest = longest
         active.cache = cache
         active.calls += 1
         return result
+
+    def _for_prompt(self, begun_by: RawModule | None, inputs: tuple[Any, ...]) -> tuple[RawModule, tuple[Any, ...]]:
+        """The capture of several tokens that serves a call, and its inputs, in place of those of this capture.
+
+        Dynamo captures a module again where arguments are parts of longer tensors, which changes nothing, and where an
+        attribute has changed, as a first position. So both run once on the inputs, beside each other.
+
+        Args:
+            begun_by: the capture of the prompt; None when it is prefilled now.
+        Raises:
+            CacheMismatchError: the captures differ, or of one token there is no other.
+        """
+        if begun_by is self or (begun_by is None and self.captured_tokens != 1):
+            return self, inputs
+        given = {source.name: value for source, value in zip(self.sources, inputs, strict=True)}
+        for other in [*reversed(self.captures)] if begun_by is None else [begun_by]:
+            found = tuple(value_of(source, given) for source in other.sources)
+            alike = (other.rows, *other.options) == (self.rows, *self.options)
+            alike = alike and all(value is not None for value in found)
+            if alike and other not in self.same and is_same_decoder(self.graph, inputs, other.graph, found):
+                self.same.add(other)
+            if other in self.same:
+                return other, found
+        if begun_by is None:
+            raise CacheMismatchError("the module was captured for one token alone: prefill a prompt of several first")
+        raise CacheMismatchError(
+            "the module was captured again, and gives something else than what was captured for the prompt: an "
+            "attribute may have changed, as a first position. Pass in what changes from call to call"
+        )
 
     def _check_owner(self, cache: CompressedCache, owner: GraphIdentity) -> None:
         try:

@@ -276,18 +276,12 @@ def _prefill(
     start = first_real_column(attention_mask, *ids.shape)
     if model._kvpass.one_length and bool((start != start[0]).any()):
         raise ValueError("rope_type='longrope': its frequencies follow the longest row; give rows of one length")
-    extra = 0
-    if ids.shape[1] == 1:  # a graph with a dynamic length holds for two tokens and more
-        extra = logits_to_keep = 1
-        ids = torch.cat([ids, ids], 1)
-        start = start + extra
-        position_ids = None if position_ids is None else torch.cat([position_ids, position_ids], 1)
     columns = torch.arange(ids.shape[1], device=ids.device)
     positions = _positions(position_ids, (columns - start.to(ids.device)[:, None]).clamp(min=0))
     if position_ids is not None:
-        _check_ascending(positions, start, extra)
+        _check_ascending(positions, start)
 
-    return prefill(cache, start, ids.shape[1], _graph(model, ids, positions, logits_to_keep), extra)
+    return prefill(cache, start, ids.shape[1], _graph(model, ids, positions, logits_to_keep))
 
 
 def _continue(
@@ -345,10 +339,10 @@ def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
     return given.expand(computed.shape[0], -1).clone(memory_format=torch.contiguous_format)
 
 
-def _check_ascending(positions: Tensor, start: Tensor, extra: int) -> None:
+def _check_ascending(positions: Tensor, start: Tensor) -> None:
     """Check that positions ``[B, N]`` ascend by one from each row's first real column."""
     columns = torch.arange(1, positions.shape[1], device=positions.device)
-    wrong = (positions.diff(dim=1) != 1) & (columns > start.to(positions.device)[:, None] + extra)
+    wrong = (positions.diff(dim=1) != 1) & (columns > start.to(positions.device)[:, None])
     if bool(wrong.any()):
         row, column = (int(place) for place in wrong.nonzero()[0])
         raise ValueError(

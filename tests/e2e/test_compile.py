@@ -40,7 +40,7 @@ def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_and_200_steps(budg
         out = fast(random_ids(1, tokens), past_key_values=out.past_key_values, logits_to_keep=1)
     phases = [record.phase for record in fast.report().compiled]
     assert sorted(phases) == ["decode", "extend", "prefill"]
-    assert counters["stats"]["unique_graphs"] == 2, "of one token, and of several, from which two phases are made"
+    assert counters["stats"]["unique_graphs"] == 1, "of several tokens, from which all phases are made"
     assert not counters["graph_break"]
 
 
@@ -128,11 +128,11 @@ def test_passes_are_dumped_before_and_after_with_op_counts(tmp_path, monkeypatch
     out = fast(random_ids(1, 50))
     fast(random_ids(1, 1), past_key_values=out.past_key_values)
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"prefill.0.0.rewrite_prefill.before.txt", "decode.1.1.rewrite_cached.after.txt"} <= names
+    assert {"prefill.0.0.rewrite_prefill.before.txt", "decode.1.2.rewrite_cached.after.txt"} <= names
     assert "kvpass.site" in (tmp_path / "prefill.0.0.rewrite_prefill.before.txt").read_text()
     after = (tmp_path / "prefill.0.0.rewrite_prefill.after.txt").read_text()
     assert "torch.ops.kvpass.cascade_step.default(kvpass_store0_pool_k" in after
-    ops = (tmp_path / "decode.1.1.rewrite_cached.ops.txt").read_text()
+    ops = (tmp_path / "decode.1.2.rewrite_cached.ops.txt").read_text()
     assert "kvpass.attend_cache.default: 0 -> 3 (+3)" in ops and "kvpass.site.default: 3 -> 0 (-3)" in ops
 
 

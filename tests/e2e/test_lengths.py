@@ -81,6 +81,8 @@ GOES_ON = {
     "all rows at once": lambda m, x, p: x + m.learned(p.reshape(-1) // 32).view_as(x),
     "frequencies made in place": lambda m, x, p: x * (p[..., None] * 50 ** -(torch.arange(WIDTH) / WIDTH)).cos(),
     "a part of a table": lambda m, x, p: x + m.learned.weight[: x.shape[1]] * 200 / 200,
+    "one token otherwise": lambda m, x, p: x if x.shape[1] > 1 else 2 * x,
+    "counted from those given": lambda m, x, p: x + m.learned(p // 2 + order(x) // 2),
 }
 
 REFUSED = {
@@ -142,6 +144,52 @@ def test_two_instances_of_a_class_are_told_apart(other):
     with torch.no_grad():
         for module, compiled in [*zip(modules, fast, strict=True), (modules[0], fast[0])]:
             found, _ = in_pieces(compiled, ids, [20, 1, 1, 8])
+            assert_close("logits", found, module(ids, torch.arange(30)[None]), atol=1e-4)
+
+
+def changing(m, x, p):
+    return x * m.factor + m.learned(order(x) + m.first)
+
+
+@pytest.mark.parametrize("attribute", ["first", "factor"])
+@pytest.mark.parametrize("new", [1, 7])
+def test_contract_7_a_module_that_an_attribute_has_changed_since_the_prompt_is_refused(attribute, new):
+    module = build(changing)
+    module.first, module.factor = 0, 1.5
+    fast, ids = raw(module), random_ids(2, 20 + new)
+    positions = torch.arange(20 + new).expand_as(ids)
+    with torch.no_grad(), kvpass.session() as session:
+        fast(ids[:, :20].clone(), positions[:, :20].clone())
+        setattr(module, attribute, 20)
+        with pytest.raises(kvpass.CacheMismatchError, match="an attribute may have changed, as a first position"):
+            fast(ids[:, 20:].clone(), positions[:, 20:].clone())
+        assert session.cache.columns == 20
+    module.first = 0
+    found, _ = in_pieces(fast, ids, [20, new])
+    with torch.no_grad():
+        assert_close("logits", found, module(ids, positions), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["segments", "segments that are given", "scaling that is given"])
+def test_a_prompt_in_parts_of_a_longer_tensor_is_gone_on_with_by_tensors_of_their_own(name):
+    """Dynamo captures again, since parts have strides."""
+    module = build(GOES_ON[name])
+    fast, ids = raw(module), random_ids(2, 30)
+    positions = torch.arange(30).repeat(2, 1)
+    with torch.no_grad(), kvpass.session():
+        found = [fast(ids[:, :20], positions[:, :20])]
+        found += [fast(ids[:, a:b].clone(), positions[:, a:b].clone()) for a, b in ((20, 21), (21, 29), (29, 30))]
+        assert_close("logits", torch.cat(found, 1), module(ids, positions), atol=1e-4)
+
+
+def test_contract_7_a_module_that_is_first_called_with_one_token_is_refused_and_works_after_several():
+    module = build(GOES_ON["segments that are given"])
+    fast, ids = raw(module), random_ids(1, 30)
+    with pytest.raises(kvpass.CacheMismatchError, match="captured for one token alone: prefill a prompt of several"):
+        in_pieces(fast, ids[:, :2], [1, 1])
+    for pieces in ([20, *[1] * 10], [*[1] * 5, 25]):
+        found, _ = in_pieces(fast, ids, pieces)
+        with torch.no_grad():
             assert_close("logits", found, module(ids, torch.arange(30)[None]), atol=1e-4)
 
 

@@ -53,7 +53,7 @@ def test_one_batch_row_is_enough(decoder, capture, inputs) -> None:
 
 
 def test_a_fixed_length_is_enough_without_numbers_in_the_mask(decoder, capture, inputs) -> None:
-    capture(decoder(FORMS["masked"]), inputs(), dynamic=False)
+    capture(decoder(FORMS["masked"]), inputs(), [find_attention_pass], dynamic=False)
 
 
 def test_one_token_attends_causally_without_a_mask(decoder, capture, inputs) -> None:

@@ -245,19 +245,6 @@ def test_any_other_mask_is_refused(name, decided) -> None:
     assert REFUSED[name][0] in reason
 
 
-def test_a_capture_of_fixed_length_decides_what_the_length_shows() -> None:
-    assert decide_masks([CAUSAL["tril"], BANDED["5"][1], REFUSED["one token ahead"][1]], 2, dynamic=False)[:2] == [
-        None,
-        5,
-    ]
-    longer, band_of_64, stored = decide_masks(
-        [BANDED["13"][1], BANDED["stored"][1], CAUSAL["stored"]], 2, dynamic=False
-    )
-    assert "mentions 13" in str(longer)
-    assert "mentions 64" in str(band_of_64)
-    assert stored is None, "a stored mask that is causal as a whole has no window"
-
-
 def test_every_row_of_a_batch_of_any_size_counts() -> None:
     def second_row_sees_all(m: Stored, t: int, p: Tensor) -> Tensor:
         return causal(t) | (torch.arange(p.shape[0]) == 1)[:, None, None, None]

@@ -1,0 +1,138 @@
+"""The graph of one token, from a capture of several: one capture serves every number of tokens.
+
+Before, captured for ``s0`` tokens, where Dynamo takes 2 or more for granted::
+
+    q = x.view(1, s0, 4, 8)     # example_value [1, s0, 4, 8]
+
+After ``one_token_pass`` the calls are the same and their values are recorded anew::
+
+    q = x.view(1, 1, 4, 8)      # example_value [1, 1, 4, 8]
+
+The graph calls functions of torch, so what depends on a size of 1 (views, broadcasts) is settled again. A branch of the
+decoder on one token is the one that it takes for several: that is what the token gets at the end of the whole text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from torch._dynamo.source import TensorProperty
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_arg
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from kvpass.graphs.bind_state import STATE_PREFIX, placeholders
+from kvpass.graphs.fx_utils import Dim, dim_of, recorded, symbols_of
+from kvpass.torch_compat import (
+    drop_shape_guards,
+    set_symbol_bounds,
+    shape_guards,
+    sizes_of_inputs,
+    symbol_bounds,
+)
+
+_LENGTHS = (2, 3, 4, 7, 64, 1021, 99991)
+"""Lengths for which a guard that excludes one token only must hold."""
+
+
+def admit_one_token(shapes: ShapeEnv, tokens: Dim) -> None:
+    """Let Dynamo call a capture of several tokens with one token too. To be called last in the trace.
+
+    Symbols of the cache's state stay as they are: to widen them would give guards that Python checks in every step.
+    """
+    symbols = symbols_of([tokens])
+    for symbol, sources in sizes_of_inputs(shapes).items():
+        # an input that the graph does not use has a symbol of its own
+        given = [source for source in sources if STATE_PREFIX not in source.name]
+        if symbol in symbols or any((source.prop, source.idx) == (TensorProperty.SIZE, 1) for source in given):
+            bounds = symbol_bounds(shapes, symbol)
+            if bounds.lower == 2:
+                set_symbol_bounds(shapes, symbol, ValueRanges(1, bounds.upper))
+    guards = [guard for guard in shape_guards(shapes) if guard.expr.free_symbols == symbols]
+    drop_shape_guards(shapes, [guard for guard in guards if _excludes_only_one(guard.expr)])
+
+
+def _excludes_only_one(guard: sympy.Basic) -> bool:
+    """Whether a guard on one symbol says that it is not 1, and nothing else."""
+    (symbol,) = guard.free_symbols
+    one, *others = (guard.xreplace({symbol: sympy.Integer(length)}) for length in (1, *_LENGTHS))
+    return isinstance(guard, sympy.Ne) and one == sympy.false and all(other == sympy.true for other in others)
+
+
+@contextmanager
+def several_tokens(shapes: ShapeEnv, tokens: Dim) -> Iterator[None]:
+    """What is compiled inside may take two tokens or more for granted; the graph of one has none of the symbol."""
+    known = {symbol: symbol_bounds(shapes, symbol) for symbol in symbols_of([tokens])}
+    for symbol, bounds in known.items():
+        set_symbol_bounds(shapes, symbol, ValueRanges(max(bounds.lower, 2), bounds.upper))
+    try:
+        yield
+    finally:
+        for symbol, bounds in known.items():
+            set_symbol_bounds(shapes, symbol, ValueRanges(bounds.lower, symbol_bounds(shapes, symbol).upper))
+
+
+def one_token_inputs(inputs: Sequence[Any], tokens: Dim, mode: FakeTensorMode) -> list[Any]:
+    """Fake inputs of a capture of several tokens, for one token."""
+    symbols = symbols_of([tokens])
+
+    def one(size: Any) -> Any:
+        dim = dim_of(size)
+        return size if isinstance(dim, int) or not symbols & dim.free_symbols else _at_one(dim, symbols)
+
+    def resized(value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return one(value)
+        if not isinstance(value, Tensor) or not symbols & symbols_of(map(dim_of, (*value.shape, *value.stride()))):
+            return value
+        with mode:
+            return torch.empty([one(size) for size in value.shape], dtype=value.dtype, device=value.device)
+
+    return [resized(value) for value in inputs]
+
+
+def _at_one(dim: sympy.Expr, symbols: set[sympy.Symbol]) -> int:
+    return int(dim.xreplace(dict.fromkeys(symbols, sympy.Integer(1))))
+
+
+def one_token_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMode) -> int:
+    """Record the values of one token in place of those of several; returns how many calls were recorded.
+
+    Args:
+        inputs: fake ones of all placeholders, from :func:`one_token_inputs`.
+    """
+    for node, value in zip(placeholders(gm), inputs, strict=True):
+        if isinstance(value, int) and isinstance(recorded(node), torch.SymInt):
+            _replace(node, value)
+    recorder = _Recorder(gm, mode)
+    with mode, torch.no_grad():
+        recorder.run(*inputs)
+    return recorder.calls
+
+
+def _replace(node: Node, value: int) -> None:
+    for user in list(node.users):
+        user.args = map_arg(user.args, lambda operand: value if operand is node else operand)
+        user.kwargs = map_arg(user.kwargs, lambda operand: value if operand is node else operand)
+
+
+class _Recorder(Interpreter):
+    def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(gm)
+        self.mode, self.calls, self.extra_traceback = mode, 0, False
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n.op == "get_attr" and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            value = self.mode.from_tensor(value)
+        if n.op != "output":
+            n.meta["example_value"] = value
+        self.calls += n.op.startswith("call_")
+        return value

@@ -1,0 +1,472 @@
+"""Fail closed on a graph that gives a text in pieces something else than the same text at once.
+
+The live part of the graph runs on an example of N tokens and, call by call beside it, on the same tokens in three
+pieces, as prefill, extend and decode would have them. Attention itself is left out: a site is replaced by a call that
+makes each token of its own query, key and value, since what a site does against a cache is known. Positions that the
+decoder counts by itself go on from the tokens of earlier pieces where that is right, and are marked for
+``offset_positions``.
+
+Where a call gives a piece what the whole text has there, up to rounding, the piece goes on with exactly that: rounding
+does not grow, and a router chooses the same experts. What enters a site or the output must be the same in the end; the
+first call that gave something else is named. So this finds token shifts, convolutions and means over tokens, what is
+done to the first or the last token of a call, and positions that start again at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.bind_state import copy_graph
+from kvpass.graphs.fx_utils import (
+    DataFlow,
+    Dim,
+    is_module_tensor,
+    is_scalar,
+    mutated_inputs,
+    numbers_given,
+    refuse,
+    shape_of,
+    symbols_in,
+    symbols_of,
+    target_name,
+    token_sizes,
+    value_inputs,
+)
+from kvpass.graphs.rewrite_attention import SITE, find_sites
+from kvpass.graphs.verify.example_lengths import counting_calls, text_lengths
+from kvpass.graphs.verify.examples import (
+    EvaluationError,
+    LookupsInRange,
+    SizeMap,
+    SubstitutingInterpreter,
+    concrete,
+    example_sizes,
+    fed_by_inputs,
+    hinted_sizes,
+    stand_in,
+    text_inputs,
+    token_wise_site,
+)
+from kvpass.graphs.verify.shift_positions import COUNTED, MARK, RELATIVE, shift
+
+PIECES = (9, 5, 1)
+"""Tokens of the first, the further and the last piece of the short example."""
+
+_TOLERANCE = 2e-5
+"""Of the largest number a call gives: rounding differs between the rows of a matrix product."""
+
+
+def self_check_pass(gm: GraphModule) -> int:
+    """Mark the positions that the decoder counts by itself; returns how many of them count.
+
+    With any, rows of a batch must be at the same position: left padding is not possible. Positions of which only
+    differences count (``fold_alibi``) are marked but not counted. A capture of one token is not looked at.
+
+    Raises:
+        UnsupportedAttentionError: naming the first call that gives a piece of a text something else than the text.
+    """
+    sites = find_sites(gm)
+    shape = shape_of(sites[0].q) if sites else None
+    if shape is None or shape[2] == 1:
+        return 0
+    if isinstance(shape[2], int):
+        raise refuse(
+            sites[0].node,
+            f"the decoder was captured for exactly {shape[2]} tokens and no other number: something makes a constant "
+            "of it, or a table of positions ends there",
+        )
+    live = DataFlow(gm).sources([gm.graph.output_node()])
+    given = symbols_of(token_sizes(gm.graph.nodes)) - symbols_of([shape[0]])
+    _check_length_as_number(live, symbols_of([shape[2]]) | given)
+    _check_reduced_positions(live, fed_by_inputs(live), shape[2])
+    offsets = _Offsets(gm)
+    tables = {size for node in live if is_module_tensor(node) for size in shape_of(node) or () if isinstance(size, int)}
+    shortest = sum(PIECES)
+    for length in text_lengths(gm, live, shape[2]):
+        # fewer where a table ends before
+        shorter = sorted((size for size in tables if shortest < size < length), reverse=True)
+        for tokens in dict.fromkeys((max(shortest, length), *shorter, shortest)):
+            try:
+                _check_text(offsets, tokens)
+                break
+            except EvaluationError as error:
+                if tokens == shortest:
+                    reason = f"no example shows whether a text in pieces is what the whole text is: {error}"
+                    raise refuse(sites[0].node, reason) from error
+    return offsets.mark()
+
+
+def _check_length_as_number(live: Sequence[Node], lengths: Collection[object]) -> None:
+    """Refuse a length as a number that a tensor is made of: a piece of the text has another one.
+
+    Args:
+        lengths: symbols of the lengths of all inputs.
+    """
+    for node in live:
+        if not node.op.startswith("call_") or RELATIVE in node.meta or is_scalar(node):
+            continue
+        for operand in numbers_given(node):
+            if symbols_in(operand) & set(lengths):
+                reason = (
+                    f"it computes with {operand.name}, a number made from the length of the input; against a cache "
+                    "that would be the length of a piece of the text"
+                )
+                raise refuse(node, reason)
+
+
+def _check_reduced_positions(live: Sequence[Node], fed: Collection[Node], tokens: Dim) -> None:
+    """Refuse one number for all tokens, of positions that the decoder counts by itself: see the next pass."""
+    for node in counting_calls(live, tokens)[1]:
+        if node not in fed:
+            raise _reduced(node, " (positions are made in the graph)")
+
+
+def check_reduced_inputs_pass(gm: GraphModule) -> int:
+    """Refuse a graph in which ids or positions that are given make a number for all tokens; changes nothing.
+
+    No example shows what it does beyond: ``positions.amax()`` may be held against any length.
+
+    Raises:
+        UnsupportedAttentionError: naming the call.
+    """
+    sites = find_sites(gm)
+    shape = shape_of(sites[0].q) if sites else None
+    if shape is not None and shape[2] != 1:
+        live = DataFlow(gm).sources([gm.graph.output_node()])
+        fed = fed_by_inputs(live)
+        for node in counting_calls(live, shape[2])[1]:
+            if node in fed:
+                raise _reduced(node)
+    return 0
+
+
+def _reduced(node: Node, remark: str = "") -> UnsupportedAttentionError:
+    reason = "makes one number of the ids or positions of all tokens: it relates tokens to tokens outside of an"
+    return refuse(node, f"{target_name(node)} {reason} attention site{remark}")
+
+
+def _check_text(offsets: _Offsets, tokens: int) -> None:
+    """Compare a text of so many tokens with two ways to cut it in pieces.
+
+    Raises:
+        UnsupportedAttentionError: they differ. EvaluationError: the graph does not take so many tokens.
+    """
+    first, further, last = tokens - PIECES[1] - PIECES[2], PIECES[1], PIECES[2]
+    calls = [node for node in offsets.live if node not in offsets.added]
+    text = text_inputs(offsets.gm, offsets.flow, calls, offsets.tokens, offsets.sizes(tokens))
+    for pieces in ((first, further, last), (further, first, last)):
+        try:
+            _Lockstep(offsets, text, pieces).run()
+        except _DiffersError as found:
+            result = f"its result {shape_of(found.node) or ''}".strip()
+            raise refuse(
+                found.node,
+                f"{result} for {tokens} tokens at once is not that for pieces of {pieces} against a cache: it relates "
+                "tokens to tokens outside of an attention site, or depends on a token's place in the input, as the "
+                "first or the last, or positions are made in the graph that kvpass cannot offset. Pass positions in as "
+                "an input of the decoder",
+            ) from None
+
+
+class _DiffersError(Exception):
+    """A node gives a piece something else than the text."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node.name)
+        self.node = node
+
+
+class _Offsets:
+    """A copy of a graph in which, beside operands that may be positions, are such that count from the tokens seen.
+
+    Attributes:
+        seen: input of the copy that is the number of tokens seen. beside: by call and operand, what may take its place.
+        fits: whether that was right in all examples so far; not there when none had the call. differs: where the two
+            were not the same.
+        live: nodes that reach the output, in execution order, and what makes the offset operands.
+        fed: those of the former whose elements come from the inputs of the decoder. added: the latter.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = copy_graph(gm)
+        self._originals = dict(zip(self.gm.graph.nodes, gm.graph.nodes, strict=True))
+        shape = shape_of(find_sites(self.gm)[0].q)
+        assert shape is not None
+        self.batch, self.tokens = shape[0], shape[2]
+        flow = DataFlow(self.gm)
+        live = flow.sources([self.gm.graph.output_node()])
+        self.fed = fed_by_inputs(live)
+        with self.gm.graph.inserting_before(flow.nodes[0]):
+            self.seen = self.gm.graph.placeholder("kvpass_seen")
+        self.beside: dict[tuple[Node, Node], Node] = {}
+        self.fits: dict[tuple[Node, Node], bool] = {}
+        self.differs: set[tuple[Node, Node]] = set()
+        known: dict[tuple[Node, ...], Node | None] = {}
+        for user in (node for node in live if node in self.fed):
+            for operand in filter(self._may_count, value_inputs(user)):
+                sources = flow.sources([operand], before=user)
+                key = (operand, *sources)
+                if key not in known and self.fed.isdisjoint(sources):
+                    before = len(self.seen.users)
+                    shifted = shift(self.gm.graph, sources, user, self.seen, self.tokens).get(operand)
+                    known[key] = shifted if len(self.seen.users) > before else None
+                if (shifted := known.get(key)) is not None:
+                    self.beside[user, operand] = shifted
+        self.flow = DataFlow(self.gm)
+        self.added = {node for node in self.flow.nodes if node not in self._originals}
+        wanted = {*live, *self.flow.sources([*self.beside.values()])}
+        self.live = [node for node in self.flow.nodes if node in wanted]
+
+    def _may_count(self, operand: Node) -> bool:
+        """Whether an operand is made by token, and not of the inputs of the decoder."""
+        if operand in self.fed or operand.op in ("placeholder", "get_attr"):
+            return False
+        return bool(symbols_of(shape_of(operand) or ()) & symbols_of([self.tokens]))
+
+    def sizes(self, length: int) -> SizeMap:
+        """Values of the symbols for an example of so many tokens."""
+        return hinted_sizes(self.gm) | example_sizes([self.batch], [self.tokens], length)
+
+    def mark(self) -> int:
+        """Mark in the original graph what is to be offset; returns how many operands count tokens."""
+        total = 0
+        for (user, operand), fits in self.fits.items():
+            if fits:
+                relative = any(RELATIVE in source.meta for source in self.flow.sources([operand]))
+                counts = (user, operand) in self.differs and not relative
+                original = self._originals[user].meta
+                original[MARK] = (*original.get(MARK, ()), user.all_input_nodes.index(operand))
+                original[COUNTED] = original.get(COUNTED, 0) + counts
+                total += counts
+        return total
+
+
+class _Run:
+    """Values of one of the runs; ``seen`` tokens went before its own."""
+
+    def __init__(self, offsets: _Offsets, length: int, seen: int, env: Mapping[Node, Any]) -> None:
+        self.seen, self.length = seen, length
+        self.sizes = offsets.sizes(length)
+        self.env = {offsets.seen: torch.tensor(seen), **env}
+        self._interpreter = SubstitutingInterpreter(offsets.gm, {SITE: token_wise_site})
+        self._interpreter.env = self.env
+
+    def call(self, node: Node) -> Any:
+        for operand in node.all_input_nodes:
+            if operand not in self.env:
+                self.env[operand] = stand_in(operand, node, self.sizes)
+        try:
+            self.env[node] = self._interpreter.run_node(node)
+        except Exception as error:
+            raise EvaluationError(f"{node.name} fails on an example of {self.length} tokens: {error}") from error
+        return self.env[node]
+
+
+class _Lockstep:
+    """One run of a whole text and one of each of its pieces.
+
+    Args:
+        text: inputs of the run of the whole text.
+    """
+
+    def __init__(self, offsets: _Offsets, text: Mapping[Node, Tensor], pieces: Sequence[int]) -> None:
+        self.offsets, self.batch, self.tokens, self.fed = offsets, offsets.batch, offsets.tokens, offsets.fed
+        self.suspects: set[Node] = set()
+        self.confirmed: set[Node] = set()
+        starts = [sum(pieces[:place]) for place in range(len(pieces))]
+        self.whole = self._begin(text, 0, sum(pieces))
+        self.parts = [self._begin(text, seen, length) for seen, length in zip(starts, pieces, strict=True)]
+
+    def _begin(self, text: Mapping[Node, Tensor], seen: int, length: int) -> _Run:
+        env = {node: self._part(node, value, seen, length) for node, value in text.items()}
+        return _Run(self.offsets, length, seen, env)
+
+    def _part(self, node: Node, value: Tensor, seen: int, length: int) -> Tensor:
+        if not is_module_tensor(node):
+            for axis, dim in enumerate(shape_of(node) or ()):
+                if dim == self.tokens:
+                    value = value.narrow(axis, seen, length)
+        return value.clone() if self.offsets.flow.writes_to(node) else value.contiguous()
+
+    def run(self) -> None:
+        """Compare what enters sites and the output.
+
+        Raises:
+            _DiffersError: with the first call that gives a piece something else.
+        """
+        output = self.offsets.gm.graph.output_node()
+        with torch.no_grad(), LookupsInRange():
+            for node, done in self._order():
+                if node is output:
+                    self._check_output(output)
+                    return
+                if node.target is SITE:
+                    self._check(node.args[:3])
+                if node in self.offsets.added:
+                    self._call_offset(node)
+                elif node not in self.whole.env:
+                    self._call(node)
+                for run in (self.whole, *self.parts):
+                    for operand in done:
+                        run.env.pop(operand, None)
+
+    def _order(self) -> Iterable[tuple[Node, list[Node]]]:
+        """Nodes in execution order, each with those that nothing needs afterwards."""
+        beside: dict[Node, list[Node]] = {}
+        for (user, _), shifted in self.offsets.beside.items():
+            beside.setdefault(user, []).append(shifted)
+        last: dict[Node, Node] = {}
+        for node in self.offsets.live:
+            last.update(dict.fromkeys([*node.all_input_nodes, *beside.get(node, [])], node))
+        done: dict[Node, list[Node]] = {}
+        for operand, node in last.items():
+            done.setdefault(node, []).append(operand)
+        return ((node, done.get(node, [])) for node in self.offsets.live if node.op != "placeholder")
+
+    def _call_offset(self, node: Node) -> None:
+        """Where a table has no such row, there is no value, and nothing that is made of it."""
+        for run in self.parts:
+            try:
+                run.call(node)
+            except EvaluationError:
+                run.env.pop(node, None)
+
+    def _call(self, node: Node) -> None:
+        whole = self.whole.call(node)
+        operands = [operand for user, operand in self.offsets.beside if user is node]
+        if not operands or not self._fits_with_offsets(node, whole, operands):
+            for run in self.parts:
+                try:
+                    run.call(node)
+                except EvaluationError:  # what the whole text does not
+                    raise _DiffersError(node) from None
+        if node not in self.fed:
+            return
+        if not all(self._is_same(node, whole, run) for run in self.parts):
+            self.suspects.add(node)
+        elif isinstance(whole, Tensor) and whole.is_floating_point() and self._axis(node) is not None:
+            self.confirmed.add(node)
+            for run in self.parts:
+                self._give_exact(node, whole, run)
+
+    def _fits_with_offsets(self, node: Node, whole: Any, operands: Sequence[Node]) -> bool:
+        """Whether all pieces are right when positions go on from the tokens seen; else nothing has happened.
+
+        The offset is preferred where an example shows no difference: another length may.
+        """
+        fits, keys = self.offsets.fits, [(node, operand) for operand in operands]
+        if self._axis(node) is None or not all(fits.get(key, True) for key in keys):
+            return False
+        written = mutated_inputs(node)
+        before = [[run.env[operand].clone() for operand in written] for run in self.parts]
+        found = all(self._call_with_offsets(node, whole, operands, run) for run in self.parts)
+        fits.update(dict.fromkeys(keys, found))
+        if not found:
+            for run, values in zip(self.parts, before, strict=True):
+                for operand, value in zip(written, values, strict=True):
+                    run.env[operand].copy_(value)
+        return found
+
+    def _call_with_offsets(self, node: Node, whole: Any, operands: Sequence[Node], run: _Run) -> bool:
+        beside = {operand: self.offsets.beside[node, operand] for operand in operands}
+        if any(value not in run.env for value in beside.values()):
+            return False
+        known = {operand: run.env[operand] for operand in operands}
+        shifted = {operand: run.env[value] for operand, value in beside.items()}
+        differ = (operand for operand in operands if not torch.equal(known[operand], shifted[operand]))
+        self.offsets.differs.update((node, operand) for operand in differ)
+        run.env.update(shifted)
+        try:
+            run.call(node)
+            return self._is_same(node, whole, run)
+        except EvaluationError:
+            return False
+        finally:
+            run.env.update(known)
+
+    def _axis(self, node: Node) -> tuple[int, bool] | None:
+        """The axis of a result that holds the tokens, and whether it holds those of all rows; None of any other."""
+        shape = shape_of(node) or ()
+        axes = [(axis, False) for axis, dim in enumerate(shape) if dim == self.tokens]
+        axes += [(axis, True) for axis, dim in enumerate(shape) if dim == self.batch * self.tokens != self.tokens]
+        return axes[0] if len(axes) == 1 else None
+
+    def _views(self, node: Node, whole: Tensor, run: _Run) -> tuple[Tensor, Tensor] | None:
+        """What the whole text has for the tokens of a piece, and what the piece has."""
+        if (found := self._axis(node)) is None:
+            return None
+        (axis, flat), part = found, run.env[node]
+        if flat:
+            rows = int(concrete(self.batch, run.sizes))
+            whole, part, axis = whole.unflatten(axis, (rows, -1)), part.unflatten(axis, (rows, -1)), axis + 1
+        if whole.shape[axis] != self.whole.length or part.shape[axis] != run.length:
+            return None
+        return whole.narrow(axis, run.seen, run.length), part
+
+    def _is_same(self, node: Node, whole: Any, run: _Run) -> bool:
+        """Whether a piece has what the whole text has there, as far as that can be compared."""
+        views = self._views(node, whole, run) if isinstance(whole, Tensor) else None
+        return views is None or _is_close(*views)
+
+    def _give_exact(self, node: Node, whole: Tensor, run: _Run) -> None:
+        views = self._views(node, whole, run)
+        if views is not None and 0 not in views[1].stride():
+            views[1].copy_(views[0])
+
+    def _check(self, nodes: Iterable[Any]) -> None:
+        for node in nodes:
+            whole = self.whole.env[node]
+            if whole.is_floating_point() and bool(whole.isnan().any()):
+                raise EvaluationError("the example gives NaN")
+            if not all(self._is_same(node, whole, run) for run in self.parts):
+                raise _DiffersError(self._origin(node))
+
+    def _check_output(self, output: Node) -> None:
+        for node in dict.fromkeys(leaf for leaf in tree_leaves(output.args[0]) if isinstance(leaf, Node)):
+            if node in self.fed and isinstance(self.whole.env[node], Tensor):
+                self._check([node])
+                if self._axis(node) is None and not self._holds_some_tokens(node):
+                    raise _DiffersError(self._origin(node))
+
+    def _holds_some_tokens(self, node: Node) -> bool:
+        """Whether an output holds something of the last few tokens of a call, or of the first few."""
+        whole, first, last = (run.env[node] for run in (self.whole, self.parts[0], self.parts[-1]))
+        ends, starts = (whole, last), (whole, first)
+        for axis in range(whole.ndim):
+            rows = min(value.shape[axis] for value in ends)
+            ends = tuple(value.narrow(axis, value.shape[axis] - rows, rows) for value in ends)
+            rows = min(value.shape[axis] for value in starts)
+            starts = tuple(value.narrow(axis, 0, rows) for value in starts)
+        return _is_close(*ends) or _is_close(*starts)
+
+    def _origin(self, node: Node) -> Node:
+        """The first suspect that what is wrong here is made of, through calls that were not confirmed."""
+        order = self.offsets.flow.order
+        found, stack, visited = node, [node], {node}
+        while stack:
+            current = stack.pop()
+            for operand in (*current.all_input_nodes, *self.offsets.flow.writes_to(current, before=current)):
+                if operand not in visited and operand in self.fed and operand not in self.confirmed:
+                    visited.add(operand)
+                    stack.append(operand)
+                    if operand in self.suspects and order[operand] < order[found]:
+                        found = operand
+        return found
+
+
+def _is_close(expected: Tensor, found: Tensor) -> bool:
+    if expected.shape != found.shape:
+        return False
+    if torch.equal(expected, found) or not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(expected, found)
+    largest = float(expected.abs().nan_to_num(nan=0.0, posinf=0.0).max())
+    tolerance = max(_TOLERANCE, 4 * torch.finfo(expected.dtype).eps) * largest
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    return torch.allclose(found.to(wide), expected.to(wide), rtol=0.0, atol=tolerance, equal_nan=True)
