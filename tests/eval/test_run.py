@@ -240,7 +240,6 @@ def test_the_command_runs_a_grid_and_draws_it(tmp_path):
         ("--backend jit", "backend='jit'"),
         ("--samples 0", "samples=0"),
         ("--data-dir /no/such/folder", "data_dir='/no/such/folder'"),
-        ("--tasks longbench_lcc", "data_dir=None"),
     ],
 )
 def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path, words, part):
