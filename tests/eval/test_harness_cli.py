@@ -140,7 +140,7 @@ def test_the_command_runs_both_models_and_the_budget_is_felt(tasks: Path, tmp_pa
     assert max(abs(a - b) for a, b in zip(scores(tight), scores(stock), strict=True)) > 0.1
     assert answers(tight) != answers(stock)
     facts = tight_results["config"]["kvpass"]
-    assert (facts["policy"], facts["budget"], facts["hold"]) == ("streaming_llm", "20", 1)
+    assert (facts["policy"], facts["budget"], facts["num_uncompressed_tokens"]) == ("streaming_llm", "20", 1)
     assert facts["kept_fraction"] == pytest.approx(20 * 3 / (89 + 139 + 109))
     assert full_results["config"]["kvpass"]["kept_fraction"] == 1.0
     assert 0 < facts["cache_bytes_peak"] < full_results["config"]["kvpass"]["cache_bytes_peak"]
@@ -171,7 +171,7 @@ def test_own_tasks_run_from_local_files(tmp_path: Path) -> None:
     )
     facts = results["config"]["kvpass"]
     assert (facts["prompts_compressed"], facts["requests_truncated"]) == (3, 2)
-    assert (facts["scope"], facts["hold"], facts["truncation"]) == ("context", "question", "middle")
+    assert (facts["scope"], facts["num_uncompressed_tokens"], facts["truncation"]) == ("context", "question", "middle")
     (asked,) = samples["kvpass_longbench_trec"]
     text, settings = asked["arguments"]["gen_args_0"]["arg_0"], asked["arguments"]["gen_args_0"]["arg_1"]
     before = "Please determine the type of the question below. Here are some examples of questions."
