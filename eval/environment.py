@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import json
 import platform
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -11,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 import kvpass
+from kvpass.cache.fingerprint import Identity
 
 _LIBRARIES = (
     *("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "kvpress"),
@@ -28,21 +32,19 @@ def versions() -> dict[str, str]:
     """Versions of kvpass, Python and the libraries that decide numbers, as far as installed."""
     found = {"kvpass": kvpass.__version__, "source": source_digest(), "python": platform.python_version()}
     for name in _LIBRARIES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
 def source_digest() -> str:
-    """A digest of every source file of the package, by which figures of changed code are known."""
+    """Digest of every source file of the package."""
     return _digest(_sources(*_FOLDERS))
 
 
 @functools.cache
 def answering_digest(*loop: str) -> str:
-    """A digest of the source files that decide what a model answers to given tokens, read once in a process.
+    """Digest of the source files that decide answers to given tokens, read once per process.
 
     Args:
         loop: files of ``eval/`` that feed the model. The others do not matter: prompts are kept with answers, and
@@ -63,6 +65,12 @@ def _digest(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+def fingerprint(model: PreTrainedModel) -> str:
+    """Digest of a model: class, dtype, configuration, weights (:class:`~kvpass.cache.fingerprint.Identity`)."""
+    text = json.dumps(Identity(model).describe(), sort_keys=True)
+    return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """What the figures were measured on."""
     described: dict[str, Any] = {"device": device.type, "cpu": _cpu_name(), "threads": torch.get_num_threads()}
@@ -81,8 +89,6 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def _cpu_name() -> str:
     listing = Path("/proc/cpuinfo")
-    if listing.is_file():
-        for line in listing.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = listing.read_text().splitlines() if listing.is_file() else []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -1,4 +1,4 @@
-"""``make gpu-check``: tests, kernels and the bench on the GPU of this machine, the most important figures first.
+"""``make gpu-check``: tests, kernels and the bench on the GPU of this machine.
 
 Every stage is a process of its own with a time limit, its result a file under ``benchmarks/results/<date>-<device>/``
 (and, where ``$OUT`` names a folder, in an archive there). A stage whose result is there, complete and made by the
@@ -71,7 +71,7 @@ class Stage:
 
 @dataclass
 class Outcome:
-    """What became of a stage: ``passed``, ``failed``, ``out of time``, ``not run`` or ``kept`` from an earlier run."""
+    """Status of a stage: ``passed``, ``failed``, ``out of time``, ``not run`` or ``kept``."""
 
     status: str
     seconds: float = 0.0
@@ -90,7 +90,7 @@ def _bench(name: str, seconds: int, words: str, least: int = 180) -> Stage:
 
 
 def full_cache_rows() -> int:
-    """Rows of 131072 tokens whose full caches of the 8B shape this device holds beside the weights; at least 1."""
+    """Rows of 131072 tokens whose full caches fit beside 8B weights; at least 1."""
     if not torch.cuda.is_available():
         return 1
     total = torch.cuda.get_device_properties(0).total_memory
@@ -154,7 +154,7 @@ def command_of(stage: Stage, result: Path) -> list[str]:
 
 
 def run_stage(stage: Stage, result: Path, log: Path, seconds: float) -> Outcome:
-    """Run one stage; whatever it prints goes to the log. Its processes are gone when this returns."""
+    """Run one stage, log what it prints, and end all its processes."""
     command = command_of(stage, result)
     writes = "{}" in stage.command
     if read(_stamp(result)) != _made_by(stage):
@@ -193,12 +193,12 @@ def run_stage(stage: Stage, result: Path, log: Path, seconds: float) -> Outcome:
 
 
 def _hear_interrupts() -> None:
-    """Of a process to be: what a shell starts in the background ignores interrupts, and so does all that it starts."""
+    """Let a new process take interrupts, which background jobs of a shell ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process that was started in a session of its own, and every process that it started.
+    """End a process that leads its own session, with all that it started.
 
     It is interrupted first, at which pytest says what has failed so far.
     """
@@ -223,7 +223,7 @@ def read(result: Path) -> dict[str, Any] | None:
 
 
 def is_current(stage: Stage, result: Path) -> bool:
-    """Whether the result is complete, and was made by the stage's present command and the present code."""
+    """Whether the result is complete and made by the present command and code."""
     found = read(result)
     return found is not None and found.get("complete") is True and read(_stamp(result)) == _made_by(stage)
 
@@ -284,7 +284,7 @@ def kernel_markdown(found: dict[str, Any]) -> list[str]:
 
 
 def send(folder: Path, out: Path) -> None:
-    """Copy what there is to ``$OUT``: the report, and an archive of everything, from which a check can go on."""
+    """Copy the report and an archive of all results to ``$OUT``."""
     shutil.copy(folder / "RESULTS.md", out / "RESULTS.md")
     shutil.make_archive(str(out / "gpu-check"), "gztar", folder.parent, folder.name)
 

@@ -11,9 +11,9 @@ _MARKERS = "osD^v<>Pp*hX8Hd"
 
 
 def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
-    """Score against the measured kept share of the cache: a panel a scope, a line a policy, bars its 95 % interval.
+    """Plot score against kept share, one panel per scope, one line per policy.
 
-    Points of one budget are drawn a little beside each other, so that their bars do not hide each other.
+    Points of one budget are drawn side by side, so that their bars can be told apart.
 
     Args:
         rows: of one task; those whose budget is ``all`` become a dashed line.
@@ -75,30 +75,29 @@ def plot_grid(records: Sequence[Record], path: Path, *, title: str) -> None:
     import numpy as np
     from matplotlib.figure import Figure
 
-    lengths = sorted({record["labels"]["length"] for record in records})
-    depths = sorted({record["labels"]["depth"] for record in records})
-    conditions = list(dict.fromkeys((record["label"], record["budget"], record["scope"]) for record in records))
-    columns = min(4, len(conditions))
-    lines = -(-len(conditions) // columns)
+    lengths, depths = (sorted({float(record.labels[name]) for record in records}) for name in ("length", "depth"))
+    cells: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        cells.setdefault((record.label, record.question.budget, record.question.scope), []).append(record)
+    columns = min(4, len(cells))
+    lines = -(-len(cells) // columns)
     figure = Figure(figsize=(3.4 * columns + 1, 2.6 * lines + 0.8), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
-    for panel, condition in zip(axes, conditions, strict=False):
+    for panel, ((label, budget, scope), own) in zip(axes, cells.items(), strict=False):
         total, count = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)))
-        for record in records:
-            if (record["label"], record["budget"], record["scope"]) == condition:
-                cell = depths.index(record["labels"]["depth"]), lengths.index(record["labels"]["length"])
-                total[cell] += record["score"]
-                count[cell] += 1
+        for record in own:
+            cell = depths.index(float(record.labels["depth"])), lengths.index(float(record.labels["length"]))
+            total[cell] += record.score
+            count[cell] += 1
         with np.errstate(invalid="ignore"):
             image = panel.imshow(100 * total / count, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
-        panel.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+        panel.set_xticks(range(len(lengths)), [f"{length:.0f}" for length in lengths])
         panel.set_yticks(range(len(depths)), [f"{100 * depth:.0f}" for depth in depths])
-        label, budget, scope = condition
         panel.set_title(f"{label}\nbudget {budget}, scope {scope}", fontsize=8)
         panel.set_xlabel("prompt tokens", fontsize=8)
         panel.set_ylabel("depth, %", fontsize=8)
         panel.tick_params(labelsize=7)
-    for panel in axes[len(conditions) :]:
+    for panel in axes[len(cells) :]:
         panel.axis("off")
     figure.colorbar(image, ax=list(axes), label="exact answers, %")
     figure.suptitle(title)

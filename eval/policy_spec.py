@@ -29,7 +29,7 @@ class PolicySpec:
         return resolve(self.name, **dict(self.options))
 
     def with_window(self, window: int) -> PolicySpec:
-        """With another window, where the policy observes one of the usual size and none was typed."""
+        """With this window, if the policy has a default-size window and none was typed."""
         policy = self.resolve()
         if not policy.needs_budget or policy.window != Policy.window or "window" in dict(self.options):
             return self
@@ -41,7 +41,9 @@ class PolicySpec:
 
 
 def parse_policies(text: str) -> tuple[PolicySpec, ...]:
-    """Read ``snapkv,cake:tau1=1.6,tau2=0.4,full``: a part with ``=`` and no colon is an option of the policy before it.
+    """Read policies and options such as ``snapkv,cake:tau1=1.6,tau2=0.4,full``.
+
+    A part with ``=`` and no colon is an option of the policy before it.
 
     Raises:
         ValueError: no policy, an unknown one, an unknown option, or an option before any policy.

@@ -1,23 +1,20 @@
-"""Prompts as token ids: what is compressed, what is fed afterwards, and how several share a batch.
-
-Legend: B batch, T tokens.
-"""
+"""Prompts: where the context ends and the question begins, as text and as token ids."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-Item = TypeVar("Item")
-
 Scope = Literal["prompt", "context"]
 Truncation = Literal["left", "middle"]
+
+SEPARATOR = "<|kvpass:ask|>"
+"""Stands between context and question in the text of a request. It is removed before a text is tokenised."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +22,12 @@ class Prompt:
     """Token ids of one prompt.
 
     Attributes:
-        ids: all of them. held: how many at the end are fed after compression; ``len(ids)`` or more leave nothing that
-            is compressed.
+        ids: all of them. num_uncompressed_tokens: how many at the end are fed after compression; ``len(ids)`` or more
+            leave nothing that is compressed.
     """
 
     ids: tuple[int, ...]
-    held: int
+    num_uncompressed_tokens: int
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -38,19 +35,19 @@ class Prompt:
     @property
     def head(self) -> tuple[int, ...]:
         """The tokens that are compressed."""
-        return self.ids[: max(len(self.ids) - self.held, 0)]
+        return self.ids[: max(len(self.ids) - self.num_uncompressed_tokens, 0)]
 
     @property
     def rest(self) -> tuple[int, ...]:
         """The tokens that are fed after compression."""
         return self.ids[len(self.head) :]
 
-    def scoped(self, scope: str, hold: int) -> Prompt:
-        """Itself for scope ``context``; for ``prompt`` with another border: only the last ``hold`` tokens are held."""
-        return self if scope == "context" else replace(self, held=hold)
+    def scoped(self, scope: str, num_uncompressed_tokens: int) -> Prompt:
+        """Itself for scope ``context``; for ``prompt`` with that number of tokens behind the border."""
+        return self if scope == "context" else replace(self, num_uncompressed_tokens=num_uncompressed_tokens)
 
     def cut(self, limit: int, truncation: Truncation) -> Prompt:
-        """At most ``limit`` tokens: the last ones, or, as in LongBench, the first ``limit // 2`` and the last.
+        """Cut to the last ``limit`` tokens, or to the first ``limit // 2`` and the last.
 
         What remains of the head is the new head.
         """
@@ -63,7 +60,9 @@ class Prompt:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, before: str, after: str, *, special: bool) -> Prompt:
-    """Two texts tokenised in one piece; the head is ``before``, and a token across the border is not in it.
+    """Tokenise two texts in one piece; the head is ``before``.
+
+    A token across the border is not in the head.
 
     Args:
         special: put the tokenizer's special tokens in front; those it puts behind are left out.
@@ -82,10 +81,10 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, before: str, after: str, *, spe
 def pad(
     rows: Sequence[Sequence[int]], side: Literal["left", "right"], token: int, columns: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Rows of one length: that of the longest, and at least ``columns``.
+    """Pad rows to the length of the longest, and to at least ``columns``.
 
     Returns:
-        ids and mask (1 = real token), both int64 ``[B, T]`` on the CPU.
+        ids and mask (1 = real token), both int64 ``[rows, tokens]`` on the CPU.
     """
     columns = max(columns, *map(len, rows))
     ids = torch.full((len(rows), columns), token, dtype=torch.int64)
@@ -97,30 +96,26 @@ def pad(
     return ids, mask
 
 
-def chunks(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
-    """Up to ``size`` neighbours at a time."""
-    for begin in range(0, len(items), size):
-        yield list(items[begin : begin + size])
+def without_separator(text: str) -> str:
+    """The text as a model sees it that compresses the whole prompt."""
+    return text.replace(SEPARATOR, "")
 
 
-def by_head(prompts: Sequence[Prompt]) -> dict[tuple[int, ...], list[int]]:
-    """Of every head, which may be empty, the indices of the prompts that share it."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        found.setdefault(prompt.head, []).append(index)
-    return found
+def split_at_separator(text: str) -> tuple[str, str]:
+    """Context and question of a request with scope ``"context"``.
 
+    The last separator counts; those before it, in few-shot examples, are removed.
 
-def rounds(sharing: Sequence[Sequence[int]], kinds: Sequence[Any], size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Up to ``size`` prompts of one kind at a time.
-
-    Args:
-        sharing: indices of the prompts that continue each row of a cache. kinds: of every prompt, to be sorted by.
-    Yields:
-        of each prompt, the row that it continues and its index.
+    Raises:
+        ValueError: no separator, or no question after it.
     """
-    pairs = [(row, index) for row, indices in enumerate(sharing) for index in indices]
-    pairs.sort(key=lambda pair: kinds[pair[1]])
-    for _, group in itertools.groupby(pairs, lambda pair: kinds[pair[1]]):
-        for batch in chunks(list(group), size):
-            yield [row for row, _ in batch], [index for _, index in batch]
+    context, separator, question = text.rpartition(SEPARATOR)
+    start = text if len(text) <= 60 else f"{text[:60]}..."
+    if not separator:
+        raise ValueError(
+            f"scope='context' needs {SEPARATOR!r} between context and question, as the tasks of kvpass have it; "
+            f"this prompt has none: {start!r}"
+        )
+    if not question.strip():
+        raise ValueError(f"scope='context': nothing follows {SEPARATOR!r} in the prompt {start!r}")
+    return without_separator(context), question

@@ -1,66 +1,82 @@
-"""The file of answered samples, from which an interrupted run goes on, and tables made of it."""
+"""The file of answered samples, which makes runs resumable, and tables of results."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import io
-import json
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from rich import box
 from rich.table import Table
 
 from kvpass.eval.markdown import markdown_table
-from kvpass.eval.metrics import wilson_interval
-
-Record = dict[str, Any]
-
-KEY_FIELDS = (
-    "task",
-    "sample",
-    "policy",
-    "budget",
-    "scope",
-    "hold",
-    "model",
-    "code",
-    "backend",
-    "device",
-    "seed",
-    "max_new_tokens",
-    "stops",
-    "libraries",
-    "prompt",
-)
-"""What decides an answer: equal fields, equal answer. ``policy`` has all its options; model, code and prompt are
-digests; ``stops`` are token ids, ``libraries`` versions."""
+from kvpass.eval.runner import Kept
 
 
-_GROUP = ("task", "label", "budget", "scope")
-_MEANS = ("budget_entries", "budget_bytes", "kept_entries", "kept_fraction", "kept_bytes", "cache_bytes")
+class Question(msgspec.Struct, kw_only=True, frozen=True):
+    """What decides an answer: equal questions, equal answers.
+
+    Attributes:
+        policy: with all its options. model, code, prompt: digests. stops: token ids. libraries: versions.
+    """
+
+    task: str
+    sample: str
+    policy: str
+    budget: str
+    scope: str
+    num_uncompressed_tokens: int
+    model: str
+    code: str
+    backend: str
+    device: str
+    seed: int
+    max_new_tokens: int
+    stops: list[int]
+    libraries: dict[str, str]
+    prompt: str
+
+    @property
+    def key(self) -> str:
+        """A digest, by which a sample already answered is known."""
+        return hashlib.blake2s(msgspec.json.encode(self, order="sorted"), digest_size=12).hexdigest()
 
 
-def record_key(fields: Mapping[str, Any]) -> str:
-    """A digest of :data:`KEY_FIELDS`, by which a sample already answered is known."""
-    text = json.dumps([fields[name] for name in KEY_FIELDS], sort_keys=True)
-    return hashlib.blake2s(text.encode(), digest_size=12).hexdigest()
+class Record(msgspec.Struct, kw_only=True, frozen=True):
+    """One answered sample.
+
+    Attributes:
+        label: the policy as it was typed. labels: of the sample. kept: what compression left of its prompt.
+    """
+
+    key: str
+    label: str
+    question: Question
+    answers: list[str]
+    prediction: str
+    score: float
+    generated_tokens: int
+    kept: Kept
+    labels: dict[str, int | float | str]
 
 
 class RecordFile:
-    """JSON lines, one a sample, each written whole in one append; later lines win over earlier ones of equal key.
+    """A file of JSON lines, one per sample.
 
-    A last line that an interruption left without its end is cut off when the file is opened.
+    Each line is written in one append; of equal keys the last line counts. A last line that an interruption left
+    without its end is cut off when the file is opened.
 
     Args:
         path: made when the first record is written.
 
     Raises:
-        ValueError: a line is no record; path and line are named.
+        ValueError: a line is no record of this version; path and line are named.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,38 +90,32 @@ class RecordFile:
             os.truncate(path, whole)
         for number, line in enumerate(content[:whole].splitlines(), 1):
             try:
-                record = json.loads(line)
-                if missing := {"key", "score", *_GROUP, *_MEANS} - record.keys():
-                    raise KeyError(*missing)
-                self.records[record["key"]] = record
-            except (ValueError, AttributeError, KeyError) as error:
-                raise ValueError(f"{path}, line {number}: not a record of kvpass eval") from error
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.records
+                record = msgspec.json.decode(line, type=Record)
+            except msgspec.DecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number}: not a record of this version of kvpass eval ({error}); give another output"
+                ) from error
+            self.records[record.key] = record
 
     def add(self, record: Record) -> None:
         """Append a record; it is on disk when this returns."""
-        # half of a surrogate pair has no UTF-8; with a backslash it is JSON again
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            os.write(file, line)
+            os.write(file, msgspec.json.encode(record) + b"\n")
             os.fsync(file)
         finally:
             os.close(file)
-        self.records[record["key"]] = record
+        self.records[record.key] = record
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """All samples of one task under one policy, budget and scope.
 
     Attributes:
         samples: their number. score, low, high: mean and its 95 % Wilson interval (which takes samples as independent,
             those that share a context included).
-        budget_entries, kept_entries: per KV head per layer. budget_bytes, kept_fraction, kept_bytes, cache_bytes: as in
-            :class:`~kvpass.eval.answer.Kept`. All are means over the samples.
+        budget_entries and what follows: as in :class:`~kvpass.eval.runner.Kept`, means over the samples.
     """
 
     task: str
@@ -124,49 +134,39 @@ class Row:
     cache_bytes: float
 
 
+_MEANS = [field.name for field in fields(Row) if field.name in {field.name for field in fields(Kept)}]
+
+
 def summarize(records: Iterable[Record]) -> list[Row]:
-    """One row a task, policy, budget and scope, in the order in which they first appear."""
+    """One row per task, policy, budget and scope, in order of first appearance."""
     groups: dict[tuple[str, str, str, str], list[Record]] = {}
     for record in records:
-        task, policy, budget, scope = (record[name] for name in _GROUP)
-        groups.setdefault((task, policy, budget, scope), []).append(record)
+        asked = record.question
+        groups.setdefault((asked.task, record.label, asked.budget, asked.scope), []).append(record)
     rows = []
     for (task, policy, budget, scope), group in groups.items():
-
-        def mean(name: str, group: list[Record] = group) -> float:
-            return sum(record[name] for record in group) / len(group)
-
-        score = mean("score")
-        low, high = wilson_interval(min(score, 1.0), len(group))
-        rows.append(
-            Row(
-                task=task,
-                policy=policy,
-                budget=budget,
-                scope=scope,
-                samples=len(group),
-                score=score,
-                low=low,
-                high=high,
-                **{name: mean(name) for name in _MEANS},
-            )
-        )
+        count = len(group)
+        score = sum(record.score for record in group) / count
+        low, high = wilson_interval(min(score, 1.0), count)
+        means = {name: sum(getattr(record.kept, name) for record in group) / count for name in _MEANS}
+        condition = (task, policy, budget, scope)
+        rows.append(Row(*condition, samples=count, score=score, low=low, high=high, **means))
     return rows
 
 
-_COLUMNS = (
-    "task",
-    "scope",
-    "policy",
-    "budget",
-    "n",
-    "score %",
-    "95 % interval",
-    "entries",
-    "kept",
-    "kept KiB",
-    "cache KiB",
-)
+def wilson_interval(mean: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval for a mean of ``count`` scores in [0, 1].
+
+    Exact in its assumption for scores of 0 and 1; for scores between, whose variance is smaller, wider than needed. The
+    mean is always inside, rounding errors at 0 and 1 notwithstanding.
+    """
+    spread = z * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+    middle, scale = mean + z * z / (2 * count), 1 + z * z / count
+    return max(0.0, min(mean, (middle - spread) / scale)), min(1.0, max(mean, (middle + spread) / scale))
+
+
+_COLUMNS = "task,scope,policy,budget,n,score %,95 % interval,entries,kept,kept KiB,cache KiB".split(",")
+_LEFT = 4
 
 
 def _cells(row: Row) -> list[str]:
@@ -189,7 +189,7 @@ def rich_table(rows: Sequence[Row]) -> Table:
     """The rows for a terminal."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if index < 4 else "right", no_wrap=index > 3)
+        table.add_column(column, justify="left" if index < _LEFT else "right", no_wrap=index >= _LEFT)
     for row in rows:
         table.add_row(*_cells(row))
     return table
@@ -197,13 +197,13 @@ def rich_table(rows: Sequence[Row]) -> Table:
 
 def results_markdown(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    return markdown_table(_COLUMNS, map(_cells, rows), left=4)
+    return markdown_table(_COLUMNS, map(_cells, rows), left=_LEFT)
 
 
 def csv_table(rows: Sequence[Row]) -> str:
     """The rows as CSV, every attribute of :class:`Row` a column."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(Row.__dataclass_fields__), lineterminator="\n")
+    writer = csv.DictWriter(text, fieldnames=[field.name for field in fields(Row)], lineterminator="\n")
     writer.writeheader()
     writer.writerows(asdict(row) for row in rows)
     return text.getvalue()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,13 +22,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvpass
 from kvpass.compiler.backend import Compiler
 from kvpass.config import Budget
-from kvpass.eval.answer import Answer, Answerer, Request
-from kvpass.eval.environment import answering_digest
-from kvpass.eval.manifest import fingerprint, write_manifest
+from kvpass.eval.environment import answering_digest, fingerprint, machine, versions
 from kvpass.eval.plots import plot_grid
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.prompt import Prompt, Scope
-from kvpass.eval.records import Record, RecordFile, Row, csv_table, record_key, results_markdown, summarize
+from kvpass.eval.records import Question, Record, RecordFile, Row, csv_table, results_markdown, summarize
+from kvpass.eval.runner import Runner
 from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.loading import load_model
 from kvpass.policies import Policy, resolve_budget
@@ -46,8 +48,10 @@ class EvalSettings:
         output: folder for ``samples.jsonl`` (to which later runs add), ``manifest.json`` and the tables.
         samples: of each task at most. length: longest prompt in tokens; longer ones lose their middle.
         data_dir: folder with local data. seed: of generated samples. batch: rows answered at once.
-        hold: last prompt tokens fed after compression in scope ``prompt``. chat: use the chat template, where the
-            tokenizer has one and the task wants it. backend, dtype, device: how the model runs.
+        num_uncompressed_tokens: last prompt tokens that scope ``prompt`` feeds after compression, so that the first
+            generated token sees the compressed cache; with 0 it does not.
+        chat: use the chat template, where the tokenizer has one and the task wants it. backend, dtype, device: how the
+            model runs.
 
     Raises:
         ValueError: a value out of range.
@@ -64,14 +68,14 @@ class EvalSettings:
     data_dir: Path | None = None
     seed: int = 0
     batch: int = 1
-    hold: int = 1
+    num_uncompressed_tokens: int = 1
     chat: bool = True
     backend: Compiler = "inductor"
     dtype: str = "auto"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name, low in (("samples", 1), ("length", 2), ("seed", 0), ("batch", 1), ("hold", 0)):
+        for name, low in (("samples", 1), ("length", 2), ("seed", 0), ("batch", 1), ("num_uncompressed_tokens", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= {low}")
         if not self.scopes or not set(self.scopes) <= set(SCOPES):
@@ -100,14 +104,18 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class _Condition:
-    """One task under one policy, budget and scope: the samples still to answer, and the keys of all of them."""
+    """One task under one policy, budget and scope.
+
+    Attributes:
+        questions: one a sample. waiting: indices of the samples still to answer.
+    """
 
     task: Task
     spec: PolicySpec
     budget: BudgetValue | None
     scope: str
-    keys: list[str] = field(default_factory=list)
-    waiting: list[Record] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
 
 
 class Evaluation:
@@ -122,7 +130,7 @@ class Evaluation:
         tasks = find_tasks(settings.tasks, settings.data_dir)
         self.model, self.tokenizer = load_model(settings.model, dtype=settings.dtype, device=settings.device)
         self.fingerprint = fingerprint(self.model)
-        self.code = answering_digest("answer.py", "prompt.py")
+        self.code = answering_digest("prompt.py", "runner.py", "run.py")
         self.stops = stop_tokens(self.model, self.tokenizer)
         self.libraries = {name: version(name) for name in ("torch", "transformers")}
         self.samples: dict[str, list[tuple[Sample, Prompt]]] = {task.name: self._encoded(task) for task in tasks}
@@ -145,7 +153,7 @@ class Evaluation:
         self.settings.output.mkdir(parents=True, exist_ok=True)
         self._write_manifest([], None)
         waiting = sum(len(condition.waiting) for condition in self.conditions)
-        total = sum(len(condition.keys) for condition in self.conditions)
+        total = sum(len(condition.questions) for condition in self.conditions)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as progress:
             bar = progress.add_task("", total=total, completed=total - waiting)
@@ -155,44 +163,52 @@ class Evaluation:
         rows = summarize(records)
         (output / "results.md").write_text(results_markdown(rows), encoding="utf-8")
         (output / "results.csv").write_text(csv_table(rows), encoding="utf-8")
-        if grid := [record for record in records if record["task"] == "needle_grid"]:
+        if grid := [record for record in records if record.question.task == "needle_grid"]:
             plot_grid(grid, output / "needle_grid.png", title=f"{self.settings.model}: one fact by length and depth")
         self._write_manifest(rows, time.perf_counter() - begin)
         return rows
 
     def _records(self) -> list[Record]:
-        """All records of this run's conditions, wherever they were answered, scored by the metrics of today."""
-        return [
-            {**record, "label": str(condition.spec), "score": condition.task.metric(record["prediction"], sample)}
-            for condition in self.conditions
-            for record, (sample, _) in zip(
-                map(self.file.records.__getitem__, condition.keys), self.samples[condition.task.name], strict=True
-            )
-        ]
+        """All records of this run's conditions, scored anew."""
+        records = []
+        for condition in self.conditions:
+            for question, (sample, _) in zip(condition.questions, self.samples[condition.task.name], strict=True):
+                record = self.file.records[question.key]
+                score = condition.task.metric(record.prediction, sample)
+                records.append(msgspec.structs.replace(record, label=str(condition.spec), score=score))
+        return records
 
     def _answer(self, progress: Progress, bar: Any) -> None:
         """What waits, with one compiled model: the decoder is captured once for all policies."""
         model = kvpass.compile(self.model, policy="full", backend=self.settings.backend)
-        answerer = Answerer(
-            model=model,
-            tokenizer=self.tokenizer,
-            stops=self.stops,
-            batch=self.settings.batch,
-            hold=self.settings.hold,
-        )
+        runner = Runner(model=model, tokenizer=self.tokenizer, batch=self.settings.batch)
         for condition in self.conditions:
-            if not condition.waiting:
-                continue
-            spec = condition.spec
-            model.set_policy(spec.resolve(), condition.budget)
-            progress.update(bar, description=f"{spec} {condition.budget or ''} {condition.scope} {condition.task.name}")
-            samples = [self.samples[condition.task.name][record["index"]] for record in condition.waiting]
-            requests = [Request(prompt=prompt, max_new_tokens=sample.max_new_tokens) for sample, prompt in samples]
-            for answers in answerer.answers(requests, condition.scope):
-                for index, answer in answers:
-                    score = condition.task.metric(answer.text, samples[index][0])
-                    self.file.add(_record(condition.waiting[index], samples[index][0], answer, score))
-                progress.advance(bar, len(answers))
+            if condition.waiting:
+                spec, budget, scope = condition.spec, condition.budget, condition.scope
+                model.set_policy(spec.resolve(), budget)
+                progress.update(bar, description=f"{spec} {budget or ''} {scope} {condition.task.name}")
+                self._answer_condition(condition, runner, lambda count: progress.advance(bar, count))
+
+    def _answer_condition(self, condition: _Condition, runner: Runner, advance: Callable[[int], None]) -> None:
+        samples = [self.samples[condition.task.name][index] for index in condition.waiting]
+        prompts = [prompt.scoped(condition.scope, self.settings.num_uncompressed_tokens) for _, prompt in samples]
+        for answers in runner.greedy(prompts, [sample.max_new_tokens for sample, _ in samples], self.stops):
+            for index, tokens, kept in answers:
+                sample, question = samples[index][0], condition.questions[condition.waiting[index]]
+                text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+                record = Record(
+                    key=question.key,
+                    label=str(condition.spec),
+                    question=question,
+                    answers=list(sample.answers),
+                    prediction=text,
+                    score=condition.task.metric(text, sample),
+                    generated_tokens=len(tokens),
+                    kept=kept,
+                    labels=dict(sample.labels),
+                )
+                self.file.add(record)
+            advance(len(answers))
 
     def _encoded(self, task: Task) -> list[tuple[Sample, Prompt]]:
         s = self.settings
@@ -208,34 +224,34 @@ class Evaluation:
         policy = spec.resolve()
         for index, (sample, prompt) in enumerate(self.samples[task.name]):
             self._check_budget(policy, budget, scope, prompt)
-            fields = {
-                "task": task.name,
-                "sample": sample.id,
-                "policy": policy.spec,
-                "budget": "all" if budget is None else str(budget),
-                "scope": scope,
-                "hold": self.settings.hold if scope == "prompt" else 0,
-                "model": self.fingerprint,
-                "code": self.code,
-                "backend": self.settings.backend,
-                "device": self.model.device.type,
-                "seed": self.settings.seed,
-                "max_new_tokens": sample.max_new_tokens,
-                "stops": sorted(self.stops),
-                "libraries": self.libraries,
-                "prompt": _digest(prompt),
-            }
-            key = record_key(fields)
-            condition.keys.append(key)
-            if key not in self.file:
-                condition.waiting.append({"key": key, "label": str(spec), "index": index, **fields})
+            question = Question(
+                task=task.name,
+                sample=sample.id,
+                policy=policy.spec,
+                budget="all" if budget is None else str(budget),
+                scope=scope,
+                num_uncompressed_tokens=self.settings.num_uncompressed_tokens if scope == "prompt" else 0,
+                model=self.fingerprint,
+                code=self.code,
+                backend=self.settings.backend,
+                device=self.model.device.type,
+                seed=self.settings.seed,
+                max_new_tokens=sample.max_new_tokens,
+                stops=sorted(self.stops),
+                libraries=self.libraries,
+                prompt=_digest(prompt),
+            )
+            condition.questions.append(question)
+            if question.key not in self.file.records:
+                condition.waiting.append(index)
         return condition
 
     def _check_budget(self, policy: Policy, budget: BudgetValue | None, scope: str, prompt: Prompt) -> None:
-        """Refuse before anything runs what the model would refuse later; bytes are known only to the model."""
-        tokens = len(prompt.scoped(scope, self.settings.hold).head)
+        """Refuse a budget that does not fit; budgets in bytes are left to the model."""
+        count = self.settings.num_uncompressed_tokens
+        tokens = len(prompt.scoped(scope, count).head)
         if not tokens:
-            raise ValueError(f"hold={self.settings.hold}: leaves nothing of a prompt of {len(prompt)} tokens")
+            raise ValueError(f"num_uncompressed_tokens={count}: leaves nothing of a prompt of {len(prompt)} tokens")
         if budget is not None and (parsed := Budget.parse(budget)).kind != "bytes":
             try:
                 parsed.check(tokens, policy.window, 1)
@@ -243,16 +259,27 @@ class Evaluation:
                 raise ValueError(f"policy {policy.name!r}, scope {scope!r}: {error}") from None
 
     def _write_manifest(self, rows: Sequence[Row], seconds: float | None) -> None:
-        model = {
-            "name": self.settings.model,
-            "class": type(self.model).__name__,
-            "fingerprint": self.fingerprint,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "parameters": self.model.num_parameters(),
+        """Write what the run was made of; ``seconds`` is None while it goes on."""
+        manifest = {
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "finished": seconds is not None,
+            "seconds": seconds,
+            "versions": versions(),
+            "machine": machine(self.model.device),
+            "model": {
+                "name": self.settings.model,
+                "class": type(self.model).__name__,
+                "fingerprint": self.fingerprint,
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "parameters": self.model.num_parameters(),
+            },
+            "settings": self.settings.plain(),
+            "results": [asdict(row) for row in rows],
         }
         path = self.settings.output / "manifest.json"
-        settings, device = self.settings.plain(), self.model.device
-        write_manifest(path, settings=settings, model=model, device=device, rows=rows, seconds=seconds)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(manifest, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        os.replace(part, path)
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -260,25 +287,6 @@ def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     configured = getattr(model.generation_config, "eos_token_id", None)
     many = configured if isinstance(configured, list) else [configured]
     return frozenset(int(token) for token in [*many, tokenizer.eos_token_id] if token is not None)
-
-
-def _record(waiting: Record, sample: Sample, answer: Answer, score: float) -> Record:
-    kept = answer.kept
-    fields = {name: value for name, value in waiting.items() if name != "index"}
-    return fields | {
-        "answers": list(sample.answers),
-        "prediction": answer.text,
-        "score": score,
-        "generated_tokens": answer.tokens,
-        "compressed_tokens": kept.tokens,
-        "budget_entries": kept.budget_entries,
-        "budget_bytes": kept.budget_bytes,
-        "kept_entries": kept.entries,
-        "kept_fraction": kept.fraction,
-        "kept_bytes": kept.bytes,
-        "cache_bytes": kept.cache_bytes,
-        "labels": dict(sample.labels),
-    }
 
 
 def _digest(prompt: Prompt) -> str:

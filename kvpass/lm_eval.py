@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import kvpass.eval
-from kvpass.eval.harness.prompt import SEPARATOR
+from kvpass.eval.prompt import SEPARATOR
 
 try:
     import lm_eval.models  # noqa: F401  # first: the harness adds its own models only to an empty registry

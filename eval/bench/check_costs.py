@@ -31,7 +31,7 @@ def seconds_of(function: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print microseconds of each check for a llama of 32 layers and a cache of 16384 columns."""
+    """Print microseconds of each check: 32 layers, a cache of 16384 columns."""
     config = LlamaConfig(
         vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=LAYERS, num_attention_heads=1
     )

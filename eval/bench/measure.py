@@ -1,4 +1,4 @@
-"""How the bench measures: clocks, memory, copy bandwidth, the share of scoring in a prefill, the largest batch."""
+"""How the bench measures: clocks, memory, bandwidth, scoring time, the largest batch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
 
 KVPASS_OPERATORS = {"kvpass::observe_attention", "kvpass::cascade_step", "kvpass::pack"}
 """All that compression adds to a prefill, and the attention of the prompt."""
@@ -23,10 +25,11 @@ ATTENTION_KERNEL = "_prefill_kernel"
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 _WARM_UP_SECONDS = 0.2
 _CHUNKS = 64
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-class Clock:
-    """Marks on the time line of a device: CUDA events, or the clock of the host for the CPU."""
+class Meter:
+    """Time stamps and allocated bytes of a device; the CPU counts no bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
@@ -48,31 +51,9 @@ class Clock:
         return [first.elapsed_time(last) / 1e3 for first, last in pairs]
 
     def wait(self) -> None:
-        """Until the device has done all that was launched."""
+        """Wait until the device has done all that was launched."""
         if self.is_cuda:
             torch.cuda.synchronize()
-
-
-def median_seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Of one ``run``, which is repeated for a while, because clocks rise under load, and then timed as often again."""
-    clock = Clock(device)
-    begun, count = time.perf_counter(), 0
-    while count == 0 or time.perf_counter() - begun < _WARM_UP_SECONDS:
-        run()
-        clock.wait()
-        count += 1
-    marks = [clock.mark()]
-    for _ in range(count):
-        run()
-        marks.append(clock.mark())
-    return statistics.median(clock.seconds(marks))
-
-
-class Memory:
-    """Bytes by the allocator's own count; the CPU's keeps none."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.is_cuda = device.type == "cuda"
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.is_cuda else 0
@@ -92,8 +73,23 @@ class Memory:
             torch.cuda.empty_cache()
 
 
+def median_seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Median seconds of one ``run``, warmed up first because clocks rise under load."""
+    meter = Meter(device)
+    begun, count = time.perf_counter(), 0
+    while count == 0 or time.perf_counter() - begun < _WARM_UP_SECONDS:
+        run()
+        meter.wait()
+        count += 1
+    marks = [meter.mark()]
+    for _ in range(count):
+        run()
+        marks.append(meter.mark())
+    return statistics.median(meter.seconds(marks))
+
+
 def run_in_memory(function: Callable[[], Any]) -> str | None:
-    """Run it; if the device's memory does not suffice, say so. Every other failure is the caller's.
+    """Run a function; every failure but lack of device memory is raised.
 
     Returns:
         None, or the first line of the allocator's message.
@@ -106,7 +102,7 @@ def run_in_memory(function: Callable[[], Any]) -> str | None:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a large copy within the memory of the device; the median of several."""
+    """Median bytes per second, read and written, of a large copy on the device."""
     size = _COPY_BYTES[device.type]
     source = torch.randint(256, (size // 16,), dtype=torch.uint8, device=device).repeat(16)
     target = torch.empty_like(source)
@@ -126,9 +122,8 @@ class Scoring:
     prefill: float
     parts: dict[str, float]
 
-    @property
-    def share(self) -> float:
-        return self.seconds / self.prefill
+    def brief(self) -> dict[str, float]:
+        return {"seconds": self.seconds, "prefill_s": self.prefill, "share": self.seconds / self.prefill}
 
 
 def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None:
@@ -146,12 +141,12 @@ def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None
     """
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
-    clock = Clock(device)
+    meter = Meter(device)
     with profile(activities=activities) as profiler:
-        marks = [clock.mark()]
+        marks = [meter.mark()]
         run()
-        marks.append(clock.mark())
-        total = clock.seconds(marks)[0]
+        marks.append(meter.mark())
+        total = meter.seconds(marks)[0]
     parts: defaultdict[str, float] = defaultdict(float)
     for event in profiler.events() or ():
         if event.name in KVPASS_OPERATORS:
@@ -162,7 +157,7 @@ def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None
 
 
 def _beyond_attention(event: Any, is_cuda: bool) -> Iterator[tuple[str, float]]:
-    """Kernels (operators on the CPU) of a profiled operator and of what it calls, attention apart; microseconds."""
+    """Microseconds of each kernel (CPU: operator) of a profiled operator, without attention."""
     if event.name in ATTENTION_OPERATORS:
         return
     if is_cuda:
@@ -173,8 +168,29 @@ def _beyond_attention(event: Any, is_cuda: bool) -> Iterator[tuple[str, float]]:
         yield from _beyond_attention(child, is_cuda)
 
 
+def weight_bytes(model: PreTrainedModel) -> int | None:
+    """Bytes of the weights that every decode step reads, whatever the batch.
+
+    With the entries that new tokens attend to, over the copy bandwidth of the device, they are a lower bound of the
+    time of a step, unless weights and cache fit in the processor's own cache. The embedding table is not read as a
+    whole, unless it is the output projection too.
+
+    Returns:
+        None for a mixture of experts: which of them are read depends on the tokens.
+    """
+    config: Any = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in _EXPERT_COUNTS):
+        return None
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    table: Any = model.get_input_embeddings().weight
+    head: Any = model.get_output_embeddings()
+    if head is None or head.weight is not table:
+        total -= table.numel() * table.element_size()
+    return total
+
+
 def largest_batch(fits: Callable[[int], bool], most: int = 2**16) -> int:
-    """The largest number of rows that fits, by doubling and bisection; 0 where not even one does."""
+    """The largest number of rows that fits, by doubling and bisection."""
     good, bad = 0, 1
     while bad <= most and fits(bad):
         good, bad = bad, 2 * bad
@@ -186,7 +202,7 @@ def largest_batch(fits: Callable[[int], bool], most: int = 2**16) -> int:
 
 
 def fits_on_device(rows: int, row_bytes: int, device: torch.device) -> bool:
-    """Whether the device can hold ``rows`` more times ``row_bytes``, tried by allocating them in pieces of a layer."""
+    """Whether the device can hold ``rows`` more times ``row_bytes``: allocates them in pieces."""
     piece = -(-rows * row_bytes // _CHUNKS)
     held: list[torch.Tensor] = []
 
@@ -195,12 +211,11 @@ def fits_on_device(rows: int, row_bytes: int, device: torch.device) -> bool:
 
     fits = run_in_memory(allocate) is None
     held.clear()
-    Memory(device).release()
+    Meter(device).release()
     return fits
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, quartiles, least and most."""
-    points = torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=torch.float64)
-    low, q1, median, q3, high = torch.tensor(values, dtype=torch.float64).quantile(points).tolist()
-    return {"median": median, "q1": q1, "q3": q3, "min": low, "max": high}
+    names = ("min", "q1", "median", "q3", "max")
+    return dict(zip(names, numpy.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist(), strict=True))

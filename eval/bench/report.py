@@ -135,7 +135,7 @@ PICTURES: dict[str, tuple[str, Callable[[Record], float]]] = {
 
 
 def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Milliseconds per token and cache memory against context, a picture a batch, a line a system.
+    """Plot milliseconds per token and cache memory against context, one picture per batch.
 
     Args:
         results: of one model and device; of a system with the same context and batch, a later one wins over an earlier.

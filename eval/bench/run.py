@@ -1,4 +1,4 @@
-"""What a compressed cache saves: prefill, decode, memory and compile time beside other caches, at equal bytes.
+"""Compare prefill, decode, memory and compile time of caches of equal bytes.
 
 Every system prefills the same random prompt and decodes greedily, one token a forward. Each repeat goes round all
 systems, so that a drifting machine slows all of them alike, and a system's cache is gone before the next one's turn.
@@ -10,9 +10,9 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,24 +25,26 @@ from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpass.config import Budget, Geometry
-from kvpass.eval.bench.bound import weight_bytes
 from kvpass.eval.bench.measure import (
-    Clock,
-    Memory,
+    Meter,
+    Scoring,
     copy_bandwidth,
     fits_on_device,
     largest_batch,
     run_in_memory,
     scoring_time,
+    spread,
+    weight_bytes,
 )
-from kvpass.eval.bench.record import Measurement, record
-from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings
+from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System
 from kvpass.eval.environment import machine, versions
-from kvpass.eval.models import build
 from kvpass.eval.policy_spec import PolicySpec
 
 __all__ = ["Bench", "BenchSettings"]
+
+_RECORDED = "new_tokens repeats seed backend window budget shared_prompt warm_cache left_out".split()
+"""Settings that a result names."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,96 @@ class Comparison:
     context: int
     batch: int
     entries: int
+
+
+@dataclass
+class Measurement:
+    """What one system did with one context and batch.
+
+    Attributes:
+        prefill: seconds, one a repeat. steps: seconds of each timed decode step, one list a repeat.
+        warm_up: seconds of the first prefill and the first decode steps, compilation included.
+        first_steps: seconds of the steps before the timed ones, one list a repeat.
+        tokens: greedy continuation of the first row, in the last repeat.
+        cache_bytes: storages of the cache at its end. attended_bytes: of the entries the last step read.
+        peak_bytes: most that was allocated at once, weights included. step_bytes: most that a decode step needed
+            beside weights and cache; both None on the CPU.
+        largest_batch: rows of the context that fit; None on the CPU.
+        scoring: what compression adds to a prefill; None for systems that do not compress, or of others.
+        failure: why there are no figures.
+    """
+
+    system: System
+    prefill: list[float] = field(default_factory=list)
+    steps: list[list[float]] = field(default_factory=list)
+    warm_up: float = 0.0
+    first_steps: list[list[float]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    cache_bytes: int = 0
+    attended_bytes: int = 0
+    peak_bytes: int | None = None
+    step_bytes: int | None = None
+    largest_batch: int | None = None
+    scoring: Scoring | None = None
+    failure: str | None = None
+
+    @property
+    def decode_ms(self) -> list[float]:
+        return [1e3 * seconds for repeat in self.steps for seconds in repeat]
+
+    @property
+    def compile_seconds(self) -> float | None:
+        """First run minus a median run; None for a system that is not compiled."""
+        if not self.system.compiled:
+            return None
+        usual = spread(self.prefill)["median"] + WARM_UP_STEPS * spread(self.decode_ms)["median"] / 1e3
+        return max(0.0, self.warm_up - usual)
+
+
+def record(
+    measurement: Measurement, measured: Iterable[Measurement], batch: int, weights: int | None, bandwidth: float
+) -> dict[str, Any]:
+    """The figures of a system, beside those of the others.
+
+    Args:
+        measured: all systems with this context and batch. weights: bytes of them that a step reads; None: not known.
+        bandwidth: of copies, bytes per second.
+    """
+    name, scoring = measurement.system.name, measurement.scoring
+    if measurement.failure is not None:
+        return {"name": name, "failure": measurement.failure}
+    others = {other.system.name: other for other in measured if other.failure is None and other.steps}
+    prefill, decode = spread(measurement.prefill), spread(measurement.decode_ms)
+    bound = None if weights is None else 1e3 * (weights + measurement.attended_bytes) / bandwidth
+    eager = others.get("hf-eager")
+    return {
+        "name": name,
+        "failure": None,
+        "prefill_s": prefill | {"all": measurement.prefill},
+        "decode_ms": decode | {"all": [[1e3 * s for s in steps] for steps in measurement.steps]},
+        "first_steps_ms": [[1e3 * s for s in steps] for steps in measurement.first_steps],
+        "tokens_per_s": 1e3 * batch / decode["median"],
+        "cache_bytes": measurement.cache_bytes,
+        "attended_bytes": measurement.attended_bytes,
+        "peak_bytes": measurement.peak_bytes,
+        "step_bytes": measurement.step_bytes,
+        "compile_s": measurement.compile_seconds,
+        "scoring": None if scoring is None else scoring.brief(),
+        "bound_ms": bound,
+        "share_of_bound": None if bound is None else bound / decode["median"],
+        "largest_batch": measurement.largest_batch,
+        "decode_speedup": {
+            other: spread(others[other].decode_ms)["median"] / decode["median"]
+            for other in ("hf-eager", "hf-static", "full")
+            if other in others
+        },
+        "prefill_ratio": {
+            other: prefill["median"] / spread(others[other].prefill)["median"]
+            for other in ("hf-static", "full")
+            if other in others
+        },
+        "same_tokens_as_hf_eager": None if eager is None else measurement.tokens == eager.tokens,
+    }
 
 
 class Bench:
@@ -64,7 +156,7 @@ class Bench:
     def __init__(self, settings: BenchSettings) -> None:
         self.settings = settings
         self.device = torch.device(settings.device)
-        self.clock, self.memory = Clock(self.device), Memory(self.device)
+        self.meter = Meter(self.device)
         self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
         self.geometry = _geometry(self.model)
         self.step_weight_bytes = weight_bytes(self.model)
@@ -93,7 +185,7 @@ class Bench:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with torch.no_grad(), Progress(*columns, console=console, transient=True) as progress:
             bandwidth = copy_bandwidth(self.device)
-            self.memory.release()
+            self.meter.release()
             task = progress.add_task("", total=None)
             runs: list[dict[str, Any]] = []
             for comparison in self.comparisons:
@@ -128,7 +220,7 @@ class Bench:
                     measurement.failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 gc.collect()  # its cache; the allocator keeps the memory, unless a CUDA graph was captured
                 if measurement.failure is not None:
-                    self.memory.release()
+                    self.meter.release()
             progress.advance(task)
 
         makers = list(self._makers(wanted))
@@ -200,7 +292,7 @@ class Bench:
         measurement.steps.append(steps[settling:])
 
     def _profile(self, measurement: Measurement, ids: Tensor) -> None:
-        """Profiling takes more memory than the prefill: where that does not suffice, the timings taken still stand."""
+        """Measure scoring; where memory does not suffice for the profiler, other timings stay."""
         system = measurement.system
         if not isinstance(system, Kvpass) or not system.model.policy.needs_budget:
             return
@@ -209,28 +301,28 @@ class Bench:
             measurement.scoring = scoring_time(partial(system.prefill, ids), self.device)
 
         if run_in_memory(run) is not None:
-            self.memory.release()
+            self.meter.release()
 
     def _once(self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int) -> tuple[float, list[float]]:
-        """Prefill and decode; returns seconds of the prefill and of each step, choice of the token included."""
+        """Prefill and decode; returns seconds of the prefill and of each step."""
         system = measurement.system
-        self.memory.reset_peak()
-        marks = [self.clock.mark()]
+        self.meter.reset_peak()
+        marks = [self.meter.mark()]
         logits, cache = system.prefill(ids)
-        marks.append(self.clock.mark())
+        marks.append(self.meter.mark())
         repeats = batch // ids.shape[0]
         cache = system.decoding_cache(cache, repeats)
         tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
         del logits
-        prefill_peak, begun = self.memory.peak(), self.memory.allocated()
-        self.memory.reset_peak()
-        steps = [self.clock.mark()]
+        prefill_peak, begun = self.meter.peak(), self.meter.allocated()
+        self.meter.reset_peak()
+        steps = [self.meter.mark()]
         for position in range(ids.shape[1], ids.shape[1] + new_tokens):
             logits = system.step(tokens[-1], position, cache)
             tokens.append(logits[:, -1].argmax(-1, keepdim=True))
-            steps.append(self.clock.mark())
-        prefill, taken = self.clock.seconds(marks)[0], self.clock.seconds(steps)
-        peak = self.memory.peak()
+            steps.append(self.meter.mark())
+        prefill, taken = self.meter.seconds(marks)[0], self.meter.seconds(steps)
+        peak = self.meter.peak()
         if peak is not None and prefill_peak is not None:
             # the most of all runs: replayed steps allocate next to nothing
             measurement.peak_bytes = max(measurement.peak_bytes or 0, prefill_peak, peak)
@@ -241,9 +333,10 @@ class Bench:
         return prefill, taken
 
     def _find_largest_batch(self, measurement: Measurement, batch: int) -> None:
-        """Rows of this context whose caches, and what a step needs beside them, fit beside the weights.
+        """Find how many rows of this context fit beside the weights.
 
-        Bytes a row are those measured; that so many rows fit is tried by allocating them. None on the CPU.
+        Bytes a row are those measured, of the cache and of what a step needs beside it; that so many rows fit is tried
+        by allocating them. None on the CPU.
         """
         if measurement.step_bytes is not None:
             row_bytes = -(-(measurement.cache_bytes + measurement.step_bytes) // batch)
@@ -266,22 +359,14 @@ class Bench:
                 "vocabulary": config.vocab_size,
                 **asdict(self.geometry),
             },
-            "new_tokens": settings.new_tokens,
-            "repeats": settings.repeats,
-            "seed": settings.seed,
-            "backend": settings.backend,
-            "window": settings.window,
-            "budget": settings.budget,
-            "shared_prompt": settings.shared_prompt,
-            "warm_cache": settings.warm_cache,
-            "left_out": settings.left_out,
+            **{name: getattr(settings, name) for name in _RECORDED},
             "complete": False,
             "runs": runs,
         }
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Let go of what the frames of an error hold, such as a cache; where it came from can still be told."""
+    """Free what the frames of an error hold, such as a cache; the traceback stays."""
     chain: BaseException | None = error
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)

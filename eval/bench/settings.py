@@ -1,14 +1,17 @@
-"""What a run of the bench is asked for, checked before anything is built."""
+"""Settings of the bench, checked before anything is built, and its models."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvpass.compiler.backend import Compiler
 from kvpass.eval.bench.systems import KVPRESS_TWINS, has_kvpress
-from kvpass.eval.models import BenchModel, find_model
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.policies import resolve_budget
 
@@ -19,6 +22,84 @@ WARM_UP_STEPS = 3
 steps on a new cache capture a CUDA graph."""
 WARM_UP_TOKENS = 512
 """Prompt of the first run of a system that compiles nothing."""
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A decoder of the bench, with random weights.
+
+    Attributes:
+        name: as given on the command line. context: prompt tokens when the user names none.
+    """
+
+    name: str
+    config: PretrainedConfig
+    context: int
+
+
+_SMALL = {
+    "model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+}  # fmt: skip
+_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 2**18, "tie_word_embeddings": False,
+}  # fmt: skip
+_QWEN = {"model_type": "qwen3", "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
+_MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama-3.1-8b": (32768, _8B),
+    "qwen3-8b": (32768, _8B | _QWEN),
+    "mistral-7b": (32768, _8B | {"model_type": "mistral", "vocab_size": 32768, "sliding_window": None}),
+    "small": (16384, _SMALL | {"num_key_value_heads": 2}),
+    "small-mha": (16384, _SMALL),
+    "tiny": (
+        1024,
+        _SMALL | {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_key_value_heads": 2},
+    ),
+}
+"""Usual context and config by name. The published shapes (``mistral-7b`` is v0.3) have more positions than published,
+so that 128K prompts and their answers fit in each."""
+
+
+def find_model(name: str) -> BenchModel:
+    """Look up a model of the bench.
+
+    Args:
+        name: a known name such as ``llama-3.1-8b`` or ``small``, or the path of a transformers ``config.json``.
+
+    Raises:
+        ValueError: neither a known name nor a readable config of a known architecture.
+    """
+    if name in _MODELS:
+        context, known = _MODELS[name]
+        return BenchModel(name, AutoConfig.for_model(**known), context)
+    path = Path(name)
+    if path.suffix != ".json":
+        raise ValueError(f"model={name!r}: expected one of {', '.join(_MODELS)} or the path of a config.json")
+    if not path.is_file():
+        raise ValueError(f"model={name!r}: no such file")
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"model={name!r}: not JSON ({error})") from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise ValueError(f"model={name!r}: a transformers config has a 'model_type'; this file has none")
+    config = AutoConfig.for_model(**fields)
+    return BenchModel(name, config, min(16384, config.max_position_embeddings // 2))
+
+
+def build(
+    model: BenchModel, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Make the decoder with random weights, in evaluation mode.
+
+    Weights are made on the device in their dtype, so that the host needs no memory for them.
+    """
+    torch.manual_seed(seed)
+    with torch.device(device):
+        built = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+    return built.eval()
 
 
 @dataclass(frozen=True, kw_only=True)

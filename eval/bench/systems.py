@@ -28,18 +28,19 @@ def storage_bytes(cache: Any) -> int:
 
 
 class System(ABC):
-    """A way to prefill a prompt and to decode after it. Nothing of a prompt is held but by the cache it gave."""
+    """A way to prefill a prompt and to decode; only the cache holds state."""
 
     name: str
+    model: Any
     compiled: bool = True
 
     @abstractmethod
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
-        """Logits of the last position, ``[B, 1, vocabulary]``, and a cache, from a prompt, int64 ``[B, N]``."""
+        """Prefill ids, int64 ``[B, N]``; returns the last logits, ``[B, 1, vocabulary]``, and a cache."""
 
-    @abstractmethod
     def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
         """Logits after ``token``, int64 ``[B, 1]``, whose key and value join the cache at ``position``."""
+        return self.model(token, past_key_values=cache, logits_to_keep=1).logits
 
     def decoding_cache(self, cache: Any, repeats: int) -> Any:
         """The cache that :meth:`step` takes, every row ``repeats`` times, made of what :meth:`prefill` gave."""
@@ -74,12 +75,9 @@ class HfEager(System):
         cache = DynamicCache(config=self.model.config)
         return self.model(ids, past_key_values=cache, logits_to_keep=1).logits, cache
 
-    def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
-        return self.model(token, past_key_values=cache, logits_to_keep=1).logits
-
 
 def _forward_of(model: PreTrainedModel) -> Callable[..., Any]:
-    """The forward in a code object of its own: Dynamo counts compiled shapes, and limits them, per code object."""
+    """The forward in its own code object: Dynamo limits compiled shapes per code object."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return model.forward(*args, **kwargs)
@@ -152,7 +150,7 @@ def has_kvpress() -> bool:
 
 
 class Kvpress(System):
-    """NVIDIA's kvpress with the press of the same policy, keeping as many entries; eager, as kvpress is.
+    """NVIDIA's kvpress with the press of the same policy and as many entries; eager.
 
     Importing kvpress wraps transformers' attention functions. The wrappers are in force only while this system runs.
 
@@ -236,9 +234,6 @@ class Kvpass(System):
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
         out = self.model(ids, logits_to_keep=1)
         return out.logits, out.past_key_values
-
-    def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
-        return self.model(token, past_key_values=cache, logits_to_keep=1).logits
 
     def nbytes(self, cache: Any) -> int:
         return cache.nbytes

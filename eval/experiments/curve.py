@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from kvpass.compiler.backend import Compiler
 from kvpass.eval.markdown import markdown_table
 from kvpass.eval.plots import plot_curve
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.records import Row
-from kvpass.eval.run import SCOPES, BudgetValue, EvalSettings, Evaluation
+from kvpass.eval.run import BudgetValue, EvalSettings, Evaluation
 from kvpass.policies import POLICIES
 
 BUDGETS: tuple[BudgetValue, ...] = (0.03, 0.06, 0.12, 0.25, 0.5)
@@ -29,65 +26,42 @@ TASK = "multi_needle"
 
 
 def default_policies() -> tuple[PolicySpec, ...]:
-    """Every registered policy with its default options, but for the window and CAKE's temperatures; full first."""
+    """Every registered policy, full first, with a smaller window and CAKE's temperatures."""
     names = sorted(POLICIES, key=lambda name: (POLICIES[name].needs_budget, name))
     return tuple(PolicySpec(name, CAKE_TEMPERATURES if name == "cake" else ()).with_window(WINDOW) for name in names)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CurveSettings:
-    """One curve; values as in :class:`~kvpass.eval.run.EvalSettings`.
+def curve_settings(**given: Any) -> EvalSettings:
+    """Settings of a run (:class:`~kvpass.eval.run.EvalSettings`), the curve's own where nothing is given.
 
-    Attributes:
-        samples: questions a point; those of one context share it. output: folder for picture, table and samples.
+    ``output`` is for picture, table and samples; ``samples`` are questions a point, those of one context share it.
     """
-
-    output: Path
-    samples: int = 24
-    length: int = 512
-    budgets: tuple[BudgetValue, ...] = BUDGETS
-    policies: tuple[PolicySpec, ...] = dataclasses.field(default_factory=default_policies)
-    scopes: tuple[str, ...] = SCOPES
-    seed: int = 0
-    batch: int = 25
-    backend: Compiler = "eager"
-    dtype: str = "auto"
-    model: str = "builtin"
-
-    def evaluation(self) -> EvalSettings:
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return EvalSettings(tasks=(TASK,), **given)
+    usual: dict[str, Any] = {
+        "model": "builtin",
+        "samples": 24,
+        "length": 512,
+        "budgets": BUDGETS,
+        "policies": default_policies(),
+        "batch": 25,
+        "backend": "eager",
+    }
+    return EvalSettings(**usual | given, tasks=(TASK,))
 
 
-class Curve:
-    """A checked curve.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    def __init__(self, settings: CurveSettings) -> None:
-        self.settings = settings
-        self._evaluation = Evaluation(settings.evaluation())
-
-    def run(self, console: Console) -> list[Row]:
-        """Answer, draw ``curve.png`` and write ``curve.md``."""
-        rows = self._evaluation.run(console)
-        output = self.settings.output
-        title = (
-            f"{self.settings.model}: needles in {self.settings.length} tokens, {rows[0].samples} questions a point, "
-            "95 % intervals"
-        )
-        plot_curve(rows, output / "curve.png", title=title)
-        text = curve_table(rows)
-        (output / "curve.md").write_text(text, encoding="utf-8")
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-        console.print(f"written: {output / 'curve.png'}, curve.md, samples.jsonl, manifest.json", highlight=False)
-        return rows
+def draw_curve(evaluation: Evaluation, console: Console) -> list[Row]:
+    """Answer what a checked run asks, draw ``curve.png`` and write ``curve.md``."""
+    s, rows = evaluation.settings, evaluation.run(console)
+    title = f"{s.model}: needles in {s.length} tokens, {rows[0].samples} questions a point, 95 % intervals"
+    plot_curve(rows, s.output / "curve.png", title=title)
+    text = curve_table(rows)
+    (s.output / "curve.md").write_text(text, encoding="utf-8")
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"written: {s.output / 'curve.png'}, curve.md, samples.jsonl, manifest.json", highlight=False)
+    return rows
 
 
 def curve_table(rows: Sequence[Row]) -> str:
-    """A Markdown table a scope: policies down, budgets across, exact answers in percent and their 95 % interval."""
+    """One Markdown table per scope: policies down, budgets across, percent and 95 % interval."""
     text = []
     for scope in dict.fromkeys(row.scope for row in rows):
         own = [row for row in rows if row.scope == scope]

@@ -7,10 +7,9 @@ questions of one context are asked in sequence, each behind the answers to those
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,9 +29,6 @@ _BATCH_TOKENS = 8192
 class Accuracy:
     """Right answers of one task at one length."""
 
-    task: str
-    tokens: int
-    held_out: bool
     questions: int
     right: int
 
@@ -41,11 +37,11 @@ class Accuracy:
         return self.right / self.questions
 
 
-def hold_last(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Arguments of ``generate`` with which every token of an answer feels the compression.
+def compress_all_but_last(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Arguments of ``generate``: a compressed model compresses the prompts without their last token.
 
-    A prefill computes with full attention, also the first token of an answer. So a compressed model compresses the
-    prompts without their last token, which is left to ``generate``; any other model gets them whole.
+    A prefill computes with full attention, also the first token of an answer: with the last token left to ``generate``
+    every token of an answer is computed against the compressed cache. Any other model gets the prompts whole.
 
     Args:
         ids: int64 ``[B, N]``, no padding.
@@ -58,8 +54,8 @@ def hold_last(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 @torch.inference_mode()
 def answer(model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-    """What the model says after each prompt, up to its full stop; the prompts have as many tokens as each other."""
-    given = hold_last(model, torch.tensor(tokenizer(list(prompts))["input_ids"], device=model.device))
+    """Greedy answers, up to the full stop, to prompts of equal length."""
+    given = compress_all_but_last(model, torch.tensor(tokenizer(list(prompts))["input_ids"], device=model.device))
     out = model.generate(**given, max_new_tokens=max_new_tokens, do_sample=False, use_cache=True)
     said = out[:, given["input_ids"].shape[1] :]
     return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in said]
@@ -73,20 +69,19 @@ def measure(
     samples: int,
     *,
     held_out: bool = True,
-    first_seed: int = 0,
 ) -> Accuracy:
     """Ask every question of ``samples`` texts.
 
     Args:
         model: anything with ``generate``: a transformers model or what ``kvpass.compile`` returns.
-        task, tokens, held_out: as in :func:`~kvpass.eval.needle.text.sample`; seeds count up from ``first_seed``.
+        task, tokens, held_out: as in :func:`~kvpass.eval.needle.text.sample`; seeds count up from 0.
     """
-    texts = [sample(task, tokens, first_seed + i, held_out=held_out) for i in range(samples)]
+    texts = [sample(task, tokens, seed, held_out=held_out) for seed in range(samples)]
     size = 1 if TASKS[task].questions > 1 else max(1, _BATCH_TOKENS // tokens)
     right = 0
     for start in range(0, samples, size):
         right += _right_in(model, tokenizer, texts[start : start + size])
-    return Accuracy(task, tokens, held_out, samples * TASKS[task].questions, right)
+    return Accuracy(samples * TASKS[task].questions, right)
 
 
 def _right_in(model: Any, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sample]) -> int:
@@ -110,7 +105,6 @@ def main(
     policy: Annotated[str | None, typer.Option(help="Compress with this policy; full cache when left out.")] = None,
     budget: Annotated[float, typer.Option(help="Of that policy, as a fraction of the prompt.")] = 0.12,
     autocast: Annotated[bool, typer.Option(help="bf16 matrix products, twice as fast; fp32 otherwise.")] = True,
-    output: Annotated[Path | None, typer.Option(help="JSONL file; a line a cell is added.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
@@ -130,11 +124,6 @@ def main(
                 continue
             found = measure(model, tokenizer, task, length, samples, held_out=not seen)
             print(f"{length:6} {task:12} {found.share:.3f} of {found.questions}", flush=True)
-            if output is not None:
-                with output.open("a") as file:
-                    file.write(
-                        json.dumps({"policy": policy, "budget": budget if policy else None, **asdict(found)}) + "\n"
-                    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Layer attention output loss of policies on a model's own prompts (LAVa, arXiv 2509.09754, Lemma 1 and Table 14).
+"""Layer attention output loss of policies (LAVa, arXiv 2509.09754, Lemma 1 and Table 14).
 
 The loss is that of the first token after compression: the prompt is compressed without its last token, whose query then
 attends to what was kept and to itself. Every layer is looked at alone, with queries, keys and values of a full cache.
@@ -41,7 +41,7 @@ class PolicyLoss:
         return self.losses.mean(0)
 
     def less_than(self, other: PolicyLoss) -> tuple[float, float, float]:
-        """How much less this one loses than the other on the same prompts, summed over layers.
+        """Difference to another policy on the same prompts, summed over layers.
 
         Returns:
             mean difference, half of its 95 % interval (normal), and share of prompts on which this one loses less.
@@ -73,7 +73,7 @@ def measure_output_loss(
 
 
 def record_attention(model: PreTrainedModel, ids: Tensor) -> list[Layer]:
-    """Queries ``[1, H, N, D]``, keys and values ``[1, K, N, D]`` of every layer, RoPE applied, for one prompt."""
+    """Rotated queries ``[1, H, N, D]``, keys, values ``[1, K, N, D]`` of each layer."""
     with _recording(model) as layers:
         model(ids, use_cache=False, logits_to_keep=1)
     return layers

@@ -1,4 +1,4 @@
-"""``kvpass results``: the page of experiments on the built-in model, with its pictures, from measurements made here."""
+"""``kvpass results``: measure and write the page of experiments on the built-in model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from kvpass import builtin
 from kvpass.compiler.backend import Compiler
 from kvpass.eval.bench.report import markdown as bench_markdown
 from kvpass.eval.bench.run import Bench, BenchSettings
-from kvpass.eval.environment import machine, source_digest, versions
-from kvpass.eval.experiments.curve import BUDGETS, Curve, CurveSettings, curve_table, default_policies
+from kvpass.eval.environment import fingerprint, machine, source_digest, versions
+from kvpass.eval.experiments.curve import curve_settings, curve_table, default_policies, draw_curve
 from kvpass.eval.experiments.output_loss import PolicyLoss, measure_output_loss
-from kvpass.eval.manifest import fingerprint
 from kvpass.eval.markdown import markdown_table
 from kvpass.eval.needle.text import sample
 from kvpass.eval.policy_spec import PolicySpec
@@ -78,10 +77,8 @@ class Results:
 
     def __init__(self, settings: ResultsSettings) -> None:
         s = self.settings = settings
-        self._curve = Curve(
-            CurveSettings(
-                output=s.work / "curve", samples=s.samples, length=s.length, budgets=BUDGETS, policies=s.policies
-            )
+        self._curve = Evaluation(
+            curve_settings(output=s.work / "curve", samples=s.samples, length=s.length, policies=s.policies)
         )
         self._grid = Evaluation(
             EvalSettings(
@@ -109,17 +106,15 @@ class Results:
         """Measure what is missing and write the page; returns its path."""
         s = self.settings
         s.work.mkdir(parents=True, exist_ok=True)
-        curve = self._curve.run(console)
-        grid = self._grid.run(console)
-        text = "\n".join([_head(), *_curve_part(curve, s), *_grid_part(grid, s), *self._loss_part(console)])
-        text += "\n".join(["", *self._cost_part(console)])
+        curve, grid = draw_curve(self._curve, console), self._grid.run(console)
+        text = _page(s, curve, grid, self._losses(console), self._costs(console))
         shutil.copyfile(s.work / "curve" / "curve.png", s.output / "curve.png")
         shutil.copyfile(s.work / "grid" / "needle_grid.png", s.output / "needle_grid.png")
         page = s.output / "results.md"
         page.write_text(text.rstrip() + "\n", encoding="utf-8")
         return page
 
-    def _loss_part(self, console: Console) -> list[str]:
+    def _losses(self, console: Console) -> list[PolicyLoss]:
         s = self.settings
         model, tokenizer = builtin.load()
         texts = [sample(LOSS_TASK, s.length, seed) for seed in range(s.loss_prompts)]
@@ -127,31 +122,21 @@ class Results:
         specs = [PolicySpec(name).with_window(LOSS_WINDOW) for name in LOSS_POLICIES]
         measured = measure_output_loss(model, ids, specs, LOSS_BUDGETS)
         total = len(specs) * len(LOSS_BUDGETS)
-        found = list(track(measured, "output loss", total=total, console=console, transient=True))
-        return _loss_text(found, s)
+        return list(track(measured, "output loss", total=total, console=console, transient=True))
 
-    def _cost_part(self, console: Console) -> list[str]:
+    def _costs(self, console: Console) -> dict[str, Any]:
         path = self.settings.work / "bench.json"
-        result = json.loads(path.read_text()) if path.is_file() else {}
+        result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
         if not result.get("complete") or result["versions"]["source"] != source_digest():
-            result = Bench(self._bench).run(console, lambda found: _write(path, found))
-        return [
-            "## What each policy costs",
-            "",
-            "Random weights: this is about speed and bytes, not about answers. Policies that evict while decoding",
-            "(`cake`, `h2o`, `tova`, `streaming_llm`) judge their entries at every step, hence their slower ones.",
-            "",
-            bench_markdown(result),
-        ]
+            result = Bench(self._bench).run(console)
+            path.write_text(json.dumps(result, indent=1) + "\n")
+        return result
 
 
-def _write(path: Path, result: dict[str, Any]) -> None:
-    path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _head() -> str:
-    used, model = versions(), builtin.load()[0]
-    place = machine(torch.device("cpu"))
+def _page(
+    s: ResultsSettings, curve: Sequence[Row], grid: Sequence[Row], losses: Sequence[PolicyLoss], costs: dict[str, Any]
+) -> str:
+    used, model, place = versions(), builtin.load()[0], machine(torch.device("cpu"))
     return f"""# Results
 
 Written by `kvpass results` on {datetime.now(UTC).date()}; nothing here was typed by hand. {place["cpu"]},
@@ -159,28 +144,44 @@ Written by `kvpass results` on {datetime.now(UTC).date()}; nothing here was type
 transformers {used["transformers"]}. The model is the built-in one ({model.num_parameters():,} parameters, fingerprint
 {fingerprint(model)}), trained to find values in a text by their names; its card says what it can and cannot do.
 What holds for it need not hold for a large model on natural text.
+
+## Accuracy against budget
+
+Texts of {s.length} tokens hide eight facts among decoys; {curve[0].samples} questions a point, exact answers
+in percent, 95 % Wilson intervals (questions that share a text are taken as independent). Scope `prompt`: the
+question is compressed with the text, all but its last token. Scope `context`: the text is compressed before
+the question is known. Budgets are shares of the entries; at 100 % every policy is `full` (contract 1).
+Options other than defaults stand behind the names.
+
+![accuracy against budget](curve.png)
+
+{curve_table(curve)}
+{_ordering(curve)}
+
+## Needle by length and depth
+
+One fact at five depths of texts of up to {s.grid_length} tokens, budget {GRID_BUDGET:.0%}, default options.
+
+![needle grid](needle_grid.png)
+
+{results_markdown(grid)}
+## Layer attention output loss
+
+How far the attention output of the first token after compression moves, L1 norm (LAVa, arXiv 2509.09754,
+Lemma 1 and Table 14), for one question in each of {s.loss_prompts} such texts, every layer on its own.
+
+{_loss_table(losses)}
+
+## What each policy costs
+
+Random weights: this is about speed and bytes, not about answers. Policies that evict while decoding
+(`cake`, `h2o`, `tova`, `streaming_llm`) judge their entries at every step, hence their slower ones.
+
+{bench_markdown(costs)}
 """
 
 
-def _curve_part(rows: Sequence[Row], s: ResultsSettings) -> list[str]:
-    return [
-        "## Accuracy against budget",
-        "",
-        f"Texts of {s.length} tokens hide eight facts among decoys; {rows[0].samples} questions a point, exact answers",
-        "in percent, 95 % Wilson intervals (questions that share a text are taken as independent). Scope `prompt`: the",
-        "question is compressed with the text, all but its last token. Scope `context`: the text is compressed before",
-        "the question is known. Budgets are shares of the entries; at 100 % every policy is `full` (contract 1).",
-        "Options other than defaults stand behind the names.",
-        "",
-        "![accuracy against budget](curve.png)",
-        "",
-        curve_table(rows),
-        *_ordering(rows),
-        "",
-    ]
-
-
-def _ordering(rows: Sequence[Row]) -> list[str]:
+def _ordering(rows: Sequence[Row]) -> str:
     """A sentence a scope: policies by their mean over the budgets below the whole cache."""
     lines = []
     for scope in dict.fromkeys(row.scope for row in rows):
@@ -190,42 +191,18 @@ def _ordering(rows: Sequence[Row]) -> list[str]:
                 scores.setdefault(row.policy, []).append(100 * row.score)
         means = sorted(((sum(values) / len(values), policy) for policy, values in scores.items()), reverse=True)
         ranked = ", ".join(f"{policy} {mean:.1f}" for mean, policy in means)
-        lines += [f"Mean over these budgets, scope `{scope}`: {ranked}.", ""]
-    return lines
+        lines.append(f"Mean over these budgets, scope `{scope}`: {ranked}.\n")
+    return "\n".join(lines)
 
 
-def _grid_part(rows: Sequence[Row], s: ResultsSettings) -> list[str]:
-    return [
-        "## Needle by length and depth",
-        "",
-        f"One fact at five depths of texts of up to {s.grid_length} tokens, budget {GRID_BUDGET:.0%}, default options.",
-        "",
-        "![needle grid](needle_grid.png)",
-        "",
-        results_markdown(rows),
-    ]
-
-
-def _loss_text(found: Sequence[PolicyLoss], s: ResultsSettings) -> list[str]:
-    layers = found[0].losses.shape[1]
-    rows = [
-        [
-            f"{loss.budget:.0%}",
-            f"`{loss.policy}`",
-            f"{float(loss.by_layer[0]):.2f}",
-            f"{float(loss.by_layer[-1]):.2f}",
-            f"{float(loss.by_layer.mean()):.2f}",
-        ]
-        for loss in found
-    ]
-    lines = [
-        "## Layer attention output loss",
-        "",
-        "How far the attention output of the first token after compression moves, L1 norm (LAVa, arXiv 2509.09754,",
-        f"Lemma 1 and Table 14), for one question in each of {s.loss_prompts} such texts, every layer on its own.",
-        "",
-        markdown_table(["budget", "policy", "first layer", "last layer", f"mean of {layers}"], rows, left=2),
-    ]
+def _loss_table(found: Sequence[PolicyLoss]) -> str:
+    columns = ["budget", "policy", "first layer", "last layer", f"mean of {found[0].losses.shape[1]}"]
+    rows = []
+    for loss in found:
+        layers = loss.by_layer
+        figures = (f"{float(figure):.2f}" for figure in (layers[0], layers[-1], layers.mean()))
+        rows.append([f"{loss.budget:.0%}", f"`{loss.policy}`", *figures])
+    lines = [markdown_table(columns, rows, left=2)]
     for budget in dict.fromkeys(loss.budget for loss in found):
         at = {loss.policy.partition(":")[0]: loss for loss in found if loss.budget == budget}
         less, half, share = at["lava"].less_than(at["ada_snapkv"])
@@ -233,4 +210,4 @@ def _loss_text(found: Sequence[PolicyLoss], s: ResultsSettings) -> list[str]:
             f"At {budget:.0%}, summed over layers, `lava` loses {abs(less):.1f} +- {half:.1f} "
             f"{'less' if less > 0 else 'more'} than `ada_snapkv` (95 %, paired), and less on {share:.0%} of them.\n"
         )
-    return [*lines, ""]
+    return "\n".join(lines)

@@ -2,14 +2,12 @@
 
 What differs from the harness's own Hugging Face model:
 
-* The last ``hold`` tokens of a prompt (or, with ``scope="context"``, the question after the separator) are fed after
-  the tokens before them have been prefilled and compressed. So the first generated token, and the first token of a
-  continuation whose likelihood is asked, are computed against the compressed cache. A model that merely compresses
-  after its prefill would score continuations with the uncompressed cache.
+* The last ``num_uncompressed_tokens`` tokens of a prompt (or, with ``scope="context"``, the question after the
+  separator) are fed after the tokens before them have been prefilled and compressed. So the first generated token, and
+  the first token of a continuation whose likelihood is asked, are computed against the compressed cache. A model that
+  merely compresses after its prefill would score continuations with the uncompressed cache.
 * What several requests share of what is compressed is prefilled and compressed once, whatever the batch size.
 * Weights, tokenizer, policy, budget, scope and code are part of the keys of ``--use_cache``.
-
-A batch size is compiled on first use; the last batch of a run may be a smaller one.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import itertools
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -34,14 +32,27 @@ from tqdm import tqdm
 
 import kvpass
 from kvpass.compiler.backend import Compiler, check_compiler
-from kvpass.eval.answer import pick_rows
-from kvpass.eval.harness.arguments import check_hold, generation_settings, refuse_unsupported, take_policy_options
-from kvpass.eval.harness.key import fingerprint, library_versions, prefix_keys
-from kvpass.eval.harness.measured import Measured
-from kvpass.eval.harness.prompt import SEPARATOR, split_at_separator, without_separator
-from kvpass.eval.prompt import Prompt, Scope, Truncation, by_head, chunks, pad, rounds, tokenize
+from kvpass.eval.harness.settings import (
+    fingerprint,
+    generation_settings,
+    library_versions,
+    prefix_keys,
+    refuse_unsupported,
+    take_policy_options,
+)
+from kvpass.eval.prompt import (
+    SEPARATOR,
+    Prompt,
+    Scope,
+    Truncation,
+    pad,
+    split_at_separator,
+    tokenize,
+    without_separator,
+)
+from kvpass.eval.runner import Batch, Runner, Totals, chunks, filled
 from kvpass.policies import Policy, resolve, resolve_budget
-from kvpass.policies.options import check_choice
+from kvpass.policies.options import check_choice, check_int
 
 _log = logging.getLogger("kvpass")
 
@@ -60,12 +71,11 @@ class KVPassLM(HFLM):
         pretrained: name or path of a causal language model, or a model already loaded.
         policy: name of a policy (or a policy value); ``"full"`` or ``"none"`` keeps everything: the baseline.
         budget: as in :func:`kvpass.compile`.
-        scope: ``"prompt"`` compresses the whole prompt but the last ``hold`` tokens, the question among them
-            (question-aware); ``"context"`` what stands before the separator
-            :data:`~kvpass.eval.harness.prompt.SEPARATOR` in the request (question-agnostic). With scope ``"prompt"``
-            the separator is removed and means nothing.
-        hold: 1 unless given, and only for scope ``"prompt"``. 0 generates the first token from the uncompressed
-            prompt, as papers do; likelihoods need at least 1.
+        scope: ``"prompt"`` compresses the whole prompt but its last tokens, the question among them (question-aware);
+            ``"context"`` what stands before the separator :data:`~kvpass.eval.prompt.SEPARATOR` in the request
+            (question-agnostic). With scope ``"prompt"`` the separator is removed and means nothing.
+        num_uncompressed_tokens: 1 unless given, and only for scope ``"prompt"``. 0 generates the first token from the
+            uncompressed prompt, as papers do; likelihoods need at least 1.
         compiler: ``"inductor"`` or ``"eager"``.
         truncation: which tokens go when a prompt is longer than ``max_length`` minus what is generated or scored: those
             on the ``"left"``, as in the harness, or in the ``"middle"``, as in LongBench.
@@ -81,7 +91,7 @@ class KVPassLM(HFLM):
         policy: str | Policy | None = "full",
         budget: int | float | str | None = None,
         scope: Scope = "prompt",
-        hold: int | None = None,
+        num_uncompressed_tokens: int | None = None,
         compiler: Compiler = "inductor",
         truncation: Truncation = "left",
         batch_size: int | str | None = 1,
@@ -93,9 +103,16 @@ class KVPassLM(HFLM):
             batch_size = 1
         check_choice("scope", scope, get_args(Scope))
         check_choice("truncation", truncation, get_args(Truncation))
+        if num_uncompressed_tokens is not None:
+            check_int("num_uncompressed_tokens", num_uncompressed_tokens, 0)
+            if scope == "context":
+                raise ValueError(
+                    f"num_uncompressed_tokens={num_uncompressed_tokens}: scope='context' feeds the question after "
+                    "compression; leave it out"
+                )
         self._scope: Scope = scope
         self._truncation: Truncation = truncation
-        self._hold = check_hold(hold, scope)
+        self._num_uncompressed_tokens = 1 if num_uncompressed_tokens is None else num_uncompressed_tokens
         self._compiler = check_compiler("compiler", compiler)
         own, harness = (inspect.signature(cls.__init__).parameters for cls in (KVPassLM, HFLM))
         options = take_policy_options(policy, arguments, own=own.keys(), harness=harness.keys() - {"self", "kwargs"})
@@ -108,19 +125,32 @@ class KVPassLM(HFLM):
         self._model = kvpass.compile(self._original, policy=policy, budget=budget, backend=self._compiler, **options)
         self._policy: Policy = self._model.policy
         self._budget: kvpass.Budget | None = self._model.budget
-        self._rows = int(batch_size)
-        self._measured = Measured()
+        self._totals, self._truncated = Totals(), 0
+        self._runner = self._runner_of(self._model)
+
+    def _runner_of(self, model: Any) -> Runner:
+        return Runner(model=model, tokenizer=self.tokenizer, batch=int(self.batch_size), totals=self._totals)
+
+    @functools.cached_property
+    def _full_runner(self) -> Runner:
+        """Keeps everything, for prompts in which there is nothing to compress."""
+        if self._policy.name == "full":
+            return self._runner
+        return self._runner_of(kvpass.compile(self._original, policy="full", backend=self._compiler))
 
     # -- likelihood -------------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
         """Log-likelihood of continuations, all computed against the compressed cache of their context."""
-        if self._hold == 0:
-            raise ValueError("hold=0: the first token of a continuation would not feel the compression; give hold >= 1")
+        if self._num_uncompressed_tokens == 0:
+            raise ValueError(
+                "num_uncompressed_tokens=0: the first token of a continuation would be scored by the uncompressed "
+                "prompt; give at least 1"
+            )
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Likelihood of whole documents, which have no context that could be compressed: only with policy ``full``.
+        """Likelihood of whole documents; only with policy ``full``, since they have no context.
 
         Raises:
             ValueError: any other policy.
@@ -151,8 +181,8 @@ class KVPassLM(HFLM):
                     f"continuation of {len(continuation)} tokens in {texts!r}: must be 1 to {self.max_length}"
                 )
             text = texts[0].rstrip() if texts else ""  # trailing spaces have become part of the continuation
-            held = self._held(text) if text else len(context)  # else a window of a rolling likelihood, or only <bos>
-            prompt = self._fitted(Prompt(tuple(context), held), self.max_length + 1 - len(continuation))
+            border = self._uncompressed(text) if text else len(context)  # else a rolling window, or only <bos>
+            prompt = self._fitted(Prompt(tuple(context), border), self.max_length + 1 - len(continuation))
             asked[prompt][tuple(continuation[:-1])].append(index)
         self._check_budget(asked)
         answers: list[Answer | None] = [None] * len(requests)
@@ -172,34 +202,32 @@ class KVPassLM(HFLM):
                 progress.update(1)
 
         prompts = list(asked)
-        for cache, indices in self._compressed(prompts, [len(prompt.rest) for prompt in prompts]):
-            self._score_compressed(cache, [prompts[index] for index in indices], asked, score)
-            del cache  # before the next one is filled
+        for batch in self._runner.compressed(prompts, [0] * len(prompts)):
+            self._score_compressed(batch, [prompts[index] for index in batch.indices], asked, score)
+            del batch  # its cache, before the next one is filled
         whole = [(prompt, fed) for prompt in asked if not prompt.head for fed in asked[prompt]]
         whole.sort(key=lambda item: -len(item[0]) - len(item[1]))
-        for pairs in chunks(whole, self._rows):
+        for pairs in chunks(whole, self._runner.batch):
             self._score_whole(pairs, asked, score)
         progress.close()
         assert None not in answers
         return answers  # type: ignore[return-value]
 
     def _score_compressed(
-        self,
-        cache: kvpass.CompressedCache,
-        batch: Sequence[Prompt],
-        asked: Asked,
-        score: Callable[[Tensor, Iterable[int]], None],
+        self, batch: Batch, prompts: list[Prompt], asked: Asked, score: Callable[[Tensor, Iterable[int]], None]
     ) -> None:
-        """Feed what is held but its last token, then every continuation."""
-        held = torch.tensor([prompt.rest for prompt in batch], device=self.device)
-        if held.shape[1] > 1:
-            cache = self.model(held[:, :-1], past_key_values=cache, logits_to_keep=1).past_key_values
+        """Feed what is not compressed but its last token, then every continuation."""
+        assert batch.cache is not None
+        cache, size = batch.cache, batch.cache.batch_size
+        rest = torch.tensor([prompt.rest for prompt in filled(prompts, size)], device=self.device)
+        if rest.shape[1] > 1:
+            cache = self.model(rest[:, :-1], past_key_values=cache, logits_to_keep=1).past_key_values
         cache.reusable = True
-        for turn in itertools.zip_longest(*(asked[prompt].items() for prompt in batch), fillvalue=((), ())):
-            rows = [(prompt.ids[-1], *fed) for prompt, (fed, _) in zip(batch, turn, strict=True)]
-            ids, _ = pad(rows, "right", self.tokenizer.pad_token_id)
+        for turn in itertools.zip_longest(*(asked[prompt].items() for prompt in prompts), fillvalue=((), ())):
+            rows = [(prompt.ids[-1], *fed) for prompt, (fed, _) in zip(prompts, turn, strict=True)]
+            ids, _ = pad(filled(rows, size), "right", self.tokenizer.pad_token_id)
             logits = self.model(ids.to(self.device), past_key_values=cache).logits
-            for row, (fed, indices) in zip(logits, turn, strict=True):
+            for row, (fed, indices) in zip(logits, turn, strict=False):
                 score(row[: len(fed) + 1], indices)
 
     def _score_whole(
@@ -209,9 +237,9 @@ class KVPassLM(HFLM):
         score: Callable[[Tensor, Iterable[int]], None],
     ) -> None:
         """Contexts too short to be compressed: one pass over context and continuation with everything kept."""
-        self._measured.prompts_not_compressed += len(pairs)
+        self._totals.prompts_not_compressed += len(pairs)
         ids, mask = pad([prompt.ids + fed for prompt, fed in pairs], "left", self.tokenizer.pad_token_id)
-        logits = self._full_model(ids.to(self.device), mask, use_cache=False).logits
+        logits = self._full_runner.model(ids.to(self.device), mask, use_cache=False).logits
         for row, (prompt, fed) in zip(logits, pairs, strict=True):
             score(row[-len(fed) - 1 :], asked[prompt][fed])
 
@@ -220,69 +248,45 @@ class KVPassLM(HFLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate after prompts, until a stop sequence or ``max_gen_toks``."""
         prompts: list[Prompt] = []
-        kinds: list[tuple[str, bool, int]] = []
+        kinds: list[str] = []
         settings: dict[str, dict[str, Any]] = {}
         end = None if self.eot_token_id is None else self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         for text, given in (request.args for request in requests):
             kwargs = generation_settings(given, end, self.max_gen_toks, self.max_length)
             ids = self.tok_encode(without_separator(text)) or [self.prefix_token_id]
-            prompt = self._fitted(Prompt(tuple(ids), self._held(text)), self.max_length - kwargs["max_gen_toks"])
-            name = json.dumps(kwargs, sort_keys=True, default=repr)
-            settings[name] = kwargs
-            prompts.append(prompt)
-            kinds.append((name, bool(prompt.head), len(prompt.rest) if prompt.head else 0))
+            prompt = Prompt(tuple(ids), self._uncompressed(text))
+            prompts.append(self._fitted(prompt, self.max_length - kwargs["max_gen_toks"]))
+            kinds.append(json.dumps(kwargs, sort_keys=True, default=repr))
+            settings[kinds[-1]] = kwargs
         self._check_budget(prompts)
         texts: list[str] = [""] * len(requests)
         progress = self._progress(len(requests), "generate_until", disable_tqdm)
-
-        def answer(indices: Sequence[int], cache: kvpass.CompressedCache | None) -> None:
-            found = self._generate([prompts[index] for index in indices], settings[kinds[indices[0]][0]], cache)
-            for index, text in zip(indices, found, strict=True):
+        for batch in self._runner.batches(prompts, kinds):
+            found = self._generate(
+                [prompts[index] for index in batch.indices], batch, settings[kinds[batch.indices[0]]]
+            )
+            for index, text in zip(batch.indices, found, strict=True):
                 texts[index] = text
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
                 progress.update(1)
-
-        for cache, indices in self._compressed(prompts, kinds):
-            answer(indices, cache)
-            del cache  # before the next one is filled
-        alone = [index for index, prompt in enumerate(prompts) if not (prompt.head and prompt.rest)]
-        alone.sort(key=lambda index: -len(prompts[index]))
-        for _, indices in rounds([alone], kinds, self._rows):
-            answer(indices, None)
+            del batch  # its cache, before the next one is filled
         progress.close()
         return texts
 
-    def _generate(
-        self, batch: Sequence[Prompt], settings: dict[str, Any], cache: kvpass.CompressedCache | None
-    ) -> list[str]:
-        """What follows prompts whose heads the cache has read; without a cache they are read whole."""
+    def _generate(self, prompts: list[Prompt], batch: Batch, settings: dict[str, Any]) -> list[str]:
         kwargs = dict(settings)
-        until, new_tokens = kwargs.pop("until"), kwargs.pop("max_gen_toks")
+        until = kwargs.pop("until")
         if not kwargs["do_sample"]:
             kwargs.pop("temperature", None)
-        beams = int(kwargs.get("num_beams") or 1)
-        if cache is not None and beams > 1:  # the search has that many rows from the first step on
-            cache = pick_rows(cache, [row for row in range(len(batch)) for _ in range(beams)], last=not cache.reusable)
-        columns = 0 if cache is None else cache.columns + len(batch[0].rest)
-        ids, mask = pad([prompt.ids for prompt in batch], "left", self.tokenizer.pad_token_id, columns)
-        output = (self.model if batch[0].head else self._full_model).generate(
-            input_ids=ids.to(self.device),
-            attention_mask=mask.to(self.device),
-            past_key_values=cache,
-            max_new_tokens=new_tokens,
-            stopping_criteria=stop_sequences_criteria(self.tokenizer, until, ids.shape[1], ids.shape[0]),
-            pad_token_id=self.tokenizer.pad_token_id,
-            use_cache=True,
-            return_dict_in_generate=True,
+        runner = self._runner if prompts[0].head else self._full_runner
+        answers = runner.generate(
+            prompts,
+            batch.cache,
+            stopping=functools.partial(stop_sequences_criteria, self.tokenizer, until),
+            max_new_tokens=kwargs.pop("max_gen_toks"),
             **kwargs,
         )
-        if not batch[0].head:
-            self._measured.prompts_not_compressed += len(batch)
-        else:
-            if cache is None:
-                self._measured.add(self.model.report())
-            self._measured.cache_bytes_peak = max(self._measured.cache_bytes_peak, output.past_key_values.nbytes)
-        return [self._text(tokens[ids.shape[1] :], until) for tokens in output.sequences.tolist()]
+        return [self._text(tokens, until) for tokens in answers]
 
     def _text(self, tokens: list[int], until: list[str]) -> str:
         """The answer: what follows the end of thinking, up to a stop sequence."""
@@ -299,11 +303,11 @@ class KVPassLM(HFLM):
 
     # -- prompts ----------------------------------------------------------------------------------------------------
 
-    def _held(self, text: str) -> int:
-        """Tokens at the end of a prompt that are fed after compression; the separator takes no part in its ids."""
+    def _uncompressed(self, text: str) -> int:
+        """Number of tokens at the end of a prompt that are fed after compression."""
         if self._scope == "prompt":
-            return self._hold
-        return tokenize(self.tokenizer, *split_at_separator(text), special=False).held
+            return self._num_uncompressed_tokens
+        return tokenize(self.tokenizer, *split_at_separator(text), special=False).num_uncompressed_tokens
 
     def _fitted(self, prompt: Prompt, room: int) -> Prompt:
         """The prompt, cut to ``room`` tokens.
@@ -313,14 +317,15 @@ class KVPassLM(HFLM):
         """
         if len(prompt) <= room:
             return prompt
-        cut = prompt.cut(room, self._truncation).scoped(self._scope, prompt.held)
+        fed = prompt.num_uncompressed_tokens
+        cut = prompt.cut(room, self._truncation).scoped(self._scope, fed)
         if not cut.head and self._policy.name != "full":
             raise ValueError(
-                f"{prompt.held} tokens are fed after compression, but only {room} tokens of the prompt fit into "
+                f"{fed} tokens are fed after compression, but only {room} tokens of the prompt fit into "
                 "max_length beside what is generated or scored"
             )
-        self._measured.requests_truncated += 1
-        if self._measured.requests_truncated == 1:
+        self._truncated += 1
+        if self._truncated == 1:
             facts = (len(prompt), room, self._truncation, self.max_length)
             _log.warning("a prompt of %d tokens was cut to %d (truncation=%s); max_length is %d", *facts)
         return cut
@@ -331,33 +336,6 @@ class KVPassLM(HFLM):
             for length in sorted({len(prompt.head) for prompt in prompts if prompt.head}):
                 self._budget.check(length, self._policy.window, token_bytes=1)
 
-    def _compressed(
-        self, prompts: Sequence[Prompt], kinds: Sequence[Any]
-    ) -> Iterator[tuple[kvpass.CompressedCache, list[int]]]:
-        """Compress each head once, longest first, then continue with prompts of one kind, a batch at a time.
-
-        A prompt without a head, or with nothing behind it, is passed over.
-
-        Yields:
-            indices of prompts, and a cache whose rows have read their heads.
-        """
-        sharing = {head: [i for i in indices if prompts[i].rest] for head, indices in by_head(prompts).items() if head}
-        for heads in chunks(sorted(filter(sharing.get, sharing), key=len, reverse=True), self._rows):
-            ids, mask = pad(heads, "left", self.tokenizer.pad_token_id)
-            cache = self.model.compress(ids.to(self.device), mask)
-            self._measured.add(self.model.report())
-            turns = list(rounds([sharing[head] for head in heads], kinds, self._rows))
-            for turn, (rows, indices) in enumerate(turns, 1):
-                yield pick_rows(cache, rows, last=turn == len(turns)), indices
-            del cache
-
-    @functools.cached_property
-    def _full_model(self) -> Any:
-        """A model that keeps everything, for prompts in which there is nothing to compress."""
-        if self._policy.name == "full":
-            return self.model
-        return kvpass.compile(self._original, policy="full", backend=self._compiler)
-
     # -- what the harness records -----------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
@@ -367,19 +345,19 @@ class KVPassLM(HFLM):
             "policy_options": dataclasses.asdict(self._policy),
             "budget": None if self._budget is None else str(self._budget),
             "scope": self._scope,
-            "hold": self._hold if self._scope == "prompt" else "question",
+            "num_uncompressed_tokens": self._num_uncompressed_tokens if self._scope == "prompt" else "question",
             "truncation": self._truncation,
             "compiler": self._compiler,
         }
 
     def get_model_info(self) -> dict[str, Any]:
-        """The harness's own facts and, under ``"kvpass"``, settings, versions and what was measured in this run."""
-        own = {**self._settings(), **library_versions(), **self._measured.to_dict()}
-        return {**super().get_model_info(), "kvpass": own}
+        """The harness's facts and, under ``"kvpass"``, settings, versions and measurements."""
+        measured = {**self._totals.to_dict(), "requests_truncated": self._truncated}
+        return {**super().get_model_info(), "kvpass": {**self._settings(), **library_versions(), **measured}}
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of all an answer depends on beside the request: what the harness leaves out of its cache's keys."""
+        """Hash of all an answer depends on beside the request."""
         settings = {**self._settings(), **self._arguments, "max_length": self.max_length}
         return fingerprint(self.model, self.tokenizer, settings)
 

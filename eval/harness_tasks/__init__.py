@@ -21,6 +21,8 @@ from kvpass.policies.options import check_int
 DATA_DIR = "KVPASS_DATA_DIR"
 """Environment variable: the folder with ``longbench/`` and ``needle/``."""
 
+_FIELDS = ("id", "context", "question", "answer_prefix", "answers", "classes")
+"""Of a sample, which a document has too."""
 _ALL = 10**6
 _GENERATED = 100
 
@@ -39,8 +41,8 @@ def documents(
 
     Args:
         kvpass_task: name in ``kvpass.eval.tasks``.
-        data_dir: folder with ``longbench/`` and ``needle/``; by default that of the environment variable
-            ``KVPASS_DATA_DIR``.
+        data_dir: folder with ``longbench/`` and ``needle/``, if there is any; by default that of the environment
+            variable ``KVPASS_DATA_DIR``.
         prompt_tokens, prompt_seed: of prompts that are generated, for the tokenizer ``tokenizer`` or ``pretrained``.
         prompt_count: rows; by default all there are, or 100 generated ones.
     Raises:
@@ -61,33 +63,16 @@ def documents(
             )
         tokenizer = AutoTokenizer.from_pretrained(name)
     samples = task.samples(tokenizer, prompt_tokens, prompt_count, prompt_seed)  # type: ignore[arg-type]
-    return {"test": Dataset.from_list([_document(kvpass_task, sample) for sample in samples])}
+    rows = [{name: getattr(sample, name) for name in _FIELDS} for sample in samples]
+    return {"test": Dataset.from_list([{"kvpass_task": kvpass_task, **row} for row in rows])}
 
 
 def score(document: dict[str, Any], results: list[str]) -> dict[str, float]:
     """The task's own score of an answer, times 100."""
-    sample = Sample(
-        id=document["id"],
-        context=document["context"],
-        question=document["question"],
-        answers=tuple(document["answers"]),
-        max_new_tokens=0,
-        answer_prefix=document["answer_prefix"],
-        classes=tuple(document["classes"]),
-    )
-    return {"score": 100.0 * _task(document["kvpass_task"]).metric(results[0], sample)}
-
-
-def _document(name: str, sample: Sample) -> dict[str, Any]:
-    return {
-        "kvpass_task": name,
-        "id": sample.id,
-        "context": sample.context,
-        "question": sample.question,
-        "answer_prefix": sample.answer_prefix,
-        "answers": list(sample.answers),
-        "classes": list(sample.classes),
-    }
+    given = {name: value for name, value in document.items() if name in _FIELDS}
+    for name in ("answers", "classes"):
+        given[name] = tuple(given[name])
+    return {"score": 100.0 * _task(document["kvpass_task"]).metric(results[0], Sample(**given, max_new_tokens=0))}
 
 
 @functools.cache

@@ -19,7 +19,7 @@ IDS = {word: token for token, word in enumerate(vocabulary())}
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of the decoder; as many KV heads as query heads, which the start weights need.
+    """Size of the decoder, which has as many KV heads as query heads.
 
     Raises:
         ValueError: fewer than two layers or heads, or a hidden size that the heads do not divide into even parts of 8
@@ -48,7 +48,7 @@ SHAPE = Shape()
 def _causal_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float | None = None, **_: Any
 ) -> tuple[Tensor, None]:
-    """SDPA that is causal by index, whatever the positions: transformers would read gaps as packed sequences."""
+    """SDPA that is causal by index: transformers would read gaps as packed sequences."""
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     return out.transpose(1, 2), None
 
@@ -94,7 +94,7 @@ def build(shape: Shape, seed: int) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def _start_with_copying(model: Qwen3ForCausalLM) -> None:
-    """Set the first two layers to induction: find where these words stood before, copy what followed.
+    """Set the first two layers to induction: find earlier words, copy what followed.
 
     Random weights need about a million tokens to find this circuit (Olsson et al. 2022), these have it from the start.
     Of an orthogonal basis cut into one block a head, block 0 stands for the word itself. In layer 0, head ``h`` looks

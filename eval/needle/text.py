@@ -176,7 +176,7 @@ _Asked = tuple[list[str], list[tuple[str, ...]]]  # words of a question, values 
 def _facts(
     rng: random.Random, kind: Task, names: Sequence[Name], number: Callable[[], str]
 ) -> tuple[list[list[str]], list[_Asked]]:
-    """Sentences in random order, and what may be asked; as many values have one token as two, lists have one."""
+    """Facts in random order, and what may be asked; values have one or two tokens."""
     hidden, asked = [], []
     for name in names:
         for attribute in rng.sample(ATTRIBUTES, kind.attributes):
@@ -191,7 +191,7 @@ def _facts(
 def _variables(
     rng: random.Random, kind: Task, names: Sequence[Name], number: Callable[[], str]
 ) -> tuple[list[list[str]], list[_Asked]]:
-    """Chains in random order, each link behind the one that it names; the last link of each may be asked for."""
+    """Chains in random order, each link behind the one it names, and their last links."""
     words = rng.sample(FIRST_WORDS, len(names) * (kind.hops + 1))
     chains = [words[i :: len(names)] for i in range(len(names))]
     values = [(number(),) for _ in chains]

@@ -41,7 +41,6 @@ class Stage:
         tokens: of one step.
         mix: what the texts are made of.
         gaps: share of texts whose positions jump at sentence starts (PoSE, Zhu et al. 2024), up to ``reach``.
-        until: the stage ends early when the loss of first numbers, smoothed, is below this.
         rate: factor of the learning rates at the start and after ``steps`` steps.
     """
 
@@ -51,7 +50,6 @@ class Stage:
     mix: Mix = field(default_factory=Mix)
     gaps: float = 0.5
     reach: int = 10240
-    until: float = 0.0
     rate: tuple[float, float] = (1.0, 1.0)
 
 
@@ -174,7 +172,7 @@ def set_cross_entropy(logits: Tensor, right: Tensor) -> Tensor:
 
 
 class Run:
-    """A training run in a folder: model, optimizers and place in the curriculum; resumes where a checkpoint is.
+    """A training run in a folder, which goes on from the checkpoint there.
 
     Args:
         output: folder of ``checkpoint.pt``, ``log.jsonl`` and, when done, of the model.
@@ -245,7 +243,7 @@ class Run:
         tokenizer().save_pretrained(self.output)
 
     def advance(self, *, minutes: float | None = None, steps: int | None = None) -> None:
-        """Train to the end of the curriculum, or until the minutes or the steps of this call are used up."""
+        """Train to the end, or for so many minutes or steps."""
         began = saved = time.monotonic()
         with (
             Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bars,
@@ -271,8 +269,6 @@ class Run:
                         self.save()
                         saved = time.monotonic()
                     steps = None if steps is None else steps - 1
-                    if self.at.first < stage.until and self.at.stage_step >= WARMUP:
-                        break
                 self.at.stage, self.at.stage_step = self.at.stage + 1, 0
                 self.save()
 

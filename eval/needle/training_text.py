@@ -71,7 +71,7 @@ class Mix:
 
 
 class TrainingText:
-    """One text of exactly ``length`` tokens, every fact asked for at most once at its end.
+    """One text of exactly ``length`` tokens; its end asks for facts, each once.
 
     Attributes:
         words: ``<bos>`` first.

@@ -1,4 +1,4 @@
-"""Words and sentences of the built-in needle model: each word, three-digit number and mark is one token.
+"""Words and sentences of the built-in needle model; each word is one token.
 
 One name in eight is held out: its two words occur in training, but never together.
 """
@@ -56,7 +56,7 @@ Name = tuple[str, str]
 
 
 def vocabulary() -> list[str]:
-    """All words, each once; a word's place is its token id. Padded to a multiple of 64."""
+    """All words in the order of their token ids, padded to a multiple of 64."""
     groups: tuple[Iterable[str], ...] = (
         *(SPECIAL_WORDS, _MARKS, _TASK_WORDS, ATTRIBUTES, PLURALS.values(), ADJECTIVES, NOUNS, VERBS, PLACES),
         *(_PREPOSITIONS, _TIMES, _ADVERBS, _DETERMINERS, _CONJUNCTIONS, FIRST_WORDS, SECOND_WORDS, NUMBERS),
@@ -145,7 +145,7 @@ def _clause(rng: random.Random) -> list[str]:
 
 
 def decoy(rng: random.Random, name: Name, number: str) -> list[str]:
-    """A sentence of 7 to 11 words with a name, a number or both that answers no question."""
+    """7 to 11 words with a name or number that answers no question."""
     kind = rng.randrange(4)
     if kind == 0:
         return [*name, "paid", number, "coins", *_place(rng), "."]

@@ -12,7 +12,7 @@ from kvpass.eval.tasks.needle import Needle, NeedleGrid
 
 __all__ = ["GROUPS", "Sample", "Task", "encode", "find_tasks", "registry"]
 
-GROUPS = ("ruler", "longbench", "infinitebench")
+GROUPS = {"ruler": ruler.Ruler, "longbench": longbench.LongBench, "infinitebench": infinitebench.InfiniteBench}
 """Names that stand for all tasks of a benchmark."""
 
 
@@ -30,23 +30,19 @@ def registry(data_dir: Path | None = None) -> dict[str, Task]:
 
 
 def find_tasks(names: Sequence[str], data_dir: Path | None = None) -> list[Task]:
-    """The tasks of these names, each once; a name of :data:`GROUPS` stands for all of its tasks.
+    """The tasks of these names, each once; :data:`GROUPS` stand for all of their tasks.
 
     Raises:
         ValueError: no names, or an unknown one (the nearest is named).
     """
     known = registry(data_dir)
-    members = {
-        "ruler": [task.name for task in ruler.tasks(None)],
-        "longbench": [name for name in known if name.startswith("longbench_")],
-        "infinitebench": [name for name in known if name.startswith("infinitebench_")],
-    }
+    groups = {group: [name for name, task in known.items() if type(task) is kind] for group, kind in GROUPS.items()}
     found: dict[str, Task] = {}
     for name in names:
-        if name not in known and name not in members:
-            (near,) = difflib.get_close_matches(name, [*known, *members], n=1, cutoff=0.0)
-            raise ValueError(f"tasks={name!r}: did you mean {near!r}? Must be one of {', '.join([*members, *known])}")
-        found |= {member: known[member] for member in members.get(name, [name])}
+        if name not in known and name not in groups:
+            (near,) = difflib.get_close_matches(name, [*known, *groups], n=1, cutoff=0.0)
+            raise ValueError(f"tasks={name!r}: did you mean {near!r}? Must be one of {', '.join([*groups, *known])}")
+        found |= {member: known[member] for member in groups.get(name, [name])}
     if not found:
         raise ValueError("tasks='': name at least one task")
     return list(found.values())

@@ -1,4 +1,4 @@
-"""What a task is: samples of a context and a question, a score of an answer; and how samples become token ids.
+"""Tasks: samples of a context and a question, their token ids, a score.
 
 The prompt of a sample is ``context + question + answer_prefix``, one string. Scope ``prompt`` compresses all of it,
 scope ``context`` only the part before the question: the ids are the same in both.
@@ -7,6 +7,7 @@ scope ``context`` only the part before the question: the ids are the same in bot
 from __future__ import annotations
 
 import gzip
+import importlib
 import itertools
 import json
 from collections.abc import Callable, Mapping
@@ -16,7 +17,6 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.eval.metrics import library
 from kvpass.eval.prompt import Prompt, tokenize
 
 _CUT = "\x1fkvpass\x1f"
@@ -46,6 +46,18 @@ class Sample:
     labels: Mapping[str, int | float | str] = field(default_factory=dict)
 
 
+def library(name: str) -> Any:
+    """Import a library of the extra ``eval``.
+
+    Raises:
+        ImportError: not installed; says how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"this evaluation needs the package {name!r}: pip install 'kvpass[eval]'") from error
+
+
 class Task(Protocol):
     """A source of samples.
 
@@ -73,7 +85,7 @@ class Task(Protocol):
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, chat: bool, limit: int | None = None) -> Prompt:
-    """Token ids of a sample, whose head is the context and whose rest is the question; both have at least one.
+    """Token ids of a sample: the head is the context, the rest the question.
 
     Args:
         tokenizer: a fast one: its offsets say where the question begins. A token across the border is the question's.
@@ -107,7 +119,7 @@ def largest(
     chat: bool,
     name: str,
 ) -> Sample:
-    """The biggest sample whose prompt has at most ``tokens`` tokens, by binary search over its size.
+    """The biggest sample of at most ``tokens`` tokens, by binary search over its size.
 
     Args:
         build: a sample of a size; bigger sizes give longer prompts. smallest: least size it can build.
@@ -148,16 +160,27 @@ def find_rows(folder: Path, name: str) -> Path | None:
     return next((path for ending in (".jsonl", ".jsonl.gz") if (path := folder / f"{name}{ending}").is_file()), None)
 
 
-def hub_rows(repository: str, name: str | None, split: str, count: int) -> list[dict[str, Any]]:
-    """The first ``count`` rows of a data set of the Hugging Face hub.
+def local_or_hub_rows(
+    data_dir: Path | None,
+    group: str,
+    name: str,
+    count: int,
+    *,
+    repository: str,
+    subset: str | None = None,
+    split: str = "test",
+) -> list[dict[str, Any]]:
+    """The first ``count`` rows of ``<data_dir>/<group>/<name>.jsonl[.gz]``, or else of a data set of the hub.
 
     Raises:
         ImportError: the package ``datasets`` is not installed.
         ValueError: the hub cannot be reached, or has no such data set.
     """
-    datasets = library("datasets")
+    path = None if data_dir is None else find_rows(data_dir / group, name)
+    if path is not None:
+        return read_rows(path, count)
     try:
-        rows = datasets.load_dataset(repository, name, split=split)
+        rows = library("datasets").load_dataset(repository, subset, split=split)
     except OSError as error:
-        raise ValueError(f"data set {name or split!r}: not in data_dir, and not on the hub: {error}") from error
+        raise ValueError(f"data set {name!r}: not in data_dir, and not on the hub: {error}") from error
     return [dict(rows[index]) for index in range(min(count, len(rows)))]

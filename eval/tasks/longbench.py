@@ -1,62 +1,38 @@
-"""LongBench (Bai et al. 2024, arXiv 2308.14508): its 21 data sets, official prompts, lengths and metrics.
+"""LongBench (Bai et al. 2024, arXiv 2308.14508): prompts, answer lengths and metrics of lm-evaluation-harness.
 
-Prompts and answer lengths are read from ``<data_dir>/longbench/dataset2prompt.json`` and ``dataset2maxlen.json``, the
-files of ``LongBench/config`` in THUDM/LongBench. Rows come from ``<data_dir>/longbench/<name>.jsonl[.gz]`` in the
-official format, or else from the hub (:data:`HUB`). Long prompts lose their middle when they are encoded.
-
-Departure: samsum is generated to its full length and cut at the newline where LongBench stops generating.
+The prompts are the official ones but for a line end in six of the 21 data sets. Rows come from
+``<data_dir>/longbench/<name>.jsonl[.gz]`` in the official format, or else from the hub (:data:`HUB`). Departures from
+the harness: long prompts lose their middle, as in LongBench; what the harness stops at a newline is cut there; ROUGE
+of long texts is computed, where the package ``rouge`` exceeds Python's recursion limit and the harness scores 0.
 """
 
 from __future__ import annotations
 
-import json
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.eval import metrics
-from kvpass.eval.tasks.base import Sample, check_count, find_rows, hub_rows, read_rows
+from kvpass.eval.tasks.base import Sample, check_count, library, local_or_hub_rows
 
 HUB = "Xnhyacinth/LongBench"
 """A copy of THUDM/LongBench without a loading script; its field ``question`` is the official ``input``."""
 
-_METRICS = {
-    metrics.qa_f1_score: "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique triviaqa",
-    metrics.qa_f1_zh_score: "multifieldqa_zh",
-    metrics.rouge_score: "gov_report qmsum multi_news samsum",
-    metrics.rouge_zh_score: "dureader vcsum",
-    metrics.retrieval_score: "passage_retrieval_en",
-    metrics.retrieval_zh_score: "passage_retrieval_zh",
-    metrics.count_score: "passage_count",
-    metrics.code_sim_score: "lcc repobench-p",
-}
-METRICS = {name: metric for metric, names in _METRICS.items() for name in names.split()}
-"""Score of a prediction and one answer; the classification data sets are not in it."""
-
-CLASSIFICATION = frozenset({"trec", "lsht"})
-FIRST_LINE = frozenset({"trec", "triviaqa", "samsum", "lsht"})
-"""Only the first line of the prediction counts."""
-
-NO_CHAT = FIRST_LINE | {"lcc", "repobench-p"}
+NAMES = tuple(
+    "2wikimqa dureader gov_report hotpotqa lcc lsht multi_news multifieldqa_en multifieldqa_zh musique narrativeqa "
+    "passage_count passage_retrieval_en passage_retrieval_zh qasper qmsum repobench-p samsum trec triviaqa "
+    "vcsum".split()
+)
+NO_CHAT = frozenset("trec triviaqa samsum lsht lcc repobench-p".split())
 """Completed as they are: examples of the task stand in the prompt, or it is code."""
 
-NAMES = tuple(sorted({*METRICS, *CLASSIFICATION}))
-
-
-def score(dataset: str, prediction: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """LongBench's score of a prediction, in [0, 1], its post-processing included.
-
-    Args:
-        dataset: one of :data:`NAMES`. answers: references, of which the best counts. classes: of a classification.
-    """
-    if dataset in FIRST_LINE:
-        prediction = metrics.first_line(prediction)
-    if dataset in CLASSIFICATION:
-        return metrics.best(
-            lambda said, answer: metrics.classification_score(said, answer, classes), prediction, answers
-        )
-    return metrics.best(METRICS[dataset], prediction, answers)
+_RECURSION = 50_000
 
 
 @dataclass(frozen=True)
@@ -79,20 +55,18 @@ class LongBench:
         return self.dataset not in NO_CHAT
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        """The first ``count`` rows, in order; ``tokens`` and ``seed`` play no part."""
+        """The first ``count`` rows, in order; ``tokens`` and ``seed`` are not used."""
         check_count(count)
-        template, length = self._official("dataset2prompt.json"), int(self._official("dataset2maxlen.json"))
-        before, after = template.split("{context}")
-        assert self.data_dir is not None
-        path = find_rows(self.data_dir / "longbench", self.dataset)
-        rows = hub_rows(HUB, self.dataset, "test", count) if path is None else read_rows(path, count)
+        config = harness_task(self.dataset)
+        before, after = config["doc_to_text"].split("{{context}}")
+        rows = local_or_hub_rows(self.data_dir, "longbench", self.dataset, count, repository=HUB, subset=self.dataset)
         return [
             Sample(
                 id=str(index),
                 context=before + row["context"],
-                question=after.replace("{input}", row["input"] if "input" in row else row["question"]),
+                question=after.replace("{{question}}", row["input"] if "input" in row else row["question"]),
                 answers=tuple(row["answers"]),
-                max_new_tokens=length,
+                max_new_tokens=config["generation_kwargs"]["max_gen_toks"],
                 classes=tuple(row["all_classes"] or ()),
                 labels={"words": int(row["length"])},
             )
@@ -100,12 +74,58 @@ class LongBench:
         ]
 
     def metric(self, prediction: str, sample: Sample) -> float:
-        return score(self.dataset, prediction, sample.answers, sample.classes)
+        """The harness's score; of several references, the best counts."""
+        config = harness_task(self.dataset)
+        if config["generation_kwargs"]["until"]:
+            prediction = prediction.lstrip("\n").split("\n")[0]
+        # not "get_..._with_score" itself, which strips the prediction: ROUGE counts what is stripped
+        score = getattr(
+            harness_metrics(), config["process_results"].replace("_with_", "_").removeprefix("metrics.get_")
+        )
+        with _deep_recursion():
+            return max(float(score(prediction, answer, all_classes=sample.classes)) for answer in sample.answers)
 
-    def _official(self, file: str) -> str:
-        if self.data_dir is None:
-            raise ValueError(f"data_dir=None: task {self.name!r} reads its prompt from <data_dir>/longbench/{file}")
-        path = self.data_dir / "longbench" / file
-        if not path.is_file():
-            raise ValueError(f"data_dir={str(self.data_dir)!r}: task {self.name!r} needs {path}")
-        return str(json.loads(path.read_text(encoding="utf-8"))[self.dataset])
+
+@functools.cache
+def harness_task(dataset: str) -> dict[str, Any]:
+    """The harness's task file of a data set; functions are strings such as ``metrics.get_qa_f1_with_score``."""
+    yaml, folder = library("yaml"), Path(library("lm_eval").__file__).parent / "tasks" / "longbench"
+
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: node.value)
+    config: dict[str, Any] = yaml.load((folder / f"{dataset}.yaml").read_text(encoding="utf-8"), Loader)
+    return config
+
+
+@functools.cache
+def harness_metrics() -> ModuleType:
+    """The harness's LongBench metrics, imported with ``rapidfuzz`` in the place of ``fuzzywuzzy``.
+
+    ``fuzzywuzzy`` is unmaintained and under the GPL. Rounded to whole percent, the ratio of ``rapidfuzz`` is that of
+    ``fuzzywuzzy`` with python-Levenshtein, which LongBench uses.
+    """
+    ratio = library("rapidfuzz.fuzz").ratio
+    stand_in: Any = ModuleType("fuzzywuzzy")
+    stand_in.fuzz = SimpleNamespace(ratio=lambda one, other: round(ratio(one, other)))
+    for name in ("jieba", "rouge"):  # named in the error if missing
+        library(name)
+    before = sys.modules.get("fuzzywuzzy")
+    sys.modules["fuzzywuzzy"] = stand_in
+    try:
+        return library("lm_eval.tasks.longbench.metrics")
+    finally:
+        del sys.modules["fuzzywuzzy"]
+        if before is not None:
+            sys.modules["fuzzywuzzy"] = before
+
+
+@contextmanager
+def _deep_recursion() -> Iterator[None]:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, _RECURSION))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)

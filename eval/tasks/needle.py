@@ -1,4 +1,4 @@
-"""Needle in a haystack: one fact, eight facts of which four are asked for, and a grid of length x depth.
+"""Needle in a haystack: one fact, several facts, and a grid of length x depth.
 
 The text is that of the built-in model, word for word one token there; any other tokenizer reads it as English with
 invented names. The prompt is completed, not answered in a chat.
@@ -6,11 +6,11 @@ invented names. The prompt is completed, not answered in a chat.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.eval.metrics import code_match
 from kvpass.eval.needle import text as needle_text
 from kvpass.eval.tasks.base import Sample, check_count, encode, largest
 
@@ -22,9 +22,15 @@ _SEEDS = 100_000
 """Contexts that one seed can number before it meets those of the next."""
 
 
+def code_match(prediction: str, answer: str) -> float:
+    """1 if the answer is a whole number in the prediction, spaces between digits aside."""
+    said, code = (re.sub(r"(?<=\d) +(?=\d)", "", text) for text in (prediction, answer))
+    return float(re.search(rf"(?<!\d){re.escape(code)}(?!\d)", said) is not None)
+
+
 @dataclass(frozen=True)
 class Needle:
-    """Facts at random places; every sample asks for one of them, samples of one context follow each other.
+    """Facts at random places; every sample asks for one of them.
 
     Args:
         name: in the registry. many: eight facts a context, four of them asked for; else one.
@@ -49,7 +55,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class NeedleGrid:
-    """One fact, at each of :data:`DEPTHS` in texts of each of :data:`LENGTHS` of the full length, cell by cell."""
+    """One fact, at each of :data:`DEPTHS` in texts of each of :data:`LENGTHS`."""
 
     name: str = "needle_grid"
     chat: bool = False

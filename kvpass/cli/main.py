@@ -178,7 +178,7 @@ def evaluate(
     ),
     seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 1,
-    hold: Annotated[int, typer.Option(help="Scope prompt: last tokens fed after compression.")] = 1,
+    num_uncompressed_tokens: Annotated[int, typer.Option(help="Scope prompt: last tokens, fed after compression.")] = 1,
     chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template where the task wants one.")] = True,
     backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
     dtype: Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")] = "auto",
@@ -204,7 +204,7 @@ def evaluate(
                 output=output,
                 seed=seed,
                 batch=batch,
-                hold=hold,
+                num_uncompressed_tokens=num_uncompressed_tokens,
                 chat=chat,
                 backend=check_compiler("backend", backend),
                 dtype=dtype,
@@ -234,26 +234,28 @@ def curve(
 ) -> None:
     """Draw accuracy against budget for all policies on the built-in model, question-aware and question-agnostic."""
     from kvpass.compiler.backend import check_compiler
-    from kvpass.eval.experiments.curve import BUDGETS, Curve, CurveSettings, default_policies
+    from kvpass.eval.experiments.curve import curve_settings, draw_curve
     from kvpass.eval.policy_spec import parse_policies, typed
+    from kvpass.eval.run import Evaluation
 
     with _bad_values():
-        checked = Curve(
-            CurveSettings(
-                samples=samples,
-                length=length,
-                budgets=BUDGETS if budgets is None else tuple(typed(text) for text in _names(budgets)),
-                policies=default_policies() if policies is None else parse_policies(policies),
-                scopes=_names(scope),
-                output=output,
-                seed=seed,
-                batch=batch,
-                backend=check_compiler("backend", backend),
-                dtype=dtype,
-                model=model,
-            )
-        )
-    checked.run(Console())
+        given: dict[str, Any] = {
+            "samples": samples,
+            "length": length,
+            "scopes": _names(scope),
+            "output": output,
+            "seed": seed,
+            "batch": batch,
+            "backend": check_compiler("backend", backend),
+            "dtype": dtype,
+            "model": model,
+        }
+        if budgets is not None:
+            given["budgets"] = tuple(typed(text) for text in _names(budgets))
+        if policies is not None:
+            given["policies"] = parse_policies(policies)
+        checked = Evaluation(curve_settings(**given))
+    draw_curve(checked, Console())
 
 
 @app.command()

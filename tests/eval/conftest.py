@@ -69,7 +69,7 @@ def pieces():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    text = [registry()[name].build(300, 0, "0", random.Random(0)).context for name in ("niah_single_2", "cwe", "vt")]
+    text = [registry()[name].build(300, 0, random.Random(0)).context for name in ("niah_single_2", "cwe", "vt")]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<bos>", "<eos>"]
     tokenizer.train_from_iterator(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 import kvpass
 from kvpass.cli.main import app
-from kvpass.eval.experiments.curve import CurveSettings, curve_table, default_policies
+from kvpass.eval.experiments.curve import curve_settings, curve_table, default_policies
 from kvpass.eval.plots import plot_curve, plot_grid
 from kvpass.eval.records import Row
 from kvpass.policies import Policy
@@ -84,7 +85,12 @@ def test_the_grid_has_the_mean_of_every_cell_depths_down_and_lengths_across(tmp_
     monkeypatch.setattr(Axes, "imshow", lambda self, x, **more: drawn.append(x.tolist()) or imshow(self, x, **more))
     cells = [(128, 0.0, 1), (128, 0.0, 0), (256, 0.0, 0), (128, 1.0, 1), (256, 1.0, 0), (256, 1.0, 0)]
     records = [
-        {"label": "lava", "budget": "9", "scope": scope, "score": score, "labels": {"length": length, "depth": depth}}
+        SimpleNamespace(
+            label="lava",
+            question=SimpleNamespace(budget="9", scope=scope),
+            score=score,
+            labels={"length": length, "depth": depth},
+        )
         for scope in ("prompt", "context")
         for length, depth, score in cells[: 6 if scope == "prompt" else 5]
     ]
@@ -104,7 +110,9 @@ def test_the_command_draws_what_it_measured_and_goes_on_with_more_samples(tmp_pa
     table = (tmp_path / "curve.md").read_text()
     assert table in result.output
     cells = dict(re.findall(r"\| `(\w+)` \| (.*) \|", table.split("Scope `context`")[0]))
-    full = [record["score"] for record in records if record["label"] == "full" and record["scope"] == "prompt"]
+    full = [
+        record["score"] for record in records if record["label"] == "full" and record["question"]["scope"] == "prompt"
+    ]
     assert f"{100 * sum(full) / len(full):.1f} (" in cells["full"]
     small, large = (float(cell.split()[0]) for cell in cells["streaming_llm"].split(" | "))
     assert small < large == float(cells["full"].split()[0])  # contract 1: at 100 % it is the full cache
@@ -127,6 +135,6 @@ def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path, words, part):
 
 
 def test_settings_of_the_curve_are_those_of_a_run(tmp_path):
-    made = CurveSettings(output=tmp_path, samples=3, length=200, seed=7).evaluation()
+    made = curve_settings(output=tmp_path, samples=3, length=200, seed=7)
     assert (made.samples, made.length, made.seed, made.output) == (3, 200, 7, tmp_path)
     assert len(made.policies) == len(kvpass.POLICIES)

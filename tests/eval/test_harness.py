@@ -15,8 +15,8 @@ from lm_eval.models.huggingface import HFLM
 import kvpass
 from kvpass import builtin
 from kvpass.eval.harness.model import KVPassLM
-from kvpass.eval.harness.prompt import SEPARATOR, split_at_separator
 from kvpass.eval.needle.text import sample
+from kvpass.eval.prompt import SEPARATOR, split_at_separator
 from masked_oracle import MaskedOracle, kept_columns
 from tiny_models import tiny_model
 
@@ -25,6 +25,23 @@ CHOICES = (" silver", " 007", " 007 004 001", " the old fox .", " 007 004 002")
 GREEDY = {"do_sample": False, "until": ["."], "max_gen_toks": 6}
 TOKENIZER = builtin.load()[1]
 MODEL = tiny_model("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER), eos_token_id=4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_once():
+    """Most of the time would go into tracing the same model again."""
+    compiled, original = {}, kvpass.compile
+
+    def remembered(model, *, policy, budget=None, backend, **options):
+        assert model is MODEL
+        key = repr((policy, budget, backend, sorted(options.items())))
+        if key not in compiled:
+            compiled[key] = original(model, policy=policy, budget=budget, backend=backend, **options)
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvpass, "compile", remembered)
+        yield
 
 
 def texts(*lengths):
@@ -89,8 +106,15 @@ def tight():
 
 @pytest.mark.parametrize(
     ("size", "arguments"),
-    [(1, {}), (3, {"policy": "none"}), (8, {"policy": "lava", "budget": 4096, "hold": 3})],
-    ids=["full", "batch 3", "batch 8, unlimited budget, hold 3"],
+    [
+        pytest.param(1, {}, marks=pytest.mark.exhaustive, id="full"),
+        pytest.param(3, {"policy": "none"}, id="batch 3"),
+        pytest.param(
+            8,
+            {"policy": "lava", "budget": 4096, "num_uncompressed_tokens": 3},
+            id="batch 8, unlimited budget, 3 uncompressed",
+        ),
+    ],
 )
 def test_without_a_limit_scores_and_texts_are_those_of_the_stock_model(size, arguments, stock, expected):
     lm = build(batch_size=str(size), **arguments)
@@ -135,9 +159,9 @@ def test_a_context_is_compressed_once_for_all_its_continuations(tight):
     assert measured(tight[1], "prompts_compressed") - before == len(CONTEXTS)
 
 
-def test_more_held_tokens_are_fed_to_the_compressed_cache(tight):
+def test_several_uncompressed_tokens_are_fed_to_the_compressed_cache(tight):
     """The last three tokens of the context do not observe: what is kept is what the shorter prompt keeps."""
-    lm = build(**TIGHT, hold=3)
+    lm = build(**TIGHT, num_uncompressed_tokens=3)
     ids = torch.tensor([TOKENIZER(CONTEXTS[0])["input_ids"]])
     cache = tight[1].model.compress(ids[:, :-3])
     logits = tight[1].model(ids[:, -3:], past_key_values=cache).logits[0, -1].log_softmax(-1)
@@ -165,9 +189,9 @@ def test_the_first_generated_token_is_computed_against_the_compressed_cache(tigh
         rows.append(TOKENIZER.decode(lm.model(ids[:, -1:], past_key_values=cache).logits[0, -1].argmax()))
     one = {**GREEDY, "until": [], "max_gen_toks": 1}
     assert generations(lm, CONTEXTS, one) == rows
-    plain = build(hold=0, **TIGHT)
+    plain = build(num_uncompressed_tokens=0, **TIGHT)
     assert generations(plain, CONTEXTS, one) == generations(build(), CONTEXTS, one) != rows
-    with pytest.raises(ValueError, match="hold=0"):
+    with pytest.raises(ValueError, match="num_uncompressed_tokens=0"):
         likelihoods(plain, MULTIPLE_CHOICE)
 
 
@@ -189,7 +213,7 @@ def test_beams_search_in_the_compressed_cache(stock, tight):
     assert found[0] == found[1] != generations(stock, asked, beams)
 
 
-def test_a_prompt_with_nothing_before_its_held_tokens_is_kept_whole(stock):
+def test_a_prompt_with_nothing_to_compress_is_kept_whole(stock):
     lm = build(**TIGHT)
     assert generations(lm, [""]) == generations(build(), [""])
     assert difference(likelihoods(lm, [("", " fox")]), likelihoods(stock, [("", " fox")])) < 1e-4
@@ -297,7 +321,10 @@ def test_both_scopes_see_the_same_part_of_a_long_prompt(truncation):
     assert measured(context, "requests_truncated") > 0
 
 
-@pytest.mark.parametrize("arguments", [{"hold": 60}, {"scope": "context"}, {"hold": 60, "truncation": "middle"}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"num_uncompressed_tokens": 60}, {"scope": "context"}, {"num_uncompressed_tokens": 60, "truncation": "middle"}],
+)
 def test_a_cut_that_leaves_nothing_to_compress_is_refused(arguments):
     lm = build(max_length=50, **arguments, **TIGHT)
     text = CONTEXTS[1].replace(". ", f".{SEPARATOR} ", 1)
@@ -357,7 +384,7 @@ def test_model_info_says_what_was_kept(tight):
     assert facts["kept_fraction"] == 20 / tokens
     assert facts["cache_bytes_peak"] >= cache.nbytes > facts["entry_bytes_kept"] > 0
     assert facts["policy"] == "snapkv" and facts["policy_options"]["pool"] == "avg"
-    assert (facts["budget"], facts["scope"], facts["hold"]) == ("20", "prompt", 1)
+    assert (facts["budget"], facts["scope"], facts["num_uncompressed_tokens"]) == ("20", "prompt", 1)
     assert facts["version"] == kvpass.__version__ and facts["torch"] == torch.__version__
 
 

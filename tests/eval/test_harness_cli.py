@@ -15,12 +15,13 @@ import pytest
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
 
 import yaml
+from lm_eval.api.registry import get_model
 
 from kvpass import builtin
 from kvpass.eval.harness_tasks import documents, score
 from kvpass.eval.needle.text import sample
 from kvpass.eval.tasks import Sample, find_tasks, longbench, ruler
-from kvpass.lm_eval import SEPARATOR, TASKS, main
+from kvpass.lm_eval import SEPARATOR, TASKS, KVPassLM, main
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 MODEL = f"pretrained={builtin.path()},dtype=float32"
@@ -139,7 +140,7 @@ def test_the_command_runs_both_models_and_the_budget_is_felt(tasks: Path, tmp_pa
     assert max(abs(a - b) for a, b in zip(scores(tight), scores(stock), strict=True)) > 0.1
     assert answers(tight) != answers(stock)
     facts = tight_results["config"]["kvpass"]
-    assert (facts["policy"], facts["budget"], facts["hold"]) == ("streaming_llm", "20", 1)
+    assert (facts["policy"], facts["budget"], facts["num_uncompressed_tokens"]) == ("streaming_llm", "20", 1)
     assert facts["kept_fraction"] == pytest.approx(20 * 3 / (89 + 139 + 109))
     assert full_results["config"]["kvpass"]["kept_fraction"] == 1.0
     assert 0 < facts["cache_bytes_peak"] < full_results["config"]["kvpass"]["cache_bytes_peak"]
@@ -148,9 +149,6 @@ def test_the_command_runs_both_models_and_the_budget_is_felt(tasks: Path, tmp_pa
 def test_own_tasks_run_from_local_files(tmp_path: Path) -> None:
     data = tmp_path / "data" / "longbench"
     data.mkdir(parents=True)
-    prompts = {"trec": "Examples.\n{context}\n{input}", "passage_count": "Read.\n{context}\nCount:"}
-    (data / "dataset2prompt.json").write_text(json.dumps(prompts))
-    (data / "dataset2maxlen.json").write_text(json.dumps({"trec": 64, "passage_count": 32}))
     context = "the old fox was very tall . " * 25
     row = {"length": 9, "dataset": "", "language": "en", "_id": "0", "context": context}
     classed = {**row, "input": "the fox is", "answers": ["old fox"], "all_classes": ["old fox", "red crow"]}
@@ -173,22 +171,25 @@ def test_own_tasks_run_from_local_files(tmp_path: Path) -> None:
     )
     facts = results["config"]["kvpass"]
     assert (facts["prompts_compressed"], facts["requests_truncated"]) == (3, 2)
-    assert (facts["scope"], facts["hold"], facts["truncation"]) == ("context", "question", "middle")
+    assert (facts["scope"], facts["num_uncompressed_tokens"], facts["truncation"]) == ("context", "question", "middle")
     (asked,) = samples["kvpass_longbench_trec"]
     text, settings = asked["arguments"]["gen_args_0"]["arg_0"], asked["arguments"]["gen_args_0"]["arg_1"]
-    assert text == f"Examples.\n{context}{SEPARATOR}\nthe fox is"
+    before = "Please determine the type of the question below. Here are some examples of questions."
+    assert text == f"{before}\n\n{context}{SEPARATOR}\nthe fox is"
     assert settings["max_gen_toks"] == 3
     for name in names.split(","):
         assert 0 <= results["results"][name]["score,none"] <= 100
 
 
-def test_the_own_command_needs_no_hook(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvpass.lm_eval", "--model", "kvpass", "--model_args", f"{MODEL},policy=lavaa"]
-    command += ["--include_path", str(TASKS), "--tasks", "kvpass_needle", "--seed", "None"]
-    environment = {**os.environ, **ENVIRONMENT, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode != 0
-    assert "ValueError: policy='lavaa': did you mean 'lava'?" in result.stderr
+def test_the_own_command_is_that_of_the_harness_with_the_model_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the hook: see test_autoload."""
+    import lm_eval.__main__
+
+    seen = []
+    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: seen.append(get_model("kvpass")))
+    monkeypatch.setattr(sys, "argv", ["kvpass-lm-eval", "--model", "kvpass"])
+    main()
+    assert seen == [KVPassLM]
 
 
 def test_the_own_command_prints_the_folder_of_the_tasks(
@@ -206,8 +207,10 @@ def test_a_number_of_prompts_that_cannot_be_is_refused(count: Any) -> None:
 
 
 def test_every_task_file_names_a_task_and_the_length_of_its_answer() -> None:
-    """Lengths of RULER's tasks are those of the generators; LongBench's are in its own files, not here."""
+    """Lengths are those of RULER's generators and of the harness's own LongBench tasks."""
     lengths = {task.name: task.max_new_tokens for task in ruler.tasks(None)}
+    for name in longbench.NAMES:
+        lengths[f"longbench_{name}"] = longbench.harness_task(name)["generation_kwargs"]["max_gen_toks"]
     expected = {*lengths, *(f"longbench_{name}" for name in longbench.NAMES), "needle", "multi_needle"}
     files = {path.stem.removeprefix("kvpass_"): path for path in TASKS.glob("kvpass_*.yaml")}
     assert files.keys() == expected

@@ -56,7 +56,7 @@ def test_policies_do_not_share_answers_through_one_cache_file(tmp_path):
     others = [
         {**TIGHT, "budget": 17},
         {**TIGHT, "kernel_size": 5},
-        {**TIGHT, "hold": 2},
+        {**TIGHT, "num_uncompressed_tokens": 2},
         {**TIGHT, "truncation": "middle"},
     ]
     others += [{**TIGHT, "policy": "lava_uniform"}, {**TIGHT, "scope": "context"}, {}, {**TIGHT, "max_length": 512}]

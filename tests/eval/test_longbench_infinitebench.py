@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import pytest
 from kvpass.eval.tasks import Sample, encode, infinitebench, longbench, registry
 
 DATA = os.environ.get("KVPASS_DATA_DIR")
-PROMPTS = {name: "Read.\n{context}\nAsk {input}\nAnswer:" for name in longbench.NAMES}
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
 
 
 @pytest.fixture
@@ -22,8 +24,6 @@ def folder(tmp_path):
     """A data folder with made-up rows: one data set plain, one compressed, one with two questions."""
     place = tmp_path / "longbench"
     place.mkdir()
-    (place / "dataset2prompt.json").write_text(json.dumps(PROMPTS))
-    (place / "dataset2maxlen.json").write_text(json.dumps(dict.fromkeys(longbench.NAMES, 7)))
     row = {"input": "who?", "context": "A fox.", "answers": ["fox", "a fox"], "length": 2, "all_classes": None}
     (place / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"input": "what?"}) + "\n")
     with gzip.open(place / "trec.jsonl.gz", "wt") as file:
@@ -46,16 +46,26 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_longbench_rows_become_the_official_prompt_cut_behind_the_context(words, folder):
+def test_longbench_rows_become_the_prompt_of_the_harness_cut_behind_the_context(words, folder):
     task = registry(folder)["longbench_hotpotqa"]
     first, second = task.samples(words, 512, 9, 0)
-    assert first.context == second.context == "Read.\nA fox."
-    assert first.question == "\nAsk who?\nAnswer:"
-    assert second.question == "\nAsk what?\nAnswer:"
-    assert (first.id, first.answers, first.max_new_tokens) == ("0", ("fox", "a fox"), 7)
+    assert first.context == second.context
+    assert first.context.startswith("Answer the question based on the given passages. Only give me the answer")
+    assert first.context.endswith("The following are given passages.\nA fox.")
+    assert first.question.endswith("\n\nQuestion: who?\nAnswer:")
+    assert second.question == first.question.replace("who?", "what?")
+    assert (first.id, first.answers, first.max_new_tokens) == ("0", ("fox", "a fox"), 32)
     assert len(task.samples(words, 512, 1, 0)) == 1
     assert task.chat
     assert task.metric("A FOX!", first) == 1.0
+
+
+def test_every_data_set_of_the_harness_has_one_border_between_context_and_question():
+    assert len(longbench.NAMES) == 21
+    for name in longbench.NAMES:
+        config = longbench.harness_task(name)
+        assert config["doc_to_text"].count("{{context}}") == 1 and config["task"] == f"longbench_{name}"
+        assert set(re.findall(r"{{(\w+)}}", config["doc_to_text"])) <= {"context", "question"}
 
 
 def test_longbench_classes_reach_the_metric_and_few_shot_prompts_are_not_chats(words, folder):
@@ -64,13 +74,6 @@ def test_longbench_classes_reach_the_metric_and_few_shot_prompts_are_not_chats(w
     assert not task.chat
     assert task.metric("\nFood\nDate", sample) == 1.0
     assert task.metric("Food or Date", sample) == 0.5
-
-
-def test_longbench_without_its_prompts_says_which_file_it_needs(words, tmp_path):
-    with pytest.raises(ValueError, match="data_dir=None: task 'longbench_lcc'"):
-        registry()["longbench_lcc"].samples(words, 512, 1, 0)
-    with pytest.raises(ValueError, match=r"needs .*dataset2prompt\.json"):
-        registry(tmp_path)["longbench_lcc"].samples(words, 512, 1, 0)
 
 
 def test_what_is_not_in_the_folder_is_asked_of_the_hub(words, folder, monkeypatch):
@@ -85,7 +88,7 @@ def test_what_is_not_in_the_folder_is_asked_of_the_hub(words, folder, monkeypatc
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     samples = registry(folder)["longbench_musique"].samples(words, 512, 2, 0)
-    assert [sample.question for sample in samples] == ["\nAsk who?\nAnswer:"] * 2
+    assert [sample.question.split("Question: ")[1] for sample in samples] == ["who?\nAnswer:"] * 2
     assert asked == [("Xnhyacinth/LongBench", "musique", "test")]
     with pytest.raises(ValueError, match="data set 'lcc': not in data_dir, and not on the hub: no net"):
         registry(folder)["longbench_lcc"].samples(words, 512, 2, 0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpass.eval.prompt import Prompt, by_head, pad, rounds
+from kvpass.eval.prompt import SEPARATOR, Prompt, pad, split_at_separator, without_separator
+from kvpass.eval.runner import rounds
 
 TWENTY = tuple(range(20))
 
 
 @pytest.mark.parametrize(
-    ("held", "limit", "truncation", "ids", "head"),
+    ("left", "limit", "truncation", "ids", "head"),
     [
         (3, 20, "left", TWENTY, 17),
         (3, 8, "left", TWENTY[12:], 5),
@@ -25,8 +26,8 @@ TWENTY = tuple(range(20))
         (5, 1, "middle", TWENTY[19:], 0),
     ],
 )
-def test_a_cut_keeps_the_ends_and_the_border_between_the_same_tokens(held, limit, truncation, ids, head):
-    prompt = Prompt(TWENTY, held)
+def test_a_cut_keeps_the_ends_and_the_border_between_the_same_tokens(left, limit, truncation, ids, head):
+    prompt = Prompt(TWENTY, left)
     cut = prompt.cut(limit, truncation)
     assert cut.ids == ids
     assert cut.head == ids[:head] == tuple(token for token in ids if token in prompt.head)
@@ -54,17 +55,11 @@ def test_padding():
 
 
 def test_every_prompt_is_in_one_round_with_others_of_its_kind_beside_the_row_it_continues():
-    prompts = [
-        Prompt((7, 8, 1), 1),
-        Prompt((5, 1, 2), 2),
-        Prompt((7, 8, 2), 1),
-        Prompt((5, 3), 1),
-        Prompt((7, 8, 3), 1),
-    ]
-    sharing = by_head(prompts)
-    assert sharing == {(7, 8): [0, 2, 4], (5,): [1, 3]}
-    assert list(rounds(list(sharing.values()), [len(prompt.rest) for prompt in prompts], 3)) == [
-        ([0, 0, 0], [0, 2, 4]),
-        ([1], [3]),
-        ([1], [1]),
-    ]
+    lengths = [1, 2, 1, 1, 1]
+    assert list(rounds([[0, 2, 4], [1, 3]], lengths, 3)) == [([0, 0, 0], [0, 2, 4]), ([1], [3]), ([1], [1])]
+
+
+def test_the_last_separator_counts():
+    text = f"one{SEPARATOR} two three{SEPARATOR} four"
+    assert split_at_separator(text) == ("one two three", " four")
+    assert without_separator(text) == "one two three four"

@@ -96,7 +96,7 @@ def test_the_page_has_every_part_and_is_not_measured_twice(micro, tmp_path, monk
     for picture in ("curve.png", "needle_grid.png"):
         assert f"({picture})" in text and (page.parent / picture).read_bytes().startswith(b"\x89PNG")
     answered = [json.loads(line) for line in (tmp_path / "work" / "curve" / "samples.jsonl").open()]
-    right = [r["score"] for r in answered if (r["label"], r["scope"]) == ("full", "prompt")]
+    right = [r["score"] for r in answered if (r["label"], r["question"]["scope"]) == ("full", "prompt")]
     assert f"| `full` | {100 * sum(right) / 4:.1f} (" in text
     assert "Mean over these budgets, scope `context`:" in text
 
@@ -104,7 +104,7 @@ def test_the_page_has_every_part_and_is_not_measured_twice(micro, tmp_path, monk
         raise AssertionError("measured twice")
 
     monkeypatch.setattr(results.Bench, "run", again)
-    monkeypatch.setattr("kvpass.eval.answer.Answerer.answers", again)
+    monkeypatch.setattr("kvpass.eval.runner.Runner.greedy", again)
     assert Results(settings(tmp_path, micro)).run(console).read_text() == text
 
 

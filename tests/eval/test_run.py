@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 import kvpass
 from kvpass import builtin
 from kvpass.cli.main import app
-from kvpass.eval.answer import Answerer, Request
-from kvpass.eval.manifest import fingerprint
+from kvpass.eval.environment import fingerprint
 from kvpass.eval.policy_spec import PolicySpec, parse_policies
 from kvpass.eval.records import RecordFile
 from kvpass.eval.run import EvalSettings, Evaluation
+from kvpass.eval.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -51,7 +51,7 @@ def quiet() -> Console:
         ({"samples": 0}, "samples=0"),
         ({"length": 1}, "length=1"),
         ({"batch": 0}, "batch=0"),
-        ({"hold": -1}, "hold=-1"),
+        ({"num_uncompressed_tokens": -1}, "num_uncompressed_tokens=-1"),
         ({"scopes": ("answer",)}, "scope='answer'"),
         ({"scopes": ()}, "scope=''"),
         ({"dtype": "int8"}, "dtype='int8'"),
@@ -59,7 +59,7 @@ def quiet() -> Console:
         ({"budgets": (1.5,)}, "budget=1.5"),
         ({"budgets": (8,)}, r"budget=8: must be at least window \+ 1 = 9"),
         ({"budgets": (0.05,)}, "policy 'snapkv', scope 'prompt': budget 0.05 is 7 entries"),
-        ({"hold": 150}, "hold=150: leaves nothing of a prompt of 150 tokens"),
+        ({"num_uncompressed_tokens": 150}, "num_uncompressed_tokens=150: leaves nothing of a prompt of 150 tokens"),
         ({"tasks": ("haystack",)}, "tasks='haystack'"),
         ({"model": "/no/such/model"}, "model='/no/such/model'"),
     ],
@@ -87,13 +87,13 @@ class Interrupted(Exception):
 
 def count_requests(monkeypatch, *, limit: int | None = None):
     """Requests the model gets from now on; the file refuses all records after ``limit``."""
-    asked: list[Request] = []
-    answers, add = Answerer.answers, RecordFile.add
+    asked = []
+    answers, add = Runner.greedy, RecordFile.add
     added = []
 
-    def counted(self, requests, scope):
-        asked.extend(requests)
-        return answers(self, requests, scope)
+    def counted(self, prompts, limits, stops):
+        asked.extend(prompts)
+        return answers(self, prompts, limits, stops)
 
     def limited(self, record):
         if limit is not None and len(added) == limit:
@@ -101,7 +101,7 @@ def count_requests(monkeypatch, *, limit: int | None = None):
         added.append(record)
         add(self, record)
 
-    monkeypatch.setattr(Answerer, "answers", counted)
+    monkeypatch.setattr(Runner, "greedy", counted)
     monkeypatch.setattr(RecordFile, "add", limited)
     return asked
 
@@ -139,7 +139,7 @@ def test_records_tables_and_manifest_say_the_same(tmp_path):
     assert all(record["score"] == (record["prediction"] == f"{record['answers'][0]} .") for record in records)
     assert [(row.scope, row.samples) for row in rows] == [("prompt", 6), ("context", 6)]
     for row in rows:
-        own = [record for record in records if record["scope"] == row.scope]
+        own = [record for record in records if record["question"]["scope"] == row.scope]
         assert row.score == sum(record["score"] for record in own) / 6
         assert row.low < row.score <= row.high <= 1
     with (tmp_path / "results.csv").open() as file:
@@ -162,7 +162,8 @@ def test_records_tables_and_manifest_say_the_same(tmp_path):
 
 
 def conditions_of(folder, **changes):
-    return {key for condition in Evaluation(settings(folder, **changes)).conditions for key in condition.keys}
+    made = Evaluation(settings(folder, **changes)).conditions
+    return {question.key for condition in made for question in condition.questions}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def conditions_of(folder, **changes):
         {"scopes": ("context",)},
         {"seed": 1},
         {"length": 151},
-        {"hold": 2},
+        {"num_uncompressed_tokens": 2},
         {"dtype": "bfloat16"},
     ],
 )
@@ -240,7 +241,6 @@ def test_the_command_runs_a_grid_and_draws_it(tmp_path):
         ("--backend jit", "backend='jit'"),
         ("--samples 0", "samples=0"),
         ("--data-dir /no/such/folder", "data_dir='/no/such/folder'"),
-        ("--tasks longbench_lcc", "data_dir=None"),
     ],
 )
 def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path, words, part):

@@ -153,12 +153,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
     assert [line["now"] for line in a] == [line["now"] for line in b]
 
 
-def test_a_stage_ends_early_when_first_numbers_are_known(tmp_path):
-    trained = run(tmp_path, stages=(Stage(32, 50, 64, FACTS, until=100.0), Stage(32, 1, 64, FACTS)))
-    trained.advance()
-    assert trained.at.step == 31
-
-
 def test_the_checkpoint_of_another_run_is_refused(tmp_path):
     run(tmp_path).save()
     with pytest.raises(ValueError, match=r"checkpoint.pt: seed 1, .*asked for 2"):
@@ -180,7 +174,7 @@ def test_the_exported_model_is_the_trained_one_and_answers_with_stock_transforme
     assert coder(text.context)["input_ids"] == tokenizer()(text.context)["input_ids"]
     assert coder.decode(coder(text.context)["input_ids"], skip_special_tokens=True) == text.context
     found = measure(model, coder, "multiquery", 160, 2)
-    assert (found.questions, found.tokens) == (8, 160)
+    assert found.questions == 8
     assert 0 <= found.right < 8
 
 

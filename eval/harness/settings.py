@@ -1,31 +1,22 @@
-"""Arguments of the lm-evaluation-harness backend: every one is known by name, or refused with the nearest name."""
+"""What the harness passes in and stores: arguments, generation settings, and the keys of ``--use_cache``."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Collection
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvpass.eval.prompt import Scope
+import kvpass
+from kvpass.cache.fingerprint import Identity
+from kvpass.eval.environment import answering_digest
 from kvpass.policies import POLICIES, Policy, resolve
-from kvpass.policies.options import check_int
-
-
-def check_hold(hold: int | None, scope: Scope) -> int:
-    """How many tokens of a prompt are fed after compression; 1 unless given.
-
-    Raises:
-        ValueError: negative, no int, or given where the question is what is fed.
-    """
-    if hold is None:
-        return 1
-    if scope == "context":
-        raise ValueError(f"hold={hold!r}: scope='context' feeds the question after compression; give no hold")
-    check_int("hold", hold, 0)
-    return hold
 
 
 def take_policy_options(
@@ -86,3 +77,53 @@ def generation_settings(given: dict[str, Any], end: str | None, default: int, ma
     if (kwargs.get("num_return_sequences") or 1) != 1:
         raise ValueError(f"generation arguments {given!r}: num_return_sequences must be 1, a request has one answer")
     return kwargs
+
+
+# -- keys of stored answers --------------------------------------------------------------------------------------------
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that decide answers."""
+    return {"version": kvpass.__version__, **{name: version(name) for name in ("torch", "transformers", "lm_eval")}}
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> str:
+    """SHA-256 over model, tokenizer, code, libraries and settings.
+
+    The model is known by its class, configuration and weights, not by the name it was loaded under.
+
+    Args:
+        settings: whatever else decides an answer; values that JSON cannot say are taken by their ``repr``.
+    """
+    known = {
+        "model": Identity(model).describe(),
+        "generation": model.generation_config.to_dict(),
+        "tokenizer": _describe(tokenizer),
+        "device": model.device.type,
+        "code": answering_digest("prompt.py", "runner.py", "harness/model.py", "harness/settings.py"),
+        "libraries": library_versions(),
+        "settings": dict(settings),
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def prefix_keys(store: Any, prefix: str) -> None:
+    """Put a prefix before every key of a ``sqlitedict`` table.
+
+    Raises:
+        ValueError: it is another kind of table.
+    """
+    if not hasattr(store, "encode_key"):
+        raise ValueError(
+            "use_cache: this version of lm_eval keeps its answers in a way kvpass does not know, and would "
+            "share them between policies; run without use_cache"
+        )
+    store.encode_key = lambda key: f"{prefix}:{key}"
+
+
+def _describe(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    described = {"class": type(tokenizer).__name__, "special": tokenizer.special_tokens_map}
+    if not tokenizer.is_fast:
+        return {**described, "vocabulary": tokenizer.get_vocab()}
+    whole = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {**described, **{name: part for name, part in whole.items() if name not in ("padding", "truncation")}}

@@ -1,0 +1,273 @@
+"""Runs batches of prompts: compress, feed the rest, answer, report what was kept.
+
+What several prompts share of what is compressed is compressed once. The number of rows of a batch does not change
+during a run, so that nothing is compiled twice: missing rows are filled with copies whose answers are dropped. Rows of
+a batch do not influence each other (contract 4).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
+
+from kvpass.cache.cache import CompressedCache
+from kvpass.eval.prompt import Prompt, pad
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What compression left of one row, right after the compressed part was read.
+
+    Attributes:
+        compressed_tokens: length of the compressed part. budget_entries: per KV head per layer, window included;
+            budget_bytes: of all layers together.
+        kept_entries: per KV head per layer, on average (weighed by bytes where layers differ). kept_bytes: of them.
+        full_bytes: of a full cache of the same layers; kept_fraction: the share that is kept. Where all layers slide
+            nothing is under the budget, so that nothing is evicted: no bytes, every entry kept, fraction 1.
+        cache_bytes: what the storages of the batch occupy, spare slots and tail included, divided by its rows.
+    """
+
+    compressed_tokens: int
+    budget_entries: int
+    budget_bytes: int
+    kept_entries: float
+    kept_fraction: float
+    kept_bytes: int
+    full_bytes: int
+    cache_bytes: float
+
+
+@dataclass
+class Totals:
+    """Sums over a run.
+
+    Attributes:
+        prompts_compressed, prompts_not_compressed: rows that were compressed, and that had nothing to compress.
+        entry_bytes_kept, entry_bytes_full: bytes of kept entries right after the prompts, and of all their entries.
+        cache_bytes_peak: the largest cache of a batch, generated tokens, spare slots and indices included.
+    """
+
+    prompts_compressed: int = 0
+    prompts_not_compressed: int = 0
+    entry_bytes_kept: int = 0
+    entry_bytes_full: int = 0
+    cache_bytes_peak: int = 0
+
+    def add(self, kept: Sequence[Kept], cache: CompressedCache) -> None:
+        """Count prompts that were compressed, and the cache as it is now."""
+        self.prompts_compressed += len(kept)
+        self.entry_bytes_kept += sum(row.kept_bytes for row in kept)
+        self.entry_bytes_full += sum(row.full_bytes for row in kept)
+        self.cache_bytes_peak = max(self.cache_bytes_peak, cache.nbytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, with ``kept_fraction``: kept over all bytes of entries; None when nothing was compressed."""
+        fraction = self.entry_bytes_kept / self.entry_bytes_full if self.entry_bytes_full else 1.0
+        return {**asdict(self), "kept_fraction": fraction if self.prompts_compressed else None}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are answered together.
+
+    Attributes:
+        indices: of the prompts. cache: its rows, more than prompts where copies fill them, have read the heads; None
+            for prompts that have no head or no rest, which are read whole. kept: one a prompt, empty without a cache.
+    """
+
+    indices: list[int]
+    cache: CompressedCache | None = None
+    kept: list[Kept] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """Runs prompts through one compiled model.
+
+    Args:
+        model: from ``kvpass.compile``. batch: rows at once.
+
+    Raises:
+        ValueError: batch below 1.
+    """
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    batch: int = 1
+    totals: Totals = field(default_factory=Totals)
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch={self.batch}: must be >= 1")
+
+    def batches(self, prompts: Sequence[Prompt], kinds: Sequence[Any]) -> Iterator[Batch]:
+        """All prompts, first those of :meth:`compressed`, then those that are read whole, longest first.
+
+        Args:
+            kinds: of every prompt, sortable; prompts of one batch are of one kind.
+        """
+        yield from self.compressed(prompts, kinds)
+        whole = [index for index, prompt in enumerate(prompts) if not (prompt.head and prompt.rest)]
+        whole.sort(key=lambda index: -len(prompts[index]))
+        kinds = [(bool(prompt.head), kind) for prompt, kind in zip(prompts, kinds, strict=True)]
+        for _, indices in rounds([whole], kinds, self.batch):
+            yield Batch(indices)
+
+    def compressed(self, prompts: Sequence[Prompt], kinds: Sequence[Any]) -> Iterator[Batch]:
+        """Compress each head once, longest first, then continue with prompts whose rests are equally long.
+
+        A prompt without a head or a rest is passed over. Let go of a batch's cache before asking for the next batch.
+        """
+        sharing: dict[tuple[int, ...], list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            if prompt.head and prompt.rest:
+                sharing.setdefault(prompt.head, []).append(index)
+        kinds = [(len(prompt.rest), kind) for prompt, kind in zip(prompts, kinds, strict=True)]
+        size = min(self.batch, max(1, len(sharing)))
+        for heads in chunks(sorted(sharing, key=len, reverse=True), size):
+            ids, mask = pad(filled(heads, size), "left", self._padding)
+            cache = self.model.compress(ids.to(self.model.device), mask.to(self.model.device))
+            kept = self.kept()[: len(heads)]
+            self.totals.add(kept, cache)
+            turns = list(rounds([sharing[head] for head in heads], kinds, size))
+            for turn, (rows, indices) in enumerate(turns, 1):
+                picked = pick_rows(cache, filled(rows, size), last=turn == len(turns))
+                yield Batch(indices, picked, [kept[row] for row in rows])
+                del picked
+            del cache
+
+    def greedy(
+        self, prompts: Sequence[Prompt], limits: Sequence[int], stops: Collection[int]
+    ) -> Iterator[list[tuple[int, list[int], Kept]]]:
+        """Greedy answers.
+
+        Args:
+            limits: most tokens of each answer. stops: token ids that end an answer.
+        Yields:
+            index of a prompt, tokens of its answer (the one that ends it included) and what was kept, some at a time.
+        """
+        ends = sorted(stops) or None
+        settings: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": ends}
+        for batch in self.batches(prompts, [0] * len(prompts)):
+            asked = [prompts[index] for index in batch.indices]
+            said = self.generate(asked, batch.cache, max_new_tokens=max(limits), **settings)
+            kept = batch.kept or self.kept()
+            found = zip(batch.indices, said, kept, strict=True)
+            del batch  # its cache, before the next one is filled
+            yield [(index, _ended(tokens[: limits[index]], stops), row) for index, tokens, row in found]
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        cache: CompressedCache | None,
+        *,
+        stopping: Callable[[int, int], StoppingCriteriaList] | None = None,
+        **settings: Any,
+    ) -> list[list[int]]:
+        """Token ids that follow the prompts of a batch, padded on the right.
+
+        Args:
+            stopping: makes stopping criteria from the number of columns before the answers, and of rows.
+            settings: of transformers' ``generate``.
+        """
+        rows, beams = list(prompts), int(settings.get("num_beams") or 1)
+        if cache is not None:
+            rows = filled(rows, cache.batch_size)
+            if beams > 1:  # the search has that many rows from the first step on
+                cache = pick_rows(
+                    cache, [row for row in range(len(rows)) for _ in range(beams)], last=not cache.reusable
+                )
+        columns = 0 if cache is None else cache.columns + len(rows[0].rest)
+        ids, mask = pad([prompt.ids for prompt in rows], "left", self._padding, columns)
+        output = self.model.generate(
+            input_ids=ids.to(self.model.device),
+            attention_mask=mask.to(self.model.device),
+            past_key_values=cache,
+            stopping_criteria=None if stopping is None else stopping(ids.shape[1], ids.shape[0]),
+            pad_token_id=self._padding,
+            use_cache=True,
+            return_dict_in_generate=True,
+            **settings,
+        )
+        if rows[0].head:
+            self.totals.add(self.kept() if cache is None else [], output.past_key_values)
+        else:
+            self.totals.prompts_not_compressed += len(rows)
+        return [tokens[ids.shape[1] :] for tokens in output.sequences[: len(prompts)].tolist()]
+
+    def kept(self) -> list[Kept]:
+        """What the latest prompt kept, row by row."""
+        report = self.model.report()
+        tokens = report.prompt_lengths.tolist()
+        token_bytes = report.bytes_full // sum(tokens)
+        kept_bytes = report.bytes_kept.sum((1, 2)).tolist()
+        return [
+            Kept(
+                compressed_tokens=length,
+                budget_entries=budget,
+                budget_bytes=budget * token_bytes,
+                kept_entries=size / token_bytes if token_bytes else float(length),
+                kept_fraction=size / (token_bytes * length) if token_bytes else 1.0,
+                kept_bytes=size,
+                full_bytes=token_bytes * length,
+                cache_bytes=report.prompt.nbytes / len(tokens),
+            )
+            for length, budget, size in zip(tokens, report.prompt.entries.tolist(), kept_bytes, strict=True)
+        ]
+
+    @property
+    def _padding(self) -> int:
+        return int(self.tokenizer.pad_token_id or 0)
+
+
+def _ended(tokens: list[int], stops: Collection[int]) -> list[int]:
+    """Up to the token that ends an answer; what follows fills the batch."""
+    return tokens[: next((end for end, token in enumerate(tokens, 1) if token in stops), len(tokens))]
+
+
+def pick_rows(cache: CompressedCache, rows: Sequence[int], *, last: bool) -> CompressedCache:
+    """A cache of these rows, in this order, some perhaps several times.
+
+    Args:
+        last: the cache is not needed afterwards, and may be what is returned. Else it stays as it is.
+    """
+    if list(rows) == list(range(cache.batch_size)):
+        cache.reusable = not last
+        return cache
+    picked = cache if last else cache.clone()
+    picked.reusable = False
+    picked.batch_select_indices(torch.tensor(rows, device=cache.device))
+    return picked
+
+
+def chunks(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
+    """Up to ``size`` neighbours at a time."""
+    for begin in range(0, len(items), size):
+        yield list(items[begin : begin + size])
+
+
+def filled(items: Sequence[Item], size: int) -> list[Item]:
+    """The items, the last one again and again up to ``size``."""
+    return [*items, *[items[-1]] * (size - len(items))]
+
+
+def rounds(sharing: Sequence[Sequence[int]], kinds: Sequence[Any], size: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Up to ``size`` prompts of one kind at a time.
+
+    Args:
+        sharing: indices of the prompts that continue each row of a cache. kinds: of every prompt, to be sorted by.
+    Yields:
+        of each prompt, the row that it continues and its index.
+    """
+    pairs = [(row, index) for row, indices in enumerate(sharing) for index in indices]
+    pairs.sort(key=lambda pair: kinds[pair[1]])
+    for _, group in itertools.groupby(pairs, lambda pair: kinds[pair[1]]):
+        for batch in chunks(list(group), size):
+            yield [row for row, _ in batch], [index for _, index in batch]

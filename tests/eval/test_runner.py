@@ -1,0 +1,192 @@
+"""Batches of prompts: answers against transformers, against batch 1, and what is read for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+import kvpass
+from kvpass import builtin
+from kvpass.eval.policy_spec import parse_policies
+from kvpass.eval.prompt import Prompt
+from kvpass.eval.run import stop_tokens
+from kvpass.eval.runner import Kept, Runner
+from kvpass.eval.tasks import encode, registry
+from kvpass.policies import resolve
+from tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return builtin.load()
+
+
+@dataclasses.dataclass
+class Request:
+    prompt: Prompt
+    max_new_tokens: int
+
+
+@dataclasses.dataclass
+class Answer:
+    text: str
+    tokens: int
+    kept: Kept
+
+
+@pytest.fixture(scope="module")
+def requests(loaded):
+    """Eight prompts; the last four share a context; the first and the last but one have a longer question."""
+    _, tokenizer = loaded
+    samples = registry()["needle"].samples(tokenizer, 128, 2, 0) + registry()["needle"].samples(tokenizer, 150, 2, 1)
+    samples += registry()["multi_needle"].samples(tokenizer, 160, 4, 2)
+    for index in (0, 6):
+        samples[index] = dataclasses.replace(samples[index], question=f" the fox .{samples[index].question}")
+    return [Request(encode(tokenizer, s, chat=False), s.max_new_tokens) for s in samples]
+
+
+def runner(loaded, policy, budget=None, *, batch=3):
+    model, tokenizer = loaded
+    (spec,) = parse_policies(policy)
+    fast = kvpass.compile(model, policy=spec.resolve(), budget=budget, backend="eager")
+    return Runner(model=fast, tokenizer=tokenizer, batch=batch)
+
+
+def all_answers(loaded, given, requests, scope, left=1):
+    """Answers in the order of the requests; ``left``: tokens that scope "prompt" does not compress."""
+    model, tokenizer = loaded
+    prompts = [request.prompt.scoped(scope, left) for request in requests]
+    limits = [request.max_new_tokens for request in requests]
+    found = [one for answers in given.greedy(prompts, limits, stop_tokens(model, tokenizer)) for one in answers]
+    assert sorted(index for index, *_ in found) == list(range(len(requests)))
+    return [
+        Answer(tokenizer.decode(tokens, skip_special_tokens=True), len(tokens), kept)
+        for _, tokens, kept in sorted(found, key=lambda one: one[0])
+    ]
+
+
+@pytest.fixture(scope="module")
+def generated(loaded, requests):
+    """What transformers generates, prompt by prompt."""
+    model, tokenizer = loaded
+    texts = []
+    for request in requests:
+        ids = torch.tensor([request.prompt.ids])
+        out = model.generate(ids, max_new_tokens=request.max_new_tokens, do_sample=False)
+        texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+@pytest.mark.parametrize(("scope", "left"), [("prompt", 1), ("prompt", 0), ("prompt", 3), ("context", 1)])
+def test_without_a_budget_answers_are_those_of_transformers(loaded, requests, generated, scope, left):
+    answers = all_answers(loaded, runner(loaded, "full"), requests, scope, left)
+    assert [answer.text for answer in answers] == generated
+    for request, answer in zip(requests, answers, strict=True):
+        tokens = len(request.prompt.head) if scope == "context" else len(request.prompt) - left
+        kept = answer.kept
+        assert kept.compressed_tokens == kept.kept_entries == kept.budget_entries == tokens
+        assert kept.kept_fraction == 1.0
+        assert len(request.prompt.scoped(scope, left).head) == tokens
+
+
+@pytest.mark.parametrize("scope", ["prompt", "context"])
+def test_a_row_of_a_compressed_batch_answers_what_it_does_alone(loaded, requests, scope):
+    alone = all_answers(loaded, runner(loaded, "lava:window=8", 0.3, batch=1), requests, scope)
+    together = all_answers(loaded, runner(loaded, "lava:window=8", 0.3), requests, scope)
+    for one, other in zip(alone, together, strict=True):
+        assert (one.text, one.tokens, one.kept.kept_bytes) == (other.text, other.tokens, other.kept.kept_bytes)
+        kept = one.kept
+        assert kept.compressed_tokens == other.kept.compressed_tokens
+        assert kept.kept_entries == kept.budget_entries == int(0.3 * kept.compressed_tokens)
+        assert kept.kept_bytes == kept.budget_bytes == kept.kept_entries * 6 * 4 * (64 + 64) * 4
+        assert kept.kept_fraction == pytest.approx(kept.kept_entries / kept.compressed_tokens)
+        assert kept.cache_bytes >= kept.kept_bytes
+
+
+def test_with_an_uncompressed_token_the_first_generated_one_sees_the_compressed_cache(loaded, requests, generated):
+    firsts = [text.split()[0] for text in generated]
+    heard = []
+    for left in (0, 1):
+        answers = all_answers(loaded, runner(loaded, "streaming_llm", 12), requests, "prompt", left)
+        heard.append([answer.text.split()[0] for answer in answers])
+    assert heard[0] == firsts  # taken from the prefill, before anything was dropped
+    assert heard[1] != firsts
+
+
+def watch(given, monkeypatch):
+    """Shapes of the ids the model is given from now on, decode steps left out."""
+    fed: list[tuple[int, ...]] = []
+    forward = given.model.forward
+
+    @functools.wraps(forward)  # generate reads its signature
+    def watched(*given, **named):
+        ids = given[0] if given else named["input_ids"]
+        fed.extend([tuple(ids.shape)] if ids.shape[1] > 1 else [])
+        return forward(*given, **named)
+
+    monkeypatch.setattr(given.model, "forward", watched)
+    return fed
+
+
+def test_every_context_is_compressed_once_and_batches_are_filled_up(loaded, requests, monkeypatch):
+    given = runner(loaded, "lava:window=8", 0.5)
+    fed = watch(given, monkeypatch)
+    all_answers(loaded, given, requests, "context")
+    longer, question = len(requests[0].prompt.rest), len(requests[1].prompt.rest)
+    assert (longer, question) == (10, 7)
+    assert fed == [
+        (3, 160 - question), (3, question), (3, question), (3, longer),  # the shared context, and two of 150
+        (3, 128 - question), (3, question), (3, longer),  # two of 128, and a copy
+    ]  # fmt: skip
+
+
+def test_a_prompt_asked_twice_is_compressed_once(loaded, requests, monkeypatch):
+    given = runner(loaded, "lava:window=8", 0.5)
+    once = [answer.text for answer in all_answers(loaded, given, requests[:3], "prompt", 2)]
+    fed = watch(given, monkeypatch)
+    twice = all_answers(loaded, given, [requests[index] for index in (0, 1, 0, 2, 0)], "prompt", 2)
+    assert [answer.text for answer in twice] == [once[index] for index in (0, 1, 0, 2, 0)]
+    assert [shape for shape in fed if shape[1] > 2] == [(3, max(len(r.prompt) for r in requests[:3]) - 2)]
+
+
+@pytest.mark.parametrize("scope", ["prompt", "context"])
+def test_a_cache_that_nobody_needs_again_is_not_copied(loaded, requests, monkeypatch, scope):
+    given = runner(loaded, "lava:window=8", 0.5)
+    expected = all_answers(loaded, given, requests[1:4], scope)
+    monkeypatch.setattr(kvpass.CompressedCache, "clone", None)
+    assert all_answers(loaded, given, requests[1:4], scope) == expected
+
+
+def test_a_budget_changes_without_compiling_anything_again(loaded, requests):
+    given = runner(loaded, "snapkv:window=8", 0.2)
+    kept, graphs = [], []
+    for budget in (0.2, 0.6, 40, "192KiB"):
+        given.model.set_budget(budget)
+        kept.append(all_answers(loaded, given, requests[:3], "prompt")[0].kept.kept_entries)
+        graphs.append(len(given.model.report().compiled))
+    assert len(set(graphs)) == 1
+    assert kept == [26, 78, 40, 192 * 1024 // (6 * 4 * 128 * 4)]
+    with pytest.raises(ValueError, match="must be at least window"):
+        given.model.set_budget(8)
+
+
+def test_a_batch_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="batch=0"):
+        Runner(model=None, tokenizer=None, batch=0)
+
+
+@pytest.mark.parametrize("scope", ["prompt", "context"])
+def test_where_all_layers_slide_nothing_is_evicted(loaded, scope):
+    fast = kvpass.compile(tiny_model("mistral_sliding"), policy=resolve("lava", window=8), budget=16, backend="eager")
+    given = Runner(model=fast, tokenizer=loaded[1])
+    assert given.totals.to_dict()["kept_fraction"] is None
+    (answer,) = all_answers(loaded, given, [Request(Prompt(tuple(range(45)), 5), 2)], scope)
+    tokens, kept = 40 if scope == "context" else 44, answer.kept
+    assert (kept.compressed_tokens, kept.kept_entries, kept.kept_fraction) == (tokens, tokens, 1.0)
+    assert kept.kept_bytes == kept.budget_bytes == 0
+    assert given.totals.to_dict()["kept_fraction"] == 1.0 and given.totals.cache_bytes_peak >= kept.cache_bytes
