@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,10 @@ Forward = Callable[..., Any]
 
 _NOT_ITS_CODE = (*torch.__path__, *transformers.utils.__path__, str(Path(__file__).parent))
 """Folders of code that is never a model's own."""
+
+_ONE_CALL = threading.RLock() if torch.__version__ < "2.13" else nullcontext()
+"""Before 2.13 ``torch.compile(dynamic=False)`` sets Dynamo's settings for the whole process while a call runs. Calls
+that overlap would leave them set, and every module that is compiled afterwards would be captured with them."""
 
 _ONLY_CAPTURE: ContextVar[bool] = ContextVar("kvpass_only_capture", default=False)
 
@@ -188,7 +194,8 @@ def _called(captured: Callable[..., Tensor], ids: Tensor, positions: Tensor) -> 
         for tensor in (ids, positions):
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
     try:
-        return captured(ids, positions)
+        with _ONE_CALL:
+            return captured(ids, positions)
     except BackendCompilerFailed as failure:
         inner = failure.inner_exception
         raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
