@@ -1,4 +1,4 @@
-"""The raw backend on a decoder of our own, and both doors to the canonical site on the same Llama."""
+"""The raw backend on a decoder of our own, and both frontends on the same Llama."""
 
 from __future__ import annotations
 
@@ -73,10 +73,11 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=[False, True], ids=["grouped", "repeated"])
+@pytest.fixture
 def decoder(request):
+    """With grouped heads, or, where a test asks for that, keys and values repeated to all heads."""
     torch.manual_seed(0)
-    module = Decoder(request.param).eval()
+    module = Decoder(getattr(request, "param", False)).eval()
     for parameter in module.parameters():
         parameter.data.mul_(2)
     return module
@@ -111,6 +112,7 @@ def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(deco
             assert session.cache.geometry.kv_heads == 2, "the repeat was not stripped"
 
 
+@pytest.mark.parametrize("decoder", [False, True], indirect=True, ids=["grouped", "repeated"])
 def test_contract_2_a_plain_module_keeps_exactly_the_budget_per_row(decoder):
     options = {"policy": "snapkv", "budget": 16, "window": 8, "compiler": "eager"}
     fast = raw(decoder, options)
@@ -127,7 +129,7 @@ def test_contract_2_a_plain_module_keeps_exactly_the_budget_per_row(decoder):
         assert torch.equal(kept_columns(session.cache, ids.shape[1])[row, :, :, pad:], expected)
 
 
-def test_both_doors_keep_the_same_and_give_the_same_logits():
+def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
     model = tiny_model("llama")
     ids, new = random_ids(1, 60), random_ids(1, 3, seed=1)
     through_interface = kvpass.compile(model, budget=20, window=8, backend="eager")
