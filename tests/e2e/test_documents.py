@@ -97,7 +97,12 @@ def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tm
 
 @pytest.mark.parametrize(
     ("words", "window"),
-    [("--policy lava:window=8", 8), ("--window 8", 8), ("--window 8 --policy lava:window=9", 9), ("", 32)],
+    [
+        ("--policy lava:window=8", 8),
+        ("--window 8 --policy lava:window=9", 9),
+        pytest.param("--window 8", 8, marks=pytest.mark.exhaustive),
+        pytest.param("", 32, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_window_is_an_option_of_the_policy_or_of_the_command(text, tmp_path, words, window):
     path = tmp_path / "doc.kv"

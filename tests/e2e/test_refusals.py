@@ -209,7 +209,11 @@ def test_contract_10_generate_takes_token_ids(tight, call, message):
         (XLMConfig(vocab_size=128, emb_dim=32, n_layers=1, n_heads=4), "not causal"),
         (XLNetConfig(vocab_size=128, d_model=32, n_layer=1, n_head=4, d_inner=32), "relates tokens to tokens"),
         (MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4), "conv1d with a kernel of 4"),
-        (FalconMambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4), "conv1d with a kernel"),
+        pytest.param(
+            FalconMambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4),
+            "conv1d with a kernel",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=lambda given: getattr(given, "model_type", None),
 )

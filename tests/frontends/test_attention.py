@@ -46,7 +46,6 @@ IN_MASK_ONLY = {
 WITHOUT_WINDOW = {
     "phimoe": {**EXPERTS, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": False, "sliding_window": 8},
-    "qwen2": {"use_sliding_window": False, "sliding_window": 8},
     "qwen3": {"use_sliding_window": False, "sliding_window": 8},
 }
 FEW = {"gpt_neo": 2}  # a local layer and a global one
@@ -123,7 +122,7 @@ LEARNED = {"gpt2": "n_positions", "opt": "max_position_embeddings", "gptj": "n_p
 
 
 @pytest.mark.parametrize("family", LEARNED)
-def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family, tmp_path):
+def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family):
     """Compiled code ends the process for such a lookup."""
     model = tiny_model(family, layers=1, **{LEARNED[family]: 64})
     fast = kvpass.compile(model, policy="full", backend="eager")
@@ -138,12 +137,19 @@ def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family,
     for tokens in (1, 6):
         with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
             fast(ids[:, 64 : 64 + tokens], past_key_values=first.past_key_values)
-    first.past_key_values.save(tmp_path / "cache.safetensors")
-    for tokens in (1, 6):
-        loaded = kvpass.compile(tiny_model(family, layers=1, **{LEARNED[family]: 64}), policy="full", backend="eager")
-        cache = kvpass.load_cache(tmp_path / "cache.safetensors", loaded)
-        with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
-            loaded(ids[:, 64 : 64 + tokens], past_key_values=cache)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_a_loaded_cache_ends_where_the_table_of_positions_does(tokens, tmp_path):
+    model, ids = tiny_model("gpt2", layers=1, n_positions=64), random_ids(2, 70)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    cache = fast(ids[:, :60]).past_key_values
+    fast(ids[:, 60:64], past_key_values=cache)
+    cache.save(tmp_path / "cache.kv")
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    cache = kvpass.load_cache(tmp_path / "cache.kv", fast)
+    with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
+        fast(ids[:, 64 : 64 + tokens], past_key_values=cache)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -207,7 +213,13 @@ def test_a_first_prompt_as_long_as_a_table_or_longer_is_refused_and_a_shorter_on
 
 
 @pytest.mark.parametrize(
-    ("model_type", "options"), [*WITHOUT_WINDOW.items(), *AS_ARGUMENT.items()], ids=lambda value: str(value)[:40]
+    ("model_type", "options"),
+    [
+        *WITHOUT_WINDOW.items(),
+        *AS_ARGUMENT.items(),
+        pytest.param("qwen2", {"use_sliding_window": False, "sliding_window": 8}, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda value: str(value)[:40],
 )
 @torch.no_grad()
 def test_contract_1_full_attention_and_windows_among_the_arguments_are_exact_beyond_the_window(model_type, options):
