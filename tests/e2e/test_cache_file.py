@@ -97,7 +97,9 @@ def test_generation_from_a_loaded_cache_is_the_same_and_leaves_it_reusable(fast,
     assert loaded.reusable and loaded.columns == 50
 
 
-@pytest.mark.parametrize("family", ["bloom", "falcon_alibi", "gpt_neo", "gptj"])
+@pytest.mark.parametrize(
+    "family", ["bloom", "falcon_alibi", "gpt_neo", pytest.param("gptj", marks=pytest.mark.exhaustive)]
+)
 def test_a_model_that_has_prefilled_nothing_continues_a_loaded_cache_by_one_token(family, tmp_path):
     """Their masks are in the graph, and one token shows nothing of a mask."""
     model = tiny_model(family, layers=2 if family == "gpt_neo" else 1)
