@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 # Most of what the libraries bring is never imported; what is, Python compiles then.
 export PIP_NO_COMPILE := 1
 
-.PHONY: help demo test test-versions test-torch-2.11 lint typecheck support-table gpu-check clean
+.PHONY: help demo test test-versions test-torch-2.11 lint typecheck support-table mutations gpu-check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -37,6 +37,9 @@ test-torch-2.11: $(READY) ## the same on the oldest torch, with its CUDA librari
 
 support-table: $(READY) ## write the tables of decoders in README.md
 	@PYTHONPATH=tests/support $(BIN)/python -m support_table README.md
+
+mutations: $(READY) ## break one line of the code at a time: the tests must notice (ten minutes)
+	@$(BIN)/python scripts/mutations
 
 # A machine with a GPU may have no way to install anything: a PYTHON that has all it takes is used as it is.
 gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minutes; goes on where it stopped; ARGS="--only tests"

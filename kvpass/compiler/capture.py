@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +41,10 @@ _NOT_ITS_CODE = (*torch.__path__, *transformers.utils.__path__, str(Path(__file_
 
 _CALL: ContextVar[Call] = ContextVar("kvpass_call")
 """The call for which a captured function is called: Dynamo calls us back and hands on nothing else."""
+
+_ONE_CALL = threading.RLock() if torch.__version__ < "2.13" else nullcontext()
+"""Before 2.13 ``torch.compile(dynamic=False)`` sets Dynamo's settings for the whole process while a call runs. Calls
+that overlap would leave them set, and every module that is compiled afterwards would be captured with them."""
 
 
 class _OnlyCaptured(Exception):
@@ -207,7 +213,8 @@ def _called(captured: Callable[..., Tensor], call: Call, ids: Tensor, positions:
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
     token = _CALL.set(call)
     try:
-        return captured(ids, positions)
+        with _ONE_CALL:
+            return captured(ids, positions)
     except BackendCompilerFailed as failure:
         inner = failure.inner_exception
         raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None

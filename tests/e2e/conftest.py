@@ -8,16 +8,16 @@ import kvpass
 from tiny_models import tiny_model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model():
-    return tiny_model("llama")
+    return tiny_model("llama", layers=2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fast(model):
     return kvpass.compile(model, budget=10**6, window=8, backend="eager")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tight(model):
     return kvpass.compile(model, budget=16, window=8, backend="eager")

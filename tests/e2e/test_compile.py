@@ -25,19 +25,20 @@ from tiny_models import left_pad, random_ids, tiny_model
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
-@pytest.mark.parametrize("budget", [20, 0.5, "64KiB"])
-def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_and_200_steps(budget):
+def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_and_200_steps_of_each_kind_of_budget():
     torch._dynamo.reset()
     counters.clear()
-    fast = kvpass.compile(tiny_model("llama"), budget=budget, window=8)
-    for tokens in (33, 47, 64, 65, 100, 128, 300, 1000):
-        out = fast(random_ids(1, tokens), logits_to_keep=1)
-        token = out.logits[:, -1:].argmax(-1)
-        for _ in range(25):
-            out = fast(token, past_key_values=out.past_key_values)
+    fast = kvpass.compile(tiny_model("llama", layers=2), budget=20, window=8)
+    for budget in (20, 0.5, "64KiB"):
+        fast.set_budget(budget)
+        for tokens in (33, 47, 64, 65, 100, 128, 300, 1000):
+            out = fast(random_ids(1, tokens), logits_to_keep=1)
             token = out.logits[:, -1:].argmax(-1)
-    for tokens in (2, 9, 30):
-        out = fast(random_ids(1, tokens), past_key_values=out.past_key_values, logits_to_keep=1)
+            for _ in range(25):
+                out = fast(token, past_key_values=out.past_key_values)
+                token = out.logits[:, -1:].argmax(-1)
+        for tokens in (2, 9, 30):
+            out = fast(random_ids(1, tokens), past_key_values=out.past_key_values, logits_to_keep=1)
     phases = [record.phase for record in fast.report().compiled]
     assert sorted(phases) == ["decode", "extend", "prefill"]
     assert counters["stats"]["unique_graphs"] == 1, "of several tokens, from which all phases are made"
@@ -65,7 +66,7 @@ def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch):
 
 
 def test_contract_8_a_growing_tail_does_not_recompile():
-    fast = kvpass.compile(tiny_model("llama"), budget=20, window=8)
+    fast = kvpass.compile(tiny_model("llama", layers=1), budget=20, window=8)
     out = fast(random_ids(1, 50), logits_to_keep=1)
     token, capacities = out.logits[:, -1:].argmax(-1), set()
     for _ in range(200):
@@ -141,7 +142,7 @@ def test_the_structured_trace_carries_the_graphs(tmp_path):
     script = (
         f"import sys; sys.path.append({str(SUPPORT)!r});"
         "import kvpass; from tiny_models import tiny_model, random_ids;"
-        "kvpass.compile(tiny_model('llama'), budget=20, window=8, backend='eager')(random_ids(1, 50))"
+        "kvpass.compile(tiny_model('llama', layers=1), budget=20, window=8, backend='eager')(random_ids(1, 50))"
     )
     env = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONSAFEPATH": "1"}
     subprocess.run([sys.executable, "-c", script], check=True, env=env, capture_output=True)

@@ -47,8 +47,6 @@ def test_a_fresh_process_answers_as_the_live_cache_does(document, text, tmp_path
     assert result.exit_code == 0 and "entries kept" in result.output and "written" in result.output
     live = [document.ask(question, new_tokens=6) for question in QUESTIONS]
     assert live[0] == "482 913 ." and len(set(live)) == 3
-    loaded = Document.load(output, backend="eager")
-    assert [loaded.ask(question, new_tokens=6) for question in QUESTIONS] == live
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
     asked = [sys.executable, "-c", FRESH, "ask", str(output), QUESTIONS[0], "--backend", "eager", "--new-tokens", "6"]
     fresh = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=300)
@@ -99,7 +97,12 @@ def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tm
 
 @pytest.mark.parametrize(
     ("words", "window"),
-    [("--policy lava:window=8", 8), ("--window 8", 8), ("--window 8 --policy lava:window=9", 9), ("", 32)],
+    [
+        ("--policy lava:window=8", 8),
+        ("--window 8 --policy lava:window=9", 9),
+        pytest.param("--window 8", 8, marks=pytest.mark.exhaustive),
+        pytest.param("", 32, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_window_is_an_option_of_the_policy_or_of_the_command(text, tmp_path, words, window):
     path = tmp_path / "doc.kv"

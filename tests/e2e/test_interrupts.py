@@ -15,7 +15,7 @@ OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
 
 def compiled(family="llama", **options):
     """A model and its compiled copy, both shared with other tests."""
-    return compiled_once(family, layers=2 if family == "llama" else None, **OPTIONS | options)
+    return compiled_once(family, layers=2, **OPTIONS | options)
 
 
 class Interrupt:

@@ -129,9 +129,9 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
     expected = tight(token, past_key_values=tight(ids).past_key_values).logits
     foreign = DynamicCache(config=model.config)
     model(ids, past_key_values=foreign)
-    stranger = kvpass.compile(tiny_model("llama", num_hidden_layers=2), budget=16, window=8, backend="eager")
+    stranger = kvpass.compile(tiny_model("llama", layers=1), budget=16, window=8, backend="eager")
     stranger(ids)
-    same_shape = kvpass.compile(tiny_model("llama", seed=1), budget=16, window=8, backend="eager")
+    same_shape = kvpass.compile(tiny_model("llama", layers=2, seed=1), budget=16, window=8, backend="eager")
     same_shape(ids)
     other_budget = kvpass.compile(model, budget=24, window=8, backend="eager")
     bad = [
@@ -209,7 +209,11 @@ def test_contract_10_generate_takes_token_ids(tight, call, message):
         (XLMConfig(vocab_size=128, emb_dim=32, n_layers=1, n_heads=4), "not causal"),
         (XLNetConfig(vocab_size=128, d_model=32, n_layer=1, n_head=4, d_inner=32), "relates tokens to tokens"),
         (MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4), "conv1d with a kernel of 4"),
-        (FalconMambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4), "conv1d with a kernel"),
+        pytest.param(
+            FalconMambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4),
+            "conv1d with a kernel",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=lambda given: getattr(given, "model_type", None),
 )
@@ -217,7 +221,7 @@ def test_generate_refuses_a_family_for_the_same_reason_as_forward(config, reason
     fast = kvpass.compile(AutoModelForCausalLM.from_config(config).eval(), policy="full", backend="eager")
     for call in (fast, lambda ids: fast.generate(ids, max_new_tokens=2, do_sample=False)):
         with pytest.raises(kvpass.UnsupportedAttentionError, match=reason):
-            call(random_ids(1, 20))
+            call(random_ids(1, 5))  # state spaces are traced token by token
 
 
 def test_contract_10_a_mask_cannot_take_padding_back(tight):
@@ -235,7 +239,7 @@ def test_contract_10_a_fraction_too_small_for_the_prompt_is_refused(model):
     fast = kvpass.compile(model, budget=0.1, window=8, backend="eager")
     with pytest.raises(ValueError, match=r"window \+ 1 = 9"):
         fast(random_ids(1, 40))
-    assert fast(random_ids(1, 200)).past_key_values.lengths.sum() == 20 * 6
+    assert fast(random_ids(1, 200)).past_key_values.lengths.sum() == 20 * 4
 
 
 def test_an_uncompiled_model_refuses_the_cache_of_a_compiled_one(model, tight):

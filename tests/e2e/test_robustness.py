@@ -19,7 +19,7 @@ OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
 
 def compiled(family="llama", **options):
     """A model and its compiled copy, both shared with other tests."""
-    return compiled_once(family, layers=2 if family == "llama" else None, **OPTIONS | options)
+    return compiled_once(family, layers=2, **OPTIONS | options)
 
 
 def compile_anew(model=None, **options):
@@ -43,16 +43,15 @@ def test_prompts_of_any_length_with_a_budget_above_them(policy, tokens):
 
 @pytest.mark.parametrize("policy", ["lava", "pyramidkv", "cake"])
 def test_a_model_of_one_layer(policy):
-    model = tiny_model("llama", num_hidden_layers=1)
     options = {"tau1": 1.0, "tau2": 1.0} if policy == "cake" else {}
-    fast = compile_anew(model, policy=policy, budget=100, **options)
+    model, fast = compiled_once(layers=1, policy=policy, **{**OPTIONS, "budget": 100}, **options)
     ids = random_ids(2, 40)
     assert torch.equal(greedy(fast, ids), greedy(model, ids))
     fast.set_budget(20)
     assert int(fast(ids).past_key_values.lengths.sum()) == 2 * 2 * 20
 
 
-def test_the_tail_grows_as_far_as_it_must():
+def test_the_append_buffer_grows_as_tokens_are_appended():
     model, fast = compiled(budget=10**6)
     ids, new = random_ids(1, 20), random_ids(1, 300, seed=1)
     cache = fast(ids).past_key_values
@@ -64,7 +63,7 @@ def test_the_tail_grows_as_far_as_it_must():
     assert cache.stores[0].tail_k.shape[3] > capacity and cache.columns == 320
 
 
-def test_the_tail_grows_seldom_and_not_far():
+def test_the_append_buffer_grows_rarely_and_by_a_bounded_number_of_slots():
     """Each length of it is captured anew as a CUDA graph."""
     _, fast = compiled()
     store = fast(random_ids(1, 20)).past_key_values.stores[0]
@@ -82,10 +81,15 @@ def test_the_tail_grows_seldom_and_not_far():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("policy", ["lava", "h2o"])
-def test_16_bit_models_keep_16_bit_caches_and_say_the_same(dtype, policy):
+def test_16_bit_models_keep_16_bit_caches_and_say_the_same(dtype):
     model = tiny_model("llama", dtype=dtype, num_hidden_layers=2)
-    fast = compile_anew(model, policy=policy, budget=64)
+    fast = compile_anew(model)
+    for policy in ("lava", "h2o"):
+        fast.set_policy(policy, 64, window=8)
+        assert_says_the_same(model, fast, dtype)
+
+
+def assert_says_the_same(model, fast, dtype):
     ids, new = random_ids(2, 40), random_ids(2, 5, seed=1)
     with torch.no_grad():
         expected = model(torch.cat([ids, new], 1)).logits
@@ -135,7 +139,7 @@ def test_any_grad_mode_and_changes_between_them(mode, policy):
     assert not fast(ids).logits.requires_grad
 
 
-def test_a_state_dict_goes_round():
+def test_a_state_dict_can_be_loaded_and_taken_back():
     model, other = (tiny_model("llama", seed=seed, num_hidden_layers=2) for seed in range(2))
     fast = compile_anew(model)
     ids = random_ids(1, 40)

@@ -1,4 +1,4 @@
-"""The transformers door: a window that a model puts in its mask alone is refused, one among the arguments is kept."""
+"""The transformers frontend: a window in the mask alone is refused, one among the arguments is kept."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ IN_MASK_ONLY = {
 WITHOUT_WINDOW = {
     "phimoe": {**EXPERTS, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": False, "sliding_window": 8},
-    "qwen2": {"use_sliding_window": False, "sliding_window": 8},
     "qwen3": {"use_sliding_window": False, "sliding_window": 8},
 }
+FEW = {"gpt_neo": 2}  # a local layer and a global one
 AS_ARGUMENT = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "mistral": {"sliding_window": 8},
@@ -100,7 +100,7 @@ def test_a_layer_without_a_query_of_each_token_is_refused():
 @torch.no_grad()
 def test_a_decoder_whose_table_ends_is_exact_up_to_its_end_and_says_so_beyond(family):
     """Masks of gpt_neo and ALiBi of mpt are cut from tables, for positions after its table xglm makes a longer one."""
-    model = tiny_model(family)
+    model = tiny_model(family, layers=FEW.get(family, 1))
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids = random_ids(2, 257)
     expected = model(ids[:, :256]).logits
@@ -122,9 +122,9 @@ LEARNED = {"gpt2": "n_positions", "opt": "max_position_embeddings", "gptj": "n_p
 
 
 @pytest.mark.parametrize("family", LEARNED)
-def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family, tmp_path):
+def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family):
     """Compiled code ends the process for such a lookup."""
-    model = tiny_model(family, **{LEARNED[family]: 64})
+    model = tiny_model(family, layers=1, **{LEARNED[family]: 64})
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids = random_ids(2, 70)
     with pytest.raises(ValueError, match="70 tokens after 0: the decoder does not take more than 64"):
@@ -137,23 +137,30 @@ def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family,
     for tokens in (1, 6):
         with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
             fast(ids[:, 64 : 64 + tokens], past_key_values=first.past_key_values)
-    first.past_key_values.save(tmp_path / "cache.safetensors")
-    for tokens in (1, 6):
-        loaded = kvpass.compile(tiny_model(family, **{LEARNED[family]: 64}), policy="full", backend="eager")
-        cache = kvpass.load_cache(tmp_path / "cache.safetensors", loaded)
-        with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
-            loaded(ids[:, 64 : 64 + tokens], past_key_values=cache)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_a_loaded_cache_ends_where_the_table_of_positions_does(tokens, tmp_path):
+    model, ids = tiny_model("gpt2", layers=1, n_positions=64), random_ids(2, 70)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    cache = fast(ids[:, :60]).past_key_values
+    fast(ids[:, 60:64], past_key_values=cache)
+    cache.save(tmp_path / "cache.kv")
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    cache = kvpass.load_cache(tmp_path / "cache.kv", fast)
+    with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
+        fast(ids[:, 64 : 64 + tokens], past_key_values=cache)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_refused_call_on_a_loaded_cache_spoils_nothing(tokens, tmp_path):
     """Rings are written over; a model that has captured nothing learns of the end in the call."""
     ids = random_ids(1, 256)
-    fast = kvpass.compile(tiny_model("gpt_neo"), policy="full", backend="eager")
+    fast = kvpass.compile(tiny_model("gpt_neo", layers=2), policy="full", backend="eager")
     cache = fast(ids[:, :250]).past_key_values
     fast(ids[:, 250:], past_key_values=cache)
     cache.save(tmp_path / "cache.kv")
-    fast = kvpass.compile(tiny_model("gpt_neo"), policy="full", backend="eager")
+    fast = kvpass.compile(tiny_model("gpt_neo", layers=2), policy="full", backend="eager")
     loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
     with pytest.raises(ValueError, match=f"{tokens} tokens after 256: the decoder does not take more than 256"):
         fast(ids[:, :tokens], past_key_values=loaded)
@@ -164,7 +171,7 @@ def test_a_refused_call_on_a_loaded_cache_spoils_nothing(tokens, tmp_path):
 
 @torch.no_grad()
 def test_tables_of_positions_are_measured_by_positions_not_by_columns():
-    model = tiny_model("gpt2", n_positions=64)
+    model = tiny_model("gpt2", layers=1, n_positions=64)
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (20, 12)])
     ids, mask = torch.nn.functional.pad(ids, (44, 0)), torch.nn.functional.pad(mask, (44, 0))
@@ -184,7 +191,7 @@ def test_a_model_that_counts_positions_from_its_padding_token_is_refused():
 @torch.no_grad()
 def test_a_first_prompt_may_be_of_one_token_or_at_other_positions(family):
     """A capture looks at positions where masks are made of them."""
-    model = tiny_model(family)
+    model = tiny_model(family, layers=FEW.get(family, 1))
     ids, later = random_ids(2, 4), torch.arange(5, 25)[None]
     fast = kvpass.compile(model, policy="full", backend="eager")
     first = fast(ids[:, :1])
@@ -196,7 +203,7 @@ def test_a_first_prompt_may_be_of_one_token_or_at_other_positions(family):
 
 
 def test_a_first_prompt_as_long_as_a_table_or_longer_is_refused_and_a_shorter_one_taken_afterwards():
-    model = tiny_model("gpt_neo")
+    model = tiny_model("gpt_neo", layers=2)
     fast = kvpass.compile(model, policy="full", backend="eager")
     for tokens, reason in ((256, "for exactly 256 tokens"), (257, "fails on an input of 257 tokens")):
         with pytest.raises(ValueError, match=reason):
@@ -206,7 +213,13 @@ def test_a_first_prompt_as_long_as_a_table_or_longer_is_refused_and_a_shorter_on
 
 
 @pytest.mark.parametrize(
-    ("model_type", "options"), [*WITHOUT_WINDOW.items(), *AS_ARGUMENT.items()], ids=lambda value: str(value)[:40]
+    ("model_type", "options"),
+    [
+        *WITHOUT_WINDOW.items(),
+        *AS_ARGUMENT.items(),
+        pytest.param("qwen2", {"use_sliding_window": False, "sliding_window": 8}, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda value: str(value)[:40],
 )
 @torch.no_grad()
 def test_contract_1_full_attention_and_windows_among_the_arguments_are_exact_beyond_the_window(model_type, options):
@@ -220,7 +233,7 @@ def test_contract_1_full_attention_and_windows_among_the_arguments_are_exact_bey
 
 def branching():
     """A llama that computes otherwise in calls of more than 24 tokens."""
-    model = tiny_model("llama")
+    model = tiny_model("llama", layers=1)
     attention = model.model.layers[0].self_attn
 
     class Branching(type(attention)):

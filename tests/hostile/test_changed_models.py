@@ -15,7 +15,7 @@ OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
 
 
 def small(family="llama", **changes):
-    return tiny_model(family, **({"num_hidden_layers": 2} | changes))
+    return tiny_model(family, **({"layers": 1} | changes))
 
 
 def with_adapters():
@@ -45,7 +45,7 @@ def test_weights_written_to_after_the_prefill_are_noticed():
     before = steps(fast, cache)
     saved = copy.deepcopy(fast.state_dict())
     with torch.no_grad():
-        fast.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+        fast.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     refused(fast, cache, "weights were written to or replaced")
     later = fast(random_ids(1, 60)).past_key_values
     assert not torch.equal(steps(fast, later)[0], before[0]), "a prompt that is prefilled again works"
@@ -54,7 +54,7 @@ def test_weights_written_to_after_the_prefill_are_noticed():
 
 
 def test_a_replaced_module_is_noticed_by_a_call_of_several_tokens():
-    fast = kvpass.compile(small(), **OPTIONS)
+    fast = kvpass.compile(small(layers=2), **OPTIONS)
     cache = fast(random_ids(1, 60)).past_key_values
     steps(fast, cache)
     fast.model.layers[0].mlp = copy.deepcopy(fast.model.layers[1].mlp)
@@ -91,7 +91,7 @@ def test_an_adapter_that_is_activated_after_the_prefill_is_noticed():
     refused(fast, cache, "written to or replaced|other adapters are active")
 
 
-def test_a_file_knows_the_adapters_and_the_persistent_buffers(tmp_path):
+def test_a_file_is_refused_where_adapters_or_persistent_buffers_differ(tmp_path):
     path = tmp_path / "cache.kv"
     model = with_adapters()
     fast = kvpass.compile(model, **OPTIONS)
@@ -102,7 +102,7 @@ def test_a_file_knows_the_adapters_and_the_persistent_buffers(tmp_path):
         kvpass.load_cache(path, fast)
 
     changes = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
-    model = tiny_model("deepseek_v3", **changes)
+    model = tiny_model("deepseek_v3", layers=2, **changes)
     fast = kvpass.compile(model, **OPTIONS)
     fast(random_ids(1, 60)).past_key_values.save(path)
     other = copy.deepcopy(model)
@@ -130,11 +130,11 @@ def test_hooks_are_honoured_whenever_they_are_registered(kind):
 
     model = small()
     early, late = (kvpass.compile(given, **OPTIONS) for given in (copy.deepcopy(model), model))
-    getattr(early.model.layers[1].mlp, kind)(doubled)
+    getattr(early.model.layers[0].mlp, kind)(doubled)
     expected = early(random_ids(1, 60))
     plain = late(random_ids(1, 60))
     after_plain = steps(late, plain.past_key_values)
-    handle = getattr(late.model.layers[1].mlp, kind)(doubled)
+    handle = getattr(late.model.layers[0].mlp, kind)(doubled)
     hooked = late(random_ids(1, 60))
     assert torch.equal(hooked.logits, expected.logits) and not torch.equal(hooked.logits, plain.logits)
     for found, wanted in zip(steps(late, hooked.past_key_values), steps(early, expected.past_key_values), strict=True):

@@ -24,7 +24,7 @@ def families():
 
 @pytest.mark.parametrize("family", families())
 def test_a_stance_that_runs_the_decoder_eagerly_is_an_error(family):
-    fast = kvpass.compile(tiny_model(family), **OPTIONS)
+    fast = kvpass.compile(tiny_model(family, layers=2), **OPTIONS)
     ids = random_ids(1, 60)
     with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=NOT_RUN):
         fast(ids)
@@ -40,7 +40,8 @@ def test_a_stance_that_runs_the_decoder_eagerly_is_an_error(family):
 
 @pytest.mark.parametrize(("stance", "tokens"), [("eager_on_recompile", 2), ("force_eager", 1)])
 def test_a_first_step_that_is_not_captured_leaves_the_cache_as_it_was(stance, tokens):
-    fast, same = (kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS) for _ in range(2))
+    _, same = compiled_once("llama", layers=1, **OPTIONS)
+    fast = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS)
     cache = fast(random_ids(1, 60)).past_key_values
     new, last = random_ids(1, tokens, seed=1), {"logits_to_keep": 1}  # of several tokens a capture of its own
     with torch.compiler.set_stance(stance), pytest.raises(RuntimeError, match=NOT_RUN):
@@ -77,8 +78,8 @@ def test_an_evicting_cache_is_not_called_interrupted_when_nothing_ran():
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("wrapper", ["model", "forward", "nn.Module.compile"])
 def test_torch_compile_around_a_compiled_model_changes_nothing(wrapper, fullgraph):
-    model = tiny_model("llama", num_hidden_layers=2)
-    plain, fast = (kvpass.compile(model, **OPTIONS) for _ in range(2))
+    model, plain = compiled_once("llama", layers=1, **OPTIONS)
+    fast = kvpass.compile(model, **OPTIONS)
     call = torch.compile(fast, backend="eager", fullgraph=fullgraph) if wrapper == "model" else fast
     if wrapper == "forward":
         fast.forward = torch.compile(fast.forward, backend="eager", fullgraph=fullgraph)
@@ -126,8 +127,8 @@ def compiled_layer_forwards(model):
     [compiled_forward, forward_compiled_twice, hooks_taken_off_again, hooks_that_move_nothing, compiled_layer_forwards],
 )
 def test_a_replaced_forward_that_changes_nothing_is_left_out_of_the_copy(change):
-    model = tiny_model("llama", num_hidden_layers=2)
-    plain = kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS)
+    model = tiny_model("llama", layers=1)
+    _, plain = compiled_once("llama", layers=1, **OPTIONS)
     change(model)
     before = dict(model.__dict__)
     fast = kvpass.compile(model, **OPTIONS)
@@ -186,7 +187,7 @@ def test_a_replaced_forward_that_may_change_something_is_refused(change, message
 
 
 def raw():
-    model = tiny_model("llama", num_hidden_layers=2)
+    model = tiny_model("llama", layers=1)
 
     def logits(ids, positions):
         return model(input_ids=ids, position_ids=positions, use_cache=False).logits

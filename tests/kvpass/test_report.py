@@ -7,11 +7,11 @@ import json
 import torch
 
 import kvpass
-from tiny_models import left_pad, random_ids, tiny_model
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 
 def report(**options):
-    fast = kvpass.compile(tiny_model("llama"), window=8, backend="eager", **options)
+    _, fast = compiled_once("llama", layers=2, window=8, backend="eager", **options)
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 33)])
     cache = fast(ids, attention_mask=mask).past_key_values
     return fast.report(), cache
@@ -21,8 +21,8 @@ def test_the_text_states_what_was_kept():
     found, cache = report(policy="snapkv", budget=16)
     text = str(found)
     assert "kvpass: snapkv, budget 16" in text and "prompt tokens: 60, 33" in text
-    assert f"entries kept: {2 * 16 * 6} of {(60 + 33) * 6}" in text and str(cache.nbytes) in text
-    assert "compiled prefill (batch 2, eager): 3 attention sites rewritten" in text
+    assert f"entries kept: {2 * 16 * 4} of {(60 + 33) * 4}" in text and str(cache.nbytes) in text
+    assert "compiled prefill (batch 2, eager): 2 attention sites rewritten" in text
     assert "may keep more or fewer" not in text
     assert "may keep more or fewer" in str(report(policy="lava", budget=16, parity="code")[0])
 
@@ -33,13 +33,13 @@ def test_the_dictionary_is_json_and_adds_up():
     assert numbers["lengths"] == cache.lengths.tolist()
     assert numbers["budget_entries"] == [16, 16] and numbers["prompt_tokens"] == [60, 33]
     entry = cache.geometry.entry_bytes
-    assert numbers["bytes_full"] == (60 + 33) * 6 * entry
-    assert sum(sum(map(sum, row)) for row in numbers["bytes_kept"]) == 2 * 16 * 6 * entry
+    assert numbers["bytes_full"] == (60 + 33) * 4 * entry
+    assert sum(sum(map(sum, row)) for row in numbers["bytes_kept"]) == 2 * 16 * 4 * entry
     assert all(weight > 0 for row in numbers["layer_weights"] for weight in row)
 
 
 def test_a_model_whose_layers_all_slide_keeps_nothing_under_the_budget():
-    fast = kvpass.compile(tiny_model("mistral_sliding"), budget=16, window=8, backend="eager")
+    fast = kvpass.compile(tiny_model("mistral_sliding", layers=2), budget=16, window=8, backend="eager")
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 33)])
     cache = fast(ids, attention_mask=mask).past_key_values
     found = fast.report()

@@ -96,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         },
     ),
-    "smollm3": ("smollm3", {**LLAMA_LIKE, "no_rope_layers": [1, 1, 0]}),
+    "smollm3": ("smollm3", {**LLAMA_LIKE, "no_rope_layers": [1, 0, 1]}),
     "gpt_neo": (
         "gpt_neo",
         {
@@ -174,17 +174,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Model type and configuration of the supported families, three layers each."""
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A model of the family with random weights, in eval mode; of fewer layers, the first ones.
+def tiny_model(
+    family: str, *, layers: int | None = None, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
+    """A model of the family with random weights, in eval mode.
 
     Weights are drawn wide enough (std 0.1) that attention is far from uniform, so that which entries are kept matters.
+
+    Args:
+        layers: how many, if not as many as :data:`FAMILIES` has: the first ones. changes: of the configuration.
     """
     model_type, options = FAMILIES[family]
     options = {**options, **changes}
-    if "layer_types" in options:
-        options["layer_types"] = options["layer_types"][: options["num_hidden_layers"]]
+    if layers is not None:
+        options[next(name for name in _LAYERS if name in options)] = layers
+        if "attention_types" in options:
+            options["attention_types"] = [[options["attention_types"][0][0][:layers], 1]]
+    for by_layer in ("layer_types", "no_rope_layers"):
+        if by_layer in options:
+            options[by_layer] = options[by_layer][: options["num_hidden_layers"]]
     experts = family in {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"}
     if experts and Version(transformers.__version__) < Version("5.17"):
         options = {**options, "experts_implementation": "batched_mm"}  # its grouped_mm traces only in bf16
@@ -219,8 +230,7 @@ def compiled_once(
 
 @functools.lru_cache(maxsize=24)
 def _compiled_once(family: str, layers: int | None, backend: Compiler, recompress: Recompress) -> Any:
-    changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
-    model = tiny_model(family, **changes)
+    model = tiny_model(family, layers=layers)
     return model, kvpass.compile(model, policy="snapkv", budget=1.0, backend=backend, recompress=recompress)
 
 
