@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 import kvpass
-from kvpass.cache.fingerprint import Identity
+from kvpass.cache.fingerprint import ModelFingerprint
 
 _LIBRARIES = (
     *("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "kvpress"),
@@ -66,8 +66,8 @@ def _digest(paths: Iterable[Path]) -> str:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Digest of a model: class, dtype, configuration, weights (:class:`~kvpass.cache.fingerprint.Identity`)."""
-    text = json.dumps(Identity(model).describe(), sort_keys=True)
+    """Digest of a model: class, dtype, configuration, weights (:class:`~kvpass.cache.fingerprint.ModelFingerprint`)."""
+    text = json.dumps(ModelFingerprint(model).describe(), sort_keys=True)
     return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
 
 

@@ -42,8 +42,8 @@ from kvpass.operands import (
     Attention,
     EvictBuffers,
     PrefillBuffers,
+    RecompressBuffers,
     RingBuffers,
-    TurnBuffers,
 )
 from kvpass.policies.base import Policy
 
@@ -204,7 +204,7 @@ class Rewriter:
             held = self._buffers(AppendBuffers, place)
             output = self._call("attend_cache", *site.call, *held, place.layer, self.impl)
             if f"{place.prefix}_turn_scores" in self.state:
-                found = self._buffers(TurnBuffers, place)
+                found = self._buffers(RecompressBuffers, place)
                 self._call("observe_held", *site.call, *held, *found, place.layer, place.layers, self.policy.spec)
             return output
 

@@ -94,7 +94,7 @@ def call_attend(
     Args:
         buffers: pool_k, pool_v, offsets, tail_k, tail_v, tail_start; None for those that do not exist.
         sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer.
-        line: position, place (storage order), memory (decode state), norm, now and weights; for reused slots.
+        line: position, storage_order, decode_state, norm, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
 
     Returns:

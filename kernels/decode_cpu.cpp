@@ -29,8 +29,8 @@ struct Call {
     const float* sinks;  // null: none
     void* out;
     // For slots that are reused; else null.
-    int32_t *position, *place;  // place: storage order; null: the tables do not record the new entry
-    float *memory, *norm;       // memory: decode state
+    int32_t *position, *storage_order;  // storage_order: storage order; null: the tables do not record the new entry
+    float *decode_state, *norm;       // decode_state: decode state
     const int64_t* now;
     float* weights;
     int64_t rows, heads, kv_heads, tokens, key_dim, value_dim;
@@ -131,12 +131,12 @@ struct Decoder {
             } else {
                 put(c.tail_k, c.tail_v, tail_slot(unit, slot - behind), unit, 0);
             }
-            if (!c.place) continue;
+            if (!c.storage_order) continue;
             const int32_t now = int32_t(c.now[unit / c.kv_heads]);
             const int64_t at = unit * c.width + slot;
             line(unit)[slot] = now;
-            c.place[at] = now + NEWEST;
-            c.memory[at] = 0.0f;
+            c.storage_order[at] = now + NEWEST;
+            c.decode_state[at] = 0.0f;
             vf sum = {};
             int64_t d = 0;
             const S* value = new_value(unit, 0);

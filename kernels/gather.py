@@ -4,7 +4,7 @@ Nothing is read on the host: cumulative counts tell which selected entry goes in
 
 Legend: B batch, N prompt columns, K KV heads, D head dim of keys, Dv of values, L layers, E pool slots. Tables of the
 pool: slots int32 ``[4, B, E]`` with planes owner (layer * K + head, -1 = empty), rank (order of entry), position (true
-position) and place (storage order of the decode rule); slot_traces fp32 ``[2, B, E]``.
+position) and storage_order (storage order of the decode rule); slot_stats fp32 ``[2, B, E]``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvpass.kernels.launch import KernelConfig, launch
 from kvpass.kernels.prefill_attention import block_dim
 from kvpass.operands import Candidates, PrefillBuffers
 
-OWNER, RANK, POSITION, PLACE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+OWNER, RANK, POSITION, STORAGE_ORDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 EMPTY = -1
 """Owner of a free slot; source of a slot that receives no entry."""
 SCRATCH_SHARE = 8
@@ -33,7 +33,7 @@ _PACK_CONFIGS = (KernelConfig.of(4, 1, BLOCK_E=128),)
 
 @triton.jit(do_not_specialize=["layer", "rows", "entries", "columns"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
-    source, k, v, rank, place, traces, start, pool_k, pool_v, slots, slot_traces, stride_kb, stride_kh, stride_kn,
+    source, k, v, rank, storage_order, stats, start, pool_k, pool_v, slots, slot_stats, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, layer, rows, entries, columns, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -66,11 +66,11 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         tl.store(slots + OWNER * plane + o_slot, (layer * K + b_head).to(tl.int32), mask=m_e)
         tl.store(slots + RANK * plane + o_slot, tl.load(rank + o_entry, mask=m_e, other=0), mask=m_e)
         tl.store(slots + POSITION * plane + o_slot, b_position.to(tl.int32), mask=m_e)
-        tl.store(slots + PLACE * plane + o_slot, tl.load(place + o_entry, mask=m_e, other=0), mask=m_e)
+        tl.store(slots + STORAGE_ORDER * plane + o_slot, tl.load(storage_order + o_entry, mask=m_e, other=0), mask=m_e)
         trace_plane = rows.to(tl.int64) * K * columns
         for i_trace in tl.static_range(2):
-            b_trace = tl.load(traces + i_trace * trace_plane + o_entry, mask=m_e, other=0.0)
-            tl.store(slot_traces + i_trace * plane + o_slot, b_trace, mask=m_e)
+            b_trace = tl.load(stats + i_trace * trace_plane + o_entry, mask=m_e, other=0.0)
+            tl.store(slot_stats + i_trace * plane + o_slot, b_trace, mask=m_e)
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -122,7 +122,7 @@ def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
 def gather_winners(
     source: Tensor,
     rank: Tensor,
-    place: Tensor,
+    storage_order: Tensor,
     candidates: Candidates,
     buffers: PrefillBuffers,
     layer: int,
@@ -133,16 +133,16 @@ def gather_winners(
     Args:
         source: int32 ``[B, E]``, from :func:`assign_slots`: flat index ``head * N + column``, or -1. Slots with -1 stay
             as they are.
-        rank: int32 ``[B, K, N]``, order of entry. place: int32 ``[B, K, N]``, storage order.
+        rank: int32 ``[B, K, N]``, order of entry. storage_order: int32 ``[B, K, N]``, storage order.
         candidates: k and v with any strides but a contiguous last dim; true positions count from ``start``.
-        buffers: pool, slots and slot_traces are written.
+        buffers: pool, slots and slot_stats are written.
         layer: the layer of k and v.
 
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
-    k, v, traces, start = candidates.k, candidates.v, candidates.traces, candidates.start
-    pool_k, pool_v, slots, slot_traces = buffers[:4]
+    k, v, stats, start = candidates.k, candidates.v, candidates.stats, candidates.start
+    pool_k, pool_v, slots, slot_stats = buffers[:4]
     rows, kv_heads, columns, dim = k.shape
     value_dim, entries = v.shape[3], pool_k.shape[1]
     held = dict(zip(PrefillBuffers._fields[:4], buffers, strict=False))
@@ -152,8 +152,8 @@ def gather_winners(
             "v": (v, (rows, kv_heads, columns, value_dim), k.dtype),
             "source": (source, (rows, entries), torch.int32),
             "rank": (rank, (rows, kv_heads, columns), torch.int32),
-            "place": (place, (rows, kv_heads, columns), torch.int32),
-            "traces": (traces, (2, rows, kv_heads, columns), torch.float32),
+            "storage_order": (storage_order, (rows, kv_heads, columns), torch.int32),
+            "stats": (stats, (2, rows, kv_heads, columns), torch.float32),
             "start": (start, (rows,), torch.int64),
             **of_table(held, {"B": rows, "E": entries, "D": dim, "V": value_dim}, k.dtype),
         },
@@ -161,8 +161,8 @@ def gather_winners(
         strided=("k", "v"),
     )
     arguments = {
-        "source": source, "k": k, "v": v, "rank": rank, "place": place, "traces": traces, "start": start,
-        "pool_k": pool_k, "pool_v": pool_v, "slots": slots, "slot_traces": slot_traces,
+        "source": source, "k": k, "v": v, "rank": rank, "storage_order": storage_order, "stats": stats, "start": start,
+        "pool_k": pool_k, "pool_v": pool_v, "slots": slots, "slot_stats": slot_stats,
         **{f"stride_{name}{dim}": x.stride(i) for name, x in (("k", k), ("v", v)) for i, dim in enumerate("bhn")},
         "layer": layer, "rows": rows, "entries": entries, "columns": columns, "K": kv_heads, "D": dim, "DV": value_dim,
         "BD": block_dim(dim), "BDV": block_dim(value_dim),
@@ -185,12 +185,12 @@ def pack(buffers: PrefillBuffers, config: KernelConfig | None = None) -> None:
     """Permute the pool once into (layer, head, position) order; empty slots go last.
 
     A few columns of all rows move at a time, through a scratch of about an eighth of the pool. Writes pool, slots,
-    slot_traces and offsets.
+    slot_stats and offsets.
 
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
-    pool_k, pool_v, slots, slot_traces = buffers[:4]
+    pool_k, pool_v, slots, slot_stats = buffers[:4]
     offsets = buffers.offsets
     rows, entries, dim = pool_k.shape
     groups = offsets.shape[1] - 1
@@ -203,7 +203,7 @@ def pack(buffers: PrefillBuffers, config: KernelConfig | None = None) -> None:
     bounds = torch.arange(groups + 1, device=owner.device).expand(rows, -1).contiguous()
     offsets.copy_(torch.searchsorted(ordered, bounds, out_int32=True))
     slots.copy_(slots.gather(2, permutation.expand(4, -1, -1)))
-    slot_traces.copy_(slot_traces.gather(2, permutation.expand(2, -1, -1)))
+    slot_stats.copy_(slot_stats.gather(2, permutation.expand(2, -1, -1)))
 
     width = _part_width(pool_k, pool_v)
     scratch = torch.empty(rows * entries * width, dtype=pool_k.dtype, device=pool_k.device)

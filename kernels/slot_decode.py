@@ -124,9 +124,9 @@ def _attend_slots(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["layer", "slots", "width", "num_tiles"])
 def _finish_slots(  # type: ignore[no-untyped-def]
-    v, offsets, position, place, memory, norm, now, weights, partial, partial_ml, sinks, out, stride_vb, stride_vh,
-    layer, slots, width, num_tiles, segments, K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
+    v, offsets, position, storage_order, decode_state, norm, now, weights, partial, partial_ml, sinks, out,
+    stride_vb, stride_vh, layer, slots, width, num_tiles, segments, K: tl.constexpr, G: tl.constexpr,
+    DV: tl.constexpr, BDV: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of one query head by log-sum-exp; compute attention weights if wanted.
 
@@ -167,8 +167,8 @@ def _finish_slots(  # type: ignore[no-untyped-def]
                 b_now = tl.load(now + i_b).to(tl.int32)
                 o_taken = i_line.to(tl.int64) * width + taken
                 tl.store(p_position + taken, b_now)
-                tl.store(place + o_taken, b_now + NEWEST)
-                tl.store(memory + o_taken, 0.0)
+                tl.store(storage_order + o_taken, b_now + NEWEST)
+                tl.store(decode_state + o_taken, 0.0)
                 tl.store(norm + o_taken, tl.sum(tl.abs(b_v.to(tl.float32)), 0))
 
 
@@ -183,7 +183,7 @@ def attend_slots(
     Args:
         call: K divides H; q, k and v with any strides but a contiguous last dim.
         lines: contiguous; but position may repeat over rows and KV heads if the entry is not recorded. A slot with
-            position -1 is free. A recorded entry has a pool, memory 0 and a place after all others.
+            position -1 is free. A recorded entry has a pool, decode_state 0 and a storage_order after all others.
         layer: index of the layer in offsets and tail. config: block sizes of the first launch; None for the default.
 
     Returns:
@@ -205,7 +205,7 @@ def attend_slots(
     partial = torch.empty(num_lines, num_tiles, group, value_dim, dtype=torch.float32, device=q.device)
     partial_ml = torch.empty(2, num_lines, num_tiles, group, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, 1, heads, value_dim, dtype=q.dtype, device=q.device)
-    weights, line = None, dict.fromkeys(("place", "memory", "norm", "now"))
+    weights, line = None, dict.fromkeys(("storage_order", "decode_state", "norm", "now"))
     if entered is not None:
         weights = torch.empty(rows, heads, width, dtype=torch.float32, device=q.device)
         line = dict(zip(line, entered, strict=True))
@@ -259,7 +259,7 @@ def _check(call: Attention, lines: Lines, layer: int) -> None:
         strided.append("position")
     else:
         types = torch.int32, torch.float32, torch.float32
-        for name, tensor, dtype in zip(("place", "memory", "norm"), entered, types, strict=False):
+        for name, tensor, dtype in zip(("storage_order", "decode_state", "norm"), entered, types, strict=False):
             expected[name] = (tensor, line, dtype)
         expected["now"] = (entered.now, (rows,), torch.int64)
         if offsets is None:

@@ -24,13 +24,13 @@ _LINE_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["width", "window"])
 def _rank_kernel(  # type: ignore[no-untyped-def]
-    attention, position, place, in_order, rank, width, window, G: tl.constexpr, LINE_BLOCK: tl.constexpr,
+    attention, position, storage_order, in_order, rank, width, window, G: tl.constexpr, LINE_BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Rank some slots of one line by place (-1: not competing); store their attention by rank."""
+    """Rank some slots of one line by storage_order (-1: not competing); store their attention by rank."""
     i_line = tl.program_id(0).to(tl.int64)
     p_position = position + i_line * width
-    p_place = place + i_line * width
+    p_place = storage_order + i_line * width
     oldest_spared = largest(p_position, width, LINE_BLOCK) - window + 1
     o_s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     m_s = o_s < width
@@ -86,7 +86,13 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
 
 
 def pool_in_order(
-    attention: Tensor, position: Tensor, place: Tensor, window: int, pool: str | None, kernel_size: int, group: str
+    attention: Tensor,
+    position: Tensor,
+    storage_order: Tensor,
+    window: int,
+    pool: str | None,
+    kernel_size: int,
+    group: str,
 ) -> Tensor:
     """Pool the attention of older entries over neighbours in storage order; reduce over the group.
 
@@ -94,7 +100,7 @@ def pool_in_order(
 
     Args:
         attention: fp32 ``[B, H, S]``, not negative. position: int32 ``[B, K, S]``, negative = no entry; K divides H.
-            place: storage order, ascending; int32 ``[B, K, S]``, different for the entries of a line.
+            storage_order: storage order, ascending; int32 ``[B, K, S]``, different for the entries of a line.
         window: the newest positions of a line, which are left out.
         pool: ``"avg"`` (counts zeros beyond the ends), ``"max"`` or None. kernel_size: odd.
         group: ``"mean"``, ``"max"`` or ``"sum"``.
@@ -111,7 +117,7 @@ def pool_in_order(
     expected = {
         "attention": (attention, (rows, heads, width), torch.float32),
         "position": (position, line, torch.int32),
-        "place": (place, line, torch.int32),
+        "storage_order": (storage_order, line, torch.int32),
     }
     check_tensors(expected, position.device)
     in_order = torch.empty_like(attention)

@@ -23,11 +23,11 @@ inline int64_t key(float score, int32_t position) {
 
 // Evicts entries from each line of slots. Those not among the newest `window` positions compete for `quota` slots; the
 // position of an evicted entry becomes EMPTY and its memory 0. keep receives which slots still hold an entry.
-extern "C" void kvpass_evict_losers(const float* worth, int32_t* position, float* memory, const int64_t* quota,
+extern "C" void kvpass_evict_lowest(const float* worth, int32_t* position, float* decode_state, const int64_t* quota,
                                     bool* keep, int64_t lines, int64_t width, int64_t window) {
     thread_local std::vector<int64_t> keys, order;
     keys.resize(width);
-    for (int64_t line = 0; line < lines; line++, worth += width, position += width, memory += width, keep += width) {
+    for (int64_t line = 0; line < lines; line++, worth += width, position += width, decode_state += width, keep += width) {
         const int32_t newest = width ? *std::max_element(position, position + width) : EMPTY;
         order.clear();
         for (int64_t j = 0; j < width; j++) {
@@ -44,7 +44,7 @@ extern "C" void kvpass_evict_losers(const float* worth, int32_t* position, float
         for (auto slot = order.begin(); slot != last; slot++) {
             keep[*slot] = false;
             position[*slot] = EMPTY;
-            memory[*slot] = 0.0f;
+            decode_state[*slot] = 0.0f;
         }
     }
 }
@@ -52,19 +52,19 @@ extern "C" void kvpass_evict_losers(const float* worth, int32_t* position, float
 enum Pool { NONE, AVERAGE, MAXIMUM };
 enum Group { MEAN, LARGEST, SUM };
 
-// Pools attention [lines, group, width] over neighbours by place and reduces it over the group. The newest `window`
+// Pools attention [lines, group, width] over neighbours by storage_order and reduces it over the group. The newest `window`
 // positions of a line are left out; their slots and empty ones get 0.
-extern "C" void kvpass_pool_in_order(const float* attention, const int32_t* position, const int32_t* place,
+extern "C" void kvpass_pool_in_order(const float* attention, const int32_t* position, const int32_t* storage_order,
                                      float* worth, int64_t lines, int64_t group, int64_t width, int64_t window,
                                      int64_t pool, int64_t kernel_size, int64_t reduction) {
     thread_local std::vector<int64_t> order;
     thread_local std::vector<float> row;
     const int64_t reach = pool == NONE ? 0 : kernel_size / 2;
-    for (int64_t line = 0; line < lines; line++, position += width, place += width, worth += width) {
+    for (int64_t line = 0; line < lines; line++, position += width, storage_order += width, worth += width) {
         const int32_t newest = width ? *std::max_element(position, position + width) : EMPTY;
         order.clear();
         for (int64_t j = 0; j < width; j++)
-            if (position[j] >= 0 && position[j] <= newest - window) order.push_back(int64_t(place[j]) << 32 | j);
+            if (position[j] >= 0 && position[j] <= newest - window) order.push_back(int64_t(storage_order[j]) << 32 | j);
         std::sort(order.begin(), order.end());
         std::fill_n(worth, width, 0.0f);
         const int64_t count = order.size();

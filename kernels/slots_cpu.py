@@ -16,9 +16,9 @@ from kvpass.operands import Attention, Lines
 
 _NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
 _POOL_NAMES = ("pool_k", "pool_v", "offsets")
-_ENTERED_NAMES = ("place", "memory", "norm", "now")
-_LOSERS_NAMES = ("worth", "position", "memory", "quota")
-_ORDER_NAMES = ("attention", "position", "place")
+_ENTERED_NAMES = ("storage_order", "decode_state", "norm", "now")
+_EVICT_NAMES = ("worth", "position", "decode_state", "quota")
+_ORDER_NAMES = ("attention", "position", "storage_order")
 _POOLS = (None, "avg", "max")
 _GROUPS = ("mean", "max", "sum")
 
@@ -99,8 +99,8 @@ def _function(name: str, pointers: int, numbers: int) -> Callable[..., None]:
     return cast("Callable[..., None]", function)
 
 
-def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
-    """CPU version of :func:`kvpass.ops.slots.evict_losers`; all tensors on the CPU and contiguous.
+def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:
+    """CPU version of :func:`kvpass.ops.slots.evict_lowest`; all tensors on the CPU and contiguous.
 
     Raises:
         ValueError: an argument would be read out of bounds; nothing was written.
@@ -108,26 +108,32 @@ def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor,
     """
     rows, kv_heads, width = position.shape
     line = (rows, kv_heads, width)
-    given = [worth, position, memory, quota]
-    check_lists(_LOSERS_NAMES, "shape", [x.shape for x in given], [line, line, line, (rows, kv_heads)])
+    given = [worth, position, decode_state, quota]
+    check_lists(_EVICT_NAMES, "shape", [x.shape for x in given], [line, line, line, (rows, kv_heads)])
     dtypes = [torch.float32, torch.int32, torch.float32, torch.int64]
-    check_lists(_LOSERS_NAMES, "dtype", [x.dtype for x in given], dtypes)
+    check_lists(_EVICT_NAMES, "dtype", [x.dtype for x in given], dtypes)
     worth = worth.contiguous()
     if not all([x.is_contiguous() and x.is_cpu for x in given[1:]]) or not worth.is_cpu:
-        raise ValueError("position, memory and quota must be contiguous, and all tensors on the CPU")
+        raise ValueError("position, decode_state and quota must be contiguous, and all tensors on the CPU")
     keep = torch.empty(line, dtype=torch.bool)
-    tensors = (worth, position, memory, quota, keep)
-    run = _function("kvpass_evict_losers", 5, 3)
+    tensors = (worth, position, decode_state, quota, keep)
+    run = _function("kvpass_evict_lowest", 5, 3)
     run(*[x.data_ptr() for x in tensors], rows * kv_heads, width, window)
     return keep
 
 
 def pool_in_order(
-    attention: Tensor, position: Tensor, place: Tensor, window: int, pool: str | None, kernel_size: int, group: str
+    attention: Tensor,
+    position: Tensor,
+    storage_order: Tensor,
+    window: int,
+    pool: str | None,
+    kernel_size: int,
+    group: str,
 ) -> Tensor:
     """CPU version of :func:`kvpass.policies.decode_rules.pool_in_order`.
 
-    All tensors are on the CPU and contiguous; position and place are int32.
+    All tensors are on the CPU and contiguous; position and storage_order are int32.
 
     Raises:
         ValueError: an argument would be read out of bounds.
@@ -135,12 +141,12 @@ def pool_in_order(
     """
     rows, kv_heads, width = line = position.shape
     heads = attention.shape[1]
-    given = [attention, position, place]
+    given = [attention, position, storage_order]
     check_lists(_ORDER_NAMES, "shape", [x.shape for x in given], [(rows, heads, width), line, line])
     check_lists(_ORDER_NAMES, "dtype", [x.dtype for x in given], [torch.float32, torch.int32, torch.int32])
     check_heads(heads, kv_heads)
     if not all([x.is_contiguous() and x.is_cpu for x in given]):
-        raise ValueError("attention, position and place must be contiguous and on the CPU")
+        raise ValueError("attention, position and storage_order must be contiguous and on the CPU")
     worth = torch.empty(line, dtype=torch.float32)
     how = (window, _POOLS.index(pool), kernel_size, _GROUPS.index(group))
     run = _function("kvpass_pool_in_order", 4, 7)

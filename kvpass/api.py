@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpass.cache.cache import CompressedCache
-from kvpass.cache.fingerprint import Identity
+from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.metadata import CacheMetadata
 from kvpass.cache.serialization import read_cache_file, typed
 from kvpass.compiler.backend import Compiler, PhaseCompiler, check_compiler
@@ -86,7 +86,7 @@ def compile(
                 config._attn_implementation = ATTENTION_NAME
     compiled._kvpass = Runtime(
         rules=rules,
-        identity=Identity(compiled),
+        identity=ModelFingerprint(compiled),
         captures=CaptureCache(
             PhaseCompiler(
                 compiler=compiler,

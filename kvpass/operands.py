@@ -65,9 +65,9 @@ BUFFERS = {
     "pool_v": Buffer("B E V", prefill="w", append="r", evict="w", saved="always"),
     "pool_positions": Buffer("B E", _I32, saved="always"),
     "slots": Buffer("4 B E", _I32, prefill="w", initial=-1),
-    "slot_traces": Buffer("2 B E", _F32, prefill="w", initial=0),
-    "ledger": Buffer("B L", _F64, prefill="w", initial=0),
-    "window_traces": Buffer("2 B L K W", _F32, prefill="w", initial=0),
+    "slot_stats": Buffer("2 B E", _F32, prefill="w", initial=0),
+    "layer_weights": Buffer("B L", _F64, prefill="w", initial=0),
+    "window_stats": Buffer("2 B L K W", _F32, prefill="w", initial=0),
     "offsets": Buffer("B P", _I32, prefill="w", append="r", evict="r", saved="always"),
     "tail_k": Buffer("L B K C D", prefill="w", append="w", evict="w", saved="always"),
     "tail_v": Buffer("L B K C V", prefill="w", append="w", evict="w", saved="always"),
@@ -79,14 +79,14 @@ BUFFERS = {
     "tile_offsets": Buffer("L Y", _I32, append="r"),
     # policies that evict while decoding
     "table": Buffer("2 L B K S", _I32, evict="w", saved="evicting"),
-    "memory": Buffer("2 L B K S", _F32, evict="w", saved="evicting"),
+    "decode_state": Buffer("2 L B K S", _F32, evict="w", saved="evicting"),
     "quota": Buffer("L B K", _I64, evict="r", saved="evicting"),
     "next_position": Buffer("B", _I64, evict="r", counter=True, saved="evicting"),
     # recompression after an extension
-    "turn_scores": Buffer("B L K S", _F32, append="w"),
-    "turn_masses": Buffer("B L K S", _F32, append="w"),
-    "turn_ledger": Buffer("B L", _F64, append="w"),
-    "turn_window": Buffer("B", _I64, append="r"),
+    "recompress_scores": Buffer("B L K S", _F32, append="w"),
+    "recompress_masses": Buffer("B L K S", _F32, append="w"),
+    "recompress_weights": Buffer("B L", _F64, append="w"),
+    "recompress_window": Buffer("B", _I64, append="r"),
     # layers with a sliding window
     "ring_k": Buffer("L B K R D", prefill="w", append="w", evict="w", saved="ring"),
     "ring_v": Buffer("L B K R V", prefill="w", append="w", evict="w", saved="ring"),
@@ -97,17 +97,16 @@ BUFFERS = {
 class PrefillBuffers(NamedTuple):
     """Buffers that a prompt is compressed into.
 
-    slots: planes owner, order of entry, position, storage order of each slot; slot_traces, window_traces: planes
-    attention mass and decode state; ledger: layer weights; entries: evictable entries per KV head per layer of each
-    row.
+    slots: planes owner, order of entry, position, storage order of each slot; slot_stats, window_stats: planes
+    attention mass and decode state; entries: evictable entries per KV head per layer of each row.
     """
 
     pool_k: Tensor
     pool_v: Tensor
     slots: Tensor
-    slot_traces: Tensor
-    ledger: Tensor
-    window_traces: Tensor
+    slot_stats: Tensor
+    layer_weights: Tensor
+    window_stats: Tensor
     tail_k: Tensor
     tail_v: Tensor
     offsets: Tensor
@@ -135,8 +134,8 @@ class AppendBuffers(NamedTuple):
 class EvictBuffers(NamedTuple):
     """Cache of a policy that evicts while decoding.
 
-    table: planes true position and storage order of each slot; memory: planes decode state and L1 norm of the value;
-    quota: entries a head may hold besides its newest; next_position: of the first new token.
+    table: planes true position and storage order of each slot; decode_state: planes state of the decode rule and L1
+    norm of the value; quota: entries a head may hold besides its newest; next_position: of the first new token.
     """
 
     pool_k: Tensor
@@ -145,18 +144,18 @@ class EvictBuffers(NamedTuple):
     tail_k: Tensor
     tail_v: Tensor
     table: Tensor
-    memory: Tensor
+    decode_state: Tensor
     quota: Tensor
     next_position: Tensor
 
 
-class TurnBuffers(NamedTuple):
-    """Scores, masses and layer weights for recompression; turn_window: newest tokens kept in each row."""
+class RecompressBuffers(NamedTuple):
+    """Scores, masses and layer weights for recompression; recompress_window: newest tokens kept in each row."""
 
-    turn_scores: Tensor
-    turn_masses: Tensor
-    turn_ledger: Tensor
-    turn_window: Tensor
+    recompress_scores: Tensor
+    recompress_masses: Tensor
+    recompress_weights: Tensor
+    recompress_window: Tensor
 
 
 class RingBuffers(NamedTuple):
@@ -189,14 +188,14 @@ class Attention(NamedTuple):
 class Candidates(NamedTuple):
     """Entries of one layer's prompt, with scores.
 
-    k ``[B, K, N, D]``, v ``[B, K, N, V]``, scores fp32 ``[B, K, N]`` (``-inf``: not evictable), traces fp32
+    k ``[B, K, N, D]``, v ``[B, K, N, V]``, scores fp32 ``[B, K, N]`` (``-inf``: not evictable), stats fp32
     ``[2, B, K, N]``, weight fp64 ``[B]``; start: first real column of each row, int64 ``[B]``.
     """
 
     k: Tensor
     v: Tensor
     scores: Tensor
-    traces: Tensor
+    stats: Tensor
     weight: Tensor
     start: Tensor
 
@@ -204,12 +203,12 @@ class Candidates(NamedTuple):
 class Entered(NamedTuple):
     """Tables that record a new entry.
 
-    place (storage order) int32, memory (decode state) fp32 and L1 norm of the value fp32, each ``[B, K, S]``; now: true
+    storage_order int32, decode_state fp32 and L1 norm of the value fp32, each ``[B, K, S]``; now: true
     position of the new token, int64 ``[B]``.
     """
 
-    place: Tensor
-    memory: Tensor
+    storage_order: Tensor
+    decode_state: Tensor
     norm: Tensor
     now: Tensor
 

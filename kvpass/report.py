@@ -36,7 +36,7 @@ class Report:
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """Index of each layer that shares the budget, among all attention ops, ascending."""
-        return layer_ids([store.group for store in self.prompt.stores])
+        return layer_ids([store.group for store in self.prompt.full_layers])
 
     @property
     def lengths(self) -> Tensor:
@@ -45,12 +45,12 @@ class Report:
         Heads that a layer of another KV geometry lacks count 0, here and in ``bytes_kept``. If all layers have sliding
         windows, L and K are 0, here and elsewhere.
         """
-        return self._by_layer([self.prompt.lengths(store) for store in self.prompt.stores], 0)
+        return self._by_layer([self.prompt.lengths(store) for store in self.prompt.full_layers], 0)
 
     @property
     def attention_mass(self) -> Tensor:
         """Share of the window's attention in the kept entries, fp32 ``[B, L, K]``; NaN: no head."""
-        return self._by_layer([store.mass for store in self.prompt.stores], float("nan"))
+        return self._by_layer([store.mass for store in self.prompt.full_layers], float("nan"))
 
     @property
     def prompt_lengths(self) -> Tensor:
@@ -61,29 +61,31 @@ class Report:
     def bytes_kept(self) -> Tensor:
         """Bytes of the kept entries, int64 ``[B, L, K]``; ``nbytes`` adds spare slots, tail capacity and indices."""
         return self._by_layer(
-            [self.prompt.lengths(store) * store.group.geometry.entry_bytes for store in self.prompt.stores], 0
+            [self.prompt.lengths(store) * store.group.geometry.entry_bytes for store in self.prompt.full_layers], 0
         )
 
     @property
     def bytes_full(self) -> int:
         """Bytes of a full cache of the layers that share the budget, without padding."""
-        return int(self.prompt_lengths.sum()) * sum(store.group.geometry.token_bytes for store in self.prompt.stores)
+        return int(self.prompt_lengths.sum()) * sum(
+            store.group.geometry.token_bytes for store in self.prompt.full_layers
+        )
 
     def _by_layer(self, parts: Sequence[Tensor], fill: float) -> Tensor:
         rows = self.prompt.start.numel()
-        return by_layer([store.group for store in self.prompt.stores], parts, fill, (rows, 0, 0))
+        return by_layer([store.group for store in self.prompt.full_layers], parts, fill, (rows, 0, 0))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers for JSON; tensors as nested lists ``[B][L][K]``, ``layer_weights`` as ``[B][L]``."""
-        weights = [store.weights[..., None] for store in self.prompt.stores]
+        weights = [store.weights[..., None] for store in self.prompt.full_layers]
         return {
             "policy": self.policy.name,
             "policy_options": asdict(self.policy),
             "budget": None if self.budget is None else asdict(self.budget),
             "budget_entries": self.prompt.entries.tolist(),
             "prompt_tokens": self.prompt_lengths.tolist(),
-            "pools": [asdict(store.group) for store in self.prompt.stores],
-            "rings": [asdict(group) for group in self.prompt.rings],
+            "pools": [asdict(store.group) for store in self.prompt.full_layers],
+            "rings": [asdict(group) for group in self.prompt.sliding_layers],
             "layers": list(self.layer_ids),
             "lengths": self.lengths.tolist(),
             "bytes_kept": self.bytes_kept.tolist(),
@@ -109,20 +111,22 @@ class Report:
                 f"{float(mass.double().mean()):.4f}",
                 f"{float(mass.min()):.4f}",
             )
-        for ring in self.prompt.rings:
+        for ring in self.prompt.sliding_layers:
             for layer in ring.layers:
                 table.add_row(str(layer), f"ring of {ring.sliding_window}", "", "", "", "", "")
         rows, tokens = self.prompt.start.numel(), ", ".join(map(str, self.prompt_lengths.tolist()))
         lines = [f"rows: {rows}, prompt tokens: {tokens}"]
-        if self.prompt.stores:
-            heads = sum(store.group.geometry.layers * store.group.geometry.kv_heads for store in self.prompt.stores)
+        if self.prompt.full_layers:
+            heads = sum(
+                store.group.geometry.layers * store.group.geometry.kv_heads for store in self.prompt.full_layers
+            )
             kept, full = int(self.lengths.sum()), int(self.prompt_lengths.sum()) * heads
             lines.append(
                 f"entries kept: {kept} of {full} ({kept / full:.1%}); cache occupies {self.prompt.nbytes} bytes, "
                 f"a full one would hold {self.bytes_full}"
             )
-        if self.prompt.rings:
-            count = sum(len(ring.layers) for ring in self.prompt.rings)
+        if self.prompt.sliding_layers:
+            count = sum(len(ring.layers) for ring in self.prompt.sliding_layers)
             lines.append(
                 f"{count} layers with a sliding window are outside the budget: {self.prompt.ring_nbytes} bytes of rings"
             )
@@ -138,7 +142,7 @@ class Report:
     def _layers(self) -> Iterator[tuple[int, Tensor, int, Tensor]]:
         """Layer index, entries ``[B, K]``, bytes and mass ``[B, K]`` of each layer that shares the budget."""
         found = []
-        for store in self.prompt.stores:
+        for store in self.prompt.full_layers:
             lengths = self.prompt.lengths(store)
             for index, layer in enumerate(store.group.layers):
                 size = int(lengths[:, index].sum()) * store.group.geometry.entry_bytes
@@ -160,7 +164,7 @@ class Report:
         """
         from matplotlib.figure import Figure
 
-        if not self.prompt.stores:
+        if not self.prompt.full_layers:
             raise ValueError("nothing to plot: all layers have sliding windows")
         lengths = self.lengths[row]
         layers = lengths.shape[0]
@@ -175,7 +179,7 @@ class Report:
         bins = min(tokens, 256)
         share = torch.zeros(layers, bins)
         line = {layer: index for index, layer in enumerate(self.layer_ids)}
-        for store in self.prompt.stores:
+        for store in self.prompt.full_layers:
             heads = store.group.geometry.kv_heads
             for index, layer in enumerate(store.group.layers):
                 begin, end = (int(store.offsets[row, edge]) for edge in (index * heads, (index + 1) * heads))

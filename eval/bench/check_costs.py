@@ -11,7 +11,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpass
-from kvpass.cache.fingerprint import Identity
+from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.frontends.transformers import check_mask
 from kvpass.graphs.verify.input_lookups import InputLookup
 
@@ -36,14 +36,14 @@ def main() -> None:
         vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=LAYERS, num_attention_heads=1
     )
     model = LlamaForCausalLM(config).eval()
-    identity = Identity(model)
+    identity = ModelFingerprint(model)
     policy = kvpass.compile(model, policy="full").policy
     cache = kvpass.CompressedCache(policy, None, identity)
     cache.columns, cache.start = COLUMNS, torch.zeros(1, dtype=torch.int64)
     mask, token = torch.ones(1, COLUMNS + 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     lookup = InputLookup(0, "input_ids", 0, 64, "embed_tokens")
     checks: dict[str, Callable[[], object]] = {
-        "the cache belongs to the model: tensors, writes to them, adapters": lambda: cache.check_owner(
+        "the cache belongs to the model: tensors, writes to them, adapters": lambda: cache.check_fingerprint(
             policy, None, identity
         ),
         "hooks on modules are those of the capture": lambda: identity.hooks,

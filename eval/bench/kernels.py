@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvpass.cache.layers import Store
+from kvpass.cache.layers import FullAttentionLayers
 from kvpass.config import Geometry, LayerGroup
 from kvpass.eval.bench.measure import copy_bandwidth, median_seconds, run_in_memory, scoring_time
 from kvpass.eval.environment import machine, versions
@@ -222,7 +222,7 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
     operators = torch.ops.kvpass
 
     def compress() -> None:
-        store = Store(group, resolved)
+        store = FullAttentionLayers(group, resolved)
         store.begin_prefill([BUDGET], start, tokens, shape.dtype, shape.device)
         buffers = store.prefill_state.values()
         for layer in range(shape.layers):

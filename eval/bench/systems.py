@@ -239,5 +239,5 @@ class Kvpass(System):
         return cache.nbytes
 
     def attended_bytes(self, cache: Any, tokens: int) -> int:
-        stored = sum(int(store.lengths.sum()) * store.geometry.entry_bytes for store in cache.stores)
-        return stored + sum(ring.nbytes for ring in cache.rings)
+        stored = sum(int(store.lengths.sum()) * store.geometry.entry_bytes for store in cache.full_layers)
+        return stored + sum(ring.nbytes for ring in cache.sliding_layers)

@@ -14,7 +14,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
-from kvpass.cache.fingerprint import Identity
+from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.eval.environment import answering_digest
 from kvpass.policies import POLICIES, Policy, resolve
 
@@ -96,7 +96,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sett
         settings: whatever else decides an answer; values that JSON cannot say are taken by their ``repr``.
     """
     known = {
-        "model": Identity(model).describe(),
+        "model": ModelFingerprint(model).describe(),
         "generation": model.generation_config.to_dict(),
         "tokenizer": _describe(tokenizer),
         "device": model.device.type,

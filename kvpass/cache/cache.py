@@ -17,14 +17,14 @@ from torch import Tensor
 
 from kvpass.cache.check_saved import check_tensors
 from kvpass.cache.copying import copied_only
-from kvpass.cache.fingerprint import Identity, Owner, reference
-from kvpass.cache.hf_adapter import CacheFace
-from kvpass.cache.layers import Store
+from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint, reference
+from kvpass.cache.hf_adapter import HFCacheAdapter
+from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.metadata import CacheMetadata
-from kvpass.cache.prompt_record import PromptRecord, StoreRecord, by_layer, layer_ids
-from kvpass.cache.recompression import Turn
+from kvpass.cache.prompt_record import LayersRecord, PromptRecord, by_layer, layer_ids
+from kvpass.cache.recompression import Recompression
 from kvpass.cache.serialization import write_cache_file
-from kvpass.cache.sliding_layers import Ring
+from kvpass.cache.sliding_layers import SlidingWindowLayers
 from kvpass.config import Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
 from kvpass.ops.recompress import NOT_DUE
@@ -32,7 +32,7 @@ from kvpass.policies.base import Policy
 from kvpass.version import __version__
 
 
-class CompressedCache(CacheFace):
+class CompressedCache(HFCacheAdapter):
     """A compressed KV cache with the interface of a ``transformers`` cache.
 
     Made by a model that ``kvpass.compile`` returned; returned in ``output.past_key_values``.
@@ -46,12 +46,13 @@ class CompressedCache(CacheFace):
         begun_by: the capture of a raw module that prefilled it.
         reusable: calls continue on a copy and do not change this cache.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
-        stores: the layers that share the budget, one store per KV geometry. rings: the layers with a sliding window.
+        full_layers: the layers that share the budget, a group for each KV geometry. sliding_layers: the layers with a
+            sliding window.
     """
 
-    def __init__(self, policy: Policy, budget: Budget | None, owner: Owner) -> None:
+    def __init__(self, policy: Policy, budget: Budget | None, owner: Fingerprint) -> None:
         super().__init__(layers=[])
-        self._identity = weakref.ref(owner) if isinstance(owner, Identity) else None
+        self._identity = weakref.ref(owner) if isinstance(owner, ModelFingerprint) else None
         self._owner = reference(owner)
         self._filled_by = owner.state
         self.policy = policy
@@ -60,9 +61,9 @@ class CompressedCache(CacheFace):
 
     def _forget(self) -> None:
         self.layout: Layout | None = None
-        self.stores: list[Store] = []
-        self.rings: list[Ring] = []
-        self._turns: list[Turn] = []
+        self.full_layers: list[FullAttentionLayers] = []
+        self.sliding_layers: list[SlidingWindowLayers] = []
+        self._recompressions: list[Recompression] = []
         self.columns = 0
         self.longest: int | None = None
         self.begun_by: Any = None
@@ -89,7 +90,7 @@ class CompressedCache(CacheFace):
         if self.layout is None:
             self._allocate(layout, dtype, device)
         self._check_layout(layout)
-        return {**self._state([store.prefill_state for store in self.stores]), "start": self.start}
+        return {**self._state([store.prefill_state for store in self.full_layers]), "start": self.start}
 
     def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         n, window = self._prompt_columns, self.policy.window
@@ -97,10 +98,10 @@ class CompressedCache(CacheFace):
         self._budgets = lengths
         if self.budget is not None and layout.pools:
             self._budgets = [self.budget.check(length, window, layout.token_bytes) for length in lengths]
-        self.stores = [Store(group, self.policy) for group in layout.pools]
-        for store in self.stores:
+        self.full_layers = [FullAttentionLayers(group, self.policy) for group in layout.pools]
+        for store in self.full_layers:
             store.begin_prefill(self._budgets, self.start, n, dtype, device)
-        self.rings = [Ring(group, len(lengths), dtype, device) for group in layout.rings]
+        self.sliding_layers = [SlidingWindowLayers(group, len(lengths), dtype, device) for group in layout.rings]
         self._device = device
         self.layout = layout
 
@@ -108,7 +109,7 @@ class CompressedCache(CacheFace):
         """Store the results of the prefill graph."""
         n = self._prompt_columns
         window = min(self.policy.window, n)
-        stores = tuple(store.finish_prefill() for store in self.stores)
+        stores = tuple(store.finish_prefill() for store in self.full_layers)
         self._first_column = self.start.to(self._device)
         self._seen_columns = torch.tensor(n, dtype=torch.int64, device=self._device)
         self.start, self.columns = self._first_column, n
@@ -119,7 +120,7 @@ class CompressedCache(CacheFace):
 
     def ensure_room(self, tokens: int) -> None:
         """Grow the tails to hold ``tokens`` more."""
-        for store in self.stores:
+        for store in self.full_layers:
             store.ensure_room(tokens)
 
     def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -133,49 +134,51 @@ class CompressedCache(CacheFace):
             CacheMismatchError: the cache has others.
         """
         self._check_layout(layout)
-        held = self.stores[0].pool_k if self.stores else self.rings[0].ring_k
+        held = self.full_layers[0].pool_k if self.full_layers else self.sliding_layers[0].ring_k
         if held.dtype != dtype:
             raise CacheMismatchError(f"{self!r} of {held.dtype} was handed to a model of {dtype}")
-        turns = [turn.buffers._asdict() for turn in self._turns] or [{}] * len(self.stores)
-        state = self._state([{**store.cached_state, **turn} for store, turn in zip(self.stores, turns, strict=True)])
+        turns = [turn.buffers._asdict() for turn in self._recompressions] or [{}] * len(self.full_layers)
+        state = self._state(
+            [{**store.cached_state, **turn} for store, turn in zip(self.full_layers, turns, strict=True)]
+        )
         return {**state, "seen": self._seen_columns, "first": self._first_column}
 
     def advance(self, tokens: int) -> None:
         """Count tokens whose rows a graph has written."""
         self.columns += tokens
         self._seen_columns.add_(tokens)
-        for store in self.stores:
+        for store in self.full_layers:
             store.advance(tokens)
 
     @property
     def overwrites(self) -> bool:
         """Whether decoding overwrites entries, so that an interrupted call cannot be rolled back."""
-        return bool(self.rings) or any(store.evicts for store in self.stores)
+        return bool(self.sliding_layers) or any(store.evicts for store in self.full_layers)
 
-    def begin_turn(self, tokens: int, occasion: float) -> bool:
-        """Prepare recompression of rows that will exceed ``occasion`` budgets after ``tokens`` more.
+    def begin_recompression(self, tokens: int, threshold: float) -> bool:
+        """Prepare recompression of rows that will exceed ``threshold`` budgets after ``tokens`` more.
 
-        Call it when there is room for these tokens, and call :meth:`end_turn` afterwards.
+        Call it when there is room for these tokens, and call :meth:`end_recompression` afterwards.
 
         Returns:
             whether there is such a row; the extend graph must then compute recompression scores.
         """
-        if occasion == float("inf") or self.budget is None or not self.stores or self.stores[0].evicts:
+        if threshold == float("inf") or self.budget is None or not self.full_layers or self.full_layers[0].evicts:
             return False
-        heads = sum(store.geometry.layers * store.geometry.kv_heads for store in self.stores)
-        held = sum((store.lengths.sum((1, 2)) for store in self.stores), torch.tensor(tokens * heads)).cpu()
+        heads = sum(store.geometry.layers * store.geometry.kv_heads for store in self.full_layers)
+        held = sum((store.lengths.sum((1, 2)) for store in self.full_layers), torch.tensor(tokens * heads)).cpu()
         budgets = torch.tensor(self._budgets)
-        due = held > budgets * (heads * occasion)
+        due = held > budgets * (heads * threshold)
         if not bool(due.any()):
             return False
         window = torch.where(due, budgets.clamp(max=self.policy.window), NOT_DUE)
-        self._turns = [Turn(store, window) for store in self.stores]
+        self._recompressions = [Recompression(store, window) for store in self.full_layers]
         self._every_row_due = bool(due.all())
         return True
 
-    def end_turn(self) -> None:
-        """Discard what :meth:`begin_turn` prepared."""
-        self._turns = []
+    def end_recompression(self) -> None:
+        """Discard what :meth:`begin_recompression` prepared."""
+        self._recompressions = []
 
     def recompress(self) -> PromptRecord | None:
         """Compress rows over the threshold to their budget, by the recompression scores.
@@ -186,14 +189,14 @@ class CompressedCache(CacheFace):
         budgets = torch.tensor(self._budgets, device=self._device)
         window = budgets.clamp(max=self.policy.window)
         seen = self.columns - self.start
-        done = [turn.finish(budgets - window, seen) for turn in self._turns]
-        self.stores = [store for store, _ in done]
+        done = [turn.finish(budgets - window, seen) for turn in self._recompressions]
+        self.full_layers = [store for store, _ in done]
         if not self._every_row_due:
             return None
         self.record = self._record(budgets, window, tuple(record for _, record in done))
         return self.record
 
-    def _record(self, entries: Tensor, window: Tensor, stores: tuple[StoreRecord, ...]) -> PromptRecord:
+    def _record(self, entries: Tensor, window: Tensor, full_layers: tuple[LayersRecord, ...]) -> PromptRecord:
         """Return the record of what was kept.
 
         Args:
@@ -204,15 +207,15 @@ class CompressedCache(CacheFace):
             columns=self.columns,
             entries=entries,
             window=window,
-            stores=stores,
-            rings=tuple(ring.group for ring in self.rings),
+            full_layers=full_layers,
+            sliding_layers=tuple(ring.group for ring in self.sliding_layers),
             nbytes=self.nbytes,
-            ring_nbytes=sum(ring.nbytes for ring in self.rings),
+            ring_nbytes=sum(ring.nbytes for ring in self.sliding_layers),
         )
 
     def _state(self, stores: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         named = [(f"store{i}", state) for i, state in enumerate(stores)]
-        named += [(f"ring{i}", ring.state) for i, ring in enumerate(self.rings)]
+        named += [(f"ring{i}", ring.state) for i, ring in enumerate(self.sliding_layers)]
         return {f"{prefix}_{name}": tensor for prefix, state in named for name, tensor in state.items()}
 
     def _check_layout(self, layout: Layout) -> None:
@@ -221,7 +224,7 @@ class CompressedCache(CacheFace):
 
     # -- what a user reads ------------------------------------------------------------------------------------------
 
-    def check_owner(self, policy: Policy, budget: Budget | None, owner: Owner) -> None:
+    def check_fingerprint(self, policy: Policy, budget: Budget | None, owner: Fingerprint) -> None:
         """Check that the cache was filled by this model in its present state.
 
         Raises:
@@ -236,14 +239,14 @@ class CompressedCache(CacheFace):
             raise CacheMismatchError(f"{self!r} has budget {self.budget}, the model {budget}")
         self._check_state(owner)
 
-    def recheck_owner(self) -> None:
-        """Like :meth:`check_owner`, for a new capture, when modules of the model may have been replaced."""
+    def recheck_fingerprint(self) -> None:
+        """Like :meth:`check_fingerprint`, for a new capture, when modules of the model may have been replaced."""
         identity = None if self._identity is None else self._identity()
         if identity is not None:
             identity.look_again()
             self._check_state(identity)
 
-    def _check_state(self, owner: Owner) -> None:
+    def _check_state(self, owner: Fingerprint) -> None:
         if self.is_empty:
             self._filled_by = owner.state
         elif self._filled_by != owner.state:
@@ -257,11 +260,12 @@ class CompressedCache(CacheFace):
         """KV geometry of the layers that share the budget.
 
         Raises:
-            ValueError: the cache is empty, or those layers have several geometries or there are none; see ``stores``.
+            ValueError: the cache is empty, or those layers have several geometries or none;
+                see ``full_layers``.
         """
-        if len(self.stores) != 1:
-            raise ValueError(f"{self!r} has {len(self.stores)} KV geometries; ask each of cache.stores")
-        return self.stores[0].geometry
+        if len(self.full_layers) != 1:
+            raise ValueError(f"{self!r} has {len(self.full_layers)} KV geometries; ask each of cache.full_layers")
+        return self.full_layers[0].geometry
 
     @property
     def nbytes(self) -> int:
@@ -272,8 +276,8 @@ class CompressedCache(CacheFace):
         return sum(part.nbytes for part in self._parts) + sum(tensor.untyped_storage().nbytes() for tensor in starts)
 
     @property
-    def _parts(self) -> tuple[Store | Ring, ...]:
-        return (*self.stores, *self.rings)
+    def _parts(self) -> tuple[FullAttentionLayers | SlidingWindowLayers, ...]:
+        return (*self.full_layers, *self.sliding_layers)
 
     @property
     def device(self) -> torch.device:
@@ -284,7 +288,7 @@ class CompressedCache(CacheFace):
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """Layers that share the budget, as ascending indices among all attention ops of the model."""
-        return layer_ids([store.group for store in self.stores])
+        return layer_ids([store.group for store in self.full_layers])
 
     @property
     def lengths(self) -> Tensor:
@@ -293,14 +297,14 @@ class CompressedCache(CacheFace):
         Layers are in the order of ``layer_ids``; a head that a layer of another geometry lacks has 0.
         """
         pools = self._known_layout().pools
-        return by_layer(pools, [store.lengths for store in self.stores], 0, (self.batch_size, 0, 0))
+        return by_layer(pools, [store.lengths for store in self.full_layers], 0, (self.batch_size, 0, 0))
 
     @property
     def positions(self) -> Tensor:
         """True positions of the entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``."""
         pools = self._known_layout().pools
         seen = self.columns - self.start
-        return by_layer(pools, [store.positions(seen) for store in self.stores], -1, (self.batch_size, 0, 0, 0))
+        return by_layer(pools, [store.positions(seen) for store in self.full_layers], -1, (self.batch_size, 0, 0, 0))
 
     @property
     def attention_mask(self) -> Tensor:
@@ -312,8 +316,8 @@ class CompressedCache(CacheFace):
         """Return an independent copy, not reusable; buffers that no call writes are shared."""
         twin = copy.copy(self)
         twin.reusable = False
-        twin.stores = [store.clone() for store in self.stores]
-        twin.rings = [ring.clone() for ring in self.rings]
+        twin.full_layers = [store.clone() for store in self.full_layers]
+        twin.sliding_layers = [ring.clone() for ring in self.sliding_layers]
         twin._seen_columns = self._seen_columns.clone()
         return twin
 
@@ -325,8 +329,8 @@ class CompressedCache(CacheFace):
         if target.type == self._device.type and target.index in (None, self._device.index):
             return self
         twin = copy.copy(self)
-        twin.stores = [store.to(target) for store in self.stores]
-        twin.rings = [ring.to(target) for ring in self.rings]
+        twin.full_layers = [store.to(target) for store in self.full_layers]
+        twin.sliding_layers = [ring.to(target) for ring in self.sliding_layers]
         for name in ("start", "_first_column", "_seen_columns"):
             setattr(twin, name, getattr(self, name).to(target))
         twin._device = twin.start.device
@@ -355,8 +359,8 @@ class CompressedCache(CacheFace):
         identity = None if self._identity is None else self._identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
-        parts = {f"store{i}": store.compact_tensors() for i, store in enumerate(self.stores)}
-        parts |= {f"ring{i}": ring.state for i, ring in enumerate(self.rings)}
+        parts = {f"store{i}": store.compact_tensors() for i, store in enumerate(self.full_layers)}
+        parts |= {f"ring{i}": ring.state for i, ring in enumerate(self.sliding_layers)}
         tensors = {f"{prefix}_{name}": tensor for prefix, part in parts.items() for name, tensor in part.items()}
         metadata = CacheMetadata(
             kvpass_version=__version__,
@@ -368,14 +372,14 @@ class CompressedCache(CacheFace):
             seen_columns=int(self._seen_columns),
             entries=tuple(self._budgets),
             reusable=self.reusable,
-            stores=tuple(store.facts for store in self.stores),
+            stores=tuple(store.facts for store in self.full_layers),
             notes=dict(notes or {}),
         )
         write_cache_file(path, {**tensors, "start": self.start, "first_column": self._first_column}, asdict(metadata))
 
     @classmethod
     def restore(
-        cls, policy: Policy, identity: Identity, metadata: CacheMetadata, tensors: Mapping[str, Tensor]
+        cls, policy: Policy, identity: ModelFingerprint, metadata: CacheMetadata, tensors: Mapping[str, Tensor]
     ) -> CompressedCache:
         """Return the cache from what :meth:`save` wrote; everything is on the CPU.
 
@@ -389,10 +393,13 @@ class CompressedCache(CacheFace):
         def part(prefix: str) -> dict[str, Tensor]:
             return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-        cache.stores = [
-            Store.restore(group, policy, part(f"store{i}_"), metadata.stores[i]) for i, group in enumerate(layout.pools)
+        cache.full_layers = [
+            FullAttentionLayers.restore(group, policy, part(f"store{i}_"), metadata.stores[i])
+            for i, group in enumerate(layout.pools)
         ]
-        cache.rings = [Ring.restore(group, part(f"ring{i}_")) for i, group in enumerate(layout.rings)]
+        cache.sliding_layers = [
+            SlidingWindowLayers.restore(group, part(f"ring{i}_")) for i, group in enumerate(layout.rings)
+        ]
         cache.start, cache._first_column = tensors["start"], tensors["first_column"]
         cache._device = cache.start.device
         cache._budgets = list(metadata.entries)
@@ -418,8 +425,8 @@ class CompressedCache(CacheFace):
     def _pick_rows(self, index: Tensor) -> None:
         index = index.clone().to(self.start.device)
         picked = {
-            "stores": [store.with_rows(index) for store in self.stores],
-            "rings": [ring.with_rows(index) for ring in self.rings],
+            "full_layers": [store.with_rows(index) for store in self.full_layers],
+            "sliding_layers": [ring.with_rows(index) for ring in self.sliding_layers],
             "start": self.start[index],
             "_first_column": self._first_column[index],
             "_budgets": [self._budgets[row] for row in index.tolist()],

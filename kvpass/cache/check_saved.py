@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvpass.cache.metadata import CacheMetadata, StoreFacts
+from kvpass.cache.metadata import CacheMetadata, LayersFacts
 from kvpass.config import LayerGroup
 from kvpass.operands import BUFFERS, RingBuffers, saved_buffers
 from kvpass.ops.evict import SLOT_POSITION
@@ -89,7 +89,7 @@ def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
         raise ValueError(f"{name} from {int(values.min())} to {int(values.max())}: must be from {low} to {high}")
 
 
-def _check_tail(store: Mapping[str, Tensor], facts: StoreFacts, seen: Tensor) -> None:
+def _check_tail(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor) -> None:
     """Check pool and tail of a policy that only appends: newest tokens in the tail, older ones in the pool.
 
     Args:
@@ -103,7 +103,7 @@ def _check_tail(store: Mapping[str, Tensor], facts: StoreFacts, seen: Tensor) ->
     _check_pool(store, facts, before)
 
 
-def _check_pool(store: Mapping[str, Tensor], facts: StoreFacts, end: Tensor) -> None:
+def _check_pool(store: Mapping[str, Tensor], facts: LayersFacts, end: Tensor) -> None:
     """Check that the pool's segments are contiguous, with ascending positions below ``end``, int64 ``[B]``."""
     _check_range("tail_start", store["tail_start"], 0, facts.used)
     positions, offsets = store["pool_positions"].long(), store["offsets"].long()
@@ -122,7 +122,7 @@ def _check_pool(store: Mapping[str, Tensor], facts: StoreFacts, end: Tensor) -> 
         raise ValueError("pool_positions do not ascend among the positions that were seen before")
 
 
-def _check_slots(store: Mapping[str, Tensor], facts: StoreFacts, seen: Tensor, rule: DecodeRule) -> None:
+def _check_slots(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor, rule: DecodeRule) -> None:
     """Check the table of a policy that evicts while decoding: every line has room for coming tokens."""
     position, capacity = store["table"][SLOT_POSITION].long(), store["tail_k"].shape[3]
     layers, rows, kv_heads, width = position.shape

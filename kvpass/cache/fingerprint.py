@@ -57,7 +57,7 @@ class _Parts:
     hooks: tuple[Mapping[int, Any], ...]
 
 
-class Identity:
+class ModelFingerprint:
     """Fingerprint of a model.
 
     Args:
@@ -68,8 +68,8 @@ class Identity:
         self._model = model
         self._parts: _Parts | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
-        return Identity(copy.deepcopy(self._model, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelFingerprint:
+        return ModelFingerprint(copy.deepcopy(self._model, memo))
 
     @property
     def weights(self) -> Tensor:
@@ -151,7 +151,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class GraphIdentity:
+class GraphFingerprint:
     """Fingerprint of a module of the raw backend; only the inputs of its graph are known.
 
     Attributes:
@@ -163,18 +163,18 @@ class GraphIdentity:
     state: tuple[int, ...]
 
     @classmethod
-    def of(cls, inputs: Sequence[Any], paths: tuple[str, ...]) -> GraphIdentity:
+    def of(cls, inputs: Sequence[Any], paths: tuple[str, ...]) -> GraphFingerprint:
         """Return the fingerprint of a graph that is called with ``inputs``."""
         parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
         counted = [tensor for tensor in parameters if not tensor.is_inference()]
         return cls(parameters[0] if parameters else paths, (sum(map(_VERSION, counted)),))
 
 
-Owner: TypeAlias = Identity | GraphIdentity
+Fingerprint: TypeAlias = ModelFingerprint | GraphFingerprint
 """Fingerprint of a model in this process."""
 
 
-def reference(owner: Owner) -> Callable[[], Tensor | tuple[str, ...] | None]:
+def reference(owner: Fingerprint) -> Callable[[], Tensor | tuple[str, ...] | None]:
     """Return a function that gives ``owner.weights``, or None after a weight was freed."""
     known = owner.weights
     return weakref.ref(known) if isinstance(known, Tensor) else lambda: known

@@ -12,7 +12,7 @@ from kvpass.config import Layout
 from kvpass.errors import CacheMismatchError
 
 
-class CacheFace(Cache):
+class HFCacheAdapter(Cache):
     """The interface that ``generate`` uses; a subclass holds the entries.
 
     Attributes:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpass.cache.metadata import StoreFacts
-from kvpass.cache.prompt_record import StoreRecord
+from kvpass.cache.metadata import LayersFacts
+from kvpass.cache.prompt_record import LayersRecord
 from kvpass.config import LayerGroup
 from kvpass.operands import BUFFERS, AppendBuffers, EvictBuffers, PrefillBuffers, saved_buffers, written_in
 from kvpass.ops.cuda import index_pool
@@ -28,7 +28,7 @@ MOST_SPARE = 1024
 """A tail grows by half, but at most by this many slots. Few lengths mean few captures of a decode step."""
 
 
-class Store:
+class FullAttentionLayers:
     """KV entries of the layers ``group.layers`` for one batch of sequences.
 
     Made when a prompt begins, written by the prefill graph, then read and appended to by decode and extend graphs.
@@ -48,7 +48,7 @@ class Store:
     tail_start: Tensor
     tail_used: Tensor
     table: Tensor
-    memory: Tensor
+    decode_state: Tensor
     quota: Tensor
     next_position: Tensor
     tiles: Tensor
@@ -105,7 +105,7 @@ class Store:
         self._prefill = PrefillBuffers(*map(allocate, PrefillBuffers._fields))
         self._prefill.entries.copy_(torch.tensor(entries))
 
-    def finish_prefill(self) -> StoreRecord:
+    def finish_prefill(self) -> LayersRecord:
         """Store the results of the prefill graph and drop tables that only the cascade needs."""
         prompt, g, n = self._prefill, self.geometry, self._columns
         assert prompt is not None
@@ -121,16 +121,16 @@ class Store:
         owner = prompt.slots[OWNER].long()
         heads = g.layers * g.kv_heads
         mass = torch.zeros(owner.shape[0], heads + 1, dtype=torch.float32, device=device)
-        mass.scatter_add_(1, torch.where(owner < 0, heads, owner), prompt.slot_traces[MASS])
+        mass.scatter_add_(1, torch.where(owner < 0, heads, owner), prompt.slot_stats[MASS])
         if self.evicts:
             self._begin_evicting(prompt)
         self._index_pool()
         del self._start
-        return StoreRecord(
+        return LayersRecord(
             group=self.group,
             kept=self.pool_lengths,
-            mass=mass[:, :heads].view(-1, g.layers, g.kv_heads) + prompt.window_traces[MASS].sum(-1),
-            weights=prompt.ledger,
+            mass=mass[:, :heads].view(-1, g.layers, g.kv_heads) + prompt.window_stats[MASS].sum(-1),
+            weights=prompt.layer_weights,
             positions=self.pool_positions,
             offsets=self.offsets,
         )
@@ -151,7 +151,7 @@ class Store:
         first = self._start.to(self.offsets.device)
         rule = self.policy.decode_rule()
         assert rule is not None
-        self.table, self.memory = first_slots(prompt, first, columns, min(self.policy.window, columns))
+        self.table, self.decode_state = first_slots(prompt, first, columns, min(self.policy.window, columns))
         kept = self.pool_lengths.transpose(0, 1)
         available = (columns - first - self.policy.window).clamp(min=0)
         self.quota = torch.stack([self.policy.decode_quota(layer, prompt.entries, available) for layer in kept])
@@ -180,7 +180,7 @@ class Store:
         if self.evicts:
             capacity = min(capacity, self._tail_bound)
             extra = (0, capacity - old_capacity)
-            grown = {"table": pad(self.table, extra, value=EMPTY), "memory": pad(self.memory, extra)}
+            grown = {"table": pad(self.table, extra, value=EMPTY), "decode_state": pad(self.decode_state, extra)}
         for name in ("tail_k", "tail_v"):
             old: Tensor = getattr(self, name)
             grown[name] = old.new_empty(*old.shape[:3], capacity, old.shape[4])
@@ -194,7 +194,7 @@ class Store:
         if self.evicts:
             self.next_position.add_(tokens)
 
-    def clone(self) -> Store:
+    def clone(self) -> FullAttentionLayers:
         """Return an independent copy; buffers that no call writes are shared."""
         twin = copy.copy(self)
         phase = "evict" if self.evicts else "append"
@@ -203,13 +203,13 @@ class Store:
             setattr(twin, name, getattr(self, name).clone())
         return twin
 
-    def with_rows(self, index: Tensor) -> Store:
+    def with_rows(self, index: Tensor) -> FullAttentionLayers:
         """Return a store whose row i is row ``index[i]`` of this one."""
         tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self.saved}
         picked = {name: x.index_select(BUFFERS[name].row_dim, index.to(x.device)) for name, x in tensors.items()}
         return self.holding(picked, self.used)
 
-    def holding(self, tensors: Mapping[str, Tensor], used: int) -> Store:
+    def holding(self, tensors: Mapping[str, Tensor], used: int) -> FullAttentionLayers:
         """Return a store of the same layers with other entries.
 
         Args:
@@ -225,9 +225,9 @@ class Store:
     # -- files and devices ------------------------------------------------------------------------------------------
 
     @property
-    def facts(self) -> StoreFacts:
+    def facts(self) -> LayersFacts:
         """What :meth:`restore` needs besides the tensors."""
-        return StoreFacts(used=self.used, tail_bound=self._tail_bound)
+        return LayersFacts(used=self.used, tail_bound=self._tail_bound)
 
     def compact_tensors(self) -> dict[str, Tensor]:
         """Return the store's tensors without unused capacity, zeros in slots without an entry."""
@@ -248,13 +248,15 @@ class Store:
         return tensors
 
     @classmethod
-    def restore(cls, group: LayerGroup, policy: Policy, tensors: Mapping[str, Tensor], facts: StoreFacts) -> Store:
+    def restore(
+        cls, group: LayerGroup, policy: Policy, tensors: Mapping[str, Tensor], facts: LayersFacts
+    ) -> FullAttentionLayers:
         """Return the store of these :meth:`compact_tensors` and :attr:`facts`; nothing is checked."""
         store = cls(group, policy)
         store._tail_bound = facts.tail_bound
         return store.holding(tensors, facts.used)
 
-    def to(self, device: torch.device) -> Store:
+    def to(self, device: torch.device) -> FullAttentionLayers:
         """Return a copy on another device."""
         twin = copy.copy(self)
         for name in (*self.saved, "tail_used"):

@@ -14,7 +14,7 @@ MOST_SLOTS = 2 * MAX_ENTRIES
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreFacts:
+class LayersFacts:
     """Of a store: tail slots in use, and the most slots a tail needs (0 where decoding does not evict)."""
 
     used: int
@@ -28,7 +28,7 @@ class CacheMetadata:
     The numbers are checked for consistency here; :mod:`kvpass.cache.check_saved` checks the tensors.
 
     Attributes:
-        model: fingerprint of the model that filled the cache, see :class:`kvpass.cache.fingerprint.Identity`.
+        model: fingerprint of the model that filled the cache, see :class:`kvpass.cache.fingerprint.ModelFingerprint`.
         policy: its ``spec``. entries: budget of each row in entries. seen_columns: ``columns`` plus those added to the
             prompt on the left. stores: of the groups in ``layout.pools``. notes: the user's.
     Raises:
@@ -44,7 +44,7 @@ class CacheMetadata:
     seen_columns: int
     entries: tuple[int, ...]
     reusable: bool
-    stores: tuple[StoreFacts, ...]
+    stores: tuple[LayersFacts, ...]
     notes: dict[str, Any]
 
     def __post_init__(self) -> None:

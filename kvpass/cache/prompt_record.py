@@ -16,7 +16,7 @@ from kvpass.config import LayerGroup
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class StoreRecord:
+class LayersRecord:
     """What the layers of one KV geometry kept.
 
     Attributes:
@@ -43,8 +43,8 @@ class PromptRecord:
         start: first real column, int64 ``[B]``. columns: N.
         entries: budget per KV head per layer of each row, window included, int64 ``[B]``.
         window: window tokens of each row, int64 ``[B]``.
-        stores: one record per KV geometry of the layers that share the budget.
-        rings: layers with a sliding window, which are outside the budget.
+        full_layers: one record per KV geometry of the layers that share the budget.
+        sliding_layers: layers with a sliding window, which are outside the budget.
         nbytes: bytes of the cache after the prompt, rings included. ring_nbytes: the rings alone.
     """
 
@@ -52,12 +52,12 @@ class PromptRecord:
     columns: int
     entries: Tensor
     window: Tensor
-    stores: tuple[StoreRecord, ...]
-    rings: tuple[LayerGroup, ...]
+    full_layers: tuple[LayersRecord, ...]
+    sliding_layers: tuple[LayerGroup, ...]
     nbytes: int
     ring_nbytes: int
 
-    def lengths(self, store: StoreRecord) -> Tensor:
+    def lengths(self, store: LayersRecord) -> Tensor:
         """Return the entries that a store's layers kept, window included, int64 ``[B, L, K]``."""
         return store.kept + self.window[:, None, None]
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpass.cache.layers import TAIL_STEP, Store
-from kvpass.cache.prompt_record import StoreRecord
-from kvpass.operands import BUFFERS, TurnBuffers
+from kvpass.cache.layers import TAIL_STEP, FullAttentionLayers
+from kvpass.cache.prompt_record import LayersRecord
+from kvpass.operands import BUFFERS, RecompressBuffers
 from kvpass.ops.recompress import NOT_DUE, select_held
 from kvpass.ops.slots import EMPTY
 
 
-class Turn:
+class Recompression:
     """Recompression of one store, scored by the queries of one extend.
 
     Args:
@@ -26,7 +26,7 @@ class Turn:
         buffers: written by the extend graph, besides the buffers of the store.
     """
 
-    def __init__(self, store: Store, window: Tensor) -> None:
+    def __init__(self, store: FullAttentionLayers, window: Tensor) -> None:
         self.store = store
         g, device = store.geometry, store.offsets.device
         slots = int(store.pool_lengths.max()) + store.tail_k.shape[3]
@@ -35,14 +35,14 @@ class Turn:
         def allocate(name: str, value: float) -> Tensor:
             return torch.full(BUFFERS[name].shape(sizes), value, dtype=BUFFERS[name].dtype, device=device)
 
-        self.buffers = TurnBuffers(
-            turn_scores=allocate("turn_scores", float("-inf")),
-            turn_masses=allocate("turn_masses", 0.0),
-            turn_ledger=allocate("turn_ledger", 0.0),
-            turn_window=window.to(device),
+        self.buffers = RecompressBuffers(
+            recompress_scores=allocate("recompress_scores", float("-inf")),
+            recompress_masses=allocate("recompress_masses", 0.0),
+            recompress_weights=allocate("recompress_weights", 0.0),
+            recompress_window=window.to(device),
         )
 
-    def finish(self, entries: Tensor, seen: Tensor) -> tuple[Store, StoreRecord]:
+    def finish(self, entries: Tensor, seen: Tensor) -> tuple[FullAttentionLayers, LayersRecord]:
         """Return a store of the kept entries, in buffers of its own, and its record.
 
         Args:
@@ -50,9 +50,9 @@ class Turn:
             seen: real tokens seen of each row, new ones included, int64 ``[B]``.
         """
         store = self.store
-        scores, masses, ledger, window = self.buffers
+        scores, masses, layer_weights, window = self.buffers
         available = (seen - window).clamp(min=0)
-        stay = select_held(scores, ledger, entries, available, store.policy)
+        stay = select_held(scores, layer_weights, entries, available, store.policy)
         due = window != NOT_DUE
         tails = torch.where(due, window, store.used - store.tail_start)
         kept = torch.where(due[:, None], stay.sum(3).flatten(1), store.offsets.diff(dim=1))
@@ -60,16 +60,16 @@ class Turn:
         lengths = store.lengths
         line = torch.arange(masses.shape[3], device=masses.device)
         newest = (line >= (lengths - window[:, None, None])[..., None]) & (line < lengths[..., None])
-        return left, StoreRecord(
+        return left, LayersRecord(
             group=store.group,
             kept=left.pool_lengths,
             mass=(masses * (stay | newest)).sum(3),
-            weights=ledger,
+            weights=layer_weights,
             positions=left.pool_positions,
             offsets=left.offsets,
         )
 
-    def _move(self, stay: Tensor, due: Tensor, tails: Tensor, offsets: Tensor, seen: Tensor) -> Store:
+    def _move(self, stay: Tensor, due: Tensor, tails: Tensor, offsets: Tensor, seen: Tensor) -> FullAttentionLayers:
         """Return a store of the kept entries; rows that are not due keep all.
 
         Args:

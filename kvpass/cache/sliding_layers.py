@@ -15,7 +15,7 @@ from kvpass.config import LayerGroup
 from kvpass.operands import BUFFERS, RingBuffers
 
 
-class Ring:
+class SlidingWindowLayers:
     """The last ``sliding_window`` columns of some layers; column c is in slot ``c % R``.
 
     Args:
@@ -34,28 +34,30 @@ class Ring:
         )
 
     @classmethod
-    def restore(cls, group: LayerGroup, tensors: Mapping[str, Tensor]) -> Ring:
+    def restore(cls, group: LayerGroup, tensors: Mapping[str, Tensor]) -> SlidingWindowLayers:
         """Return the ring buffer with this :attr:`state`; nothing is checked."""
         ring = cls(group, 0, tensors["ring_k"].dtype, tensors["ring_k"].device)
         ring.ring_k, ring.ring_v = tensors["ring_k"], tensors["ring_v"]
         return ring
 
-    def to(self, device: torch.device) -> Ring:
+    def to(self, device: torch.device) -> SlidingWindowLayers:
         """Return a copy on another device."""
-        return Ring.restore(self.group, {name: tensor.to(device, copy=True) for name, tensor in self.state.items()})
+        return SlidingWindowLayers.restore(
+            self.group, {name: tensor.to(device, copy=True) for name, tensor in self.state.items()}
+        )
 
     @property
     def state(self) -> dict[str, Tensor]:
         """Buffers that every graph reads and writes."""
         return {"ring_k": self.ring_k, "ring_v": self.ring_v}
 
-    def clone(self) -> Ring:
+    def clone(self) -> SlidingWindowLayers:
         """Return an independent copy."""
         twin = copy.copy(self)
         twin.ring_k, twin.ring_v = self.ring_k.clone(), self.ring_v.clone()
         return twin
 
-    def with_rows(self, index: Tensor) -> Ring:
+    def with_rows(self, index: Tensor) -> SlidingWindowLayers:
         """Return a ring buffer whose row i is row ``index[i]`` of this one."""
         twin = copy.copy(self)
         index = index.to(self.ring_k.device)

@@ -255,7 +255,7 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, e
     # Dynamo keeps every backend for good: it must not keep the model
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         call = _CALL.get()
-        call.cache.recheck_owner()
+        call.cache.recheck_fingerprint()
         decoder = Capture(gm, example_inputs, compiler)
         _find_ends(decoder.graph.gm, max(logits_to_keep + 1, 2), ends)
 

@@ -99,20 +99,20 @@ def append(
     cache: CompressedCache,
     tokens: int,
     run: Callable[[Call], R],
-    occasion: float = float("inf"),
+    threshold: float = float("inf"),
 ) -> tuple[R, PromptRecord | None]:
     """Append T tokens. A failed call is rolled back, or marks the cache interrupted if entries were overwritten.
 
     Args:
         cache: from :func:`continued`. run: see :func:`prefill`; before the graph begins its errors change nothing.
-        occasion: recompression threshold; rows that then hold more than this many budgets are compressed.
+        threshold: recompression threshold; rows that then hold more than this many budgets are compressed.
     Returns:
         what ``run`` returned, and the new record if all rows were compressed.
     """
     cache.ensure_room(tokens)
     record = None
     try:
-        observed = tokens > 1 and cache.begin_turn(tokens, occasion)
+        observed = tokens > 1 and cache.begin_recompression(tokens, threshold)
         call = Call(cache, "decode" if tokens == 1 else "extend", observed)
         result = run(call)
         call.check_begun()
@@ -122,5 +122,5 @@ def append(
             record = cache.recompress()
         cache.interrupted = False
     finally:
-        cache.end_turn()
+        cache.end_recompression()
     return result, record

@@ -31,7 +31,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvpass.cache.cache import CompressedCache
-from kvpass.cache.fingerprint import GraphIdentity
+from kvpass.cache.fingerprint import GraphFingerprint
 from kvpass.compiler.backend import PhaseCompiler, check_compiler
 from kvpass.compiler.capture import Capture
 from kvpass.compiler.transactions import append, continued, prefill
@@ -203,7 +203,7 @@ class RawModule:
             return self._call(active, inputs)
 
     def _call(self, active: Session, inputs: tuple[Any, ...]) -> Any:
-        tokens, owner = self.tokens(inputs), GraphIdentity.of(inputs, self.paths)
+        tokens, owner = self.tokens(inputs), GraphFingerprint.of(inputs, self.paths)
         if active.cache is None:
             module, inputs = self._for_prompt(None, inputs)
             cache, longest = CompressedCache(self.policy, self.budget, owner), module.longest
@@ -252,9 +252,9 @@ class RawModule:
             "attribute may have changed, as a first position. Pass in what changes from call to call"
         )
 
-    def _check_owner(self, cache: CompressedCache, owner: GraphIdentity) -> None:
+    def _check_owner(self, cache: CompressedCache, owner: GraphFingerprint) -> None:
         try:
-            cache.check_owner(self.policy, self.budget, owner)
+            cache.check_fingerprint(self.policy, self.budget, owner)
         except CacheMismatchError as error:
             raise CacheMismatchError(
                 f"{error}. In this session another module was called before, or a graph break cuts this one in two "

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.copying import copied_only
-from kvpass.cache.fingerprint import Identity
+from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.transactions import Call, append, continued, prefill
@@ -24,7 +24,7 @@ from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import check_forward, check_generate, check_ids, unsupported_argument
 from kvpass.frontends.padding import first_real_column
 from kvpass.policies import Policy, resolve_budget
-from kvpass.policies.rules import OCCASIONS, Rules, read_rules
+from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
 from kvpass.report import Report
 
 
@@ -38,7 +38,7 @@ class Runtime:
 
     rules: Rules
     captures: CaptureCache
-    identity: Identity
+    identity: ModelFingerprint
     one_length: bool = False
     last_prompt: PromptRecord | None = None
 
@@ -254,7 +254,7 @@ def _new_cache(runtime: Runtime, given: Cache | None) -> CompressedCache:
     if given is None:
         return CompressedCache(rules.policy, rules.budget, runtime.identity)
     if isinstance(given, CompressedCache):
-        given.check_owner(rules.policy, rules.budget, runtime.identity)
+        given.check_fingerprint(rules.policy, rules.budget, runtime.identity)
         return given
     if given.get_seq_length() > 0:
         raise CacheMismatchError(
@@ -295,7 +295,7 @@ def _continue(
     runtime: Runtime = model._kvpass
     rules = runtime.rules
     b, t = input_ids.shape
-    cache.check_owner(rules.policy, rules.budget, runtime.identity)
+    cache.check_fingerprint(rules.policy, rules.budget, runtime.identity)
     cache = continued(cache, b, input_ids.device)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
@@ -310,7 +310,7 @@ def _continue(
     positions = _positions(position_ids, columns - cache.start[:, None])
 
     graph = _graph(model, ids, positions, logits_to_keep)
-    logits, record = append(cache, t, graph, OCCASIONS[rules.recompress])
+    logits, record = append(cache, t, graph, THRESHOLDS[rules.recompress])
     if record is not None:
         runtime.last_prompt = record
     return cache, logits

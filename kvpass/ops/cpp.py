@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvpass.kernels.decode_cpu import attend_decode
-from kvpass.kernels.slots_cpu import attend_slots, evict_losers, pool_in_order
+from kvpass.kernels.slots_cpu import attend_slots, evict_lowest, pool_in_order
 from kvpass.operands import AppendBuffers, Attention
 from kvpass.ops import reference
 
-__all__ = ["attend_cache", "attend_slots", "evict_losers", "pool_in_order"]
+__all__ = ["attend_cache", "attend_slots", "evict_lowest", "pool_in_order"]
 
 _MAX_TOKENS = 8
 """Above so many new tokens the work is matrix-matrix, and the per-head reference on BLAS is faster."""

@@ -53,9 +53,9 @@ def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, po
 
     k, v = _last_dim_contiguous(candidates.k), _last_dim_contiguous(candidates.v)
     candidates = candidates._replace(k=k, v=v, start=_on(k, candidates.start))
-    keep, rank, place = reference.recut(buffers, candidates, layer, policy)
+    keep, rank, storage_order = reference.reallocate_budgets(buffers, candidates, layer, policy)
     source = assign_slots(keep, buffers.slots[reference.OWNER])
-    gather_winners(source, rank.int().contiguous(), place.int().contiguous(), candidates, buffers, layer)
+    gather_winners(source, rank.int().contiguous(), storage_order.int().contiguous(), candidates, buffers, layer)
     reference.keep_window(buffers, candidates, layer, min(policy.window, k.shape[2]))
 
 
@@ -104,20 +104,20 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
     return slot_decode.attend_slots(readable(call), lines, layer)
 
 
-def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
-    """See :func:`kvpass.ops.slots.evict_losers`."""
-    from kvpass.kernels.slot_losers import evict_losers
+def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:
+    """See :func:`kvpass.ops.slots.evict_lowest`."""
+    from kvpass.kernels.slot_eviction import evict_lowest
 
-    return evict_losers(worth.contiguous(), position, memory, quota, window)
+    return evict_lowest(worth.contiguous(), position, decode_state, quota, window)
 
 
 def pool_in_order(
-    attention: Tensor, position: Tensor, place: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
+    attention: Tensor, position: Tensor, storage_order: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
 ) -> Tensor:
     """See :func:`kvpass.policies.decode_rules.pool_in_order`."""
     from kvpass.kernels.slot_neighbours import pool_in_order
 
-    return pool_in_order(attention, position, place, window, pool, kernel_size, group)
+    return pool_in_order(attention, position, storage_order, window, pool, kernel_size, group)
 
 
 def readable(call: Attention) -> Attention:

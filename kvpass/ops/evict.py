@@ -19,10 +19,10 @@ from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import Slots
 
-SLOT_POSITION, SLOT_PLACE = 0, 1
+SLOT_POSITION, SLOT_ORDER = 0, 1
 """Planes of the slot table, int32 ``[2, L, B, K, S]``: true position, storage order."""
-SLOT_MEMORY, SLOT_NORM = 0, 1
-"""Planes of the slot memory, fp32 ``[2, L, B, K, S]``: decode state, L1 norm of the value row."""
+SLOT_STATE, SLOT_NORM = 0, 1
+"""Planes of the slot decode_state, fp32 ``[2, L, B, K, S]``: decode state, L1 norm of the value row."""
 
 
 def attend_evict(
@@ -31,47 +31,47 @@ def attend_evict(
     """Attend pool and tail with T new tokens; after each one, evict by the policy's decode rule.
 
     Args:
-        implementation: module whose ``attend_slots``, ``evict_losers`` and ``pool_in_order`` do the work.
+        implementation: module whose ``attend_slots``, ``evict_lowest`` and ``pool_in_order`` do the work.
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q; a step's output uses the cache before that step's eviction.
     """
     rule = policy.decode_rule()
     if rule is None:
         raise ValueError(f"policy {policy.name!r} does not evict while decoding")
-    (position, place), (state, norm) = held.table[:, layer], held.memory[:, layer]
+    (position, storage_order), (state, norm) = held.table[:, layer], held.decode_state[:, layer]
     outputs = []
     for step in range(call.q.shape[2]):
-        entered = Entered(place, state, norm, held.next_position + step)
+        entered = Entered(storage_order, state, norm, held.next_position + step)
         new, lines = call.rows(slice(None), slice(step, step + 1)), Lines(*held[:5], position, entered)
         out, attention = implementation.attend_slots(new, lines, layer)
         assert attention is not None
         outputs.append(out)
-        before = Slots(position.clone(), place, state, norm, implementation.pool_in_order)
+        before = Slots(position.clone(), storage_order, state, norm, implementation.pool_in_order)
         worth, memory_after = rule.observe(attention, before)
         memory_after = memory_after.contiguous()
-        keep = implementation.evict_losers(worth, position, memory_after, held.quota[layer], rule.window)
-        place_after = rule.next_place(worth, before, keep)
+        keep = implementation.evict_lowest(worth, position, memory_after, held.quota[layer], rule.window)
+        place_after = rule.next_storage_order(worth, before, keep)
         if memory_after is not state:
             state.copy_(memory_after)
-        if place_after is not place:
-            place.copy_(place_after)
+        if place_after is not storage_order:
+            storage_order.copy_(place_after)
     return outputs[0] if len(outputs) == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
 
 
 def first_slots(prompt: PrefillBuffers, start: Tensor, columns: int, window: int) -> tuple[Tensor, Tensor]:
-    """Return the slot table and slot memory right after a prompt was packed.
+    """Return the slot table and slot decode_state right after a prompt was packed.
 
     Args:
         start: first real column int64 ``[B]``. columns: N. window: prompt columns in the tail.
     """
     offsets, pool_v, tail_v = prompt.offsets, prompt.pool_v, prompt.tail_v
-    planes = prompt.slots[reference.POSITION], prompt.slots[reference.PLACE]
+    planes = prompt.slots[reference.POSITION], prompt.slots[reference.STORAGE_ORDER]
     layers, b, kv_heads, capacity, _ = tail_v.shape
     lengths = offsets.diff(dim=1)
     pool_slots = int(lengths.max())
     total = pool_slots + capacity
     table = torch.full((2, b, layers * kv_heads, total), EMPTY, dtype=torch.int32, device=offsets.device)
-    memory = torch.zeros(2, b, layers * kv_heads, total, dtype=torch.float32, device=offsets.device)
+    decode_state = torch.zeros(2, b, layers * kv_heads, total, dtype=torch.float32, device=offsets.device)
     line = torch.arange(pool_slots, device=offsets.device)
     present = line < lengths[..., None]
     row = (offsets[:, :-1, None] + line).clamp(max=pool_v.shape[1] - 1).long()
@@ -80,18 +80,20 @@ def first_slots(prompt: PrefillBuffers, start: Tensor, columns: int, window: int
     for plane, source in enumerate(planes):
         found = source.gather(1, flat).view(present.shape)
         table[plane, :, :, :pool_slots] = torch.where(present, found, ABSENT)
-    for plane, source in enumerate((prompt.slot_traces[reference.MEMORY], norm)):
-        memory[plane, :, :, :pool_slots] = torch.where(present, source.gather(1, flat).view(present.shape), 0.0)
+    for plane, source in enumerate((prompt.slot_stats[reference.DECODE_STATE], norm)):
+        decode_state[plane, :, :, :pool_slots] = torch.where(present, source.gather(1, flat).view(present.shape), 0.0)
     newest = torch.arange(columns - window, columns, device=offsets.device) - start[:, None]
     real = newest >= 0
     tail = slice(pool_slots, pool_slots + window)
     table[SLOT_POSITION, :, :, tail] = torch.where(real, newest, EMPTY)[:, None].int()
-    table[SLOT_PLACE, :, :, tail] = (newest + columns)[:, None].int()
-    memory[SLOT_MEMORY, :, :, tail] = prompt.window_traces[reference.MEMORY, ..., :window].flatten(1, 2) * real[:, None]
+    table[SLOT_ORDER, :, :, tail] = (newest + columns)[:, None].int()
+    decode_state[SLOT_STATE, :, :, tail] = (
+        prompt.window_stats[reference.DECODE_STATE, ..., :window].flatten(1, 2) * real[:, None]
+    )
     tail_norm = _l1_norm(tail_v[:, :, :, :window]).transpose(0, 1).flatten(1, 2)
-    memory[SLOT_NORM, :, :, tail] = torch.where(real[:, None], tail_norm, 0.0)
+    decode_state[SLOT_NORM, :, :, tail] = torch.where(real[:, None], tail_norm, 0.0)
     shape = (2, b, layers, kv_heads, total)
-    return tuple(t.view(shape).transpose(1, 2).contiguous() for t in (table, memory))  # type: ignore[return-value]
+    return tuple(t.view(shape).transpose(1, 2).contiguous() for t in (table, decode_state))  # type: ignore[return-value]
 
 
 def _l1_norm(values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpass.operands import AppendBuffers, Attention, TurnBuffers
+from kvpass.operands import AppendBuffers, Attention, RecompressBuffers
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 
@@ -38,17 +38,17 @@ class HeldObservation(Observation):
 
 
 def observe_held(
-    call: Attention, held: AppendBuffers, found: TurnBuffers, layer: int, num_layers: int, policy: Policy
+    call: Attention, held: AppendBuffers, found: RecompressBuffers, layer: int, num_layers: int, policy: Policy
 ) -> None:
     """Score the entries of pool and tail after new tokens were appended, before they count as used.
 
-    The newest ``turn_window`` tokens of a row will be kept; those of them among the new tokens observe. Rows of
+    The newest ``recompress_window`` tokens of a row will be kept; those of them among the new tokens observe. Rows of
     ``NOT_DUE`` are skipped. Writes scores (``-inf`` where nothing is evictable), masses (mean attention of the
     observing rows and the group) and the layer's weight.
     """
     q, _, _, scale, softcap, sinks = call
     pool_k, pool_v, tail_k, tail_v = held.pool_k, held.pool_v, held.tail_k, held.tail_v
-    scores, masses, ledger, window = found
+    scores, masses, layer_weights, window = found
     t, kv_heads = q.shape[2], tail_k.shape[2]
     group = q.shape[1] // kv_heads
     end = int(held.tail_used) + t
@@ -95,7 +95,7 @@ def observe_held(
         )
         weight = policy.checked_weight(whole, torch.cat(worth)[None, None])
         if weight is not None:
-            ledger[row, layer] = weight[0]
+            layer_weights[row, layer] = weight[0]
 
 
 def _newest_last(heads: list[Tensor]) -> Tensor:
@@ -107,20 +107,20 @@ def _newest_last(heads: list[Tensor]) -> Tensor:
     return out
 
 
-def select_held(scores: Tensor, ledger: Tensor, entries: Tensor, available: Tensor, policy: Policy) -> Tensor:
+def select_held(scores: Tensor, layer_weights: Tensor, entries: Tensor, available: Tensor, policy: Policy) -> Tensor:
     """Return the keep mask of the evictable entries, bool ``[B, L, K, S]``.
 
     Keeps as many as the budget allows, or all; a share that a layer cannot fill goes to other layers.
 
     Args:
-        scores: fp32 ``[B, L, K, S]``, ``-inf`` where there is no evictable entry. ledger: layer weights, fp64
+        scores: fp32 ``[B, L, K, S]``, ``-inf`` where there is no evictable entry. layer_weights: layer weights, fp64
             ``[B, L]``.
         entries: evictable entries per KV head per layer on average, int64 ``[B]``.
         available: evictable positions seen so far, int64 ``[B]``.
     """
     layers, kv_heads = scores.shape[1:3]
     eligible = scores > float("-inf")
-    budgets = policy.layer_budgets(ledger, entries, available, kv_heads, layers)
+    budgets = policy.layer_budgets(layer_weights, entries, available, kv_heads, layers)
     limits = fill_shares(budgets, eligible.sum((2, 3)))
     ranks = torch.stack([policy.rank(site, entries) for site in scores.unbind(1)], 1)
     return eligible & (ranks < limits[:, :, None, None])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpass.operands import AppendBuffers, Attention, Candidates, PrefillBuffers
-from kvpass.ops.slots import attend_slots, evict_losers
+from kvpass.ops.slots import attend_slots, evict_lowest
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
@@ -22,7 +22,7 @@ __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cpp` and
     "attend_cache",
     "attend_slots",
     "cascade_step",
-    "evict_losers",
+    "evict_lowest",
     "observe_attention",
     "pack",
     "pool_in_order",
@@ -33,13 +33,13 @@ Live = tuple[slice, slice]
 """Rows of the batch that begin at the same column, and their real columns."""
 _ROW_BLOCK = 512
 _EMPTY = -1
-OWNER, RANK, POSITION, PLACE = 0, 1, 2, 3
+OWNER, RANK, POSITION, STORAGE_ORDER = 0, 1, 2, 3
 """Planes of the slot table, int32 ``[4, B, E]``.
 
 ``layer * K + head`` (-1 = empty), order of entry, true position, storage order of the decode rule.
 """
-MASS, MEMORY = 0, 1
-"""Planes of the traces, fp32: attention mass, and decode state of each entry."""
+MASS, DECODE_STATE = 0, 1
+"""Planes of the stats, fp32: attention mass, and decode state of each entry."""
 
 
 def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
@@ -117,7 +117,7 @@ def observe_attention(
         start: first real column, int64 ``[B]``.
     Returns:
         output ``[B, H, N, Dv]`` in the dtype of q (zeros in padding); scores fp32 ``[B, K, N]``, ``-inf`` in padding
-        and window; traces fp32 ``[2, B, K, N]``: the attention mass (mean over window rows and group) and the first
+        and window; stats fp32 ``[2, B, K, N]``: the attention mass (mean over window rows and group) and the first
         decode state; weight fp64 ``[B]``.
     """
 
@@ -131,14 +131,14 @@ def observe_attention(
 def judge_prompt(
     k: Tensor, start: Tensor, policy: Policy, observe: Callable[[Live, int], Observation]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores, traces and layer weight of one layer; rows with equal start are processed together.
+    """Return scores, stats and layer weight of one layer; rows with equal start are processed together.
 
     Args:
         observe: function of (location of the rows' real columns, window) that returns the policy's input.
     """
     b, kv_heads, n, _ = k.shape
     scores = k.new_full((b, kv_heads, n), float("-inf"), dtype=torch.float32)
-    traces = k.new_zeros(2, b, kv_heads, n, dtype=torch.float32)
+    stats = k.new_zeros(2, b, kv_heads, n, dtype=torch.float32)
     rule = policy.decode_rule()
     weight = k.new_zeros(b, dtype=torch.float64)
     for rows, column in row_groups(start):
@@ -146,13 +146,13 @@ def judge_prompt(
         obs = observe((rows, slice(column, n)), window)
         site_scores = policy.checked_score(obs)
         scores[rows, :, column : n - window] = site_scores
-        traces[MASS, rows, :, column:] = obs.mass
+        stats[MASS, rows, :, column:] = obs.mass
         if rule is not None:
-            traces[MEMORY, rows, :, column:] = rule.start(obs)
+            stats[DECODE_STATE, rows, :, column:] = rule.start(obs)
         layer_weight = policy.checked_weight(obs, site_scores)
         if layer_weight is not None:
             weight[rows] = layer_weight
-    return scores, traces, weight
+    return scores, stats, weight
 
 
 def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:
@@ -163,7 +163,7 @@ def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, po
     """
     k, v, start = candidates.k, candidates.v, candidates.start
     kv_heads, n = k.shape[1:3]
-    keep, rank, place = recut(buffers, candidates, layer, policy)
+    keep, rank, storage_order = reallocate_budgets(buffers, candidates, layer, policy)
     owner, order, position, places = buffers.slots
     true_position = torch.arange(n, device=k.device) - start[:, None]
     for row in range(k.shape[0]):
@@ -179,13 +179,15 @@ def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, po
         owner[row, slot] = (layer * kv_heads + head).int()
         order[row, slot] = rank[row, head, column]
         position[row, slot] = true_position[row, column].int()
-        places[row, slot] = place[row, head, column].int()
-        buffers.slot_traces[:, row, slot] = candidates.traces[:, row, head, column]
+        places[row, slot] = storage_order[row, head, column].int()
+        buffers.slot_stats[:, row, slot] = candidates.stats[:, row, head, column]
 
     keep_window(buffers, candidates, layer, min(policy.window, n))
 
 
-def recut(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
+def reallocate_budgets(
+    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy
+) -> tuple[Tensor, Tensor, Tensor]:
     """Reallocate budgets: free slots of earlier layers and select entries of this layer.
 
     Args:
@@ -195,25 +197,25 @@ def recut(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: P
     """
     scores, entries, slots = candidates.scores, buffers.entries, buffers.slots
     b, kv_heads, n = scores.shape
-    buffers.ledger[:, layer] = candidates.weight
+    buffers.layer_weights[:, layer] = candidates.weight
     available = (n - candidates.start - policy.window).clamp(min=0)
-    budgets = policy.layer_budgets(buffers.ledger, entries, available, kv_heads, layer + 1)
+    budgets = policy.layer_budgets(buffers.layer_weights, entries, available, kv_heads, layer + 1)
     owner_layer = slots[OWNER].clamp(min=0).long() // kv_heads
     slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), _EMPTY)
     rank = policy.rank(scores, entries)
-    place = (torch.arange(n, device=scores.device) - candidates.start[:, None])[:, None].expand(b, kv_heads, n)
+    storage_order = (torch.arange(n, device=scores.device) - candidates.start[:, None])[:, None].expand(b, kv_heads, n)
     rule = policy.decode_rule()
     if rule is not None:
-        place = rule.first_place(scores, place, entries)
-    return (rank < budgets[:, layer, None, None]) & (scores > float("-inf")), rank, place
+        storage_order = rule.first_storage_order(scores, storage_order, entries)
+    return (rank < budgets[:, layer, None, None]) & (scores > float("-inf")), rank, storage_order
 
 
 def keep_window(buffers: PrefillBuffers, candidates: Candidates, layer: int, window: int) -> None:
-    """Copy the rows and traces of the last ``window`` columns into the first slots of the tail."""
+    """Copy the rows and stats of the last ``window`` columns into the first slots of the tail."""
     first = candidates.k.shape[2] - window
     buffers.tail_k[layer, :, :, :window] = candidates.k[:, :, first:]
     buffers.tail_v[layer, :, :, :window] = candidates.v[:, :, first:]
-    buffers.window_traces[:, :, layer, :, :window] = candidates.traces[..., first:]
+    buffers.window_stats[:, :, layer, :, :window] = candidates.stats[..., first:]
 
 
 def pack(buffers: PrefillBuffers) -> None:
@@ -234,7 +236,7 @@ def pack(buffers: PrefillBuffers) -> None:
         if torch.equal(order, torch.arange(order.numel(), device=order.device)):
             continue
         slots[:, row] = slots[:, row, order]
-        buffers.slot_traces[:, row] = buffers.slot_traces[:, row, order]
+        buffers.slot_stats[:, row] = buffers.slot_stats[:, row, order]
         for pool in (buffers.pool_k, buffers.pool_v):
             columns = max(1, pool.shape[2] // groups)
             for block in pool[row].split(columns, dim=1):

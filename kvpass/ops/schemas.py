@@ -8,7 +8,7 @@ operator               what it does
 =====================  ==============================================================================================
 ``site``               the canonical attention op: causal attention over the tokens of this call only; ``refusal`` is
                        the reason why a traced call is unsupported; graphs with such a call are not compiled
-``observe_attention``  the same over a left-padded prompt, plus the policy's scores, traces (attention mass, decode
+``observe_attention``  the same over a left-padded prompt, plus the policy's scores, stats (attention mass, decode
                        state) and layer weight
 ``cascade_step``       reallocate the budgets of earlier layers, move this layer's selected entries into the pool
 ``pack``               permute the pool into (layer, head, position) order and write the offsets
@@ -40,8 +40,8 @@ from kvpass.operands import (
     Candidates,
     EvictBuffers,
     PrefillBuffers,
+    RecompressBuffers,
     RingBuffers,
-    TurnBuffers,
     written_in,
 )
 from kvpass.ops import evict, recompress, sliding
@@ -98,7 +98,7 @@ def _attend_evict(call: Attention, held: EvictBuffers, layer: int, policy: Polic
 
 
 def _observe_held(
-    call: Attention, held: AppendBuffers, found: TurnBuffers, layer: int, num_layers: int, policy: Policy
+    call: Attention, held: AppendBuffers, found: RecompressBuffers, layer: int, num_layers: int, policy: Policy
 ) -> None:
     recompress.observe_held(call, held, found, layer, num_layers, policy)
 
@@ -229,10 +229,12 @@ def _site_call(
 _register("site", lambda *given: _site(*_site_call(*given)), lambda *given: _fake_output(*_site_call(*given)))
 _define(_observe_attention, _fake_observation, returns="(Tensor, Tensor, Tensor, Tensor)")
 _define(_cascade_step, _fake_nothing, returns="()", written=written_in("prefill") - {"offsets"})
-_define(_pack, _fake_nothing, returns="()", written={"pool_k", "pool_v", "slots", "slot_traces", "offsets"})
+_define(_pack, _fake_nothing, returns="()", written={"pool_k", "pool_v", "slots", "slot_stats", "offsets"})
 _define(_attend_cache, _fake_output, written=written_in("append"))
 _define(_attend_evict, _fake_output, written=written_in("evict"))
-_define(_observe_held, _fake_nothing, returns="()", written={"turn_scores", "turn_masses", "turn_ledger"})
+_define(
+    _observe_held, _fake_nothing, returns="()", written={"recompress_scores", "recompress_masses", "recompress_weights"}
+)
 _define(_fill_ring, _fake_output, written=written_in("prefill"))
 _define(_columns_held, _fake_columns)
 _define(_attend_ring, _fake_output, written=written_in("append"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass.operands import Attention, Lines
-from kvpass.policies.decode import survivors
+from kvpass.policies.decode import keep_mask
 from kvpass.policies.observation import attention_weights
 
 EMPTY, ABSENT = -1, -2
@@ -62,25 +62,25 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
             out[row, of_head, 0] = (weights @ values).to(q.dtype)
             attention[row, of_head][:, index[live]] = weights
             if entered is not None:
-                place, memory, norm, now = entered
+                storage_order, decode_state, norm, now = entered
                 position[row, head, slot] = now[row]
-                place[row, head, slot] = now[row] + NEWEST
-                memory[row, head, slot] = 0.0
+                storage_order[row, head, slot] = now[row] + NEWEST
+                decode_state[row, head, slot] = 0.0
                 norm[row, head, slot] = v[row, head, 0].float().abs().sum()
     return out, None if entered is None else attention
 
 
-def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
-    """Evict the lowest scores after a step: empty their slots, set their memory to 0.
+def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:
+    """Evict the lowest scores after a step: empty their slots, set their decode_state to 0.
 
     Args:
-        worth: fp32 ``[B, K, S]``. position: int32, same shape. memory: decode state, fp32, same shape. quota: entries a
-            head may hold besides the newest ``window``, int64 ``[B, K]``.
+        worth: fp32 ``[B, K, S]``. position: int32, same shape. decode_state: fp32, same shape. quota: entries
+            a head may hold besides the newest ``window``, int64 ``[B, K]``.
     Returns:
         which slots still hold an entry, bool ``[B, K, S]``.
     """
-    keep = survivors(worth, position.long(), quota, window)
+    keep = keep_mask(worth, position.long(), quota, window)
     loses = (position >= 0) & ~keep
     position.masked_fill_(loses, EMPTY)
-    memory.masked_fill_(loses, 0.0)
+    decode_state.masked_fill_(loses, 0.0)
     return keep

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 
-def rank_slots(scores: Tensor, place: Tensor) -> Tensor:
-    """Rank each head's slots, best score first, ties to the lower ``place``; int64 ``[B, K, C]``."""
-    order = place.argsort(dim=2, stable=True)
+def rank_slots(scores: Tensor, storage_order: Tensor) -> Tensor:
+    """Rank each head's slots, best score first, ties to the lower ``storage_order``; int64 ``[B, K, C]``."""
+    order = storage_order.argsort(dim=2, stable=True)
     order = order.gather(2, scores.gather(2, order).argsort(dim=2, descending=True, stable=True))
     places = torch.arange(scores.shape[2], device=scores.device).expand_as(order)
     return torch.zeros_like(order).scatter(2, order, places)
@@ -24,7 +24,7 @@ def older(position: Tensor, window: int) -> Tensor:
     return (position >= 0) & (position <= newest - window)
 
 
-def survivors(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
+def keep_mask(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
     """Return the keep mask: the newest ``window`` tokens, and each head's best ``quota`` of the others.
 
     Args:

@@ -1,7 +1,7 @@
 """Decode rules: which entry a new token replaces, so that the cache keeps its size.
 
 A step works on one layer's slots, ``[B, K, C]``; the new token is already in its slot. A rule turns the new query's
-attention over the slots into scores. :func:`kvpass.policies.decode.survivors` then keeps each head's best entries and
+attention over the slots into scores. :func:`kvpass.policies.decode.keep_mask` then keeps each head's best entries and
 the newest ``window``.
 """
 
@@ -19,19 +19,19 @@ from kvpass.policies.scores import Group, Pool, column_sum, pool_scores, reduce_
 
 
 def pool_in_order(
-    attention: Tensor, position: Tensor, place: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
+    attention: Tensor, position: Tensor, storage_order: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
 ) -> Tensor:
     """Pool attention ``[B, H, C]`` of older entries over neighbours in storage order; reduce over the group.
 
     Args:
-        position, place: as in :class:`Slots`. window: newest tokens, which are left out.
+        position, storage_order: as in :class:`Slots`. window: newest tokens, which are left out.
         pool, kernel_size, group: as in :mod:`kvpass.policies.scores`.
     Returns:
         fp32 ``[B, K, C]``, 0 in slots that are left out.
     """
     kv_heads = position.shape[1]
     compete = older(position, window)
-    order = torch.where(compete, place, torch.iinfo(place.dtype).max).argsort(dim=2, stable=True)
+    order = torch.where(compete, storage_order, torch.iinfo(storage_order.dtype).max).argsort(dim=2, stable=True)
     in_order = compete.gather(2, order)
     a = attention.unflatten(1, (kv_heads, -1))
     a = torch.where(in_order[:, :, None], a.gather(3, order[:, :, None].expand_as(a)), 0.0)
@@ -45,15 +45,15 @@ class Slots:
 
     Attributes:
         position: true position, int32 or int64 ``[B, K, C]``, negative = empty.
-        place: storage order, ascending, same shape and dtype; a new token comes last.
-        memory: decode state of each entry, fp32 ``[B, K, C]``; 0 for the new token.
+        storage_order: storage order, ascending, same shape and dtype; a new token comes last.
+        decode_state: decode state of each entry, fp32 ``[B, K, C]``; 0 for the new token.
         value_norm: L1 norm of each value row, fp32 ``[B, K, C]``.
         pool_in_order: :func:`pool_in_order`, or a kernel that does the same.
     """
 
     position: Tensor
-    place: Tensor
-    memory: Tensor
+    storage_order: Tensor
+    decode_state: Tensor
     value_norm: Tensor
     pool_in_order: Callable[[Tensor, Tensor, Tensor, int, Pool, int, Group], Tensor] = pool_in_order
 
@@ -72,7 +72,7 @@ class DecodeRule:
         """Return the first decode state of every prompt entry, fp32 ``[B, K, N]``."""
         return obs.keys.new_zeros(obs.keys.shape[:3], dtype=torch.float32)
 
-    def first_place(self, scores: Tensor, position: Tensor, entries: Tensor) -> Tensor:
+    def first_storage_order(self, scores: Tensor, position: Tensor, entries: Tensor) -> Tensor:
         """Return the storage order of the prompt after prefill, int64 ``[B, K, N]``, below ``2 * N``.
 
         Args:
@@ -85,9 +85,9 @@ class DecodeRule:
         """Return scores and decode state after a step, fp32 ``[B, K, C]``, from attention ``[B, H, C]``."""
         raise NotImplementedError
 
-    def next_place(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
+    def next_storage_order(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
         """Return the storage order after the step that kept ``keep``."""
-        return slots.place
+        return slots.storage_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class RollingWindow(DecodeRule):
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         first = slots.position < self.sinks
-        return torch.where(first, 2.0**25 - slots.position, slots.position.float()), slots.memory
+        return torch.where(first, 2.0**25 - slots.position, slots.position.float()), slots.decode_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class LastQuery(DecodeRule):
     """TOVA: score by the new query's attention, averaged over all query heads, same for every KV head."""
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        return attention.mean(1, keepdim=True).expand_as(slots.memory), slots.memory
+        return attention.mean(1, keepdim=True).expand_as(slots.decode_state), slots.decode_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +128,11 @@ class Accumulated(DecodeRule):
         return total * obs.value_norm if self.value_norm else total
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        added = reduce_group(attention, slots.memory.shape[1], self.group)
-        memory = slots.memory + (added * slots.value_norm if self.value_norm else added)
+        added = reduce_group(attention, slots.decode_state.shape[1], self.group)
+        decode_state = slots.decode_state + (added * slots.value_norm if self.value_norm else added)
         if self.sinks == 0:
-            return memory, memory
-        return torch.where(slots.position < self.sinks, torch.finfo(torch.float32).max, memory), memory
+            return decode_state, decode_state
+        return torch.where(slots.position < self.sinks, torch.finfo(torch.float32).max, decode_state), decode_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class PooledLastQuery(DecodeRule):
     group: Group = "mean"
     storage_order: bool = False
 
-    def first_place(self, scores: Tensor, position: Tensor, entries: Tensor) -> Tensor:
+    def first_storage_order(self, scores: Tensor, position: Tensor, entries: Tensor) -> Tensor:
         if not self.storage_order:
             return position
         scored = scores > float("-inf")
@@ -158,13 +158,13 @@ class PooledLastQuery(DecodeRule):
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         how = (self.window, self.pool, self.kernel_size, self.group)
-        return slots.pool_in_order(attention, slots.position, slots.place, *how), slots.memory
+        return slots.pool_in_order(attention, slots.position, slots.storage_order, *how), slots.decode_state
 
-    def next_place(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
+    def next_storage_order(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
         if not self.storage_order:
-            return slots.place
+            return slots.storage_order
         compete = older(slots.position, self.window)
-        rank = rank_slots(torch.where(compete, scores, float("-inf")), slots.place)
+        rank = rank_slots(torch.where(compete, scores, float("-inf")), slots.storage_order)
         evicted = ((slots.position >= 0) & ~keep).any(2, keepdim=True)
         stored = torch.where(compete, rank, 2 * slots.position.shape[2] + slots.position)
-        return torch.where(evicted, stored, slots.place)
+        return torch.where(evicted, stored, slots.storage_order)

@@ -134,8 +134,8 @@ class PyramidLayers:
         p = a / a.sum(2, keepdim=True).clamp(min=1e-30)
         if self.shape == "entropy":
             return -torch.xlogy(p, p).sum(2).mean(1).clamp(max=0.0)
-        place = torch.arange(1, obs.evictable + 1, dtype=torch.float64, device=a.device)
-        gini = (2 * place - obs.evictable - 1).mul(p.sort(dim=2).values).sum(2) / obs.evictable
+        storage_order = torch.arange(1, obs.evictable + 1, dtype=torch.float64, device=a.device)
+        gini = (2 * storage_order - obs.evictable - 1).mul(p.sort(dim=2).values).sum(2) / obs.evictable
         return (1 - gini).mean(1).clamp(min=0.0)
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kvpass.config import Budget, Geometry
 from kvpass.policies import parse_budget, resolve
 from kvpass.policies.base import Policy
-from kvpass.policies.decode import survivors
+from kvpass.policies.decode import keep_mask
 from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_float
@@ -149,10 +149,12 @@ def _plan_row(
         per_layer = []
         for i, obs in enumerate(sites):
             quota = policy.decode_quota((keep[i] & scored[i]).sum(2), entries, available)
-            place = _positions_of(keep[i])
+            storage_order = _positions_of(keep[i])
             if rule is not None:
-                place = rule.first_place(scores[i], place, entries)
-            per_layer.append(decode_layer(rule, obs, keep[i], place, quota, *(tensor[:, i] for tensor in decode)))
+                storage_order = rule.first_storage_order(scores[i], storage_order, entries)
+            per_layer.append(
+                decode_layer(rule, obs, keep[i], storage_order, quota, *(tensor[:, i] for tensor in decode))
+            )
         steps = torch.stack(per_layer, 1)
     return keep, scores.masked_fill(~scored, float("nan")), budgets, steps
 
@@ -161,7 +163,7 @@ def decode_layer(
     rule: DecodeRule | None,
     obs: Observation,
     keep: Tensor,
-    place: Tensor,
+    storage_order: Tensor,
     quota: Tensor,
     queries: Tensor,
     keys: Tensor,
@@ -171,7 +173,7 @@ def decode_layer(
 
     Args:
         rule: None: tokens are only appended.
-        keep: prompt entries that prefill kept, bool ``[B, K, N]``. place: their storage order, int64 ``[B, K, N]``.
+        keep: prompt entries that prefill kept, bool ``[B, K, N]``. storage_order: int64 ``[B, K, N]``.
         quota: entries a head may hold besides the newest ``rule.window``, int64 ``[B, K]``.
         queries, keys, values: of the new tokens, ``[S, B, heads, D]``.
     """
@@ -182,19 +184,19 @@ def decode_layer(
         return torch.stack([live | ((every >= length) & (every <= length + s)) for s in range(steps)])
     k = torch.cat([obs.keys.float(), keys.float().permute(1, 2, 0, 3)], 2)
     value_norm = torch.cat([obs.value_norm, values.float().abs().sum(-1).permute(1, 2, 0)], 2)
-    memory = pad(rule.start(obs), (0, steps))
-    place = pad(place, (0, steps))
+    decode_state = pad(rule.start(obs), (0, steps))
+    storage_order = pad(storage_order, (0, steps))
     masks = []
     for s in range(steps):
         new = every == length + s
-        live, place = live | new, torch.where(new, 2 * every.shape[2] + every, place)
+        live, storage_order = live | new, torch.where(new, 2 * every.shape[2] + every, storage_order)
         q = queries[s].float().unflatten(1, (obs.kv_heads, obs.group))
         logits = torch.einsum("bkgd,bknd->bkgn", q, k) * obs.scale
         attention = logits.masked_fill(~live[:, :, None], float("-inf")).softmax(-1).flatten(1, 2)
-        slots = Slots(torch.where(live, every, -1), place, torch.where(live, memory, 0.0), value_norm)
-        worth, memory = rule.observe(attention, slots)
-        live = survivors(worth, slots.position, quota, rule.window)
-        place = rule.next_place(worth, slots, live)
+        slots = Slots(torch.where(live, every, -1), storage_order, torch.where(live, decode_state, 0.0), value_norm)
+        worth, decode_state = rule.observe(attention, slots)
+        live = keep_mask(worth, slots.position, quota, rule.window)
+        storage_order = rule.next_storage_order(worth, slots, live)
         masks.append(live)
     return torch.stack(masks)
 

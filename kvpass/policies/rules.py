@@ -16,7 +16,7 @@ from kvpass.policies.observation import Observation
 Recompress = Literal["never", "when_full", "every_turn"]
 """When to compress to the budget again, after several tokens were appended at once."""
 
-OCCASIONS: dict[Recompress, float] = {"never": float("inf"), "when_full": 2.0, "every_turn": 1.0}
+THRESHOLDS: dict[Recompress, float] = {"never": float("inf"), "when_full": 2.0, "every_turn": 1.0}
 """Thresholds: a row is compressed again when it holds more entries than this times its budget."""
 
 
@@ -59,11 +59,11 @@ def check_recompress(recompress: str, policy: Policy) -> Recompress:
         ValueError: unknown name, or the policy keeps everything, has rules that miss the budget, needs queries from
             before the window, or scores a KV head by what other heads attend to.
     """
-    for known in OCCASIONS:
+    for known in THRESHOLDS:
         if recompress == known:
             break
     else:
-        raise ValueError(f"recompress={recompress!r}: must be one of {', '.join(OCCASIONS)}")
+        raise ValueError(f"recompress={recompress!r}: must be one of {', '.join(THRESHOLDS)}")
     if known == "never" or policy.decode_rule() is not None:
         return known
     refusal = _refusal(policy)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kvpass.cache import serialization as cache_file
-from kvpass.cache.fingerprint import Identity, weights_digest
+from kvpass.cache.fingerprint import ModelFingerprint, weights_digest
 from kvpass.cache.serialization import read_cache_file, write_cache_file
 from kvpass.errors import CacheFileError, CacheMismatchError
 from tiny_models import tiny_model
@@ -128,10 +128,10 @@ def test_no_pickle_in_the_file(written):
 
 
 def test_the_identity_names_what_differs_and_ignores_what_does_not_matter():
-    described = json.loads(json.dumps(Identity(tiny_model("llama")).describe()))
+    described = json.loads(json.dumps(ModelFingerprint(tiny_model("llama")).describe()))
     same = tiny_model("llama")
     same.config.use_cache, same.config._name_or_path = False, "elsewhere"
-    Identity(same).check({**described, "config": {**described["config"], "of_a_newer_version": "1"}})
+    ModelFingerprint(same).check({**described, "config": {**described["config"], "of_a_newer_version": "1"}})
     theta = {"rope_type": "default", "rope_theta": 77.0}
     for model, message in [
         (tiny_model("llama", seed=1), "other weights"),
@@ -145,7 +145,7 @@ def test_the_identity_names_what_differs_and_ignores_what_does_not_matter():
         (tiny_model("llama", num_hidden_layers=2), r"num_hidden_layers"),
     ]:
         with pytest.raises(CacheMismatchError, match=message):
-            Identity(model).check(described)
+            ModelFingerprint(model).check(described)
 
 
 def test_the_digest_of_the_weights_sees_small_changes_everywhere():

@@ -75,12 +75,12 @@ def test_a_loaded_cache_continues_bit_for_bit_like_the_live_one(case, tmp_path):
         loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
         assert (loaded.columns, loaded.batch_size, len(loaded)) == (cache.columns, 2, len(cache))
         assert loaded.layout == cache.layout and loaded.policy == cache.policy and loaded.budget == cache.budget
-        if cache.stores:
+        if cache.full_layers:
             assert torch.equal(loaded.positions, cache.positions) and torch.equal(loaded.lengths, cache.lengths), step
         assert loaded.nbytes <= cache.nbytes
         expected = continuation(fast, cache)
         assert torch.equal(continuation(fast, loaded), expected), step
-        assert loaded.stores == cache.stores or torch.equal(loaded.positions, cache.positions)
+        assert loaded.full_layers == cache.full_layers or torch.equal(loaded.positions, cache.positions)
     assert torch.equal(loaded.attention_mask, cache.attention_mask)
 
 
@@ -140,7 +140,7 @@ def test_a_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path, dtyp
     loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
     size = (tmp_path / "cache.kv").stat().st_size
     assert loaded.nbytes < size < 1.01 * loaded.nbytes
-    assert all(store.pool_k.dtype == dtype for store in loaded.stores)
+    assert all(store.pool_k.dtype == dtype for store in loaded.full_layers)
 
 
 def test_slots_without_an_entry_are_not_written_to_the_file(tmp_path):
@@ -149,7 +149,7 @@ def test_slots_without_an_entry_are_not_written_to_the_file(tmp_path):
     files = []
     for value in (3.0, 7.0):
         cache = fast(ids, attention_mask=mask).past_key_values
-        store = cache.stores[0]
+        store = cache.full_layers[0]
         store.tail_k[:, :, :, store.used :] = value
         for row in range(2):
             store.pool_v[row, int(store.offsets[row, -1]) :] = value
@@ -293,7 +293,7 @@ def test_a_cache_moves_to_another_device_as_a_whole(case):
     assert cache.to("cpu") is cache
     moved = cache.to("meta")
     assert moved.reusable and moved.nbytes == before and moved.device.type == "meta" and cache.device.type == "cpu"
-    parts = [moved, *moved.stores, *moved.rings]
+    parts = [moved, *moved.full_layers, *moved.sliding_layers]
     tensors = {name: value for part in parts for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
     assert {name for name, tensor in tensors.items() if tensor.device.type != "meta"} == set()
     with pytest.raises(kvpass.CacheMismatchError, match="cache on meta"):

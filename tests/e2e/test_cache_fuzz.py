@@ -70,7 +70,7 @@ def machine(family, policy, recompress="never", **changes):
             transcript.append(ids, kept_columns(cache, cache.columns))
             out = self.fast(ids, past_key_values=cache)
             tokens = ids.shape[1]
-            if any(store.evicts for store in cache.stores) and tokens > 1:
+            if any(store.evicts for store in cache.full_layers) and tokens > 1:
                 raise AssertionError("what several tokens see of an evicting cache is not known from outside")
             assert_close("logits", out.logits, transcript.logits()[:, -tokens:], atol=2e-4)
             return out.past_key_values
@@ -101,7 +101,7 @@ def machine(family, policy, recompress="never", **changes):
             if cache.columns + tokens > MOST_COLUMNS:
                 return
             ids = random_ids(cache.batch_size, tokens, seed=data.draw(st.integers(0, 99), label="seed"))
-            evicts = any(store.evicts for store in cache.stores)
+            evicts = any(store.evicts for store in cache.full_layers)
             pieces = ids.split(1, 1) if evicts else [ids]
             at_once = cache.clone()
             logits = self.fast(ids, past_key_values=at_once).logits if evicts else None
@@ -171,7 +171,7 @@ def machine(family, policy, recompress="never", **changes):
         def sizes_are_what_they_say(self):
             for cache, transcript in getattr(self, "caches", []):
                 assert (cache.batch_size, cache.columns) == transcript.ids.shape
-                for store in cache.stores:
+                for store in cache.full_layers:
                     if store.evicts or recompress == "every_turn":
                         continue
                     appended = transcript.ids.shape[1] - cache.start

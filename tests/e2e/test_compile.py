@@ -71,7 +71,7 @@ def test_contract_8_a_growing_tail_does_not_recompile():
     token, capacities = out.logits[:, -1:].argmax(-1), set()
     for _ in range(200):
         out = fast(token, past_key_values=out.past_key_values)
-        capacities.add(out.past_key_values.stores[0].tail_k.shape[3])
+        capacities.add(out.past_key_values.full_layers[0].tail_k.shape[3])
     assert len(capacities) == 4 and max(capacities) >= 208
     assert len(fast.report().compiled) == 2
 

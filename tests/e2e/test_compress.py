@@ -64,7 +64,7 @@ def test_the_continuation_of_a_reusable_cache_is_a_cache_of_its_own():
     cache = fast.compress(random_ids(1, 40))
     out = fast(random_ids(1, 3), past_key_values=cache)
     assert out.past_key_values is not cache and out.past_key_values.get_seq_length() == 43
-    shared = out.past_key_values.stores[0].pool_k.data_ptr() == cache.stores[0].pool_k.data_ptr()
+    shared = out.past_key_values.full_layers[0].pool_k.data_ptr() == cache.full_layers[0].pool_k.data_ptr()
     assert shared, "the kept entries should be shared"
     again = fast(random_ids(1, 1), past_key_values=out.past_key_values)
     assert again.past_key_values is out.past_key_values

@@ -126,7 +126,7 @@ def assert_identical_without_a_limit(model, every, policy):
     with torch.no_grad():
         assert_close(policy, logits, model(torch.cat([ids, new], 1)).logits, atol=1e-4)
     assert cache.policy.name == policy
-    assert all(int(store.lengths.min()) == PROMPT + 7 for store in cache.stores)
+    assert all(int(store.lengths.min()) == PROMPT + 7 for store in cache.full_layers)
 
 
 def assert_padded_rows_equal_alone(every, policy, copies):
@@ -190,7 +190,7 @@ def test_contract_2_nbytes_is_what_the_storages_occupy(family, place):
     cache = fast(random_ids(2, PROMPT).to(place)).past_key_values
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for part in (cache, *cache.stores, *cache.rings)
+        for part in (cache, *cache.full_layers, *cache.sliding_layers)
         for tensor in vars(part).values()
         if isinstance(tensor, torch.Tensor) and tensor.ndim > 0
     }

@@ -58,7 +58,7 @@ def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, polic
     options = {**RULES[policy], "parity": parity}
     calls = recording(monkeypatch)
     if impl == "cpp":
-        for name in ("attend_slots", "evict_losers", "pool_in_order"):
+        for name in ("attend_slots", "evict_lowest", "pool_in_order"):
             monkeypatch.setattr(reference, name, getattr(cpp, name))
     fast = compiled(policy=policy, budget=BUDGET, backend="eager", **options)
     cache = fast(random_ids(1, tokens), logits_to_keep=1).past_key_values
@@ -180,6 +180,6 @@ def test_the_first_slot_table_is_made_without_another_pool(monkeypatch):
 
     monkeypatch.setattr(store, "first_slots", watched)
     cache = compiled(policy="h2o", window=6, budget=3 * BUDGET, backend="eager")(random_ids(1, 64)).past_key_values
-    pool_v = cache.stores[0].pool_v
+    pool_v = cache.full_layers[0].pool_v
     results = [result for result in made if isinstance(result, torch.Tensor) and result.is_floating_point()]
     assert 0 < max(result.numel() for result in results if result.data_ptr() != pool_v.data_ptr()) < pool_v.numel()

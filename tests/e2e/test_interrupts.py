@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.cache.layers import Store
+from kvpass.cache.layers import FullAttentionLayers
 from kvpass.compiler.backend import PhaseCompiler
 from tiny_models import compiled_once, random_ids, tiny_model
 
@@ -41,7 +41,7 @@ class Interrupt:
         ("lava", ("kvpass.ops.reference", "cascade_step"), 2),
         ("lava", ("kvpass.ops.reference", "pack"), 1),
         ("h2o", ("kvpass.ops.evict", "first_slots"), 1),
-        ("lava", ("kvpass.cache.layers", "StoreRecord"), 1),
+        ("lava", ("kvpass.cache.layers", "LayersRecord"), 1),
         ("lava", ("kvpass.cache.cache", "PromptRecord"), 1),
     ],
 )
@@ -56,12 +56,12 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch
     reused.reset()
     expected_live = fast(token, past_key_values=live.clone()).logits
     name = where[1]
-    holder = "kvpass.cache.layers" if name in ("first_slots", "StoreRecord") else where[0]
+    holder = "kvpass.cache.layers" if name in ("first_slots", "LayersRecord") else where[0]
     with monkeypatch.context() as patch:
         Interrupt(patch, (importlib.import_module(holder), name), count)
         with pytest.raises(KeyboardInterrupt):
             fast(ids, past_key_values=reused)
-    assert reused.is_empty and reused.nbytes == len(reused) == 0 and reused.stores == []
+    assert reused.is_empty and reused.nbytes == len(reused) == 0 and reused.full_layers == []
     assert torch.equal(fast(token, past_key_values=live).logits, expected_live)
     fast(ids, past_key_values=reused)
     assert torch.equal(fast(token, past_key_values=reused).logits, expected)
@@ -157,14 +157,14 @@ def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatc
     cache = fast(random_ids(1, 50)).past_key_values
     token = random_ids(1, 1, seed=1)
     expected = fast(token, past_key_values=cache.clone()).logits
-    original = type(cache).begin_turn
+    original = type(cache).begin_recompression
 
     def interrupted(*args):
         original(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(cache), "begin_turn", interrupted)
+        patch.setattr(type(cache), "begin_recompression", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fast(random_ids(1, 12), past_key_values=cache)
     assert torch.equal(fast(token, past_key_values=cache).logits, expected)
@@ -178,7 +178,7 @@ def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_
     ids, token = random_ids(1, 50), random_ids(1, 1, seed=1)
     cache, other = fast(ids).past_key_values, fast(ids).past_key_values
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
-    target = (sliding, "keep_newest") if family == "gemma3" else (slots, "survivors")
+    target = (sliding, "keep_newest") if family == "gemma3" else (slots, "keep_mask")
     with monkeypatch.context() as patch:
         Interrupt(patch, target, 1)
         with pytest.raises(KeyboardInterrupt):
@@ -203,7 +203,7 @@ def test_no_memory_for_the_first_cache_is_said_as_such(monkeypatch):
         raise torch.OutOfMemoryError("no room for the pool")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "begin_prefill", full)
+        patch.setattr(FullAttentionLayers, "begin_prefill", full)
         with pytest.raises(torch.OutOfMemoryError, match="no room for the pool"):
             fast(ids)
     assert fast(ids).past_key_values.columns == 40

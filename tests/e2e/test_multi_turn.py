@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.cache.layers import Store
+from kvpass.cache.layers import FullAttentionLayers
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
@@ -108,7 +108,7 @@ def test_over_many_turns_the_budget_is_exact_and_the_logits_are_those_of_the_mas
     layers, kv_heads = shapes(model)
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (50, 33)])
     cache = fast(ids, attention_mask=mask).past_key_values
-    pools = sum(store.geometry.layers * store.geometry.kv_heads for store in cache.stores)
+    pools = sum(store.geometry.layers * store.geometry.kv_heads for store in cache.full_layers)
     transcript = Transcript(MaskedOracle(model), ids, mask, layers, kv_heads)
     sizes, logits = [], []
     for turn, tokens in enumerate((12, 3, 2, 30, 9)):
@@ -241,7 +241,7 @@ def test_a_turn_that_is_never_compressed_does_not_look_at_lengths(monkeypatch):
     """They live on the device, and it would have to be waited for."""
     _, fast = compiled()
     cache = fast(random_ids(1, 50)).past_key_values
-    monkeypatch.delattr(Store, "lengths")
+    monkeypatch.delattr(FullAttentionLayers, "lengths")
     fast(random_ids(1, 12), past_key_values=cache)
     assert cache.columns == 62
 

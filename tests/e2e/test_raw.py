@@ -190,7 +190,7 @@ def test_an_interrupted_step_is_refused_or_did_not_happen(decoder, policy, monke
         fast(ids, torch.arange(40)[None])
     cache = session.cache
     expected, _ = by_hand(fast, cache.clone(), token)
-    module, name = (slots, "survivors") if policy == "h2o" else (reference, "attend_cache")
+    module, name = (slots, "keep_mask") if policy == "h2o" else (reference, "attend_cache")
     original, calls = getattr(module, name), []
 
     def second_is_interrupted(*args, **kwargs):

@@ -55,18 +55,18 @@ def test_the_append_buffer_grows_as_tokens_are_appended():
     model, fast = compiled(budget=10**6)
     ids, new = random_ids(1, 20), random_ids(1, 300, seed=1)
     cache = fast(ids).past_key_values
-    capacity = cache.stores[0].tail_k.shape[3]
+    capacity = cache.full_layers[0].tail_k.shape[3]
     pieces = new.split([1] * 100 + [150, 1, 49], 1)
     logits = torch.cat([fast(piece.contiguous(), past_key_values=cache).logits for piece in pieces], 1)
     with torch.no_grad():
         assert_close("logits", logits, model(torch.cat([ids, new], 1)).logits[:, 20:], atol=1e-4)
-    assert cache.stores[0].tail_k.shape[3] > capacity and cache.columns == 320
+    assert cache.full_layers[0].tail_k.shape[3] > capacity and cache.columns == 320
 
 
 def test_the_append_buffer_grows_rarely_and_by_a_bounded_number_of_slots():
     """Each length of it is captured anew as a CUDA graph."""
     _, fast = compiled()
-    store = fast(random_ids(1, 20)).past_key_values.stores[0]
+    store = fast(random_ids(1, 20)).past_key_values.full_layers[0]
     lengths = [store.tail_k.shape[3]]
     for used in range(store.used, 8000):
         store.used = used
@@ -95,7 +95,7 @@ def assert_says_the_same(model, fast, dtype):
         expected = model(torch.cat([ids, new], 1)).logits
     cache = fast(ids).past_key_values
     logits = torch.cat([fast(piece.contiguous(), past_key_values=cache).logits for piece in new.split([1, 4], 1)], 1)
-    assert logits.dtype == dtype == cache.stores[0].pool_k.dtype == cache.stores[0].tail_v.dtype
+    assert logits.dtype == dtype == cache.full_layers[0].pool_k.dtype == cache.full_layers[0].tail_v.dtype
     tolerance = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
     assert_close("logits", logits.float(), expected[:, 40:].float(), atol=tolerance)
     fast.set_budget(20)

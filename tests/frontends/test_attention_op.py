@@ -62,7 +62,7 @@ def test_a_declared_attention_op_computes_and_decodes_like_one_that_is_found(sli
     with kvpass.session() as session:
         logits = [compiled(ids[:, :20])] + [compiled(ids[:, i : i + 1]) for i in range(20, 30)]
     torch.testing.assert_close(torch.cat(logits, 1), plain(ids), atol=1e-4, rtol=1e-4)
-    assert session.cache is not None and [ring.window for ring in session.cache.rings] == (
+    assert session.cache is not None and [ring.window for ring in session.cache.sliding_layers] == (
         [] if sliding_window is None else [sliding_window]
     )
 

@@ -129,9 +129,9 @@ def of(name, change):
     return forge
 
 
-def put(*place, value):
+def put(*storage_order, value):
     def change(tensor):
-        tensor[place] = value
+        tensor[storage_order] = value
         return tensor
 
     return change
@@ -215,10 +215,10 @@ ONLY_EVICTING = {
     "no table": without("store0_table"),
     "a table of int64": of("store0_table", lambda x: x.long()),
     "a shorter table": of("store0_table", lambda x: x[..., 1:]),
-    "a table and memory without a pool": lambda tensors: {
+    "a table and decode_state without a pool": lambda tensors: {
         **tensors,
         "store0_table": tensors["store0_table"][..., -72:],
-        "store0_memory": tensors["store0_memory"][..., -72:],
+        "store0_decode_state": tensors["store0_decode_state"][..., -72:],
     },
     "a slot of a token to come": of("store0_table", put(0, 0, 0, 0, 0, value=53)),
     "a slot of the largest position": of("store0_table", put(0, 0, 0, 0, 0, value=2**31 - 1)),
@@ -234,7 +234,7 @@ ONLY_EVICTING = {
     "a quota of floats": of("store0_quota", lambda x: x.double()),
     "a later next position": of("store0_next_position", lambda x: x + 1),
     "an earlier next position": of("store0_next_position", put(0, value=-1)),
-    "memory of half precision": of("store0_memory", lambda x: x.half()),
+    "decode_state of half precision": of("store0_decode_state", lambda x: x.half()),
 }
 
 

@@ -86,7 +86,7 @@ def call_everything(
         ragged_decode,
         ragged_extend,
         slot_decode,
-        slot_losers,
+        slot_eviction,
         slot_neighbours,
         tile_map,
         window_statistics,
@@ -112,12 +112,12 @@ def call_everything(
     pool = [torch.zeros(rows, entries, dim, dtype=dtype) for dim in dims]
     tables = [torch.zeros(4, rows, entries, dtype=torch.int32), torch.zeros(2, rows, entries)]
     order = [torch.zeros(rows, kv_heads, tokens, dtype=torch.int32) for _ in range(2)]
-    traces, source = torch.zeros(2, rows, kv_heads, tokens), torch.zeros(rows, entries, dtype=torch.int32)
+    stats, source = torch.zeros(2, rows, kv_heads, tokens), torch.zeros(rows, entries, dtype=torch.int32)
     offsets = torch.zeros(rows, layers * kv_heads + 1, dtype=torch.int32)
     tail = [torch.zeros(layers, rows, kv_heads, capacity, dim, dtype=dtype) for dim in dims]
     unread = torch.zeros(0)
     buffers = PrefillBuffers(*pool, *tables, unread, unread, *tail, offsets, unread)
-    gather.gather_winners(source, *order, Candidates(call.k, call.v, unread, traces, unread, start), buffers, 1)
+    gather.gather_winners(source, *order, Candidates(call.k, call.v, unread, stats, unread, start), buffers, 1)
     gather.pack(buffers)
 
     used = torch.zeros((), dtype=torch.int64)
@@ -127,14 +127,16 @@ def call_everything(
     ragged_extend.attend_extend(site(17), held, 1)
 
     line = (rows, kv_heads, capacity + 40)
-    position, memory = torch.zeros(line, dtype=torch.int32), torch.zeros(line)
-    entered = Entered(position, memory, memory, start)
+    position, decode_state = torch.zeros(line, dtype=torch.int32), torch.zeros(line)
+    entered = Entered(position, decode_state, decode_state, start)
     slot_decode.attend_slots(site(1), Lines(*pool, offsets, *tail, position, entered), 1)
     ring = torch.zeros(rows, 1, capacity, dtype=torch.int32).expand(-1, kv_heads, -1)
     slot_decode.attend_slots(site(1), Lines(None, None, None, *tail, ring), 1)
     how = ("max", 7, "max") if options else ("avg", 5, "mean")
     slot_neighbours.pool_in_order(torch.zeros(rows, heads, line[2]), position, position, WINDOW, *how)
-    slot_losers.evict_losers(memory, position, memory, torch.zeros(rows, kv_heads, dtype=torch.int64), WINDOW)
+    slot_eviction.evict_lowest(
+        decode_state, position, decode_state, torch.zeros(rows, kv_heads, dtype=torch.int64), WINDOW
+    )
 
 
 def of_everything(launches: dict[Launch, None]) -> Iterator[tuple[Launch, KernelConfig, int]]:

@@ -35,14 +35,14 @@ def check(case: DecodeCase) -> None:
     """Output is the exact one but for rounding; the new entries are in the tail; nothing else changed by a bit."""
     expected = case.exact()
     tokens, used = case.q.shape[2], int(case.tail_used)
-    before = [tensor.clone() for tensor in case.memory]
+    before = [tensor.clone() for tensor in case.decode_state]
     before[2][case.layer, :, :, used : used + tokens] = case.k
     before[3][case.layer, :, :, used : used + tokens] = case.v
     out = run(case)
     assert out.dtype == case.q.dtype
     assert out.transpose(1, 2).is_contiguous()
     assert_rounded("out", out, expected)
-    for after, original in zip(case.memory, before, strict=True):
+    for after, original in zip(case.decode_state, before, strict=True):
         assert torch.equal(bits(after), bits(original))
 
 
@@ -164,10 +164,10 @@ def spoil_order(case: DecodeCase) -> None:
 )
 def test_bad_arguments_change_nothing(change: dict[str, Any], message: str) -> None:
     case = decode_case(RAGGED, group=2, tokens=2)
-    before = [tensor.clone() for tensor in case.memory]
+    before = [tensor.clone() for tensor in case.decode_state]
     with pytest.raises(ValueError, match=message):
         run(replace(case, **change))
-    for after, original in zip(case.memory, before, strict=True):
+    for after, original in zip(case.decode_state, before, strict=True):
         assert torch.equal(bits(after), bits(original))
     check(case)
 
@@ -176,10 +176,10 @@ def test_bad_arguments_change_nothing(change: dict[str, Any], message: str) -> N
 def test_offsets_outside_the_pool_change_nothing(spoil: Callable[[DecodeCase], None]) -> None:
     case = decode_case(RAGGED)
     spoil(case)
-    before = [tensor.clone() for tensor in case.memory]
+    before = [tensor.clone() for tensor in case.decode_state]
     with pytest.raises(ValueError, match="offsets of row"):
         run(case)
-    for after, original in zip(case.memory, before, strict=True):
+    for after, original in zip(case.decode_state, before, strict=True):
         assert torch.equal(bits(after), bits(original))
 
 

@@ -42,9 +42,9 @@ def state(policy, entries, tail=TOKENS):
         pool_k=torch.full((b, e, DIM), float("nan")),
         pool_v=torch.full((b, e, VALUE_DIM), float("nan")),
         slots=torch.full((4, b, e), -1, dtype=torch.int32),
-        slot_traces=torch.zeros(2, b, e),
-        ledger=torch.zeros(b, LAYERS, dtype=torch.float64),
-        window_traces=torch.zeros(2, b, LAYERS, KV_HEADS, WINDOW),
+        slot_stats=torch.zeros(2, b, e),
+        layer_weights=torch.zeros(b, LAYERS, dtype=torch.float64),
+        window_stats=torch.zeros(2, b, LAYERS, KV_HEADS, WINDOW),
         tail_k=torch.full((LAYERS, b, KV_HEADS, tail, DIM), float("nan")),
         tail_v=torch.full((LAYERS, b, KV_HEADS, tail, VALUE_DIM), float("nan")),
         offsets=torch.zeros(b, LAYERS * KV_HEADS + 1, dtype=torch.int32),
@@ -96,13 +96,13 @@ def test_prefill_keeps_and_answers_the_same(name, window):
         assert_rounded(f"layer {layer}", out, exact_prompt(*site(layer), 0.3))
     assert torch.equal(got.offsets, wanted.offsets), "other numbers of entries per head"
     live = wanted.slots[reference.OWNER] >= 0
-    for plane in (reference.OWNER, reference.POSITION, reference.PLACE):
+    for plane in (reference.OWNER, reference.POSITION, reference.STORAGE_ORDER):
         assert torch.equal(got.slots[plane][live], wanted.slots[plane][live]), f"plane {plane} of the slots"
     assert torch.equal(got.slots[reference.OWNER] >= 0, live)
     for table in ("pool_k", "pool_v"):
         assert torch.equal(getattr(got, table)[live], getattr(wanted, table)[live]), f"{table} holds other rows"
-    torch.testing.assert_close(got.slot_traces[:, live], wanted.slot_traces[:, live], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(got.ledger, wanted.ledger, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got.slot_stats[:, live], wanted.slot_stats[:, live], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got.layer_weights, wanted.layer_weights, atol=1e-5, rtol=1e-4)
     for table in ("tail_k", "tail_v"):
         assert torch.equal(getattr(got, table)[..., :window, :], getattr(wanted, table)[..., :window, :])
 

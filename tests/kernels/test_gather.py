@@ -12,7 +12,7 @@ from kvpass.kernels import gather
 from kvpass.kernels.gather import assign_slots
 from kvpass.operands import Candidates, PrefillBuffers
 from kvpass.ops import reference
-from kvpass.ops.reference import OWNER, PLACE, POSITION, RANK
+from kvpass.ops.reference import OWNER, POSITION, RANK, STORAGE_ORDER
 
 EMPTY = -1
 
@@ -59,7 +59,7 @@ def test_winners_that_do_not_fit() -> None:
 
 
 def make_pool(rows: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """pool_k, pool_v, slots, slot_traces with contents that differ everywhere."""
+    """pool_k, pool_v, slots, slot_stats with contents that differ everywhere."""
     return [
         torch.randn(rows, entries, dim).to(dtype),
         torch.randn(rows, entries, value_dim).to(dtype),
@@ -73,9 +73,11 @@ def buffers(pool: list[Tensor], offsets: Tensor) -> PrefillBuffers:
     return PrefillBuffers(*pool, *(torch.zeros(0) for _ in range(4)), offsets, torch.zeros(0))
 
 
-def gather_winners(source: Tensor, rank: Tensor, place: Tensor, pool: list[Tensor], layer: int, **of: Tensor) -> None:
+def gather_winners(
+    source: Tensor, rank: Tensor, storage_order: Tensor, pool: list[Tensor], layer: int, **of: Tensor
+) -> None:
     candidates = Candidates(scores=torch.zeros(0), weight=torch.zeros(0), **of)
-    gather.gather_winners(source, rank, place, candidates, buffers(pool, torch.zeros(0)), layer)
+    gather.gather_winners(source, rank, storage_order, candidates, buffers(pool, torch.zeros(0)), layer)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +95,8 @@ def test_gather_winners(
 ) -> None:
     k = torch.randn(rows, columns, kv_heads, dim).to(dtype).transpose(1, 2)
     v = torch.randn(rows, columns, kv_heads, value_dim).to(dtype).transpose(1, 2)
-    rank, place = torch.randint(1000, (2, rows, kv_heads, columns), dtype=torch.int32)
-    traces = torch.randn(2, rows, kv_heads, columns)
+    rank, storage_order = torch.randint(1000, (2, rows, kv_heads, columns), dtype=torch.int32)
+    stats = torch.randn(2, rows, kv_heads, columns)
     start = torch.arange(rows) * 2
     given = make_pool(rows, entries, dim, value_dim, dtype)
     expected = [tensor.clone() for tensor in given]
@@ -104,11 +106,11 @@ def test_gather_winners(
         head, column = divmod(int(source[row, slot]), columns)
         expected[0][row, slot] = k[row, head, column]
         expected[1][row, slot] = v[row, head, column]
-        entry = (5 * kv_heads + head, rank[row, head, column], column - start[row], place[row, head, column])
-        for plane, value in zip((OWNER, RANK, POSITION, PLACE), entry, strict=True):
+        entry = (5 * kv_heads + head, rank[row, head, column], column - start[row], storage_order[row, head, column])
+        for plane, value in zip((OWNER, RANK, POSITION, STORAGE_ORDER), entry, strict=True):
             expected[2][plane, row, slot] = int(value)
-        expected[3][:, row, slot] = traces[:, row, head, column]
-    gather_winners(source, rank, place, given, 5, k=k, v=v, traces=traces, start=start)
+        expected[3][:, row, slot] = stats[:, row, head, column]
+    gather_winners(source, rank, storage_order, given, 5, k=k, v=v, stats=stats, start=start)
     for found, wanted in zip(given, expected, strict=True):
         assert same_bits(found, wanted)
 
@@ -119,8 +121,8 @@ def test_nothing_moves_where_nothing_is_kept() -> None:
     table = torch.zeros(1, 2, 9, dtype=torch.int32)
     prompt = torch.full((1, 2, 9, 16), torch.nan)
     source = torch.full((1, 40), -1, dtype=torch.int32)
-    traces, start = torch.zeros(2, 1, 2, 9), torch.zeros(1, dtype=torch.int64)
-    gather_winners(source, table, table, given, 0, k=prompt, v=prompt, traces=traces, start=start)
+    stats, start = torch.zeros(2, 1, 2, 9), torch.zeros(1, dtype=torch.int64)
+    gather_winners(source, table, table, given, 0, k=prompt, v=prompt, stats=stats, start=start)
     assert all(same_bits(found, wanted) for found, wanted in zip(given, before, strict=True))
 
 
@@ -136,15 +138,15 @@ def test_nothing_moves_where_nothing_is_kept() -> None:
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, Tensor], named: str) -> None:
-    names = ("pool_k", "pool_v", "slots", "slot_traces")
+    names = ("pool_k", "pool_v", "slots", "slot_stats")
     pool = dict(zip(names, make_pool(1, 40, 16, 16, torch.float32), strict=True))
     before = [tensor.clone() for tensor in pool.values()]
     prompt = torch.randn(1, 2, 9, 16)
     arguments = {
         "source": torch.zeros(1, 40, dtype=torch.int32),
         **dict.fromkeys(["k", "v"], prompt),
-        **dict.fromkeys(["rank", "place"], torch.zeros(1, 2, 9, dtype=torch.int32)),
-        "traces": torch.zeros(2, 1, 2, 9),
+        **dict.fromkeys(["rank", "storage_order"], torch.zeros(1, 2, 9, dtype=torch.int32)),
+        "stats": torch.zeros(2, 1, 2, 9),
         "start": torch.zeros(1, dtype=torch.int64),
     }
     given = {**arguments, **pool, **change}

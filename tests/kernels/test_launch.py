@@ -41,14 +41,14 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return current
 
 
-@pytest.mark.parametrize(("place", "expected"), [("cpu", 0), ("cuda:0", 0), ("cuda:1", 1)])
+@pytest.mark.parametrize(("storage_order", "expected"), [("cpu", 0), ("cuda:0", 0), ("cuda:1", 1)])
 @pytest.mark.parametrize("config", [None, CONFIG])
 def test_a_kernel_runs_where_its_tensors_are(
-    place: str, expected: int, config: KernelConfig | None, current: list[int]
+    storage_order: str, expected: int, config: KernelConfig | None, current: list[int]
 ) -> None:
     kernel = Kernel(current)
     with FakeTensorMode():
-        arguments = {"tokens": 3, "sinks": None, "q": torch.empty(3, device=place)}
+        arguments = {"tokens": 3, "sinks": None, "q": torch.empty(3, device=storage_order)}
         launch(kernel, (7,), arguments, (CONFIG,), config=config)
     ((device, grid, given),) = kernel.launches
     assert (device, grid) == (expected, (7,))

@@ -19,7 +19,7 @@ from kvpass.kernels import (
     ragged_decode,
     ragged_extend,
     slot_decode,
-    slot_losers,
+    slot_eviction,
     slot_neighbours,
     window_statistics,
 )
@@ -56,7 +56,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     module: ModuleType
     attend = (prefill_attention, ragged_decode, ragged_extend, slot_decode)
-    for module in (*attend, gather, slot_losers, slot_neighbours, window_statistics):
+    for module in (*attend, gather, slot_eviction, slot_neighbours, window_statistics):
         monkeypatch.setattr(module, "launch", launch)
     yield names
 
@@ -75,21 +75,21 @@ def test_a_prefill_up_to_its_packed_pool(
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
     entries = 6 if policy.needs_budget else TOKENS
     call = Attention(*site(TOKENS, dtype), 0.3)
-    out, scores, traces, weight = device.observe_attention(call, STARTS, 1, LAYERS, policy)
+    out, scores, stats, weight = device.observe_attention(call, STARTS, 1, LAYERS, policy)
     assert ("_prefill_kernel" in launched) == (dtype == torch.float32)
     check("output", out.transpose(1, 2), (ROWS, TOKENS, HEADS, DIM), dtype)
     check("scores", scores, (ROWS, KV_HEADS, TOKENS), torch.float32)
-    check("traces", traces, (2, ROWS, KV_HEADS, TOKENS), torch.float32)
+    check("stats", stats, (2, ROWS, KV_HEADS, TOKENS), torch.float32)
     check("weight", weight, (ROWS,), torch.float64)
     slots = policy.capacity(entries, LAYERS, KV_HEADS)
     pool = [on_device(ROWS, slots, DIM, dtype=dtype) for _ in range(2)]
     tables = [on_device(4, ROWS, slots, dtype=torch.int32), on_device(2, ROWS, slots)]
-    ledger = on_device(ROWS, LAYERS, dtype=torch.float64)
+    layer_weights = on_device(ROWS, LAYERS, dtype=torch.float64)
     window = [on_device(2, ROWS, LAYERS, KV_HEADS, WINDOW)]
     window += [on_device(LAYERS, ROWS, KV_HEADS, CAPACITY, DIM, dtype=dtype) for _ in range(2)]
     bounds, limits = on_device(ROWS, LAYERS * KV_HEADS + 1, dtype=torch.int32), on_device(ROWS, dtype=torch.int64)
-    buffers = PrefillBuffers(*pool, *tables, ledger, *window, bounds, limits)
-    device.cascade_step(buffers, Candidates(call.k, call.v, scores, traces, weight, STARTS), 1, policy)
+    buffers = PrefillBuffers(*pool, *tables, layer_weights, *window, bounds, limits)
+    device.cascade_step(buffers, Candidates(call.k, call.v, scores, stats, weight, STARTS), 1, policy)
     device.pack(buffers)
     assert {"_gather_kernel", "_permute_kernel"} <= set(launched)
 
@@ -133,7 +133,7 @@ def test_a_step_that_evicts(
     out = evict.attend_evict(call, EvictBuffers(*cached(torch.bfloat16), *held), 1, policy, device)
     check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)
     judge = ["_rank_kernel", "_pool_kernel"] if name == "cake" else []
-    assert launched == ["_attend_slots", "_finish_slots", *judge, "_evict_losers"] * tokens
+    assert launched == ["_attend_slots", "_finish_slots", *judge, "_evict_lowest"] * tokens
 
 
 @OPTIONAL

@@ -83,7 +83,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs begin as NaN, so that a place no program writes shows."""
+    """Outputs begin as NaN, so that a storage_order no program writes shows."""
     empty = torch.empty
 
     def filled(*args, **kwargs):  # type: ignore[no-untyped-def]
@@ -300,10 +300,10 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken(
-    tokens: int = 9, dim: int = 64, dv: int = 64, dtype: torch.dtype = torch.float16, place: str = "cuda:0"
+    tokens: int = 9, dim: int = 64, dv: int = 64, dtype: torch.dtype = torch.float16, storage_order: str = "cuda:0"
 ) -> bool:
     with FakeTensorMode():
-        q, v = (torch.empty(1, 4, tokens, size, dtype=dtype, device=place) for size in (dim, dv))
+        q, v = (torch.empty(1, 4, tokens, size, dtype=dtype, device=storage_order) for size in (dim, dv))
         return flash_takes(q, v)
 
 
@@ -317,7 +317,7 @@ def taken(
         ({"dtype": torch.float32}, False),
         ({"dv": 128}, False),
         ({"dim": 100, "dv": 100}, False),
-        ({"place": "cpu"}, False),
+        ({"storage_order": "cpu"}, False),
     ],
     ids=str,
 )

@@ -27,7 +27,7 @@ from pairwise import pairwise
 from tiny_models import compiled_once, left_pad, random_ids
 
 WAYS = {"cpu": slots_cpu.attend_slots, "triton": device.attend_slots}
-LOSERS = {"cpu": slots_cpu.evict_losers, "triton": device.evict_losers}
+LOSERS = {"cpu": slots_cpu.evict_lowest, "triton": device.evict_lowest}
 POOLED = {"eager": pool_in_order, "cpu": slots_cpu.pool_in_order, "triton": device.pool_in_order}
 both_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -57,10 +57,10 @@ class SlotsCase:
         return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks), lines, self.layer
 
     @property
-    def memory(self) -> dict[str, Tensor]:
+    def decode_state(self) -> dict[str, Tensor]:
         """Everything a call may write or must leave alone."""
         named = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return named | dict(zip(("place", "memory", "norm", "now"), self.entered or (), strict=False))
+        return named | dict(zip(("storage_order", "decode_state", "norm", "now"), self.entered or (), strict=False))
 
     def copy(self) -> SlotsCase:
         entered = None if self.entered is None else Entered(*(x.clone() for x in self.entered))
@@ -187,8 +187,8 @@ def check(case: SlotsCase, way: Callable[..., Any]) -> None:
             assert answer[1] is None
         else:
             assert_rounded(f"weights, {name}", answer[1], right[1])
-    for name, tensor in expected.memory.items():
-        other = found.memory[name]
+    for name, tensor in expected.decode_state.items():
+        other = found.decode_state[name]
         if name == "norm":
             torch.testing.assert_close(other, tensor, atol=0, rtol=EPS * case.v.shape[3] ** 0.5)
         else:
@@ -228,7 +228,7 @@ def test_bfloat16_on_the_cpu() -> None:
 @both_ways
 @pytest.mark.parametrize("capacity", [1, 63, 64, 65, 200])
 def test_lines_without_a_pool(way: Callable[..., Any], capacity: int) -> None:
-    """As those of a ring: the same positions for all heads, in one place of memory, and nothing written down."""
+    """As those of a ring: the same positions for all heads, in one place of decode_state, and nothing written down."""
     case = slots_case([[0, 0]], capacity=capacity, pool=False, entered=False, live=0.0)
     columns = torch.arange(capacity, dtype=torch.int32).roll(capacity // 3)
     columns[capacity // 2] = EMPTY
@@ -262,7 +262,7 @@ def test_strided_queries_keys_and_values(way: Callable[..., Any]) -> None:
         ({"v": torch.zeros(2, 3, 1, 32, dtype=torch.float16)}, "v (is|has)"),
         ({"q": torch.zeros(2, 7, 1, 32)}, "7 heads"),
         ({"position": torch.zeros(2, 3, 94, dtype=torch.int64)}, "position (is|has)"),
-        ({"position": torch.zeros(2, 3, 20, dtype=torch.int32)}, "place (is|has)"),
+        ({"position": torch.zeros(2, 3, 20, dtype=torch.int32)}, "storage_order (is|has)"),
         ({"position": torch.zeros(2, 3, 20, dtype=torch.int32), "entered": None}, "20 slots"),
         ({"pool_v": torch.zeros(2, 500, 32)}, "pool_v (is|has)"),
     ],
@@ -272,8 +272,10 @@ def test_bad_arguments_are_named(way: Callable[..., Any], change: dict[str, Any]
     before = case.copy()
     with pytest.raises(ValueError, match=named):
         way(*replace(case, **change).arguments)
-    for name, tensor in before.memory.items():
-        assert torch.equal(tensor.contiguous().view(torch.uint8), case.memory[name].contiguous().view(torch.uint8))
+    for name, tensor in before.decode_state.items():
+        assert torch.equal(
+            tensor.contiguous().view(torch.uint8), case.decode_state[name].contiguous().view(torch.uint8)
+        )
 
 
 @pytest.mark.parametrize("way", [slots.attend_slots, slots_cpu.attend_slots], ids=["eager", "cpu"])
@@ -314,10 +316,10 @@ def test_evict_losers_equals_the_eager_reference(way: str, seed: int, width: int
     position[torch.rand(line, generator=generator) < 0.2] = EMPTY
     position[torch.rand(line, generator=generator) < 0.1] = ABSENT
     position[..., int(torch.randint(width, (1,), generator=generator))] = 2 * width  # every head has the newest
-    memory = torch.rand(line, generator=generator)
+    decode_state = torch.rand(line, generator=generator)
     quota = torch.randint(0, width + 2, (2, 3), generator=generator)
-    expected, found = [position.clone(), memory.clone()], [position.clone(), memory.clone()]
-    keep = slots.evict_losers(worth, *expected, quota, window)
+    expected, found = [position.clone(), decode_state.clone()], [position.clone(), decode_state.clone()]
+    keep = slots.evict_lowest(worth, *expected, quota, window)
     assert torch.equal(LOSERS[way](worth, *found, quota, window), keep)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     assert torch.equal(keep, expected[0] >= 0)
@@ -334,18 +336,20 @@ def test_neighbours_in_storage_order(way: str, width: int, pooling: tuple[str | 
     generator = torch.Generator().manual_seed(width)
     line = (2, 3, width)
     attention = torch.rand(2, 12, width, generator=generator)
-    position, place = (torch.stack([torch.randperm(999, generator=generator)[:width] for _ in range(6)]) for _ in "pp")
+    position, storage_order = (
+        torch.stack([torch.randperm(999, generator=generator)[:width] for _ in range(6)]) for _ in "pp"
+    )
     position = position.view(line).int()
     position[torch.rand(line, generator=generator) < 0.2] = EMPTY
     position[..., -1] = 1000
     position[1, 0, :-1] = ABSENT
-    place = place.view(line).int() + (1 << 30)
+    storage_order = storage_order.view(line).int() + (1 << 30)
     for window in (0, 40):
-        how = (position, place, window, pool, kernel_size, group)
+        how = (position, storage_order, window, pool, kernel_size, group)
         expected = torch.zeros(line)
         for row, head in itertools.product(range(2), range(3)):
             old = [j for j in range(width) if 0 <= position[row, head, j] <= 1000 - window]
-            old.sort(key=lambda j: int(place[row, head, j]))
+            old.sort(key=lambda j: int(storage_order[row, head, j]))
             for i, j in enumerate(old):
                 near = old[max(i - kernel_size // 2, 0) : i + kernel_size // 2 + 1] if pool else [j]
                 a = attention[row, 4 * head : 4 * head + 4][:, near]
@@ -359,7 +363,7 @@ def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch: pytest.
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21)])
     held = []
     for module in (reference, device):
-        for name in ("attend_slots", "evict_losers", "pool_in_order"):
+        for name in ("attend_slots", "evict_lowest", "pool_in_order"):
             monkeypatch.setattr(reference, name, getattr(module, name))
         cache = fast(ids, attention_mask=mask).past_key_values
         for token in random_ids(2, 2, seed=1).split(1, 1):
@@ -375,7 +379,7 @@ def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch: pytest.
     [
         ({"worth": torch.zeros(2, 3, 4)}, "worth (is|has)"),
         ({"position": torch.zeros(2, 3, 5, dtype=torch.int64)}, "position (is|has)"),
-        ({"memory": torch.zeros(2, 3, 10)[..., ::2]}, "memory|contiguous"),
+        ({"decode_state": torch.zeros(2, 3, 10)[..., ::2]}, "decode_state|contiguous"),
         ({"quota": torch.zeros(2, dtype=torch.int64)}, "quota (is|has)"),
     ],
 )
@@ -384,9 +388,9 @@ def test_losers_of_another_line(way: Callable[..., Tensor], change: dict[str, Te
     given = {
         "worth": torch.zeros(line),
         "position": torch.zeros(line, dtype=torch.int32),
-        "memory": torch.ones(line),
+        "decode_state": torch.ones(line),
         "quota": torch.ones(2, 3, dtype=torch.int64),
     }
     with pytest.raises(ValueError, match=named):
         way(**{**given, **change}, window=1)
-    assert given["memory"].all()
+    assert given["decode_state"].all()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass.ops.schemas  # noqa: F401
-from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, TurnBuffers
+from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, RecompressBuffers
 from kvpass.ops import evict, reference, slots
 from kvpass.policies import resolve
 from numeric_checks import DecodeCase, assert_rounded, exact_attention
@@ -31,9 +31,9 @@ def prefill_state(b, layers, k, d, dv, n, entries, policy, slots=None, tail=None
         pool_k=torch.full((b, slots, d), float("nan")),
         pool_v=torch.full((b, slots, dv), float("nan")),
         slots=torch.full((4, b, slots), -1, dtype=torch.int32),
-        slot_traces=torch.zeros(2, b, slots),
-        ledger=torch.zeros(b, layers, dtype=torch.float64),
-        window_traces=torch.zeros(2, b, layers, k, max(policy.window, 1)),
+        slot_stats=torch.zeros(2, b, slots),
+        layer_weights=torch.zeros(b, layers, dtype=torch.float64),
+        window_stats=torch.zeros(2, b, layers, k, max(policy.window, 1)),
         tail_k=torch.full((layers, b, k, tail or window + 4, d), float("nan")),
         tail_v=torch.full((layers, b, k, tail or window + 4, dv), float("nan")),
         offsets=torch.zeros(b, layers * k + 1, dtype=torch.int32),
@@ -103,7 +103,7 @@ def test_opcheck_attend_evict(impl):
 def test_opcheck_observe_held():
     held = without_nan(decode_state())
     scores, masses = torch.full((2, 2, 2, 16), float("-inf")), torch.zeros(2, 2, 2, 16)
-    found = TurnBuffers(scores, masses, torch.zeros(2, 2, dtype=torch.float64), torch.tensor([2, 2]))
+    found = RecompressBuffers(scores, masses, torch.zeros(2, 2, dtype=torch.float64), torch.tensor([2, 2]))
     policy = resolve("snapkv", window=2).spec
     torch.library.opcheck(OPS.observe_held.default, (*Attention(*qkv(n=2), SCALE), *held, *found, 1, 2, policy))
 
@@ -211,12 +211,12 @@ def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
         last = torch.maximum(torch.tensor(n - window), start)
         scores[((column < start[:, None]) | (column >= last[:, None]))[:, None].expand_as(scores)] = float("-inf")
         weight = torch.randint(0, 4, (rows,), generator=g).double()
-        traces = torch.rand(2, rows, kv_heads, n, generator=g)
-        reference.cascade_step(state, Candidates(k, v, scores, traces, weight, start), layer, policy)
+        stats = torch.rand(2, rows, kv_heads, n, generator=g)
+        reference.cascade_step(state, Candidates(k, v, scores, stats, weight, start), layer, policy)
         all_scores.append(scores)
         keys.append(k)
     available = (n - start - window).clamp(min=0)
-    final = policy.layer_budgets(state.ledger, entries, available, kv_heads, layers)
+    final = policy.layer_budgets(state.layer_weights, entries, available, kv_heads, layers)
     expected = torch.stack(
         [
             (policy.rank(scores, entries) < final[:, layer, None, None]) & (scores > float("-inf"))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass.operands import AppendBuffers, Attention, TurnBuffers
+from kvpass.operands import AppendBuffers, Attention, RecompressBuffers
 from kvpass.ops.recompress import NOT_DUE, fill_shares, observe_held, select_held
 from kvpass.policies import resolve
 from kvpass.policies.observation import Observation
@@ -30,7 +30,7 @@ def ragged(seed=0, t=5, window=4, heads=4, kv_heads=2, dim=6):
         keys.append(torch.cat([pool_k[0, kept], tail_k[1, 0, head, start : used + t]]))
         values.append(torch.cat([pool_v[0, kept], tail_v[1, 0, head, start : used + t]]))
     held = AppendBuffers(pool_k, pool_v, offsets, tail_k, tail_v, torch.tensor([start]), torch.tensor(used))
-    found = TurnBuffers(
+    found = RecompressBuffers(
         torch.full((1, 2, kv_heads, 30), float("-inf")),
         torch.zeros(1, 2, kv_heads, 30),
         torch.zeros(1, 2).double(),
@@ -55,7 +55,7 @@ def attention_of(q, keys, rows, **options):
 @pytest.mark.parametrize(("t", "window"), [(5, 4), (4, 4), (2, 4), (5, 0)])
 def test_every_head_is_scored_over_its_own_entries(t, window):
     call, held, found, keys, values = ragged(t=t, window=window)
-    scores, masses, ledger, _ = found
+    scores, masses, layer_weights, _ = found
     policy = resolve("lava", window=window, pool=None)
     observe_held(call, held, found, 1, 2, policy)
     assert bool((scores[:, 0] == float("-inf")).all()) and not bool(masses[:, 0].any()), "another layer was written"
@@ -72,7 +72,9 @@ def test_every_head_is_scored_over_its_own_entries(t, window):
     p = torch.cat(every)
     p = p / p.sum()
     entropy = -(p * p.log()).sum() / torch.tensor(float(p.numel())).double().log()
-    assert_close("weight", ledger[0, 1], entropy, atol=2 * error)  # all p may be off by that share, ln p by as much
+    assert_close(
+        "weight", layer_weights[0, 1], entropy, atol=2 * error
+    )  # all p may be off by that share, ln p by as much
 
 
 def test_the_weight_of_a_layer_takes_all_its_heads():
@@ -85,7 +87,7 @@ def test_the_weight_of_a_layer_takes_all_its_heads():
         a = a[..., :-4]
         h, v = h - (a * (a + 1e-10).log()).sum(), v + a.var(1).sum()
     weight = h ** (1 / 1.5) * v ** (1 / 0.5)
-    assert_close("weight", found.turn_ledger[0, 1], weight, atol=0, rtol=(2 / 1.5 + 4 / 0.5) * error)
+    assert_close("weight", found.recompress_weights[0, 1], weight, atol=0, rtol=(2 / 1.5 + 4 / 0.5) * error)
 
 
 def test_sinks_and_softcap_take_part():
@@ -96,7 +98,7 @@ def test_sinks_and_softcap_take_part():
     for head in range(2):
         heads = slice(2 * head, 2 * head + 2)
         a, error = attention_of(call.q[0, heads], keys[head], 4, softcap=2.0, sinks=sinks[heads, None])
-        found, expected = turn.turn_scores[0, 1, head, : a.shape[2] - 4].double(), a.mean((0, 1))[:-4]
+        found, expected = turn.recompress_scores[0, 1, head, : a.shape[2] - 4].double(), a.mean((0, 1))[:-4]
         assert_close(f"scores of head {head}", found, expected, atol=0, rtol=error)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpass.operands import Attention, Candidates, PrefillBuffers
 from kvpass.ops import reference
 from kvpass.policies import POLICIES, resolve
-from kvpass.policies.decode import survivors
+from kvpass.policies.decode import keep_mask
 from kvpass.policies.decode_rules import Slots
 from kvpass.policies.observation import Observation
 from kvpass.policies.plan import plan
@@ -358,13 +358,13 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
     capacity = policy.capacity(entries, layers, kv_heads)
     pool_k, pool_v = torch.zeros(batch, capacity, 4), torch.zeros(batch, capacity, 4)
     slots = torch.full((4, batch, capacity), -1, dtype=torch.int32)
-    slot_traces = torch.zeros(2, batch, capacity)
-    window_traces = torch.zeros(2, batch, layers, kv_heads, max(window, 1))
-    ledger = torch.zeros(batch, layers, dtype=torch.float64)
+    slot_stats = torch.zeros(2, batch, capacity)
+    window_stats = torch.zeros(2, batch, layers, kv_heads, max(window, 1))
+    layer_weights = torch.zeros(batch, layers, dtype=torch.float64)
     tail_k, tail_v = torch.zeros(2, layers, batch, kv_heads, window + 2, 4)
     start, share = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), entries)
     offsets = torch.zeros(batch, layers * kv_heads + 1, dtype=torch.int32)
-    state = pool_k, pool_v, slots, slot_traces, ledger, window_traces, tail_k, tail_v, offsets, share
+    state = pool_k, pool_v, slots, slot_stats, layer_weights, window_stats, tail_k, tail_v, offsets, share
     for layer in range(layers):
         call = Attention(q[layer], k[layer], v[layer], 0.5)
         _, *seen = reference.observe_attention(call, start, layer, layers, policy)
@@ -397,8 +397,10 @@ def test_no_decision_needs_a_value_on_the_host(variant, parity):
     rule = policy.decode_rule()
     if rule is not None:
         position = torch.empty(2, 2, 24, dtype=torch.int64, device="meta")
-        slots = Slots(position, rule.first_place(scores, position[..., :21], entries), rule.start(obs), obs.value_norm)
-        slots = replace(slots, place=position)
+        slots = Slots(
+            position, rule.first_storage_order(scores, position[..., :21], entries), rule.start(obs), obs.value_norm
+        )
+        slots = replace(slots, storage_order=position)
         worth, _ = rule.observe(torch.empty(2, 4, 24, device="meta"), slots)
-        keep = survivors(worth, position, policy.decode_quota(position.sum(2), entries, entries), rule.window)
-        assert rule.next_place(worth, slots, keep).shape == (2, 2, 24)
+        keep = keep_mask(worth, position, policy.decode_quota(position.sum(2), entries, entries), rule.window)
+        assert rule.next_storage_order(worth, slots, keep).shape == (2, 2, 24)

@@ -133,7 +133,7 @@ def kept_columns(cache: CompressedCache, columns: int) -> Tensor:
     assert cache.layout is not None
     heads = (*cache.layout.pools, *cache.layout.rings)[0].geometry.kv_heads
     keep = real[:, None, None].repeat(1, len(cache), heads, 1)
-    if cache.stores:
+    if cache.full_layers:
         positions = cache.positions
         live = positions + cache.start[:, None, None, None]
         live = torch.where((positions >= 0) & (live < columns), live, columns)

@@ -135,7 +135,7 @@ class DecodeCase:
         return AppendBuffers(*(getattr(self, name) for name in AppendBuffers._fields[:7]))
 
     @property
-    def memory(self) -> list[Tensor]:
+    def decode_state(self) -> list[Tensor]:
         """What the call may write, and what it must not."""
         return [self.pool_k, self.pool_v, self.tail_k, self.tail_v]
 

@@ -32,8 +32,8 @@ def _load_keys(p_worth, p_position, o_l, width, oldest_spared):  # type: ignore[
 
 
 @triton.jit(do_not_specialize=["width", "window"])
-def _evict_losers(  # type: ignore[no-untyped-def]
-    worth, position, memory, quota, keep, width, window, BLOCK_L: tl.constexpr,
+def _evict_lowest(  # type: ignore[no-untyped-def]
+    worth, position, decode_state, quota, keep, width, window, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Evict the lowest keys of one line until ``quota`` competing entries are left."""
     i_line = tl.program_id(0).to(tl.int64)
@@ -63,17 +63,17 @@ def _evict_losers(  # type: ignore[no-untyped-def]
         m_leaves = m_competes & (b_keys <= last_key)
         tl.store(keep + i_line * width + o_l, ((b_position >= 0) & ~m_leaves).to(tl.int8), mask=m_l)
         tl.store(p_position + o_l, tl.full([BLOCK_L], EMPTY, tl.int32), mask=m_l & m_leaves)
-        tl.store(memory + i_line * width + o_l, tl.zeros([BLOCK_L], tl.float32), mask=m_l & m_leaves)
+        tl.store(decode_state + i_line * width + o_l, tl.zeros([BLOCK_L], tl.float32), mask=m_l & m_leaves)
 
 
-def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor, window: int) -> Tensor:
-    """Evict the lowest scores after a step: empty their slots, set their memory to 0.
+def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:
+    """Evict the lowest scores after a step: empty their slots, set their decode_state to 0.
 
     All tensors are contiguous and on one device.
 
     Args:
         worth: fp32 ``[B, K, S]``, higher = keep, ties to the lower position. position: int32, same shape, negative = no
-            entry. memory: decode state, fp32, same shape.
+            entry. decode_state: decode state, fp32, same shape.
         quota: entries a head may hold besides the newest ``window`` positions of the line, int64 ``[B, K]``.
 
     Returns:
@@ -86,11 +86,11 @@ def evict_losers(worth: Tensor, position: Tensor, memory: Tensor, quota: Tensor,
     expected = {
         "worth": (worth, line, torch.float32),
         "position": (position, line, torch.int32),
-        "memory": (memory, line, torch.float32),
+        "decode_state": (decode_state, line, torch.float32),
         "quota": (quota, (rows, kv_heads), torch.int64),
     }
     check_tensors(expected, position.device)
     keep = torch.empty(line, dtype=torch.int8, device=position.device)
     tensors = {name: tensor for name, (tensor, _, _) in expected.items()}
-    launch(_evict_losers, (rows * kv_heads,), {**tensors, "keep": keep, "width": width, "window": window}, _CONFIGS)
+    launch(_evict_lowest, (rows * kv_heads,), {**tensors, "keep": keep, "width": width, "window": window}, _CONFIGS)
     return keep.view(torch.bool)
