@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.source import LocalSource
-from torch._guards import Source, TracingContext
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+from kvpass.torch_compat import FakeTensorMode, LocalSource, Source, TracingContext
 
 STATE_PREFIX = "kvpass_"
 """With which the names of the cache's state begin among the inputs of a graph."""

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from torch._logging import trace_structured
 from torch.fx import GraphModule
+
+from kvpass.torch_compat import trace_structured
 
 
 def count_ops(gm: GraphModule) -> Counter[str]:

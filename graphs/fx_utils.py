@@ -17,13 +17,17 @@ from typing import Any, TypeAlias
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch._dynamo.source import TensorProperty, TensorPropertySource
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.torch_compat import (
+    FakeTensor,
+    TensorProperty,
+    TensorPropertySource,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
 
 Dim: TypeAlias = int | sympy.Expr
 """A size: an int, or an expression over the symbols of the capture."""

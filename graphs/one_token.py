@@ -21,16 +21,17 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
-from torch._dynamo.source import TensorProperty
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from kvpass.graphs.bind_state import STATE_PREFIX, placeholders
 from kvpass.graphs.fx_utils import Dim, dim_of, recorded, symbols_of
 from kvpass.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TensorProperty,
+    ValueRanges,
     drop_shape_guards,
     set_symbol_bounds,
     shape_guards,

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import TensorifyState
 from torch.fx import GraphModule, Node
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from kvpass.graphs.fx_utils import dim_of, is_module_tensor, recorded, shape_of, symbols_in, symbols_of
+from kvpass.torch_compat import SymT, TensorifyScalarRestartAnalysis, TensorifyState, symbol_is_type
 
 
 def specialize_attributes_pass(gm: GraphModule) -> int:

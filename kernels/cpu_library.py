@@ -17,10 +17,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._inductor import exc
-from torch._inductor.codecache import CppCodeCache
 
 from kvpass.operands import Attention
+from kvpass.torch_compat import CppCodeCache, inductor_exc
 
 _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -61,7 +60,7 @@ def build(text: str) -> Any:
     """
     try:
         return CppCodeCache.load(text, "cpu")
-    except (exc.InvalidCxxCompiler, exc.CppCompileError) as error:
+    except (inductor_exc.InvalidCxxCompiler, inductor_exc.CppCompileError) as error:
         raise RuntimeError(
             "cannot compile CPU decode attention: a C++ compiler is needed (install g++ or set CXX), "
             f'or use backend="eager". {error}'

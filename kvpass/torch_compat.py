@@ -1,14 +1,80 @@
-"""Private parts of torch that kvpass stands on, each in one place: what another version of torch calls otherwise."""
+"""Private names of torch that kvpass uses, each imported in one place: what another version of torch may move."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
 import sympy  # type: ignore[import-untyped]
-from torch._dynamo.source import TensorPropertySource
-from torch._guards import ShapeGuard
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._dynamo import disable as dynamo_disable
+from torch._dynamo import eval_frame, maybe_mark_dynamic
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, TorchRuntimeError, Unsupported
+from torch._dynamo.source import GlobalSource, LocalSource, TensorProperty, TensorPropertySource
+from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.symbolic_convert import tls as dynamo_thread_locals
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._functorch import predispatch
+from torch._guards import ChainedSource, ShapeGuard, Source, TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor import exc as inductor_exc
+from torch._inductor.codecache import CppCodeCache
+from torch._inductor.compile_fx import compile_fx
+from torch._logging import trace_structured
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges
+
+__all__ = [
+    "BackendCompilerFailed",
+    "ChainedSource",
+    "CppCodeCache",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GlobalSource",
+    "LocalSource",
+    "ShapeGuard",
+    "Source",
+    "SymNodeVariable",
+    "SymT",
+    "TensorProperty",
+    "TensorPropertySource",
+    "TensorVariable",
+    "TensorifyScalarRestartAnalysis",
+    "TensorifyState",
+    "TorchDispatchMode",
+    "TorchRuntimeError",
+    "TracingContext",
+    "Unsupported",
+    "ValueRanges",
+    "VariableTracker",
+    "compile_fx",
+    "compile_lock",
+    "drop_shape_guards",
+    "dynamo_disable",
+    "dynamo_thread_locals",
+    "eval_frame",
+    "get_unwrapped",
+    "inductor_config",
+    "inductor_exc",
+    "int_oo",
+    "is_functorch_wrapped_tensor",
+    "maybe_mark_dynamic",
+    "predispatch",
+    "set_symbol_bounds",
+    "shape_guards",
+    "sizes_of_inputs",
+    "symbol_bounds",
+    "symbol_is_type",
+    "trace_structured",
+    "tracing",
+    "tree_leaves",
+]
 
 
 def symbol_bounds(shapes: ShapeEnv, symbol: sympy.Symbol) -> ValueRanges:

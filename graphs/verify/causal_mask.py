@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from kvpass.graphs.fx_utils import (
@@ -44,6 +43,7 @@ from kvpass.graphs.verify.examples import (
     example_sizes,
 )
 from kvpass.graphs.verify.length_guards import most_tokens
+from kvpass.torch_compat import FakeTensor
 
 _OFFSET = 5
 

@@ -8,9 +8,7 @@ from typing import Any, TypeAlias
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
-from torch._functorch import predispatch
 from torch.fx import GraphModule, Interpreter, Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.graphs.fx_utils import (
     VMAP_LEVELS,
@@ -28,6 +26,7 @@ from kvpass.graphs.fx_utils import (
     value_inputs,
 )
 from kvpass.graphs.rewrite_attention import SITE
+from kvpass.torch_compat import TorchDispatchMode, predispatch
 
 SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
 """Concrete values for the symbols of a capture."""

@@ -14,11 +14,10 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch._guards import ShapeGuard
 from torch.fx import GraphModule, Node
-from torch.utils._sympy.numbers import int_oo
 
 from kvpass.graphs.fx_utils import Dim, dim_of, recorded, shape_of, symbols_of
+from kvpass.torch_compat import ShapeGuard, int_oo
 
 _SHORT = range(2, 130)
 """Lengths tried for a guard of no simple form, besides those near its numbers."""

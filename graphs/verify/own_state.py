@@ -10,11 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor
-from torch._dynamo.source import GlobalSource, LocalSource
-from torch._dynamo.symbolic_convert import tls
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._guards import ChainedSource
 from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
@@ -33,6 +28,15 @@ from kvpass.graphs.fx_utils import (
     token_sizes,
 )
 from kvpass.graphs.verify.examples import fed_by_inputs
+from kvpass.torch_compat import (
+    ChainedSource,
+    GlobalSource,
+    LocalSource,
+    SymNodeVariable,
+    TensorVariable,
+    VariableTracker,
+    dynamo_thread_locals,
+)
 
 
 def check_own_state_pass(gm: GraphModule) -> int:
@@ -77,7 +81,7 @@ def check_own_state_pass(gm: GraphModule) -> int:
 
 def _replaced() -> Iterator[tuple[str, Node]]:
     """Yield the attributes that the traced call assigns tensors or sizes to, with their nodes."""
-    translator = getattr(tls, "current_tx", None)
+    translator = getattr(dynamo_thread_locals, "current_tx", None)
     if translator is None:
         return
     effects = translator.output.side_effects

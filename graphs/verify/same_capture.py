@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.source import TensorProperty, TensorPropertySource
-from torch._guards import Source
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.fx_utils import DataFlow
 from kvpass.graphs.rewrite_attention import SITE
 from kvpass.graphs.verify.examples import EvaluationError, evaluate
+from kvpass.torch_compat import Source, TensorProperty, TensorPropertySource, tree_leaves
 
 _TOLERANCE = 1e-4
 

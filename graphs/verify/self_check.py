@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import copy_graph
@@ -55,6 +54,7 @@ from kvpass.graphs.verify.examples import (
     token_wise_site,
 )
 from kvpass.graphs.verify.shift_positions import COUNTED, MARK, RELATIVE, shift
+from kvpass.torch_compat import tree_leaves
 
 PIECES = (9, 5, 1)
 """Tokens of the first, the further and the last piece of the short example."""

@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from kvpass.cache.cache import CompressedCache
@@ -38,6 +36,7 @@ from kvpass.graphs.passes import PassRecord, capture_passes, phase_passes, run_p
 from kvpass.graphs.rewrite_attention import find_sites, layout_of
 from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.operands import dynamic_dims
+from kvpass.torch_compat import compile_fx, inductor_config
 
 MAX_CAPTURED_TOKENS = 8
 """Longest extension captured as a CUDA graph: draft tokens to verify, not a longer text."""

@@ -15,10 +15,6 @@ from typing import Any
 import torch
 import transformers.utils
 from torch import Tensor
-from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
-from torch._dynamo.source import LocalSource
-from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 
 from kvpass.compiler.backend import PhaseCompiler, Runner
@@ -31,6 +27,16 @@ from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import check_length, longest_length
 from kvpass.graphs.verify.table_ends import table_end
 from kvpass.policies.base import Policy
+from kvpass.torch_compat import (
+    BackendCompilerFailed,
+    LocalSource,
+    TorchRuntimeError,
+    TracingContext,
+    Unsupported,
+    compile_lock,
+    maybe_mark_dynamic,
+    tracing,
+)
 
 Forward = Callable[..., Any]
 """``forward`` of a causal language model of transformers."""
@@ -210,7 +216,7 @@ def _called(captured: Callable[..., Tensor], call: Call, ids: Tensor, positions:
     tokens = ids.shape[1]
     if tokens > 1:
         for tensor in (ids, positions):
-            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            maybe_mark_dynamic(tensor, 1)
     token = _CALL.set(call)
     try:
         with _ONE_CALL:

@@ -26,7 +26,6 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
-from torch._dynamo import eval_frame
 from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -55,6 +54,7 @@ from kvpass.graphs.verify.same_capture import is_same_decoder, source_of, value_
 from kvpass.graphs.verify.self_check import check_reduced_inputs_pass
 from kvpass.graphs.verify.table_ends import table_end
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
+from kvpass.torch_compat import eval_frame
 
 _SESSION: ContextVar[Session | None] = ContextVar("kvpass_session", default=None)
 

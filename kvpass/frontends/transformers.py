@@ -26,6 +26,7 @@ from kvpass.frontends.padding import first_real_column
 from kvpass.policies import Policy, resolve_budget
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
 from kvpass.report import Report
+from kvpass.torch_compat import dynamo_disable
 
 
 @dataclass(kw_only=True)
@@ -86,7 +87,7 @@ class CompressedModel:
         )
         return output.to_tuple() if return_dict is False else output
 
-    @torch._dynamo.disable  # the decoder is compiled inside, also if the user wraps the model in torch.compile
+    @dynamo_disable  # the decoder is compiled inside, also if the user wraps the model in torch.compile
     def _forward(
         self,
         input_ids: Tensor | None,
