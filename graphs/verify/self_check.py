@@ -98,9 +98,12 @@ def self_check_pass(gm: GraphModule) -> int:
                 break
             except EvaluationError as error:
                 if tokens == shortest:
-                    reason = f"no example shows whether a text in pieces is what the whole text is: {error}"
-                    raise refuse(sites[0].node, reason) from error
+                    raise _no_example(sites[0].node, str(error)) from error
     return offsets.mark()
+
+
+def _no_example(node: Node, why: str) -> UnsupportedAttentionError:
+    return refuse(node, f"no example shows whether a text in pieces is what the whole text is: {why}")
 
 
 def _check_length_as_number(live: Sequence[Node], lengths: Collection[object]) -> None:
@@ -424,7 +427,7 @@ class _Lockstep:
         for node in nodes:
             whole = self.whole.env[node]
             if whole.is_floating_point() and bool(whole.isnan().any()):
-                raise EvaluationError("the example gives NaN")
+                raise _no_example(node, "the example gives NaN")
             if not all(self._is_same(node, whole, run) for run in self.parts):
                 raise _DiffersError(self._origin(node))
 
