@@ -110,10 +110,9 @@ class CompressedCache(HFCacheAdapter):
         n = self._prompt_columns
         window = min(self.policy.window, n)
         stores = tuple(store.finish_prefill() for store in self.full_layers)
-        self._first_column = self.start.to(self._device)
         self._seen_columns = torch.tensor(n, dtype=torch.int64, device=self._device)
-        self.start, self.columns = self._first_column, n
-        held = window - (self._first_column - (n - window)).clamp(min=0)
+        self.start, self.columns = self.start.to(self._device), n
+        held = window - (self.start - (n - window)).clamp(min=0)
         self.record = self._record(torch.tensor(self._budgets), held, stores)
 
     # -- decode and extend ------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ class CompressedCache(HFCacheAdapter):
         state = self._state(
             [{**store.cached_state, **turn} for store, turn in zip(self.full_layers, turns, strict=True)]
         )
-        return {**state, "seen": self._seen_columns, "first": self._first_column}
+        return {**state, "seen": self._seen_columns, "first": self.start}
 
     def advance(self, tokens: int) -> None:
         """Count tokens whose rows a graph has written."""
@@ -272,8 +271,7 @@ class CompressedCache(HFCacheAdapter):
         """Bytes of the cache's storages: spare slots, tail capacity, rings, positions and all tables included."""
         if self.is_empty:
             return 0
-        starts = (self.start, self._first_column)
-        return sum(part.nbytes for part in self._parts) + sum(tensor.untyped_storage().nbytes() for tensor in starts)
+        return sum(part.nbytes for part in self._parts) + self.start.untyped_storage().nbytes()
 
     @property
     def _parts(self) -> tuple[FullAttentionLayers | SlidingWindowLayers, ...]:
@@ -331,7 +329,7 @@ class CompressedCache(HFCacheAdapter):
         twin = copy.copy(self)
         twin.full_layers = [store.to(target) for store in self.full_layers]
         twin.sliding_layers = [ring.to(target) for ring in self.sliding_layers]
-        for name in ("start", "_first_column", "_seen_columns"):
+        for name in ("start", "_seen_columns"):
             setattr(twin, name, getattr(self, name).to(target))
         twin._device = twin.start.device
         return twin
@@ -369,13 +367,12 @@ class CompressedCache(HFCacheAdapter):
             budget=self.budget,
             layout=layout,
             columns=self.columns,
-            seen_columns=int(self._seen_columns),
             entries=tuple(self._budgets),
             reusable=self.reusable,
             stores=tuple(store.facts for store in self.full_layers),
             notes=dict(notes or {}),
         )
-        write_cache_file(path, {**tensors, "start": self.start, "first_column": self._first_column}, asdict(metadata))
+        write_cache_file(path, {**tensors, "start": self.start}, asdict(metadata))
 
     @classmethod
     def restore(
@@ -400,11 +397,11 @@ class CompressedCache(HFCacheAdapter):
         cache.sliding_layers = [
             SlidingWindowLayers.restore(group, part(f"ring{i}_")) for i, group in enumerate(layout.rings)
         ]
-        cache.start, cache._first_column = tensors["start"], tensors["first_column"]
+        cache.start = tensors["start"]
         cache._device = cache.start.device
         cache._budgets = list(metadata.entries)
         cache.columns = metadata.columns
-        cache._seen_columns = torch.tensor(metadata.seen_columns, dtype=torch.int64)
+        cache._seen_columns = torch.tensor(metadata.columns, dtype=torch.int64)
         cache.reusable = metadata.reusable
         return cache
 
@@ -428,7 +425,6 @@ class CompressedCache(HFCacheAdapter):
             "full_layers": [store.with_rows(index) for store in self.full_layers],
             "sliding_layers": [ring.with_rows(index) for ring in self.sliding_layers],
             "start": self.start[index],
-            "_first_column": self._first_column[index],
             "_budgets": [self._budgets[row] for row in index.tolist()],
         }
         vars(self).update(picked)  # all or none, since an allocation may fail

@@ -37,7 +37,7 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     if len(dtypes) != 1:
         raise ValueError(f"keys and values of dtypes {dtypes}: must be of one")
     (entry,) = dtypes
-    parts: dict[str, Shapes] = {"": {"start": (torch.int64, (rows,)), "first_column": (torch.int64, (rows,))}}
+    parts: dict[str, Shapes] = {"": {"start": (torch.int64, (rows,))}}
     for i, group in enumerate(metadata.layout.pools):
         parts[f"store{i}_"] = _shapes(saved_buffers(evicts=rule is not None), group, rows, entry)
     for i, group in enumerate(metadata.layout.rings):
@@ -52,8 +52,6 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
             raise ValueError(f"keys and values are {entry}: must be floats of {group.geometry.itemsize} bytes")
     start = tensors["start"]
     _check_range("start", start, 0, metadata.columns - 1)
-    if bool((tensors["first_column"] - start != metadata.seen_columns - metadata.columns).any()):
-        raise ValueError("first_column is not start and the columns that were added before it")
     seen = metadata.columns - start
     for i, facts in enumerate(metadata.stores):
         store = {name: tensors[f"store{i}_{name}"] for name in parts[f"store{i}_"]}

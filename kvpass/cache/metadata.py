@@ -29,8 +29,8 @@ class CacheMetadata:
 
     Attributes:
         model: fingerprint of the model that filled the cache, see :class:`kvpass.cache.fingerprint.ModelFingerprint`.
-        policy: its ``spec``. entries: budget of each row in entries. seen_columns: ``columns`` plus those added to the
-            prompt on the left. stores: of the groups in ``layout.pools``. notes: the user's.
+        policy: its ``spec``. entries: budget of each row in entries. stores: of the groups in ``layout.pools``. notes:
+            the user's.
     Raises:
         ValueError: the numbers contradict each other.
     """
@@ -41,22 +41,21 @@ class CacheMetadata:
     budget: Budget | None
     layout: Layout
     columns: int
-    seen_columns: int
     entries: tuple[int, ...]
     reusable: bool
     stores: tuple[LayersFacts, ...]
     notes: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if not 1 <= self.columns <= self.seen_columns <= MOST_COLUMNS:
-            raise ValueError(f"columns={self.columns}, seen_columns={self.seen_columns}: must ascend from 1 to 2**26")
+        if not 1 <= self.columns <= MOST_COLUMNS:
+            raise ValueError(f"columns={self.columns}: must be from 1 to 2**26")
         if not (self.layout.pools or self.layout.rings):
             raise ValueError("layout: must have a group of layers")
         if len(self.stores) != len(self.layout.pools):
             raise ValueError(f"stores: {len(self.stores)} for {len(self.layout.pools)} groups of layers with a budget")
         for facts in self.stores:
-            if not (0 <= facts.used <= self.seen_columns and 0 <= facts.tail_bound <= MOST_SLOTS):
-                raise ValueError(f"{facts} after {self.seen_columns} columns")
+            if not (0 <= facts.used <= self.columns and 0 <= facts.tail_bound <= MOST_SLOTS):
+                raise ValueError(f"{facts} after {self.columns} columns")
         least, most = self._bounds_of_entries()
         if not self.entries or not all(least <= entries <= most for entries in self.entries):
             raise ValueError(f"entries={list(self.entries)}: must be {least} to {most} of each row")

@@ -247,7 +247,7 @@ def test_a_file_with_a_right_checksum_and_wrong_tensors_is_refused(policy, tmp_p
         "a pool that is too small": {"store0_offsets": tensors["store0_offsets"] + 10**6},
         "offsets that fall": {"store0_offsets": tensors["store0_offsets"].flip(1)},
         "another head dim": {"store0_tail_v": tensors["store0_tail_v"][..., :-1]},
-        "more rows": {"start": tensors["start"].repeat(2), "first_column": tensors["first_column"].repeat(2)},
+        "more rows": {"start": tensors["start"].repeat(2)},
         "another dtype": {"store0_pool_v": tensors["store0_pool_v"].double()},
         "an unknown tensor": {"store0_pool_w": torch.ones(1)},
     }

@@ -78,10 +78,8 @@ def test_every_place_of_the_metadata_with_every_wrong_value_is_refused(base):
 
 
 NUMBERS = {
-    "more columns than were seen": {"columns": 54},
-    "columns before the prompt": {"seen_columns": 54},
-    "no columns": {"columns": 0, "seen_columns": 0},
-    "columns that no memory has a mask for": {"columns": 2**26 + 1, "seen_columns": 2**26 + 1},
+    "no columns": {"columns": 0},
+    "columns that no memory has a mask for": {"columns": 2**26 + 1},
     "a budget of no row": {"entries": []},
     "a budget of too few rows": {"entries": [20]},
     "a budget of too many rows": {"entries": [20, 20, 20]},
@@ -163,9 +161,7 @@ ANY = {
     "start of floats": of("start", lambda x: x.double()),
     "start of another shape": of("start", lambda x: x[None]),
     "start of no row": of("start", lambda x: x[:0]),
-    "first_column beside start": of("first_column", lambda x: x + 1),
-    "first_column of the smallest number": of("first_column", put(0, value=-(2**63))),
-    "first_column is missing": without("first_column"),
+    "start is missing": without("start"),
     "a tensor too many": lambda tensors: {**tensors, "ring7_ring_k": torch.ones(1)},
     "a store too many": lambda tensors: {**tensors, "store1_pool_k": tensors["store0_pool_k"].clone()},
     "keys are missing": without("store0_pool_k"),
@@ -195,12 +191,10 @@ ONLY_APPENDING = {
     "a tail of more tokens than a row has": lambda tensors: {
         **tensors,
         "start": torch.tensor([0, 50]),
-        "first_column": torch.tensor([0, 50]),
     },
     "the same in a row without a pool": lambda tensors: {
         **tensors,
         "start": torch.tensor([0, 50]),
-        "first_column": torch.tensor([0, 50]),
         "store0_offsets": tensors["store0_offsets"] * torch.tensor([[1], [0]], dtype=torch.int32),
         "store0_pool_positions": torch.stack([tensors["store0_pool_positions"][0], torch.full((24,), -1).int()]),
     },
