@@ -1,4 +1,4 @@
-"""How many tokens an example needs, so that a number by which the graph makes a difference shows in it.
+"""Choose how many tokens an example needs so that every number in the graph makes a difference.
 
 ``example_lengths`` chooses for a mask, ``text_lengths`` for a whole graph.
 """

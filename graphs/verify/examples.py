@@ -1,4 +1,4 @@
-"""Parts of a graph run on small examples: values for the symbols of a capture, and the calls with real semantics."""
+"""Run parts of a graph on small examples: values for the symbols of a capture, and stand-ins for inputs."""
 
 from __future__ import annotations
 

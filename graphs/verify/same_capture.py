@@ -1,7 +1,7 @@
-"""Whether two captures are of one decoder: both run on an example, and every site and the output get the same.
+"""Check that two captures are of the same decoder: run both on one example, compare attention operands and output.
 
-Dynamo captures a module again when an argument is laid out otherwise, which changes nothing, and when an attribute of
-the module has changed, which may. A text that one capture began is gone on with by another only if it is the same.
+Dynamo captures a module again if an argument has another layout, which changes nothing, and if an attribute of the
+module has changed, which may change the result. Another capture continues a text only if it computes the same.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Fail closed on a graph that gives a text in pieces something else than the same text at once.
+"""Raise if a graph computes something else for a text in pieces than for the same text at once.
 
-The live part of the graph runs on an example of N tokens and, call by call beside it, on the same tokens in three
-pieces, as prefill, extend and decode would have them. Attention itself is left out: a site is replaced by a call that
-makes each token of its own query, key and value, since what a site does against a cache is known. Positions that the
-decoder counts by itself go on from the tokens of earlier pieces where that is right, and are marked for
-``offset_positions``.
+The graph runs on an example of N tokens and, call by call beside it, on the same tokens in three pieces: as prefill,
+extend and decode would have them. Attention ops are replaced by a call that computes each token from its own query, key
+and value, because what an attention op does with a cache is known. Positions that the decoder counts itself continue
+from the tokens of earlier pieces where this gives the right result; ``offset_positions`` finds them marked.
 
-Where a call gives a piece what the whole text has there, up to rounding, the piece goes on with exactly that: rounding
-does not grow, and a router chooses the same experts. What enters a site or the output must be the same in the end; the
-first call that gave something else is named. So this finds token shifts, convolutions and means over tokens, what is
-done to the first or the last token of a call, and positions that start again at 0.
+Where a call gives a piece the values of the whole text up to rounding, the piece continues with exactly these values:
+rounding errors do not grow, and a router chooses the same experts. The operands of attention ops and the output must
+be equal in the end; the error names the first call that differed. This finds token shifts, convolutions, means over
+tokens, special treatment of the first or last token of a call, and positions that start again at 0.
 """
 
 from __future__ import annotations

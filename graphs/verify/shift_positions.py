@@ -1,7 +1,7 @@
-"""Copies of the calls that make positions, which go on from the tokens a cache has seen.
+"""Copy the calls that make positions so that they continue from the tokens a cache has seen.
 
-Found by their form: ``arange`` over the tokens, ``cumsum``, and as many rows of a table as there are tokens. That the
-copies are right is shown by ``self_check``.
+They are found by their form: ``arange`` over the tokens, ``cumsum``, and a slice of as many rows of a table as there
+are tokens. ``self_check`` shows that the copies are right.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The raw backend: ``torch.compile(module, backend="kvpass", options={...})`` for a decoder of any make.
+"""The raw backend: ``torch.compile(module, backend="kvpass", options={...})`` for any decoder.
 
-The module knows no cache. It takes its positions as an input, or counts them from the first column: then they are found
-in the graph and go on from the tokens seen, and rows must not be padded. A session holds the cache between its calls::
+The module has no cache. It takes its positions as an input, or counts them from the first column: then they are
+found in the graph and continue from the tokens seen, and rows must not be padded. A session holds the cache between its
+calls::
 
     options = {"policy": "lava", "budget": 256}
     compiled = torch.compile(module, backend="kvpass", options=options, fullgraph=True, dynamic=True)
@@ -10,8 +11,8 @@ in the graph and go on from the tokens seen, and rows must not be padded. A sess
         logits = compiled(next_id, next_position)      # decode against it
 
 Use ``fullgraph=True``: without it Dynamo may give up on a call and run it in eager mode, uncompressed. And use
-``dynamic=True``: a graph is to hold for prompts of any length, one made for a single length is refused. A batch size is
-captured when a session first has it, for several tokens; that capture serves one token too. Dynamo keeps eight captures
+``dynamic=True``: a graph must hold for prompts of any length; one for a single length raises. A batch size is captured
+when a session first has it, for several tokens; the same capture serves one token. Dynamo keeps eight captures
 of a function; more batch sizes need a larger ``torch._dynamo.config.recompile_limit``.
 """
 
