@@ -203,7 +203,7 @@ class Rewriter:
                 return self._call("attend_evict", *site.call, *held, place.layer, self.policy.spec, self.impl)
             held = self._buffers(AppendBuffers, place)
             output = self._call("attend_cache", *site.call, *held, place.layer, self.impl)
-            if f"{place.prefix}_turn_scores" in self.state:
+            if f"{place.prefix}_{RecompressBuffers._fields[0]}" in self.state:
                 found = self._buffers(RecompressBuffers, place)
                 self._call("observe_held", *site.call, *held, *found, place.layer, place.layers, self.policy.spec)
             return output

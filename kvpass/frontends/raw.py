@@ -49,6 +49,7 @@ from kvpass.graphs.fx_utils import (
     shape_of,
 )
 from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.graphs.verify.length_guards import check_length, fixed_length, longest_length
 from kvpass.graphs.verify.offset_positions import counts_positions
 from kvpass.graphs.verify.same_capture import is_same_decoder, source_of, value_of
@@ -242,8 +243,12 @@ class RawModule:
             found = tuple(value_of(source, given) for source in other.sources)
             alike = (other.rows, *other.options) == (self.rows, *self.options)
             alike = alike and all(value is not None for value in found)
-            if alike and other not in self.same and is_same_decoder(self.graph, inputs, other.graph, found):
-                self.same.add(other)
+            if alike and other not in self.same:
+                if self.device.type == "cpu":
+                    for lookup in input_lookups(other.graph):
+                        lookup.check(found)
+                if is_same_decoder(self.graph, inputs, other.graph, found):
+                    self.same.add(other)
             if other in self.same:
                 return other, found
         if begun_by is None:
