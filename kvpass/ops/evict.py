@@ -39,23 +39,23 @@ def attend_evict(
     if rule is None:
         raise ValueError(f"policy {policy.name!r} does not evict while decoding")
     (position, storage_order), (state, norm) = held.table[:, layer], held.decode_state[:, layer]
-    outputs = []
-    for step in range(call.q.shape[2]):
+    outputs, tokens = [], call.q.shape[2]
+    for step in range(tokens):
         entered = Entered(storage_order, state, norm, held.next_position + step)
-        new, lines = call.rows(slice(None), slice(step, step + 1)), Lines(*held[:5], position, entered)
-        out, attention = implementation.attend_slots(new, lines, layer)
+        new = call if tokens == 1 else call.rows(slice(None), slice(step, step + 1))
+        out, attention = implementation.attend_slots(new, Lines(*held[:5], position, entered), layer)
         assert attention is not None
         outputs.append(out)
         before = Slots(position.clone(), storage_order, state, norm, implementation.pool_in_order)
-        worth, memory_after = rule.observe(attention, before)
-        memory_after = memory_after.contiguous()
-        keep = implementation.evict_lowest(worth, position, memory_after, held.quota[layer], rule.window)
-        place_after = rule.next_storage_order(worth, before, keep)
-        if memory_after is not state:
-            state.copy_(memory_after)
-        if place_after is not storage_order:
-            storage_order.copy_(place_after)
-    return outputs[0] if len(outputs) == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
+        worth, state_after = rule.observe(attention, before)
+        state_after = state_after.contiguous()
+        keep = implementation.evict_lowest(worth, position, state_after, held.quota[layer], rule.window)
+        order_after = rule.next_storage_order(worth, before, keep)
+        if state_after is not state:
+            state.copy_(state_after)
+        if order_after is not storage_order:
+            storage_order.copy_(order_after)
+    return outputs[0] if tokens == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
 
 
 def first_slots(prompt: PrefillBuffers, start: Tensor, columns: int, window: int) -> tuple[Tensor, Tensor]:

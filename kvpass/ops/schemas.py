@@ -188,18 +188,21 @@ def _define(
 
 def _packed(run: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
     """Return ``run`` as a function of single operands, as the dispatcher passes them."""
-    kinds = list(parameters.values())
-
-    def take(kind: Any, left: Iterator[Any]) -> Any:
-        if hasattr(kind, "_fields"):
-            return kind(*islice(left, len(kind._fields)))
-        return from_spec(next(left)) if kind is Policy else next(left)
+    takers = [_taker(kind) for kind in parameters.values()]
 
     def flat(*operands: Any) -> Any:
         left = iter(operands)
-        return run(*[take(kind, left) for kind in kinds])
+        return run(*[take(left) for take in takers])
 
     return flat
+
+
+def _taker(kind: Any) -> Callable[[Iterator[Any]], Any]:
+    """Return what takes one parameter of ``kind`` from the operands; decided once, not in each call."""
+    if hasattr(kind, "_fields"):
+        count = len(kind._fields)
+        return lambda left: kind(*islice(left, count))
+    return (lambda left: from_spec(next(left))) if kind is Policy else next
 
 
 def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
