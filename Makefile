@@ -35,8 +35,8 @@ test-versions: $(READY) ## model and kernel tests on older versions of transform
 test-torch-2.11: $(READY) ## the same on the oldest torch, with its CUDA libraries (5 GB)
 	@scripts/test-versions $(VENV) "torch==2.11.0 triton==3.6.0 transformers==5.17.0 numpy<2.4"
 
-support-table: $(READY) ## write the tables of decoders in README.md
-	@PYTHONPATH=tests/support $(BIN)/python -m support_table README.md
+support-table: $(READY) ## write the tables of decoders in docs/models.md
+	@PYTHONPATH=tests/support $(BIN)/python -m support_table docs/models.md
 
 mutations: $(READY) ## break one line of the code at a time: the tests must notice (ten minutes)
 	@$(BIN)/python scripts/mutations

@@ -1,4 +1,4 @@
-"""README's tables of decoders say what the library does. The families' rows are held against it in test_contracts."""
+"""The tables of docs/models.md say what the library does. The families' rows are held against it in test_contracts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from support_table import REFUSED, listed, refused_row, tables
 from tiny_models import FAMILIES, LLAMA_LIKE
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+MODELS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 SLOW = {"mamba", "falcon_mamba", "qwen3_next"}
 """Refused for the same reason as lfm2, after ten seconds of tracing."""
 
@@ -18,11 +18,11 @@ SLOW = {"mamba", "falcon_mamba", "qwen3_next"}
     "model_type", [pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else []) for name in REFUSED]
 )
 def test_what_is_refused_is_listed_with_its_reason(model_type):
-    assert refused_row(model_type) in listed(README.read_text())
+    assert refused_row(model_type) in listed(MODELS_PAGE.read_text())
 
 
 def test_nothing_else_is_listed():
-    rows = [name for name, *_ in listed(README.read_text())]
+    rows = [name for name, *_ in listed(MODELS_PAGE.read_text())]
     assert len(rows) == len(set(rows)) == len(FAMILIES) + len(REFUSED)
 
 

@@ -23,7 +23,7 @@ from kvpass.policies.observation import Observation
 from kvpass.policies.plan import decode_layer, plan
 
 SHIPPED = Path(__file__).resolve().parents[1] / "golden"
-README = Path(__file__).resolve().parents[2] / "README.md"
+POLICIES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "policies.md"
 WHOLE = Path(__file__).resolve().parents[3] / "shared" / "golden"
 ROOT = WHOLE if WHOLE.is_dir() else SHIPPED
 CASES = sorted(
@@ -185,12 +185,12 @@ def test_contract_5_layer_weights_and_budgets_at_every_stage_of_the_cascade(path
     torch.testing.assert_close(weights[0], case.want[name].double(), rtol=2e-4, atol=0)
 
 
-def test_readme_gives_the_number_of_shipped_cases_of_every_published_policy():
+def test_the_policies_page_gives_the_number_of_shipped_cases_of_every_published_policy():
     shipped = [path for path in SHIPPED.glob("*/*.json") if path.parent.name != "inputs"]
     cases = Counter(POLICY_OF.get(path.parent.name, path.parent.name) for path in shipped)
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \|$", README.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \|$", POLICIES_PAGE.read_text(), re.MULTILINE)
     assert cases == {policy: int(count) for policy, count in rows}
-    assert f"{len(shipped)} files in `tests/golden`" in README.read_text()
+    assert f"{len(shipped)} files in `tests/golden`" in POLICIES_PAGE.read_text()
     formulas = [path for path in shipped if not json.loads(path.read_text())["produced_by_running_reference_code"]]
     assert sorted(path.parent.name for path in formulas) == ["lava", "lava_nohead", "vatp_snapkv", "vatp_snapkv"]
     assert cases.keys() == {

@@ -1,4 +1,4 @@
-"""The tables of decoders in README, made from what the tests' tiny models report.
+"""The tables of decoders in docs/models.md, made from what the tests' tiny models report.
 
 ``make support-table`` replaces them. The tests compare each family and each refusal with them, so they say what was
 found in the traced graphs.
