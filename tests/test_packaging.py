@@ -25,8 +25,8 @@ LINKED = ["kernels", "graphs", "eval"]
 IMPORT_KVPASS = f"""
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("kvpass", {str(ROOT / "kvpass" / "__init__.py")!r})
-sys.modules["kvpass"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["kvpass"])
+kvpass = sys.modules["kvpass"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kvpass)
 """
 ASK_FOR_KERNELS = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
 
@@ -63,7 +63,7 @@ def test_no_kernel_can_be_imported_under_a_bare_name(statement: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is not None, reason="the checkout would shadow the real one")
 def test_transformers_works_in_the_checkout_without_a_safe_path(kernels_without_us: str) -> None:
-    ask = "from transformers import LlamaForCausalLM; import kvpass; " + ASK_FOR_KERNELS
+    ask = "from transformers import LlamaForCausalLM; import kvpass; kvpass.compile; " + ASK_FOR_KERNELS
     result = run_python(ask, ROOT, safe_path=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout == kernels_without_us
@@ -84,7 +84,7 @@ def test_the_linked_folders_are_one_module_each(name: str) -> None:
 
 
 def test_hugging_face_kernels_are_as_available_with_us_as_without_us(kernels_without_us: str) -> None:
-    result = run_python(IMPORT_KVPASS + ASK_FOR_KERNELS, ROOT)
+    result = run_python(IMPORT_KVPASS + "kvpass.compile\n" + ASK_FOR_KERNELS, ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout == kernels_without_us
 
@@ -93,14 +93,17 @@ def test_the_test_run_itself_does_not_shadow_hugging_face_kernels() -> None:
     assert str(ROOT) not in [str(Path(entry).resolve()) for entry in sys.path]
 
 
-def test_importing_kvpass_needs_no_triton_and_loads_no_kernel(tmp_path: Path) -> None:
+def test_importing_kvpass_imports_no_torch_and_its_names_need_no_triton(tmp_path: Path) -> None:
     """transformers imports Triton where it is installed, so its absence has to be made."""
-    without_triton = "import sys; sys.modules['triton'] = None"
-    result = run_python(
-        without_triton + IMPORT_KVPASS + "print([m for m in sys.modules if m.startswith('kvpass.kernels')])", tmp_path
-    )
+    ask = """
+print([name for name in ("torch", "transformers", "rich") if name in sys.modules])
+for name in kvpass.__all__:
+    getattr(kvpass, name)
+print([name for name in sys.modules if name.startswith("kvpass.kernels")], dir(kvpass) == sorted(kvpass.__all__))
+"""
+    result = run_python("import sys; sys.modules['triton'] = None\n" + IMPORT_KVPASS + ask, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "[]"
+    assert result.stdout.split("\n")[:2] == ["[]", "[] True"]
 
 
 @pytest.fixture(scope="module")
