@@ -27,6 +27,7 @@ from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import check_length, longest_length
 from kvpass.graphs.verify.table_ends import table_end
 from kvpass.policies.base import Policy
+from kvpass.progress import working
 from kvpass.torch_compat import (
     BackendCompilerFailed,
     LocalSource,
@@ -196,7 +197,8 @@ def _capture(captured: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
     """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
     capturing = replace(call, only_capture=True)
     try:
-        _called(captured, capturing, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
+        with working(f"capturing the decoder, batch size {len(ids)}"):
+            _called(captured, capturing, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
     except _OnlyCaptured:
         return
     capturing.check_begun()
