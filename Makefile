@@ -21,10 +21,11 @@ demo: $(READY) ## compress the cache of the built-in model and show what is kept
 test: $(READY) ## run every test that this machine can run
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-lint: $(LINT_READY) ## ruff: style and formatting; import-linter: which package may import which
+lint: $(LINT_READY) ## ruff: style and formatting; import-linter: which package may import which; words of the docs
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports --no-logo --no-cache
+	@$(BIN)/python scripts/check-words
 
 typecheck: $(LINT_READY) ## mypy
 	@$(BIN)/mypy
