@@ -10,12 +10,15 @@ token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kvpass.kernels.checks import check_heads, check_tensors, of_table
+from kvpass.kernels.checks import Expected, check_heads, check_tensors, of_table
+from kvpass.kernels.launch import strides
 from kvpass.kernels.prefill_attention import FLOOR, LOG2E, block_dim, logits_base2
 from kvpass.operands import AppendBuffers, Attention
 
@@ -127,16 +130,22 @@ def append_entries(  # type: ignore[no-untyped-def]
         tl.store(p_tail_v + o_t[:, None] * DV + o_e[None, :], b_v, mask=m_v)
 
 
-def check_call(call: Attention, held: AppendBuffers, layer: int) -> None:
+def check_call(
+    call: Attention, held: Mapping[str, Tensor | None], layer: int, line: Expected | None = None, strided: str = "q k v"
+) -> None:
     """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only.
 
+    Args:
+        held: buffers by name, tails among them. line: tables of the slots. strided: as in :func:`check_tensors`.
     Raises:
         ValueError: names the first bad argument.
     """
     q, k, v, _, _, sinks = call
+    tail_k, pool_k, tiles = held["tail_k"], held["pool_k"], held.get("tiles")
+    assert tail_k is not None
     rows, heads, tokens, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
-    layers, _, _, slots, _ = held.tail_k.shape
+    layers, _, _, slots, _ = tail_k.shape
     check_heads(heads, kv_heads)
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
@@ -144,18 +153,19 @@ def check_call(call: Attention, held: AppendBuffers, layer: int) -> None:
         raise ValueError(f"q has {tokens} tokens: the tail has {slots} slots")
     sizes = {
         **{"B": rows, "L": layers, "K": kv_heads, "D": key_dim, "V": value_dim, "C": slots},
-        **{"E": held.pool_k.shape[1], "P": layers * kv_heads + 1, "Y": rows * kv_heads + 1},
-        "X": 0 if held.tiles is None else held.tiles.shape[1],
+        **{"E": 0 if pool_k is None else pool_k.shape[1], "X": 0 if tiles is None else tiles.shape[1]},
+        **{"P": layers * kv_heads + 1, "Y": rows * kv_heads + 1},
     }
     expected = {
         "q": (q, q.shape, q.dtype),
         "k": (k, (rows, kv_heads, tokens, key_dim), q.dtype),
         "v": (v, (rows, kv_heads, tokens, value_dim), q.dtype),
-        **of_table(held._asdict(), sizes, q.dtype),
+        **(line or {}),
+        **of_table(held, sizes, q.dtype),
     }
     if sinks is not None:
         expected["sinks"] = (sinks, (heads,), sinks.dtype)
-    check_tensors(expected, q.device, strided=("q", "k", "v"))
+    check_tensors(expected, q.device, strided=strided.split())
 
 
 def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:
@@ -164,12 +174,10 @@ def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[s
     pool_k, pool_v, _, tail_k, tail_v, tail_start, tail_used = held[:7]
     rows, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
-    strides = {
-        f"stride_{n}{dim}": x.stride(i) for n, x in zip("qkv", (q, k, v), strict=True) for i, dim in enumerate("bht")
-    }
     return {
         "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
-        "tail_start": tail_start, "tail_used": tail_used, **strides, "scale": scale, "softcap": softcap,
+        "tail_start": tail_start, "tail_used": tail_used, **strides("bht", q=q, k=k, v=v),
+        "scale": scale, "softcap": softcap,
         "layer": layer, "rows": rows, "entries": pool_k.shape[1], "slots": tail_k.shape[3], "tokens": tokens,
         "K": kv_heads, "G": heads // kv_heads, "D": key_dim, "DV": value_dim, "BD": block_dim(key_dim),
         "BDV": block_dim(value_dim), "BLOCK_T": APPEND_BLOCK,

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from kvpass.operands import Attention
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
 _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of some tensors."""
 
 _ATTEND_CALL = struct.Struct("=40q2d")
 """Fields of ``struct Call`` in decode_cpu.cpp: 17 pointers, 11 sizes, 9 strides, 3 of lines, scale, softcap."""
@@ -137,12 +140,15 @@ def call_attend(
     return out, fault % 4, fault // 4
 
 
-def check_lists(names: Sequence[str], what: str, given: Sequence[object], expected: Sequence[object]) -> None:
-    """Raise at the first argument with an unexpected shape or dtype; whole lists are compared, for speed.
+def check_layout(names: Sequence[str], given: Sequence[Tensor], expected: Layouts) -> None:
+    """Raise at the first tensor with an unexpected shape or dtype; whole lists are compared, for speed.
 
     Raises:
-        ValueError: names the argument.
+        ValueError: names the tensor.
     """
-    if given != expected:
-        at = next(i for i, pair in enumerate(zip(given, expected, strict=True)) if pair[0] != pair[1])
-        raise ValueError(f"{names[at]} has {what} {given[at]}: expected {expected[at]}")
+    found: Layouts = [(x.shape, x.dtype) for x in given]
+    if found != expected:
+        for name, pair, wanted in zip(names, found, expected, strict=True):
+            for what, has, must in zip(("shape", "dtype"), pair, wanted, strict=True):
+                if has != must:
+                    raise ValueError(f"{name} has {what} {has}: expected {must}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.checks import check_heads
-from kvpass.kernels.cpu_library import Fault, call_attend, check_lists
+from kvpass.kernels.cpu_library import Fault, Layouts, call_attend, check_layout
 from kvpass.operands import AppendBuffers, Attention
 
 _NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
@@ -42,26 +42,22 @@ def attend_decode(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     check_heads(heads, kv_heads)
     dtype = q.dtype
-    # Whole lists are compared, because this runs once per layer and token.
-    shapes = [x.shape for x in (k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start)]
-    expected_shapes: list[tuple[int, ...]] = [
-        (rows, kv_heads, tokens, key_dim),
-        (rows, kv_heads, tokens, value_dim),
-        (rows, entries, key_dim),
-        (rows, entries, value_dim),
-        (layers, rows, kv_heads, slots, key_dim),
-        (layers, rows, kv_heads, slots, value_dim),
-        (rows, layers * kv_heads + 1),
-        (rows,),
+    given = [k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start]
+    expected: Layouts = [
+        ((rows, kv_heads, tokens, key_dim), dtype),
+        ((rows, kv_heads, tokens, value_dim), dtype),
+        ((rows, entries, key_dim), dtype),
+        ((rows, entries, value_dim), dtype),
+        ((layers, rows, kv_heads, slots, key_dim), dtype),
+        ((layers, rows, kv_heads, slots, value_dim), dtype),
+        ((rows, layers * kv_heads + 1), torch.int32),
+        ((rows,), torch.int64),
     ]
-    check_lists(_NAMES, "shape", shapes, expected_shapes)
-    dtypes = [x.dtype for x in (k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start)]
-    expected_dtypes = [dtype, dtype, dtype, dtype, dtype, dtype, torch.int32, torch.int64]
-    check_lists(_NAMES, "dtype", dtypes, expected_dtypes)
-    packed = [x.is_contiguous() for x in (pool_k, pool_v, tail_k, tail_v, offsets, tail_start)]
+    check_layout(_NAMES, given, expected)
+    packed = [x.is_contiguous() for x in given[2:]]
     if not all(packed):
         raise ValueError(f"{_NAMES[2 + packed.index(False)]} is not contiguous")
-    if not all([x.is_cpu for x in (q, k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start)]):
+    if not all([x.is_cpu for x in (q, *given)]):
         raise ValueError("q, k, v, pool, tail, offsets and tail_start must all be on the CPU")
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)

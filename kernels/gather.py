@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_tensors, of_table
-from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.launch import KernelConfig, blocks, launch, strides
 from kvpass.kernels.prefill_attention import block_dim
 from kvpass.operands import Candidates, PrefillBuffers
 
@@ -163,15 +163,11 @@ def gather_winners(
     arguments = {
         "source": source, "k": k, "v": v, "rank": rank, "storage_order": storage_order, "stats": stats, "start": start,
         "pool_k": pool_k, "pool_v": pool_v, "slots": slots, "slot_stats": slot_stats,
-        **{f"stride_{name}{dim}": x.stride(i) for name, x in (("k", k), ("v", v)) for i, dim in enumerate("bhn")},
+        **strides("bhn", k=k, v=v),
         "layer": layer, "rows": rows, "entries": entries, "columns": columns, "K": kv_heads, "D": dim, "DV": value_dim,
         "BD": block_dim(dim), "BDV": block_dim(value_dim),
     }  # fmt: skip
-
-    def grid(meta: dict[str, int]) -> tuple[int, int]:
-        return triton.cdiv(entries, meta["BLOCK_E"]), rows
-
-    launch(_gather_kernel, grid, arguments, _CONFIGS, config=config)
+    launch(_gather_kernel, blocks(entries, "BLOCK_E", rows), arguments, _CONFIGS, config=config)
 
 
 def _part_width(pool_k: Tensor, pool_v: Tensor) -> int:
@@ -221,10 +217,6 @@ def _permute_part(
         "pool": pool, "permutation": permutation, "scratch": scratch, "entries": entries, "first": first,
         "width": width, "D": dim, "BW": triton.next_power_of_2(width),
     }  # fmt: skip
-
-    def grid(meta: dict[str, int]) -> tuple[int, int]:
-        return triton.cdiv(entries, meta["BLOCK_E"]), rows
-
-    launch(_permute_kernel, grid, arguments, _PACK_CONFIGS, config=config)
+    launch(_permute_kernel, blocks(entries, "BLOCK_E", rows), arguments, _PACK_CONFIGS, config=config)
     part = scratch[: rows * entries * width].view(rows, entries, width)
     pool[:, :, first : first + width].copy_(part)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,16 @@ def _tuned(kernel: Any, configs: tuple[KernelConfig, ...], key: tuple[str, ...])
         for config in configs
     ]
     return triton.autotune(configs=choices, key=list(key), cache_results=True)(kernel)
+
+
+def blocks(size: int, block: str, programs: int) -> Callable[[Mapping[str, int]], tuple[int, int]]:
+    """Return a grid: as many blocks as ``size`` needs, the argument ``block`` being the size of one, x ``programs``."""
+    return lambda arguments: (triton.cdiv(size, arguments[block]), programs)
+
+
+def strides(dims: str, **tensors: Tensor) -> dict[str, int]:
+    """Return the arguments ``stride_<tensor><dim>``, given a letter for each of the first dims."""
+    return {f"stride_{name}{dim}": x.stride(i) for name, x in tensors.items() for i, dim in enumerate(dims)}
 
 
 def launch(

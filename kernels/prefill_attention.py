@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_heads, check_tensors
-from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.launch import KernelConfig, blocks, launch, strides
 from kvpass.operands import Attention
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -233,16 +233,11 @@ def prefill_attention(
     arguments = {
         "q": q, "k": k, "v": v, "out": out, "lse": lse, "start": start, "sinks": sinks,
         "scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tokens": n,
-        **{f"stride_{name}{dim}": x.stride(i) for name, x in zip("qkv", (q, k, v), strict=True)
-           for i, dim in enumerate("bhn")},
+        **strides("bhn", q=q, k=k, v=v),
         "HEADS": heads, "GROUP": heads // k.shape[1], "D": d, "DV": dv,
         "BLOCK_D": block_dim(d), "BLOCK_DV": block_dim(dv), "PRECISION": precision(q.dtype),
     }  # fmt: skip
-
-    def grid(meta: dict[str, int]) -> tuple[int, int]:
-        return triton.cdiv(n, meta["BLOCK_Q"]), b * heads
-
-    launch(_prefill_kernel, grid, arguments, configs_for(q.dtype, d, dv), TUNING_KEY, config)
+    launch(_prefill_kernel, blocks(n, "BLOCK_Q", b * heads), arguments, configs_for(q.dtype, d, dv), TUNING_KEY, config)
     return out.transpose(1, 2), lse
 
 

@@ -104,26 +104,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         b_l = tl.zeros([BLOCK_R], tl.float32)
         b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
         b_m, b_l, b_acc = absorb_entries(
-            b_q,
-            b_m,
-            b_l,
-            b_acc,
-            p_k,
-            p_v,
-            D,
-            DV,
-            first,
-            last,
-            o_t,
-            scale,
-            softcap,
-            D,
-            DV,
-            BD,
-            BDV,
-            BLOCK_S,
-            False,
-        )
+            b_q, b_m, b_l, b_acc, p_k, p_v, D, DV, first, last, o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
+        )  # fmt: skip
         p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
         p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
         b_m, b_l, b_acc = absorb_entries(
@@ -207,7 +189,7 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots = tail_k.shape[3]
     num_tiles = tiles.shape[1]
-    check_call(call, held, layer)
+    check_call(call, held._asdict(), layer)
     query_rows = heads // kv_heads * tokens
     tail_tiles = triton.cdiv(slots, TAIL_TILE)
     num_partials = num_tiles + rows * kv_heads * tail_tiles
@@ -224,12 +206,7 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     arguments = {**shared, **tiling, "tiles": tiles, "BLOCK_R": block_rows}
     launch(_attend_tile, grid, arguments, configs, ("K", "D", "DV", "BLOCK_R"), config)
     again = "tail_used layer rows tokens K G DV BDV".split()
-    merge = {
-        **tiling,
-        **{name: shared[name] for name in again},
-        "tile_offsets": tile_offsets,
-        "sinks": sinks,
-        "out": out,
-    }
+    of_shared = {name: shared[name] for name in again}
+    merge = {**tiling, **of_shared, "tile_offsets": tile_offsets, "sinks": sinks, "out": out}
     launch(_merge_tiles, (rows * tokens * heads,), merge, _MERGE_CONFIGS)
     return out.transpose(1, 2)

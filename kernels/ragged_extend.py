@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.cached_attention import absorb_entries, append_entries, check_call, shared_arguments
-from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.launch import KernelConfig, blocks, launch
 from kvpass.kernels.prefill_attention import LOG2E, block_dim
 from kvpass.operands import AppendBuffers, Attention
 
@@ -114,15 +114,12 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
     rows, heads, tokens, _ = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     layers = tail_k.shape[0]
-    check_call(call, held, layer)
+    check_call(call, held._asdict(), layer)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     shared = shared_arguments(call, held, layer)
     arguments = {**shared, "layers": layers, "offsets": offsets, "sinks": sinks, "out": out}
     query_rows = heads // kv_heads * tokens
-
-    def grid(meta: dict[str, int]) -> tuple[int, int]:
-        return triton.cdiv(query_rows, meta["BLOCK_R"]), rows * kv_heads
-
     configs = _choose(q.dtype, shared["D"], shared["DV"])
+    grid = blocks(query_rows, "BLOCK_R", rows * kv_heads)
     launch(_attend_queries, grid, arguments, configs, ("K", "D", "DV"), config)
     return out.transpose(1, 2)

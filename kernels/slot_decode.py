@@ -10,6 +10,7 @@ tail capacity, S slots of a line, the last C of them the tail's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from kvpass.kernels.cached_attention import (
     absorb_entries,
     append_entries,
     begin_merge,
+    check_call,
     merge_partials,
 )
-from kvpass.kernels.checks import check_heads, check_tensors, of_table
-from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.launch import KernelConfig, launch, strides
 from kvpass.kernels.prefill_attention import FLOOR, block_dim
-from kvpass.kernels.slot_line import first_empty
+from kvpass.kernels.slot_lines import first_empty
 from kvpass.operands import Attention, Lines
 
 TILE = 64
@@ -212,14 +213,13 @@ def attend_slots(
     block_rows = 16 if q.dtype == torch.float32 else min(32, max(16, triton.next_power_of_2(group)))
     shared: dict[str, Any] = {
         "v": v, "offsets": offsets, "position": position, "weights": weights, "partial": partial,
-        "partial_ml": partial_ml, "stride_vb": v.stride(0), "stride_vh": v.stride(1), "layer": layer, "slots": slots,
+        "partial_ml": partial_ml, **strides("bh", v=v), "layer": layer, "slots": slots,
         "width": width, "segments": tail_k.shape[0] * kv_heads + 1, "K": kv_heads, "G": group, "DV": value_dim,
         "BDV": block_dim(value_dim),
     }  # fmt: skip
     attend = {
         **shared, "q": q, "k": k, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
-        "stride_qb": q.stride(0), "stride_qh": q.stride(1), "stride_kb": k.stride(0), "stride_kh": k.stride(1),
-        "stride_pb": position.stride(0), "stride_ph": position.stride(1), "scale": scale, "softcap": softcap,
+        **strides("bh", q=q, k=k, p=position), "scale": scale, "softcap": softcap,
         "rows": rows, "entries": 0 if pool_k is None else pool_k.shape[1], "pool_tiles": pool_tiles, "D": key_dim,
         "BD": block_dim(key_dim), "TILE": TILE, "BLOCK_R": block_rows, "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip
@@ -233,39 +233,21 @@ def attend_slots(
 
 def _check(call: Attention, lines: Lines, layer: int) -> None:
     """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only."""
-    q, k, v, _, _, sinks = call
     pool_k, pool_v, offsets, tail_k, tail_v, position, entered = lines
-    rows, heads, _, key_dim = q.shape
-    _, kv_heads, _, value_dim = v.shape
-    layers, _, _, slots, _ = tail_k.shape
-    width = position.shape[2]
-    check_heads(heads, kv_heads)
-    if not 0 <= layer < layers:
-        raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
-    line = (rows, kv_heads, width)
-    sizes = {"B": rows, "L": layers, "K": kv_heads, "D": key_dim, "V": value_dim, "C": slots}
-    sizes |= {"E": 0 if pool_k is None else pool_k.shape[1], "P": layers * kv_heads + 1}
-    held = {"pool_k": pool_k, "pool_v": pool_v, "offsets": offsets, "tail_k": tail_k, "tail_v": tail_v}
-    expected = {
-        "q": (q, (rows, heads, 1, key_dim), q.dtype),
-        "k": (k, (rows, kv_heads, 1, key_dim), q.dtype),
-        "v": (v, (rows, kv_heads, 1, value_dim), q.dtype),
-        "position": (position, line, torch.int32),
-        **of_table(held, sizes, q.dtype),
-    }
-    most = slots if pool_k is None else width
-    strided = ["q", "k", "v"]
-    if entered is None:
-        strided.append("position")
-    else:
+    if call.q.shape[2] != 1:
+        raise ValueError(f"q has {call.q.shape[2]} tokens: must be 1")
+    slots, width = tail_k.shape[3], position.shape[2]
+    rows, kv_heads = call.v.shape[:2]
+    shape = (rows, kv_heads, width)
+    line: dict[str, tuple[Tensor, Sequence[int], torch.dtype]] = {"position": (position, shape, torch.int32)}
+    if entered is not None:
         types = torch.int32, torch.float32, torch.float32
         for name, tensor, dtype in zip(("storage_order", "decode_state", "norm"), entered, types, strict=False):
-            expected[name] = (tensor, line, dtype)
-        expected["now"] = (entered.now, (rows,), torch.int64)
+            line[name] = (tensor, shape, dtype)
+        line["now"] = (entered.now, (rows,), torch.int64)
         if offsets is None:
             raise ValueError("an entry is written down in lines that have a pool: offsets is None")
-    if sinks is not None:
-        expected["sinks"] = (sinks, (heads,), sinks.dtype)
-    check_tensors(expected, q.device, strided=strided)
-    if not slots <= width <= most:
+    held = {"pool_k": pool_k, "pool_v": pool_v, "offsets": offsets, "tail_k": tail_k, "tail_v": tail_v}
+    check_call(call, held, layer, line, strided="q k v position" if entered is None else "q k v")
+    if not slots <= width <= (slots if pool_k is None else width):
         raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.checks import check_heads
-from kvpass.kernels.cpu_library import Fault, build, call_attend, check_lists, source
+from kvpass.kernels.cpu_library import Fault, Layouts, build, call_attend, check_layout, source
 from kvpass.operands import Attention, Lines
 
 _NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
@@ -44,15 +44,15 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
     check_heads(heads, kv_heads)
     dtype = q.dtype
     given = [q, k, v, tail_k, tail_v, position]
-    shapes: list[tuple[int, ...]] = [
-        (rows, heads, 1, key_dim),
-        (rows, kv_heads, 1, key_dim),
-        (rows, kv_heads, 1, value_dim),
-        (layers, rows, kv_heads, slots, key_dim),
-        (layers, rows, kv_heads, slots, value_dim),
-        (rows, kv_heads, width),
+    line_shape = (rows, kv_heads, width)
+    expected: Layouts = [
+        ((rows, heads, 1, key_dim), dtype),
+        ((rows, kv_heads, 1, key_dim), dtype),
+        ((rows, kv_heads, 1, value_dim), dtype),
+        ((layers, rows, kv_heads, slots, key_dim), dtype),
+        ((layers, rows, kv_heads, slots, value_dim), dtype),
+        (line_shape, torch.int32),
     ]
-    dtypes = [dtype, dtype, dtype, dtype, dtype, torch.int32]
     names: tuple[str, ...] = _NAMES
     contiguous = [tail_k, tail_v]
     entries, pool_width = 0, 0
@@ -60,17 +60,16 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
         entries, pool_width = pool_k.shape[1], width - slots
         names += _POOL_NAMES
         given += [pool_k, pool_v, offsets]
-        shapes += [(rows, entries, key_dim), (rows, entries, value_dim), (rows, layers * kv_heads + 1)]
-        dtypes += [dtype, dtype, torch.int32]
+        expected += [((rows, entries, key_dim), dtype), ((rows, entries, value_dim), dtype)]
+        expected += [((rows, layers * kv_heads + 1), torch.int32)]
         contiguous += [pool_k, pool_v, offsets]
     if entered is not None:
         names += _ENTERED_NAMES
         given += entered
-        shapes += [(rows, kv_heads, width)] * 3 + [(rows,)]
-        dtypes += [torch.int32, torch.float32, torch.float32, torch.int64]
+        expected += [(line_shape, torch.int32), (line_shape, torch.float32), (line_shape, torch.float32)]
+        expected += [((rows,), torch.int64)]
         contiguous += [position, *entered]
-    check_lists(names, "shape", [x.shape for x in given], shapes)
-    check_lists(names, "dtype", [x.dtype for x in given], dtypes)
+    check_layout(names, given, expected)
     if width - slots != pool_width or pool_width < 0:
         raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")
     if not all([x.is_contiguous() for x in contiguous]) or position.stride(2) != 1:
@@ -106,12 +105,10 @@ def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: T
         ValueError: an argument would be read out of bounds; nothing was written.
         RuntimeError: there is no C++ compiler.
     """
-    rows, kv_heads, width = position.shape
-    line = (rows, kv_heads, width)
+    rows, kv_heads, width = line = position.shape
     given = [worth, position, decode_state, quota]
-    check_lists(_EVICT_NAMES, "shape", [x.shape for x in given], [line, line, line, (rows, kv_heads)])
-    dtypes = [torch.float32, torch.int32, torch.float32, torch.int64]
-    check_lists(_EVICT_NAMES, "dtype", [x.dtype for x in given], dtypes)
+    expected: Layouts = [(line, torch.float32), (line, torch.int32), (line, torch.float32)]
+    check_layout(_EVICT_NAMES, given, [*expected, ((rows, kv_heads), torch.int64)])
     worth = worth.contiguous()
     if not all([x.is_contiguous() and x.is_cpu for x in given[1:]]) or not worth.is_cpu:
         raise ValueError("position, decode_state and quota must be contiguous, and all tensors on the CPU")
@@ -142,8 +139,8 @@ def pool_in_order(
     rows, kv_heads, width = line = position.shape
     heads = attention.shape[1]
     given = [attention, position, storage_order]
-    check_lists(_ORDER_NAMES, "shape", [x.shape for x in given], [(rows, heads, width), line, line])
-    check_lists(_ORDER_NAMES, "dtype", [x.dtype for x in given], [torch.float32, torch.int32, torch.int32])
+    expected: Layouts = [((rows, heads, width), torch.float32), (line, torch.int32), (line, torch.int32)]
+    check_layout(_ORDER_NAMES, given, expected)
     check_heads(heads, kv_heads)
     if not all([x.is_contiguous() and x.is_cpu for x in given]):
         raise ValueError("attention, position and storage_order must be contiguous and on the CPU")

@@ -12,6 +12,8 @@ TILE = 64
 """Default entries per tile: at budget 1024, a row and layer of an 8B model is one H200 wave."""
 MOST_TILES = 1024
 """Approximate limit per row and layer: eight for each multiprocessor of an H100 or H200. More only cost merging."""
+FEWEST_TILES = 2
+"""Fewest tiles in the list of a layer: graphs would specialise on a first pool with one or none."""
 NO_TILE = -1
 """Row and KV head of a list element that holds no tile."""
 
@@ -60,7 +62,8 @@ def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE) -> tuple[Tensor, 
     tile_offsets = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
     total = tile_offsets[:, -1:]
 
-    index = torch.arange(int(total.max()), dtype=torch.int32, device=offsets.device).expand(layers, -1).contiguous()
+    count = max(int(total.max()), FEWEST_TILES)
+    index = torch.arange(count, dtype=torch.int32, device=offsets.device).expand(layers, -1).contiguous()
     segment = torch.searchsorted(tile_offsets[:, 1:].contiguous(), index, right=True).clamp(max=rows * kv_heads - 1)
     tile_first = first.gather(1, segment) + (index - tile_offsets.gather(1, segment)) * tile
     tile_last = torch.minimum(tile_first + tile, last.gather(1, segment))

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.launch import KernelConfig, blocks, launch, strides
 from kvpass.kernels.prefill_attention import (
     LOG2E,
     block_dim,
@@ -246,14 +245,13 @@ def window_statistics(
     site = _site(call, start, lse, max(window, 1))
     keys = call.k
     b, heads, n, d = *call.q.shape[:2], keys.shape[2], keys.shape[3]
-
-    def empty(asked: bool) -> Tensor | None:
-        return torch.empty(b, heads, n, dtype=torch.float32, device=keys.device) if asked else None
-
     mean = torch.empty(b, heads, n, dtype=torch.float32, device=keys.device)
-    extras = {"variance": empty(variance), "entropy": empty(entropy)}
+    extras = {
+        "variance": torch.empty_like(mean) if variance else None,
+        "entropy": torch.empty_like(mean) if entropy else None,
+    }
     arguments = {**site, "mean": mean, **extras, "rows": max(window, 1)}
-    grid = _blocks(n, b * keys.shape[1])
+    grid = blocks(n, "BLOCK_K", b * keys.shape[1])
     launch(_window_kernel, grid, arguments, window_configs(keys.dtype, d), WINDOW_KEY, config)
     return WindowStatistics(mean, **extras)
 
@@ -276,7 +274,7 @@ def column_sums(
     b, heads, n, d = *call.q.shape[:2], keys.shape[2], keys.shape[3]
     sums = torch.empty(b, heads, n, dtype=torch.float32, device=keys.device)
     arguments = {**site, "out": sums, "rows": rows}
-    launch(_column_sum_kernel, _blocks(n, b * heads), arguments, sum_configs(keys.dtype, d), SUM_KEY, config)
+    launch(_column_sum_kernel, blocks(n, "BLOCK_K", b * heads), arguments, sum_configs(keys.dtype, d), SUM_KEY, config)
     return sums
 
 
@@ -295,10 +293,10 @@ def value_norms(values: Tensor, start: Tensor, config: KernelConfig | None = Non
     norms = torch.empty(b, kv_heads, n, dtype=torch.float32, device=values.device)
     arguments = {
         "v": values, "start": start, "out": norms, "tokens": n,
-        **{f"stride_v{dim}": values.stride(i) for i, dim in enumerate("bhn")},
+        **strides("bhn", v=values),
         "KV_HEADS": kv_heads, "DV": dv, "BLOCK_DV": block_dim(dv),
     }  # fmt: skip
-    launch(_value_norm_kernel, _blocks(n, b * kv_heads), arguments, NORM_CONFIGS, config=config)
+    launch(_value_norm_kernel, blocks(n, "BLOCK_K", b * kv_heads), arguments, NORM_CONFIGS, config=config)
     return norms
 
 
@@ -317,13 +315,7 @@ def _site(call: Attention, start: Tensor, lse: Tensor, rows: int) -> dict[str, A
     return {
         "q": queries, "k": keys, "lse": lse, "start": start, "scale": call.scale, "softcap": call.softcap,
         "tokens": n, "queries": given,
-        **{f"stride_{name}{dim}": x.stride(i) for name, x in (("q", queries), ("k", keys))
-           for i, dim in enumerate("bhn")},
-        "stride_lb": lse.stride(0), "stride_lh": lse.stride(1),
+        **strides("bhn", q=queries, k=keys), **strides("bh", l=lse),
         "KV_HEADS": kv_heads, "GROUP": heads // kv_heads,
         "D": d, "BLOCK_D": block_dim(d), "PRECISION": precision(keys.dtype),
     }  # fmt: skip
-
-
-def _blocks(columns: int, programs: int) -> Callable[[dict[str, int]], tuple[int, int]]:
-    return lambda meta: (triton.cdiv(columns, meta["BLOCK_K"]), programs)

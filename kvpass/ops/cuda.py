@@ -7,10 +7,11 @@ packed. Kernels are imported when an operator first runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvpass.operands import AppendBuffers, Attention, Candidates, Lines, PrefillBuffers
@@ -21,8 +22,6 @@ from kvpass.policies.scores import Group, Pool
 
 SPLIT_TOKENS = 8
 """Up to so many new tokens the pool is split among programs; above, query blocks are enough."""
-FEWEST_TILES = 2
-"""Minimum tiles per layer: graphs would specialise on a first pool with one or none."""
 
 
 def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None = None) -> Tensor:
@@ -74,15 +73,10 @@ def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tens
     Args:
         slots: E of the pool, which decides the size of a tile.
     """
-    from kvpass.kernels.tile_map import NO_TILE, tile_map, tile_of
+    from kvpass.kernels.tile_map import tile_map, tile_of
 
     layers = (offsets.shape[1] - 1) // kv_heads
-    tiles, tile_offsets = tile_map(offsets, kv_heads, tile_of(slots // layers))
-    missing = FEWEST_TILES - tiles.shape[1]
-    if missing > 0:
-        nothing = tiles.new_tensor([NO_TILE, NO_TILE, 0, 0])
-        tiles = torch.cat([tiles, nothing.expand(tiles.shape[0], missing, 4)], 1)
-    return tiles, tile_offsets
+    return tile_map(offsets, kv_heads, tile_of(slots // layers))
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
@@ -106,7 +100,7 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
 
 def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:
     """See :func:`kvpass.ops.slots.evict_lowest`."""
-    from kvpass.kernels.slot_eviction import evict_lowest
+    from kvpass.kernels.slot_lines import evict_lowest
 
     return evict_lowest(worth.contiguous(), position, decode_state, quota, window)
 
@@ -115,7 +109,7 @@ def pool_in_order(
     attention: Tensor, position: Tensor, storage_order: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
 ) -> Tensor:
     """See :func:`kvpass.policies.decode_rules.pool_in_order`."""
-    from kvpass.kernels.slot_neighbours import pool_in_order
+    from kvpass.kernels.slot_lines import pool_in_order
 
     return pool_in_order(attention, position, storage_order, window, pool, kernel_size, group)
 
@@ -194,6 +188,16 @@ class SiteStatistics:
         return self.sums[rows]
 
 
+def _slice(statistic: Tensor, live: reference.Live) -> Tensor:
+    rows, columns = live
+    return statistic[rows, :, columns]
+
+
+def _sliced(statistic: Callable[[SiteStatistics], Tensor]) -> Any:
+    """Return a property: the part of a statistic ``[B, heads, N]`` for an observation's rows and columns."""
+    return property(lambda obs: _slice(statistic(obs.site), obs.live))
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KernelObservation(Observation):
     """Observation whose statistics are slices of those of the whole attention op."""
@@ -201,34 +205,12 @@ class KernelObservation(Observation):
     site: SiteStatistics
     live: reference.Live
 
-    @property
-    def _live(self) -> tuple[slice, slice, slice]:
-        rows, columns = self.live
-        return rows, slice(None), columns
-
-    @property
-    def mean(self) -> Tensor:
-        return self.site.mean[self._live]
-
-    @property
-    def variance(self) -> Tensor:
-        return self.site.spread[1][self._live]
-
-    @property
-    def entropy(self) -> Tensor:
-        return self.site.spread[2][self._live]
-
-    @property
-    def last_row(self) -> Tensor:
-        return self.site.last_row[self._live]
-
-    @property
-    def value_norm(self) -> Tensor:
-        return self.site.value_norm[self._live]
-
-    @property
-    def column_sum(self) -> Tensor:
-        return self.recent_sum(self.site.call.k.shape[2])
+    mean = _sliced(lambda site: site.mean)
+    variance = _sliced(lambda site: site.spread[1])
+    entropy = _sliced(lambda site: site.spread[2])
+    last_row = _sliced(lambda site: site.last_row)
+    value_norm = _sliced(lambda site: site.value_norm)
+    column_sum = _sliced(lambda site: site.recent_sum(site.call.k.shape[2]))
 
     def recent_sum(self, rows: int) -> Tensor:
-        return self.site.recent_sum(rows)[self._live]
+        return _slice(self.site.recent_sum(rows), self.live)

@@ -86,8 +86,7 @@ def call_everything(
         ragged_decode,
         ragged_extend,
         slot_decode,
-        slot_eviction,
-        slot_neighbours,
+        slot_lines,
         tile_map,
         window_statistics,
     )
@@ -133,8 +132,8 @@ def call_everything(
     ring = torch.zeros(rows, 1, capacity, dtype=torch.int32).expand(-1, kv_heads, -1)
     slot_decode.attend_slots(site(1), Lines(None, None, None, *tail, ring), 1)
     how = ("max", 7, "max") if options else ("avg", 5, "mean")
-    slot_neighbours.pool_in_order(torch.zeros(rows, heads, line[2]), position, position, WINDOW, *how)
-    slot_eviction.evict_lowest(
+    slot_lines.pool_in_order(torch.zeros(rows, heads, line[2]), position, position, WINDOW, *how)
+    slot_lines.evict_lowest(
         decode_state, position, decode_state, torch.zeros(rows, kv_heads, dtype=torch.int64), WINDOW
     )
 

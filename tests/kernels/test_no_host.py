@@ -19,8 +19,7 @@ from kvpass.kernels import (
     ragged_decode,
     ragged_extend,
     slot_decode,
-    slot_eviction,
-    slot_neighbours,
+    slot_lines,
     window_statistics,
 )
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, RingBuffers
@@ -56,7 +55,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     module: ModuleType
     attend = (prefill_attention, ragged_decode, ragged_extend, slot_decode)
-    for module in (*attend, gather, slot_eviction, slot_neighbours, window_statistics):
+    for module in (*attend, gather, slot_lines, window_statistics):
         monkeypatch.setattr(module, "launch", launch)
     yield names
 

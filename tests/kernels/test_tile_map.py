@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass.kernels.tile_map import TILE, tile_map, tile_of
+from kvpass.kernels.tile_map import FEWEST_TILES, TILE, tile_map, tile_of
 
 
 def make_offsets(lengths: list[list[int]]) -> Tensor:
@@ -33,7 +33,7 @@ def test_tiles_partition_every_segment(given_lengths: tuple[list[list[int]], int
     rows, layers = len(lengths), len(lengths[0]) // kv_heads
     assert tiles.dtype == tile_offsets.dtype == torch.int32
     assert tile_offsets.shape == (layers, rows * kv_heads + 1)
-    assert tiles.shape == (layers, max(tile_offsets[:, -1].tolist()), 4)
+    assert tiles.shape == (layers, max(*tile_offsets[:, -1].tolist(), FEWEST_TILES), 4)
     for layer in range(layers):
         expected, bounds = [], [0]
         for row in range(rows):
@@ -49,7 +49,7 @@ def test_tiles_partition_every_segment(given_lengths: tuple[list[list[int]], int
 
 def test_an_empty_pool_has_no_tiles() -> None:
     tiles, tile_offsets = tile_map(make_offsets([[0] * 6]), kv_heads=2)
-    assert tiles.shape == (3, 0, 4)
+    assert tiles.tolist() == [[[-1, -1, 0, 0]] * FEWEST_TILES] * 3
     assert tile_offsets.tolist() == [[0, 0, 0]] * 3
 
 
