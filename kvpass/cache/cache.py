@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.check_saved import check_tensors
 from kvpass.cache.copying import copied_only
 from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint, reference
 from kvpass.cache.hf_adapter import HFCacheAdapter
 from kvpass.cache.layers import FullAttentionLayers
-from kvpass.cache.metadata import CacheMetadata
+from kvpass.cache.metadata import CacheMetadata, check_tensors
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, by_layer, layer_ids
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.sliding_layers import SlidingWindowLayers
 from kvpass.config import Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
+from kvpass.operands import RingBuffers
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
 from kvpass.version import __version__
@@ -101,7 +101,7 @@ class CompressedCache(HFCacheAdapter):
         self.full_layers = [FullAttentionLayers(group, self.policy) for group in layout.pools]
         for store in self.full_layers:
             store.begin_prefill(self._budgets, self.start, n, dtype, device)
-        self.sliding_layers = [SlidingWindowLayers(group, len(lengths), dtype, device) for group in layout.rings]
+        self.sliding_layers = [SlidingWindowLayers.empty(group, len(lengths), dtype, device) for group in layout.rings]
         self._device = device
         self.layout = layout
 
@@ -133,7 +133,7 @@ class CompressedCache(HFCacheAdapter):
             CacheMismatchError: the cache has others.
         """
         self._check_layout(layout)
-        held = self.full_layers[0].pool_k if self.full_layers else self.sliding_layers[0].ring_k
+        held = self.full_layers[0].pool_k if self.full_layers else self.sliding_layers[0].buffers.ring_k
         if held.dtype != dtype:
             raise CacheMismatchError(f"{self!r} of {held.dtype} was handed to a model of {dtype}")
         turns = [turn.buffers._asdict() for turn in self._recompressions] or [{}] * len(self.full_layers)
@@ -214,7 +214,7 @@ class CompressedCache(HFCacheAdapter):
 
     def _state(self, stores: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         named = [(f"store{i}", state) for i, state in enumerate(stores)]
-        named += [(f"ring{i}", ring.state) for i, ring in enumerate(self.sliding_layers)]
+        named += [(f"ring{i}", ring.buffers._asdict()) for i, ring in enumerate(self.sliding_layers)]
         return {f"{prefix}_{name}": tensor for prefix, state in named for name, tensor in state.items()}
 
     def _check_layout(self, layout: Layout) -> None:
@@ -357,9 +357,7 @@ class CompressedCache(HFCacheAdapter):
         identity = None if self._identity is None else self._identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
-        parts = {f"store{i}": store.compact_tensors() for i, store in enumerate(self.full_layers)}
-        parts |= {f"ring{i}": ring.state for i, ring in enumerate(self.sliding_layers)}
-        tensors = {f"{prefix}_{name}": tensor for prefix, part in parts.items() for name, tensor in part.items()}
+        tensors = self._state([store.compact_tensors() for store in self.full_layers])
         metadata = CacheMetadata(
             kvpass_version=__version__,
             model=identity.describe(),
@@ -395,7 +393,7 @@ class CompressedCache(HFCacheAdapter):
             for i, group in enumerate(layout.pools)
         ]
         cache.sliding_layers = [
-            SlidingWindowLayers.restore(group, part(f"ring{i}_")) for i, group in enumerate(layout.rings)
+            SlidingWindowLayers(group, RingBuffers(**part(f"ring{i}_"))) for i, group in enumerate(layout.rings)
         ]
         cache.start = tensors["start"]
         cache._device = cache.start.device

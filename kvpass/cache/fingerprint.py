@@ -23,19 +23,10 @@ from kvpass.errors import CacheMismatchError
 SAMPLES = 256
 """Evenly spaced elements of each tensor that the digest of the weights reads."""
 
-_IRRELEVANT = {
-    *(
-        "architectures",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "return_dict",
-        "id2label",
-        "label2id",
-    ),
-    *("output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id"),
-}
+_IRRELEVANT = set(
+    "architectures dtype torch_dtype transformers_version use_cache return_dict id2label label2id output_attentions "
+    "output_hidden_states bos_token_id eos_token_id pad_token_id".split()
+)
 """Settings of a configuration that do not affect keys and values; those named ``_...`` do not either."""
 
 _VERSION = attrgetter("_version")
@@ -133,16 +124,14 @@ class ModelFingerprint:
         for name, value in own.items():
             if type(described.get(name)) is not type(value):
                 raise CacheMismatchError(f"the cache does not say of which {name} its model is, or not as kvpass does")
-        for name in ("class", "dtype"):
-            if own[name] != described[name]:
-                raise CacheMismatchError(
-                    f"the cache is of a model of {name} {described[name]}, this one is {own[name]}"
-                )
-        ours, theirs = own["config"], described["config"]
+        ours, theirs = (
+            {name: side[name] for name in ("class", "dtype")} | {f"config.{k}": v for k, v in side["config"].items()}
+            for side in (own, described)
+        )
         for name in sorted(ours.keys() & theirs.keys()):
             if ours[name] != theirs[name]:
                 raise CacheMismatchError(
-                    f"the cache is of another model: its config.{name} is {theirs[name]}, here it is {ours[name]}"
+                    f"the cache is of another model: its {name} is {theirs[name]}, here it is {ours[name]}"
                 )
         if own["adapters"] != described["adapters"]:
             raise CacheMismatchError("the cache was filled with other active adapters than the model has now")

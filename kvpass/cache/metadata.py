@@ -1,16 +1,31 @@
-"""The metadata of a cache file, used to write and to read it."""
+"""The metadata of a cache file, used to write and to read it, and the check of the file's tensors against it.
+
+Legend: B batch, L layers of one KV geometry, K KV heads, E pool slots, C tail capacity, S slots of a line, see
+:mod:`kvpass.ops.slots`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from kvpass.config import MAX_ENTRIES, Budget, Layout
+import torch
+from torch import Tensor
+
+from kvpass.config import MAX_ENTRIES, Budget, LayerGroup, Layout
+from kvpass.operands import BUFFERS, RingBuffers, saved_buffers
+from kvpass.ops.evict import SLOT_POSITION
+from kvpass.ops.slots import ABSENT, EMPTY
+from kvpass.policies.base import Policy
+from kvpass.policies.decode_rules import DecodeRule
 
 MOST_COLUMNS = 1 << 26
 """Most columns in a file: a mask over the columns must fit in memory."""
 MOST_SLOTS = 2 * MAX_ENTRIES
 """Most slots of a tail: a head that decoding evicts from holds its budget and a window."""
+Shapes: TypeAlias = dict[str, tuple[torch.dtype, tuple[int | str, ...]]]
+"""Dtype and sizes of tensors by name; a named size is free, but equal wherever it occurs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +40,7 @@ class LayersFacts:
 class CacheMetadata:
     """JSON metadata of a file of format 1; names as in :class:`kvpass.cache.cache.CompressedCache`.
 
-    The numbers are checked for consistency here; :mod:`kvpass.cache.check_saved` checks the tensors.
+    The numbers are checked for consistency here; :func:`check_tensors` checks the tensors.
 
     Attributes:
         model: fingerprint of the model that filled the cache, see :class:`kvpass.cache.fingerprint.ModelFingerprint`.
@@ -66,3 +81,125 @@ class CacheMetadata:
             return 1, self.columns
         most = self.budget.entries(self.columns, self.layout.token_bytes)
         return 1 if self.budget.kind == "fraction" else most, most
+
+
+def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
+    """Check that these are the tensors of the cache that the metadata describes; all on the CPU.
+
+    Args:
+        policy: the policy named in the metadata.
+    Raises:
+        ValueError: a tensor is missing or unknown, or has another dtype, shape or range.
+    """
+    rows, rule = len(metadata.entries), policy.decode_rule()
+    dtypes = {tensor.dtype for name, tensor in tensors.items() if name.endswith(("_k", "_v"))}
+    if len(dtypes) != 1:
+        raise ValueError(f"keys and values of dtypes {dtypes}: must be of one")
+    (entry,) = dtypes
+    parts: dict[str, Shapes] = {"": {"start": (torch.int64, (rows,))}}
+    for i, group in enumerate(metadata.layout.pools):
+        parts[f"store{i}_"] = _shapes(saved_buffers(evicts=rule is not None), group, rows, entry)
+    for i, group in enumerate(metadata.layout.rings):
+        parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry)
+    names = {prefix + name for prefix, shapes in parts.items() for name in shapes}
+    if tensors.keys() != names:
+        raise ValueError(f"tensors {sorted(tensors.keys() ^ names)} are missing or unknown")
+    for prefix, shapes in parts.items():
+        _check_shapes({name: tensors[prefix + name] for name in shapes}, shapes)
+    for group in (*metadata.layout.pools, *metadata.layout.rings):
+        if not entry.is_floating_point or entry.itemsize != group.geometry.itemsize:
+            raise ValueError(f"keys and values are {entry}: must be floats of {group.geometry.itemsize} bytes")
+    start = tensors["start"]
+    _check_range("start", start, 0, metadata.columns - 1)
+    seen = metadata.columns - start
+    for i, facts in enumerate(metadata.stores):
+        store = {name: tensors[f"store{i}_{name}"] for name in parts[f"store{i}_"]}
+        if rule is None:
+            _check_tail(store, facts, seen)
+        else:
+            _check_pool(store, facts, seen)
+            _check_slots(store, facts, seen, rule)
+
+
+def _shapes(names: Iterable[str], group: LayerGroup, rows: int, entry: torch.dtype) -> Shapes:
+    """Return dtypes and shapes that a file must have; sizes not in the metadata keep their letters."""
+    g = group.geometry
+    sizes: dict[str, int] = {"B": rows, "L": g.layers, "K": g.kv_heads, "D": g.key_dim, "V": g.value_dim}
+    sizes |= {"P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0, "2": 2}
+    found = {name: BUFFERS[name] for name in names}
+    return {name: (b.dtype or entry, tuple(sizes.get(size, size) for size in b.sizes)) for name, b in found.items()}
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
+    sizes: dict[str, int] = {}
+    for name, (dtype, shape) in shapes.items():
+        found = tensors[name]
+        fits = found.dtype == dtype and found.ndim == len(shape)
+        for size, expected in zip(found.shape, shape, strict=False):
+            fits &= size == (sizes.setdefault(expected, size) if isinstance(expected, str) else expected)
+        if not fits:
+            raise ValueError(f"{name} is {found.dtype} {list(found.shape)}: must be {dtype} {list(shape)} with {sizes}")
+
+
+def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
+    if values.numel() and not (low <= int(values.min()) and int(values.max()) <= high):
+        raise ValueError(f"{name} from {int(values.min())} to {int(values.max())}: must be from {low} to {high}")
+
+
+def _check_tail(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor) -> None:
+    """Check pool and tail of a policy that only appends: newest tokens in the tail, older ones in the pool.
+
+    Args:
+        seen: real tokens seen of each row, int64 ``[B]``.
+    """
+    if facts.used != store["tail_k"].shape[3] or facts.tail_bound != 0:
+        raise ValueError(f"{facts} with tails of {store['tail_k'].shape[3]} slots")
+    _check_range("tail_start", store["tail_start"], 0, facts.used)
+    before = seen - (facts.used - store["tail_start"])
+    _check_range("first position of a tail", before, 0, int(seen.max()))
+    _check_pool(store, facts, before)
+
+
+def _check_pool(store: Mapping[str, Tensor], facts: LayersFacts, end: Tensor) -> None:
+    """Check that the pool's segments are contiguous, with ascending positions below ``end``, int64 ``[B]``."""
+    _check_range("tail_start", store["tail_start"], 0, facts.used)
+    positions, offsets = store["pool_positions"].long(), store["offsets"].long()
+    rows, slots = positions.shape
+    if slots < 2:
+        raise ValueError(f"a pool of {slots} slots: must be at least 2")
+    _check_range("first offset", offsets[:, 0], 0, 0)
+    _check_range("length of a segment", offsets.diff(dim=1), 0, slots)
+    _check_range("last offset", offsets[:, -1], 0, slots)
+    held = torch.arange(slots) < offsets[:, -1:]
+    begins = torch.zeros(rows, slots + 1, dtype=torch.bool).scatter_(1, offsets, True)
+    in_range = (positions >= 0) & (positions < end[:, None])
+    falls = positions.diff(dim=1, prepend=positions[:, :1]) <= 0
+    wrong = torch.where(held, ~in_range | (falls & ~begins[:, :-1]), positions != EMPTY)
+    if bool(wrong.any()):
+        raise ValueError("pool_positions do not ascend among the positions that were seen before")
+
+
+def _check_slots(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor, rule: DecodeRule) -> None:
+    """Check the table of a policy that evicts while decoding: every line has room for coming tokens."""
+    position, capacity = store["table"][SLOT_POSITION].long(), store["tail_k"].shape[3]
+    layers, rows, kv_heads, width = position.shape
+    lengths = store["offsets"].long().diff(dim=1).view(rows, layers, kv_heads).transpose(0, 1)
+    behind = width - capacity
+    if capacity < 2 or behind < int(lengths.max()):
+        raise ValueError(f"lines of {width} slots, {capacity} of them in the tail: the pool does not fit")
+    slot = torch.arange(width)
+    absent = (slot >= lengths[..., None]) & (slot < behind)
+    if bool(((position == ABSENT) != absent).any()):
+        raise ValueError("table: other slots are absent than those behind a segment of the pool")
+    occupied = position >= 0
+    in_order = position.sort(-1).values
+    twice = (in_order.diff(dim=-1) == 0) & (in_order[..., 1:] >= 0)
+    if bool((position < ABSENT).any()) or bool((position >= seen[None, :, None, None]).any()) or bool(twice.any()):
+        raise ValueError("table: a position was not seen, or stands twice in a line")
+    if not torch.equal(store["next_position"], seen):
+        raise ValueError(f"next_position {store['next_position'].tolist()} after {seen.tolist()} tokens")
+    _check_range("entries of a tail", occupied[..., behind:].sum(-1), 0, facts.used)
+    _check_range("quota", store["quota"], 0, torch.iinfo(torch.int64).max)
+    needed = max(int((store["quota"] - lengths).max()) + rule.window, int((occupied.sum(-1) - lengths).max())) + 1
+    if facts.tail_bound < max(needed, 1):
+        raise ValueError(f"{facts}: a tail may need {needed} slots")
