@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass.operands import Attention, Lines
-from kvpass.policies.decode import keep_mask
+from kvpass.policies.decode_rules import keep_mask
 from kvpass.policies.observation import attention_weights
 
 EMPTY, ABSENT = -1, -2

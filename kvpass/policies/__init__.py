@@ -9,18 +9,13 @@ import json
 from typing import TypeVar
 
 from kvpass.config import Budget
-from kvpass.policies.ada_pyramidkv import AdaPyramidKV
-from kvpass.policies.ada_snapkv import AdaSnapKV
+from kvpass.policies.ada_kv import AdaPyramidKV, AdaSnapKV
 from kvpass.policies.base import Policy
+from kvpass.policies.baselines import Full, Random
 from kvpass.policies.cake import Cake
-from kvpass.policies.full import Full
 from kvpass.policies.h2o import H2O
-from kvpass.policies.lava import Lava
-from kvpass.policies.lava_nohead import LavaNoHead
-from kvpass.policies.lava_pyramid import LavaPyramid
-from kvpass.policies.lava_uniform import LavaUniform
+from kvpass.policies.lava import Lava, LavaNoHead, LavaPyramid, LavaUniform
 from kvpass.policies.pyramidkv import PyramidKV
-from kvpass.policies.random_baseline import Random
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.streaming_llm import StreamingLLM
 from kvpass.policies.tova import Tova

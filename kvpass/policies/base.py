@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvpass.policies.decode_rules import DecodeRule
 from kvpass.policies.head_splits import HeadSplit, UniformHeads
-from kvpass.policies.layer_splits import LayerSplit, Parity, UniformLayers
+from kvpass.policies.layer_splits import LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_choice, check_int
+from kvpass.policies.options import Parity, check_int, check_literal, check_options, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +44,11 @@ class Policy(ABC):
     name: ClassVar[str]
     needs_budget: ClassVar[bool] = True
 
-    window: int = 32
-    parity: Parity = "paper"
+    window: int = option(32, check_int, 0)
+    parity: Parity = option("paper", check_literal, Parity)
 
     def __post_init__(self) -> None:
-        check_int("window", self.window, 0)
-        check_choice("parity", self.parity, ("paper", "code"))
+        check_options(self)
 
     @abstractmethod
     def score(self, obs: Observation) -> Tensor:
@@ -71,7 +70,7 @@ class Policy(ABC):
 
     def layers(self) -> LayerSplit:
         """Return the layer split."""
-        return UniformLayers(capped=self.parity == "paper")
+        return UniformLayers(self.parity)
 
     def decode_rule(self) -> DecodeRule | None:
         """Return the rule for eviction while decoding; None: tokens are only appended."""

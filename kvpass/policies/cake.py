@@ -11,10 +11,10 @@ from torch import Tensor
 from kvpass.config import Budget
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, PooledLastQuery
-from kvpass.policies.layer_splits import CakeLayers, LayerSplit
+from kvpass.policies.layer_splits import CakeLayers, LayerSplit, until
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_choice, check_float
-from kvpass.policies.scores import Group, Pool, check_score_options, pool_scores, reduce_group
+from kvpass.policies.options import Parity, check_bool, check_float, check_literal, check_odd, option
+from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 
 TEMPERATURES: dict[tuple[str, int], tuple[float, float]] = {
     ("llama-3.1-8b", 1024): (1.6, 0.4),
@@ -52,17 +52,19 @@ def temperatures(model: str, budget: Budget | int | float | str | None) -> tuple
     )
 
 
-def check_temperatures(tau1: float | None, tau2: float | None, *, required: bool) -> None:
-    """Raise if a temperature is not positive, or missing where CAKE's layer split needs it."""
-    for name, tau in (("tau1", tau1), ("tau2", tau2)):
-        if tau is None:
-            if required:
-                raise ValueError(
-                    f"{name}=None: CAKE's layer split needs a number in (0, inf); give both temperatures as options, "
-                    "for instance tau1=1.6, tau2=0.4 (kvpass.policies.cake.TEMPERATURES lists the published ones)"
-                )
-        else:
-            check_float(name, tau, 0.0, open_low=True)
+def cake_layers(tau1: float | None, tau2: float | None, parity: Parity) -> LayerSplit:
+    """Return CAKE's layer split.
+
+    Raises:
+        ValueError: a temperature is missing.
+    """
+    if tau1 is None or tau2 is None:
+        raise ValueError(
+            f"{'tau1' if tau1 is None else 'tau2'}=None: CAKE's layer split needs a number in (0, inf); give both "
+            "temperatures as options, for instance tau1=1.6, tau2=0.4 (kvpass.policies.cake.TEMPERATURES lists the "
+            "published ones)"
+        )
+    return CakeLayers(tau1, tau2, parity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,22 +89,18 @@ class Cake(Policy):
 
     name: ClassVar[str] = "cake"
 
-    pool: Pool = "avg"
-    kernel_size: int = 5
-    group: Group = "mean"
-    gamma: float = 200.0
-    tau1: float | None = None
-    tau2: float | None = None
-    indicator: Indicator = "sum"
-    evict_during_decode: bool = True
+    pool: Pool = option("avg", check_literal, Pool)
+    kernel_size: int = option(5, check_odd)
+    group: Group = option("mean", check_literal, Group)
+    gamma: float = option(200.0, check_float, 0.0)
+    tau1: float | None = option(None, check_float, 0.0, open_low=True)
+    tau2: float | None = option(None, check_float, 0.0, open_low=True)
+    indicator: Indicator = option("sum", check_literal, Indicator)
+    evict_during_decode: bool = option(True, check_bool)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_score_options(self.pool, self.kernel_size, self.group)
-        check_float("gamma", self.gamma, 0.0)
-        check_temperatures(self.tau1, self.tau2, required=True)
-        check_choice("indicator", self.indicator, ("sum", "mean", "var", "product"))
-        check_choice("evict_during_decode", self.evict_during_decode, (True, False))
+        self.layers()  # raises if a temperature is missing
 
     def score(self, obs: Observation) -> Tensor:
         # Variance first: on CUDA one pass over the keys then gives the mean too.
@@ -119,8 +117,7 @@ class Cake(Policy):
         return reduce_group(pool_scores(worth, self.pool, self.kernel_size), obs.kv_heads, self.group)
 
     def layers(self) -> LayerSplit:
-        assert self.tau1 is not None and self.tau2 is not None
-        return CakeLayers(self.tau1, self.tau2, self.parity)
+        return cake_layers(self.tau1, self.tau2, self.parity)
 
     def decode_rule(self) -> DecodeRule | None:
         if not self.evict_during_decode:
@@ -138,8 +135,7 @@ class Cake(Policy):
         budgets = super().layer_budgets(weights, entries, available, kv_heads, seen)
         if self.parity == "paper":
             return budgets
-        layer = torch.arange(weights.shape[1], device=weights.device)
-        whole = torch.where(layer < seen, (available * kv_heads)[:, None], 0)
+        whole = until(seen, (available * kv_heads)[:, None].expand(weights.shape))
         return torch.where(self._spared(entries, available)[:, None], whole, budgets)
 
     def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:

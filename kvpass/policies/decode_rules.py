@@ -1,8 +1,8 @@
 """Decode rules: which entry a new token replaces, so that the cache keeps its size.
 
-A step works on one layer's slots, ``[B, K, C]``; the new token is already in its slot. A rule turns the new query's
-attention over the slots into scores. :func:`kvpass.policies.decode.keep_mask` then keeps each head's best entries and
-the newest ``window``.
+Pure tensor functions, batched, without host synchronisation. A step works on one layer's slots, ``[B, K, C]``; the new
+token is already in its slot. A rule turns the new query's attention over the slots into scores. :func:`keep_mask` then
+keeps each head's best entries and the newest ``window``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpass.policies.decode import older, rank_slots
 from kvpass.policies.observation import Observation
-from kvpass.policies.scores import Group, Pool, column_sum, pool_scores, reduce_group
+from kvpass.policies.scheduler import invert
+from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
+
+
+def rank_slots(scores: Tensor, storage_order: Tensor) -> Tensor:
+    """Rank each head's slots, best score first, ties to the lower ``storage_order``; int64 ``[B, K, C]``."""
+    order = storage_order.argsort(dim=2, stable=True)
+    order = order.gather(2, scores.gather(2, order).argsort(dim=2, descending=True, stable=True))
+    return invert(order)
+
+
+def older(position: Tensor, window: int) -> Tensor:
+    """Return which entries compete: all but the newest ``window`` tokens; bool ``[B, K, C]``.
+
+    Args:
+        position: true positions, int64 ``[B, K, C]``, -1 = empty slot; every head holds the new token.
+    """
+    newest = position.amax((1, 2), keepdim=True)
+    return (position >= 0) & (position <= newest - window)
+
+
+def keep_mask(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
+    """Return the keep mask: the newest ``window`` tokens, and each head's best ``quota`` of the others.
+
+    Args:
+        scores: fp32 ``[B, K, C]``. position: as in :func:`older`. quota: int64 ``[B, K]``.
+    Returns:
+        bool ``[B, K, C]``.
+    """
+    compete = older(position, window)
+    last = torch.iinfo(position.dtype).max
+    rank = rank_slots(torch.where(compete, scores, float("-inf")), torch.where(compete, position, last))
+    return (position >= 0) & (~compete | (rank < quota[:, :, None]))
 
 
 def pool_in_order(
@@ -124,7 +155,8 @@ class Accumulated(DecodeRule):
     divisor: int = 1
 
     def start(self, obs: Observation) -> Tensor:
-        total = reduce_group(column_sum(obs, self.rows), obs.kv_heads, self.group) / self.divisor
+        over_rows = obs.column_sum if self.rows is None else obs.recent_sum(self.rows)
+        total = reduce_group(over_rows, obs.kv_heads, self.group) / self.divisor
         return total * obs.value_norm if self.value_norm else total
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:

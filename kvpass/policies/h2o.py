@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.cake import check_temperatures
+from kvpass.policies.cake import cake_layers
 from kvpass.policies.decode_rules import Accumulated, DecodeRule
-from kvpass.policies.layer_splits import CakeLayers, LayerSplit, UniformLayers
+from kvpass.policies.layer_splits import LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_choice
-from kvpass.policies.scores import Group, Pool, check_score_options, pool_scores, reduce_group
+from kvpass.policies.options import check_bool, check_choice, check_float, check_literal, check_odd, option
+from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +35,25 @@ class H2O(Policy):
 
     name: ClassVar[str] = "h2o"
 
-    pool: Pool = None
-    kernel_size: int = 7
-    group: Group = "mean"
-    layer_split: Literal["uniform", "cake"] = "uniform"
-    tau1: float | None = None
-    tau2: float | None = None
-    evict_during_decode: bool = True
+    pool: Pool = option(None, check_literal, Pool)
+    kernel_size: int = option(7, check_odd)
+    group: Group = option("mean", check_literal, Group)
+    layer_split: Literal["uniform", "cake"] = option("uniform", check_choice, ("uniform", "cake"))
+    tau1: float | None = option(None, check_float, 0.0, open_low=True)
+    tau2: float | None = option(None, check_float, 0.0, open_low=True)
+    evict_during_decode: bool = option(True, check_bool)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_score_options(self.pool, self.kernel_size, self.group)
-        check_choice("layer_split", self.layer_split, ("uniform", "cake"))
-        check_temperatures(self.tau1, self.tau2, required=self.layer_split == "cake")
-        check_choice("evict_during_decode", self.evict_during_decode, (True, False))
+        self.layers()  # raises if a temperature is missing
 
     def score(self, obs: Observation) -> Tensor:
         total = reduce_group(obs.column_sum[..., : obs.evictable], obs.kv_heads, self.group)
         return pool_scores(total, self.pool, self.kernel_size)
 
     def layers(self) -> LayerSplit:
-        if self.layer_split == "cake" and self.tau1 is not None and self.tau2 is not None:
-            return CakeLayers(self.tau1, self.tau2, self.parity)
+        if self.layer_split == "cake":
+            return cake_layers(self.tau1, self.tau2, self.parity)
         return UniformLayers()
 
     def decode_rule(self) -> DecodeRule | None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvpass.policies.options import Parity
 from kvpass.policies.released import rank_safeguarded
 from kvpass.policies.scheduler import rank_entries
 
@@ -39,39 +40,32 @@ class AdaptiveHeads:
 
     ``normalize`` first multiplies a head's scores by the share that its best ``entries`` hold of their sum, as in
     KVCache-Factory's port of Ada-KV.
+
+    With ``parity="code"``, as released, counts are rounded per head and the total is not repaired. The constant part of
+    a head's count is ``int(alpha * n)`` in Ada-KV, where n is the layer's budget per head. LAVa's code fixes it at
+    ``int(alpha * (entries + window))``, which overspends; ``frozen_window`` is then the window.
     """
 
     alpha: float = 0.0
     normalize: bool = False
-
-    def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
-        return rank_entries(normalized(scores, entries) if self.normalize else scores, self.alpha)
-
-    def overspend(self, entries: int, kv_heads: int) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class ReleasedAdaptiveHeads:
-    """:class:`AdaptiveHeads` as released: counts are rounded per head and the total is not repaired.
-
-    The constant part of a head's count is ``int(alpha * n)`` in Ada-KV, where n is the layer's budget per head. LAVa's
-    code fixes it at ``int(alpha * (entries + window))``, which overspends; ``frozen_window`` is then the window.
-    """
-
-    alpha: float
-    normalize: bool = False
+    parity: Parity = "paper"
     frozen_window: int | None = None
 
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
+        if self.normalize:
+            scores = normalized(scores, entries)
+        if self.parity == "paper":
+            return rank_entries(scores, self.alpha)
         if self.frozen_window is None:
             n = torch.arange(scores.shape[2] + 2, device=scores.device).expand(scores.shape[0], -1)
         else:
             n = (entries + self.frozen_window)[:, None].expand(-1, scores.shape[2] + 2)
         floor = (n.double() * self.alpha).floor().float()
-        return rank_safeguarded(normalized(scores, entries) if self.normalize else scores, self.alpha, floor)
+        return rank_safeguarded(scores, self.alpha, floor)
 
     def overspend(self, entries: int, kv_heads: int) -> int:
+        if self.parity == "paper":
+            return 0
         frozen = 0 if self.frozen_window is None else int(self.alpha * (entries + self.frozen_window))
         return kv_heads * (frozen + 1)
 

@@ -1,4 +1,4 @@
-"""LAVa: a score that can be compared across heads, and layer budgets by entropy."""
+"""LAVa: a score that can be compared across heads, and layer budgets by entropy; and its published variants."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, ReleasedAdaptiveHeads
-from kvpass.policies.layer_splits import EntropyLayers, LayerSplit
+from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
+from kvpass.policies.layer_splits import EntropyLayers, LayerSplit, PyramidLayers, UniformLayers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_float
-from kvpass.policies.scores import Group, Pool, check_score_options, pool_scores, reduce_group
+from kvpass.policies.options import check_float, check_int, check_literal, check_odd, option
+from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +35,10 @@ class Lava(Policy):
 
     name: ClassVar[str] = "lava"
 
-    pool: Pool = "max"
-    kernel_size: int = 7
-    group: Group = "max"
-    alpha: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_score_options(self.pool, self.kernel_size, self.group)
-        if self.alpha is not None:
-            check_float("alpha", self.alpha, 0.0, 1.0)
+    pool: Pool = option("max", check_literal, Pool)
+    kernel_size: int = option(7, check_odd)
+    group: Group = option("max", check_literal, Group)
+    alpha: float | None = option(None, check_float, 0.0, 1.0)
 
     def score(self, obs: Observation) -> Tensor:
         pooled = pool_scores(obs.mean[..., : obs.evictable], self.pool, self.kernel_size)
@@ -54,10 +48,51 @@ class Lava(Policy):
         return s * obs.value_norm[..., : obs.evictable].amax(-1, keepdim=True)
 
     def heads(self) -> HeadSplit:
-        if self.parity == "code":
-            alpha = 0.2 if self.alpha is None else self.alpha
-            return ReleasedAdaptiveHeads(alpha, frozen_window=self.window)
-        return AdaptiveHeads(self.alpha or 0.0)
+        default = 0.2 if self.parity == "code" else 0.0
+        alpha = default if self.alpha is None else self.alpha
+        return AdaptiveHeads(alpha, parity=self.parity, frozen_window=self.window)
 
     def layers(self) -> LayerSplit:
         return EntropyLayers(self.parity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LavaUniform(Lava):
+    """LAVa with equal layer budgets (arXiv 2509.09754: "-layer" in table 10, LAVa-Uniform in table 13)."""
+
+    name: ClassVar[str] = "lava_uniform"
+
+    def layers(self) -> LayerSplit:
+        return UniformLayers(self.parity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LavaPyramid(Lava):
+    """LAVa with the layer budgets of PyramidKV (arXiv 2509.09754, table 13; arXiv 2406.02069).
+
+    With ``parity="code"`` the pyramid is that of the Ada-KV repository, on which LAVa's code is built: no uniform
+    branch.
+
+    Args:
+        beta: as in :class:`~kvpass.policies.pyramidkv.PyramidKV`.
+    """
+
+    name: ClassVar[str] = "lava_pyramid"
+
+    beta: int = option(20, check_int, 1)
+
+    def layers(self) -> LayerSplit:
+        return PyramidLayers(self.beta, self.window, parity=self.parity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LavaNoHead(Lava):
+    """LAVa with the same number of entries for every KV head of a layer (arXiv 2509.09754).
+
+    It is "-head" in table 10; no code was released for it. ``alpha`` has no effect, since the heads share equally.
+    """
+
+    name: ClassVar[str] = "lava_nohead"
+
+    def heads(self) -> HeadSplit:
+        return UniformHeads()

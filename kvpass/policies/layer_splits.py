@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.observation import Observation
+from kvpass.policies.options import Parity
 from kvpass.policies.released import cake_budgets, pyramid_budgets, truncated_budgets
 from kvpass.policies.scheduler import adaptive_budgets, fixed_budgets
-
-Parity = Literal["paper", "code"]
 
 
 class LayerSplit(Protocol):
@@ -30,17 +29,17 @@ class LayerSplit(Protocol):
 
 @dataclass(frozen=True)
 class UniformLayers:
-    """The same number for every layer; ``capped=False``: even if a layer has fewer entries."""
+    """The same number for every layer; with ``parity="code"`` even if a layer has fewer entries."""
 
-    capped: bool = True
+    parity: Parity = "paper"
 
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         return None
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-        if self.capped:
-            return fixed_budgets(torch.ones_like(weights), entries, available, kv_heads, seen)
-        return until(seen, (entries * kv_heads)[:, None].expand(weights.shape))
+        if self.parity == "code":
+            return until(seen, (entries * kv_heads)[:, None].expand(weights.shape))
+        return fixed_budgets(torch.ones_like(weights), entries, available, kv_heads, seen)
 
     def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
         return 0
@@ -100,7 +99,6 @@ class CakeLayers:
 
 
 Shape = Literal["linear", "geometric", "exponential", "entropy", "gini"]
-SHAPES = ("linear", "geometric", "exponential", "entropy", "gini")
 
 
 @dataclass(frozen=True)
@@ -117,13 +115,16 @@ class PyramidLayers:
 
     The latter two are scaled to the total. ``entropy`` and ``gini`` depend on the prompt: shares in proportion to the
     entropy of the layer's window attention (mean over query heads), or to one minus its Gini coefficient.
+
+    With ``parity="code"``, linear budgets are the released whole numbers, which divide a short prompt uniformly only
+    with ``short_uniform``.
     """
 
     beta: int
     window: int
     shape: Shape = "linear"
     parity: Parity = "paper"
-    short_uniform: bool = True
+    short_uniform: bool = False
 
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         if self.shape not in ("entropy", "gini"):
@@ -143,16 +144,12 @@ class PyramidLayers:
         if self.shape in ("entropy", "gini"):
             return adaptive_budgets(weights, entries, available, kv_heads, seen)
         if self.parity == "code" and self.shape == "linear":
-            budgets = pyramid_budgets(
-                entries,
-                available,
-                layers,
-                kv_heads,
-                window=self.window,
-                beta=self.beta,
-                short_uniform=self.short_uniform,
+            return until(
+                seen,
+                pyramid_budgets(
+                    entries, available, layers, kv_heads, self.window, self.beta, short_uniform=self.short_uniform
+                ),
             )
-            return until(seen, budgets)
         return fixed_budgets(self._curve(layers, entries, available), entries, available, kv_heads, seen)
 
     def _curve(self, layers: int, entries: Tensor, available: Tensor) -> Tensor:

@@ -1,15 +1,44 @@
-"""Checks of policy options; every message gives the option's name, its value and its range."""
+"""Options of policies: the default and the range of each, in the line that declares it.
+
+``alpha: float = option(0.2, check_float, 0.0, 1.0)`` is a number from 0 to 1. The message of every check gives the
+option's name, its value and its range.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, cast, get_args
 
 MOST = 1 << 30
 """Largest number of tokens: positions are int32."""
 MOST_NEIGHBOURS = 1 << 16
 """Largest width of pooling."""
+
+Parity = Literal["paper", "code"]
+"""Rules of the paper, whose total is the budget, or of the released code, which misses it."""
+
+T = TypeVar("T")
+
+
+def option(default: T, check: Callable[..., None], *args: Any, **kwargs: Any) -> T:
+    """Return a dataclass field checked by ``check(name, value, *args, **kwargs)``; a default of None needs no check."""
+
+    def checked(name: str, value: object) -> None:
+        if value is not None or default is not None:
+            check(name, value, *args, **kwargs)
+
+    return dataclasses.field(default=default, metadata={"check": checked})
+
+
+def check_options(policy: Any) -> None:
+    """Check every :func:`option` of a policy; a subclass that gives one another default keeps its check."""
+    kinds = [kind for kind in reversed(type(policy).__mro__) if dataclasses.is_dataclass(kind)]
+    fields = [field for kind in kinds for field in dataclasses.fields(kind) if "check" in field.metadata]
+    for name, check in {field.name: field.metadata["check"] for field in fields}.items():
+        check(name, getattr(policy, name))
 
 
 def check_int(name: str, value: object, low: int, high: int = MOST) -> None:
@@ -22,27 +51,30 @@ def check_int(name: str, value: object, low: int, high: int = MOST) -> None:
 
 def check_odd(name: str, value: object) -> None:
     """Raise unless the value is an odd int from 1 to :data:`MOST_NEIGHBOURS`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % 2 == 0:
-        raise ValueError(f"{name}={value!r}: must be an odd int >= 1")
     check_int(name, value, 1, MOST_NEIGHBOURS)
+    if cast(int, value) % 2 == 0:
+        raise ValueError(f"{name}={value}: must be odd")
 
 
-def check_float(
-    name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
-) -> None:
-    """Raise unless the value is a finite number from ``low`` to ``high``; ends included by default."""
+def check_float(name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Raise unless the value is a finite number from ``low`` to ``high``; with ``open_low``, above ``low``."""
     number = not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= sys.float_info.max
-    if number:
-        above = value > low if open_low else value >= low  # type: ignore[operator]
-        below = value < high if open_high else value <= high  # type: ignore[operator]
-        if above and below:
-            return
-    left = "(" if open_low else "["
-    right = ")" if open_high or high == math.inf else "]"
-    raise ValueError(f"{name}={value!r}: must be a number in {left}{low}, {high}{right}")
+    if not number or not low <= cast(float, value) <= high or (open_low and value == low):
+        left, right = "(" if open_low else "[", ")" if high == math.inf else "]"
+        raise ValueError(f"{name}={value!r}: must be a number in {left}{low}, {high}{right}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise unless the value is one of ``choices``."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
+
+
+def check_literal(name: str, value: object, kind: Any) -> None:
+    """Raise unless the value is one of a ``typing.Literal``."""
+    check_choice(name, value, get_args(kind))
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise unless the value is True or False."""
+    check_choice(name, value, (True, False))

@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 from kvpass.config import Budget, Geometry
 from kvpass.policies import parse_budget, resolve
 from kvpass.policies.base import Policy
-from kvpass.policies.decode import keep_mask
-from kvpass.policies.decode_rules import DecodeRule, Slots
+from kvpass.policies.decode_rules import DecodeRule, Slots, keep_mask
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_float
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvpass.policies.layer_splits import SHAPES, LayerSplit, PyramidLayers, Shape
+from kvpass.policies.layer_splits import LayerSplit, PyramidLayers, Shape
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_choice, check_int
-from kvpass.policies.window_attention import WindowAttention
+from kvpass.policies.options import check_bool, check_int, check_literal, option
+from kvpass.policies.snapkv import WindowAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +34,12 @@ class PyramidKV(WindowAttention):
 
     name: ClassVar[str] = "pyramidkv"
 
-    beta: int = 20
-    shape: Shape = "linear"
-    short_uniform: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("beta", self.beta, 1)
-        check_choice("shape", self.shape, SHAPES)
-        check_choice("short_uniform", self.short_uniform, (True, False))
+    beta: int = option(20, check_int, 1)
+    shape: Shape = option("linear", check_literal, Shape)
+    short_uniform: bool = option(True, check_bool)
 
     def score(self, obs: Observation) -> Tensor:
         return super().score(obs) * max(obs.window, 1)
 
     def layers(self) -> LayerSplit:
-        return PyramidLayers(
-            beta=self.beta,
-            window=self.window,
-            shape=self.shape,
-            parity=self.parity,
-            short_uniform=self.short_uniform,
-        )
+        return PyramidLayers(self.beta, self.window, self.shape, self.parity, self.short_uniform)

@@ -56,7 +56,7 @@ def truncated_budgets(weights: Tensor, entries: Tensor, kv_heads: int, seen: int
 
 
 def pyramid_budgets(
-    entries: Tensor, available: Tensor, layers: int, kv_heads: int, *, window: int, beta: int, short_uniform: bool
+    entries: Tensor, available: Tensor, layers: int, kv_heads: int, window: int, beta: int, *, short_uniform: bool
 ) -> Tensor:
     """PyramidKV's rule with floor divisions, int64 ``[B, L]`` over all heads; exceeds the total.
 

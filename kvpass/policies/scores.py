@@ -7,14 +7,8 @@ from typing import Literal
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_choice, check_odd
-
-Pool = Literal["max", "avg"] | None
+Pool = Literal["max", "avg", None]
 Group = Literal["mean", "max", "sum"]
-
-POOLS = ("max", "avg", None)
-GROUPS = ("mean", "max", "sum")
 
 
 def pool_scores(scores: Tensor, pool: Pool, kernel_size: int) -> Tensor:
@@ -37,15 +31,3 @@ def reduce_group(scores: Tensor, kv_heads: int, group: Group) -> Tensor:
             return grouped.amax(2)
         case "sum":
             return grouped.sum(2)
-
-
-def check_score_options(pool: object, kernel_size: object, group: object) -> None:
-    """Check the three options that most scores share."""
-    check_choice("pool", pool, POOLS)
-    check_odd("kernel_size", kernel_size)
-    check_choice("group", group, GROUPS)
-
-
-def column_sum(obs: Observation, rows: int | None = None) -> Tensor:
-    """Return the sum of a over the last ``rows`` prompt rows (default: all), fp32 ``[B, H, N]``."""
-    return obs.column_sum if rows is None else obs.recent_sum(rows)

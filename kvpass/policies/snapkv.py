@@ -5,10 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvpass.policies.cake import check_temperatures
-from kvpass.policies.layer_splits import CakeLayers, LayerSplit
-from kvpass.policies.options import check_choice
-from kvpass.policies.window_attention import WindowAttention
+from torch import Tensor
+
+from kvpass.policies.base import Policy
+from kvpass.policies.cake import cake_layers
+from kvpass.policies.layer_splits import LayerSplit
+from kvpass.policies.observation import Observation
+from kvpass.policies.options import check_choice, check_float, check_literal, check_odd, option
+from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowAttention(Policy):
+    """Base class of policies with SnapKV's score, ``pool(reduce over group(mean over window rows of a[h, :, i]))``.
+
+    Args:
+        pool: ``"max"``, ``"avg"`` or None. kernel_size: odd width of the pooling.
+        group: reduction over the query heads of a KV head: ``"mean"``, ``"max"`` or ``"sum"``.
+    """
+
+    pool: Pool = option("max", check_literal, Pool)
+    kernel_size: int = option(7, check_odd)
+    group: Group = option("mean", check_literal, Group)
+
+    def score(self, obs: Observation) -> Tensor:
+        mean = reduce_group(obs.mean[..., : obs.evictable], obs.kv_heads, self.group)
+        return pool_scores(mean, self.pool, self.kernel_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +48,15 @@ class SnapKV(WindowAttention):
 
     name: ClassVar[str] = "snapkv"
 
-    layer_split: Literal["uniform", "cake"] = "uniform"
-    tau1: float | None = None
-    tau2: float | None = None
+    layer_split: Literal["uniform", "cake"] = option("uniform", check_choice, ("uniform", "cake"))
+    tau1: float | None = option(None, check_float, 0.0, open_low=True)
+    tau2: float | None = option(None, check_float, 0.0, open_low=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("layer_split", self.layer_split, ("uniform", "cake"))
-        check_temperatures(self.tau1, self.tau2, required=self.layer_split == "cake")
+        self.layers()  # raises if a temperature is missing
 
     def layers(self) -> LayerSplit:
-        if self.layer_split == "cake" and self.tau1 is not None and self.tau2 is not None:
-            return CakeLayers(self.tau1, self.tau2, self.parity)
+        if self.layer_split == "cake":
+            return cake_layers(self.tau1, self.tau2, self.parity)
         return super().layers()

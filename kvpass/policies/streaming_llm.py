@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, RollingWindow
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_choice, check_int
+from kvpass.policies.options import check_bool, check_int, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,8 @@ class StreamingLLM(Policy):
     name: ClassVar[str] = "streaming_llm"
 
     window: int = 0
-    sinks: int = 4
-    evict_during_decode: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("sinks", self.sinks, 0)
-        check_choice("evict_during_decode", self.evict_during_decode, (True, False))
+    sinks: int = option(4, check_int, 0)
+    evict_during_decode: bool = option(True, check_bool)
 
     def score(self, obs: Observation) -> Tensor:
         index = torch.arange(obs.evictable, device=obs.keys.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, LastQuery
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_choice
+from kvpass.policies.options import check_bool, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,7 @@ class Tova(Policy):
     name: ClassVar[str] = "tova"
 
     window: int = 0
-    evict_during_decode: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("evict_during_decode", self.evict_during_decode, (True, False))
+    evict_during_decode: bool = option(True, check_bool)
 
     def score(self, obs: Observation) -> Tensor:
         row = obs.last_row[..., : obs.evictable].mean(1, keepdim=True)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from kvpass.policies.decode_rules import Accumulated, DecodeRule
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_choice, check_int
-from kvpass.policies.scores import column_sum, reduce_group
-from kvpass.policies.window_attention import WindowAttention
+from kvpass.policies.options import check_bool, check_int, check_literal, option
+from kvpass.policies.scores import reduce_group
+from kvpass.policies.snapkv import WindowAttention
 
 SCISSORHANDS_ROWS = 400
+Indicator = Literal["snapkv", "h2o", "scissorhands"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +40,9 @@ class Vatp(WindowAttention):
 
     name: ClassVar[str] = "vatp"
 
-    indicator: Literal["snapkv", "h2o", "scissorhands"] = "snapkv"
-    sinks: int = 0
-    evict_during_decode: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("indicator", self.indicator, ("snapkv", "h2o", "scissorhands"))
-        check_int("sinks", self.sinks, 0)
-        check_choice("evict_during_decode", self.evict_during_decode, (True, False))
+    indicator: Indicator = option("snapkv", check_literal, Indicator)
+    sinks: int = option(0, check_int, 0)
+    evict_during_decode: bool = option(True, check_bool)
 
     def score(self, obs: Observation) -> Tensor:
         m = obs.evictable
@@ -55,9 +50,9 @@ class Vatp(WindowAttention):
             case "snapkv":
                 attention = super().score(obs)
             case "h2o":
-                attention = reduce_group(column_sum(obs)[..., :m], obs.kv_heads, self.group)
+                attention = reduce_group(obs.column_sum[..., :m], obs.kv_heads, self.group)
             case "scissorhands":
-                total = column_sum(obs, SCISSORHANDS_ROWS)[..., :m]
+                total = obs.recent_sum(SCISSORHANDS_ROWS)[..., :m]
                 attention = reduce_group(total, obs.kv_heads, self.group) / SCISSORHANDS_ROWS
         worth = attention * obs.value_norm[..., :m]
         first = torch.arange(m, device=worth.device) < self.sinks

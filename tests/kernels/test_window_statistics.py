@@ -17,7 +17,6 @@ from kvpass.kernels.prefill_attention import prefill_attention
 from kvpass.kernels.window_statistics import column_sums, value_norms, window_statistics
 from kvpass.operands import Attention
 from kvpass.policies.observation import Observation
-from kvpass.policies.scores import column_sum
 from numeric_checks import EPS, Exact, assert_rounded, exact_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
@@ -169,7 +168,7 @@ def compare_all(statistics: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, ca
             assert found.dtype == torch.float32
             assert not found[..., :first].any(), name
             assert_rounded(name, found[..., first:], expected)
-            observed = column_sum(obs, case.rows) if name == "column_sum" else getattr(obs, name)
+            observed = obs.recent_sum(case.rows) if name == "column_sum" else getattr(obs, name)
             assert_rounded(f"{name} of the observation", observed[0], expected)
 
 

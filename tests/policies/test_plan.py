@@ -15,8 +15,7 @@ from torch import Tensor
 from kvpass.operands import Attention, Candidates, PrefillBuffers
 from kvpass.ops import reference
 from kvpass.policies import POLICIES, resolve
-from kvpass.policies.decode import keep_mask
-from kvpass.policies.decode_rules import Slots
+from kvpass.policies.decode_rules import Slots, keep_mask
 from kvpass.policies.observation import Observation
 from kvpass.policies.plan import plan
 from pairwise import pairwise

@@ -1,4 +1,4 @@
-"""Random eviction: a baseline."""
+"""Baselines: keep everything, or keep a random set."""
 
 from __future__ import annotations
 
@@ -9,8 +9,24 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
+from kvpass.policies.layer_splits import until
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_int
+from kvpass.policies.options import check_int, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Full(Policy):
+    """Keep every entry of the prompt; there is no budget."""
+
+    name: ClassVar[str] = "full"
+    needs_budget: ClassVar[bool] = False
+
+    def score(self, obs: Observation) -> Tensor:
+        return obs.keys.new_zeros(obs.keys.shape[0], obs.kv_heads, obs.evictable, dtype=torch.float32)
+
+    def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+        """Return all available entries, whatever ``entries`` is."""
+        return until(seen, (available * kv_heads)[:, None].expand(weights.shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +42,7 @@ class Random(Policy):
 
     name: ClassVar[str] = "random"
 
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("seed", self.seed, 0, high=1 << 64)
+    seed: int = option(0, check_int, 0, high=1 << 64)
 
     def score(self, obs: Observation) -> Tensor:
         position = torch.arange(obs.evictable, device=obs.keys.device)
