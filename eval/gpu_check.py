@@ -32,7 +32,7 @@ import torch
 from kvpass.eval.bench import kernels as kernel_bench
 from kvpass.eval.bench.report import markdown, plot
 from kvpass.eval.environment import source_digest
-from kvpass.eval.markdown import markdown_table
+from kvpass.eval.tables import markdown_table
 
 SECONDS = 530
 """Time for everything: a machine lent for ten minutes, less what it takes to set up and to write."""

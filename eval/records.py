@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import msgspec
-from rich import box
 from rich.table import Table
 
-from kvpass.eval.markdown import markdown_table
 from kvpass.eval.runner import Kept
+from kvpass.eval.tables import markdown_table, rich_table
 
 
 class Question(msgspec.Struct, kw_only=True, frozen=True):
@@ -185,25 +182,11 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def rich_table(rows: Sequence[Row]) -> Table:
+def results_table(rows: Sequence[Row]) -> Table:
     """The rows for a terminal."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if index < _LEFT else "right", no_wrap=index >= _LEFT)
-    for row in rows:
-        table.add_row(*_cells(row))
-    return table
+    return rich_table(_COLUMNS, map(_cells, rows), left=_LEFT)
 
 
 def results_markdown(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     return markdown_table(_COLUMNS, map(_cells, rows), left=_LEFT)
-
-
-def csv_table(rows: Sequence[Row]) -> str:
-    """The rows as CSV, every attribute of :class:`Row` a column."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=[field.name for field in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return text.getvalue()

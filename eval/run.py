@@ -26,7 +26,7 @@ from kvpass.eval.environment import answering_digest, fingerprint, machine, vers
 from kvpass.eval.plots import plot_grid
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.prompt import Prompt, Scope
-from kvpass.eval.records import Question, Record, RecordFile, Row, csv_table, results_markdown, summarize
+from kvpass.eval.records import Question, Record, RecordFile, Row, results_markdown, summarize
 from kvpass.eval.runner import Runner
 from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.loading import load_model
@@ -162,7 +162,6 @@ class Evaluation:
         output, records = self.settings.output, self._records()
         rows = summarize(records)
         (output / "results.md").write_text(results_markdown(rows), encoding="utf-8")
-        (output / "results.csv").write_text(csv_table(rows), encoding="utf-8")
         if grid := [record for record in records if record.question.task == "needle_grid"]:
             plot_grid(grid, output / "needle_grid.png", title=f"{self.settings.model}: one fact by length and depth")
         self._write_manifest(rows, time.perf_counter() - begin)

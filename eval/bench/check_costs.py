@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from torch.utils.benchmark import Timer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpass
 from kvpass.cache.fingerprint import ModelFingerprint
+from kvpass.eval.tables import rich_table
 from kvpass.frontends.transformers import check_mask
 from kvpass.graphs.verify.input_lookups import InputLookup
 
 LAYERS, COLUMNS = 32, 16384
-REPEATS, RUNS = 7, 300
-
-
-def seconds_of(function: Callable[[], object]) -> float:
-    """Processor seconds of one call, the least of several rounds."""
-    rounds = []
-    for _ in range(REPEATS):
-        began = time.thread_time()
-        for _ in range(RUNS):
-            function()
-        rounds.append((time.thread_time() - began) / RUNS)
-    return min(rounds)
 
 
 def main() -> None:
@@ -50,11 +38,12 @@ def main() -> None:
         f"the mask hides nothing, {COLUMNS} columns (CPU)": lambda: check_mask(mask, cache),
         "ids are in the embedding (CPU)": lambda: lookup.check((token,)),
     }
-    table = Table("checked in every decode step", "microseconds")
-    for name, check in checks.items():
-        table.add_row(name, f"{seconds_of(check) * 1e6:.1f}")
+    rows = [
+        (name, f"{1e6 * Timer('check()', globals={'check': check}).blocked_autorange().median:.1f}")
+        for name, check in checks.items()
+    ]
     console = Console()
-    console.print(table)
+    console.print(rich_table(("checked in every decode step", "microseconds"), rows))
     console.print(f"torch {torch.__version__}, {LAYERS} layers, {len(identity.parts.ids)} tensors")
 
 

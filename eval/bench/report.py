@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvpass.eval.markdown import markdown_table
+from kvpass.eval.tables import markdown_table, rich_table
 
 Record = dict[str, Any]
 Column = tuple[str, Callable[[Record], str]]
@@ -69,13 +68,9 @@ def tables(result: dict[str, Any]) -> Group:
 
 
 def _table(run: dict[str, Any], columns: Sequence[Column], heading: str | None) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, padding=0, title=heading, title_justify="left")
-    made.add_column("system", overflow="fold")
-    for name, _ in columns:
-        made.add_column(name, justify="right", no_wrap=True)
-    for record in run["systems"]:
-        made.add_row(record["name"], *(_cell(record, cell) for _, cell in columns))
-    return made
+    header = ["system", *(name for name, _ in columns)]
+    rows = ([record["name"], *(_cell(record, cell) for _, cell in columns)] for record in run["systems"])
+    return rich_table(header, rows, padding=0, title=heading, title_justify="left")
 
 
 def _cell(record: Record, cell: Callable[[Record], str]) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from kvpass.eval.markdown import markdown_table
 from kvpass.eval.plots import plot_curve
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.records import Row
 from kvpass.eval.run import BudgetValue, EvalSettings, Evaluation
+from kvpass.eval.tables import markdown_table
 from kvpass.policies import POLICIES
 
 BUDGETS: tuple[BudgetValue, ...] = (0.03, 0.06, 0.12, 0.25, 0.5)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -23,9 +22,10 @@ from kvpass import builtin
 from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.backend import Compiler
 from kvpass.eval.bench.systems import storage_bytes
-from kvpass.eval.experiments.needle_accuracy import compress_all_but_last
 from kvpass.eval.needle.text import Question, Task, sample
 from kvpass.eval.needle.words import HELD_OUT_NAMES
+from kvpass.eval.tables import rich_table
+from kvpass.frontends.transformers import CompressedModel
 
 BUDGETS = (36, 40, 64)
 POLICIES = ("lava", "snapkv", "streaming_llm")
@@ -150,47 +150,56 @@ class Demo:
 
     def _generate(self, model: Any, question: Question, answers: Answers, **limits: int) -> str:
         """The answer to a question; notes the time between tokens and the cache bytes."""
-        ids = self.tokenizer(self.sample.ask(question), return_tensors="pt")["input_ids"]
-        given, clock = compress_all_but_last(model, ids), _Clock()
+        ids, held, clock = self.tokenizer(self.sample.ask(question), return_tensors="pt")["input_ids"], {}, _Clock()
+        if isinstance(model, CompressedModel):  # else a prefill's full attention would give the first number
+            ids, held = ids[:, -1:], {"past_key_values": model.compress(ids[:, :-1])}
         out = model.generate(
-            **given, **limits, do_sample=False, use_cache=True, streamer=clock, return_dict_in_generate=True
+            ids,
+            attention_mask=torch.ones_like(ids),
+            **held,
+            **limits,
+            do_sample=False,
+            use_cache=True,
+            streamer=clock,
+            return_dict_in_generate=True,
         )
         cache = out.past_key_values
         if "min_new_tokens" in limits:
             answers.token_ms = clock.token_ms()
         else:
             answers.cache_bytes = cache.nbytes if isinstance(cache, CompressedCache) else storage_bytes(cache)
-        return str(self.tokenizer.decode(out.sequences[0, given["input_ids"].shape[1] :]))
+        return str(self.tokenizer.decode(out.sequences[0, ids.shape[1] :]))
 
     def _answer_table(self, answers: list[Answers]) -> Table:
         shown = [answer for answer in answers if answer.budget in ("all", min(BUDGETS))]
-        title = f"{self.settings.facts} facts in {self.settings.tokens} tokens: the code, pin or number of a name"
         systems = (f"{answer.label.removeprefix('kvpass ')}\n{answer.budget}" for answer in shown)
-        table = _table("name", ("value", *systems), title=title, caption="system over budget")
+        rows = []
         for index, question in enumerate(self.sample.questions):
             cells = []
             for text in (answer.texts[index] for answer in shown):
                 style = "green" if question.answered_by(text) else "red"
                 cells.append(f"[{style}]{text.removesuffix(' .')}[/]")
-            table.add_row(" ".join(question.text.split()[-3:-1]), question.answers[0], *cells)
-        return table
+            rows.append([" ".join(question.text.split()[-3:-1]), question.answers[0], *cells])
+        title = f"{self.settings.facts} facts in {self.settings.tokens} tokens: the code, pin or number of a name"
+        return rich_table(("name", "value", *systems), rows, title=title, caption="system over budget")
 
     def _summary_table(self, answers: list[Answers]) -> Table:
-        columns = ("budget", "of\nprompt", "exact", "cache\nKiB", "of full", "ms per\ntoken", "first\ns")
-        table = _table("system", columns, title="accuracy, memory and speed")
-        for answer in answers:
-            correct = sum(map(Question.answered_by, self.sample.questions, answer.texts))
-            table.add_row(
+        tokens, full = self.settings.tokens, answers[0].cache_bytes
+        rows = [
+            [
                 answer.label,
                 str(answer.budget),
-                f"{answer.budget / self.settings.tokens:.1%}" if isinstance(answer.budget, int) else "100 %",
-                f"{correct}/{self.settings.facts}",
+                f"{answer.budget / tokens:.1%}" if isinstance(answer.budget, int) else "100 %",
+                f"{sum(map(Question.answered_by, self.sample.questions, answer.texts))}/{self.settings.facts}",
                 f"{answer.cache_bytes / 1024:.0f}",
-                f"{answer.cache_bytes / answers[0].cache_bytes:.1%}",
+                f"{answer.cache_bytes / full:.1%}",
                 f"{answer.token_ms:.2f}",
                 f"{answer.first_seconds:.1f}",
-            )
-        return table
+            ]
+            for answer in answers
+        ]
+        columns = ("system", "budget", "of\nprompt", "exact", "cache\nKiB", "of full", "ms per\ntoken", "first\ns")
+        return rich_table(columns, rows, title="accuracy, memory and speed")
 
     def _notes(self, answers: list[Answers]) -> str:
         shown, s = next(answer for answer in answers if answer.budget == min(BUDGETS)), self.settings
@@ -206,11 +215,3 @@ ms per token: median of {_TIMED - 1} between generated tokens, generate's own wo
 not; first s: the first answer, all included: a policy compiles for its first budget only.
 One text and {s.facts} questions: a demonstration, not an evaluation.
 What lava kept at budget {shown.budget}, first question: {s.output.absolute()}"""
-
-
-def _table(first: str, others: Iterable[str], **texts: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), **texts)  # type: ignore[arg-type]
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table

@@ -21,11 +21,11 @@ from kvpass.eval.bench.run import Bench, BenchSettings
 from kvpass.eval.environment import fingerprint, machine, source_digest, versions
 from kvpass.eval.experiments.curve import curve_settings, curve_table, default_policies, draw_curve
 from kvpass.eval.experiments.output_loss import PolicyLoss, measure_output_loss
-from kvpass.eval.markdown import markdown_table
 from kvpass.eval.needle.text import sample
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.records import Row, results_markdown
 from kvpass.eval.run import EvalSettings, Evaluation
+from kvpass.eval.tables import markdown_table
 
 GRID_POLICIES = ("full", "lava", "ada_snapkv", "streaming_llm")
 GRID_BUDGET = 0.12

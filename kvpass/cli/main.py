@@ -187,7 +187,7 @@ def evaluate(
     """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.policy_spec import parse_policies, typed
-    from kvpass.eval.records import rich_table
+    from kvpass.eval.records import results_table
     from kvpass.eval.run import EvalSettings, Evaluation
 
     with _bad_values():
@@ -212,7 +212,7 @@ def evaluate(
             )
         )
     console = Console()
-    console.print(rich_table(checked.run(console)))
+    console.print(results_table(checked.run(console)))
     console.print(f"written: {output}", highlight=False)
 
 

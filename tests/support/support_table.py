@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 import kvpass
 from kvpass.errors import UnsupportedAttentionError
-from kvpass.eval.markdown import markdown_table
+from kvpass.eval.tables import markdown_table
 from kvpass.frontends.transformers import CompressedModel
 from tiny_models import FAMILIES, LLAMA_LIKE, VOCABULARY, random_ids, tiny_model
 
