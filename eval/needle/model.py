@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,32 +16,13 @@ POSITIONS = 16384
 IDS = {word: token for token, word in enumerate(vocabulary())}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Size of the decoder, which has as many KV heads as query heads.
-
-    Raises:
-        ValueError: fewer than two layers or heads, or a hidden size that the heads do not divide into even parts of 8
-            channels or more.
-    """
+class Shape(NamedTuple):
+    """Size of the decoder, which has as many KV heads as query heads; two layers and two heads at least."""
 
     layers: int = 6
     hidden: int = 256
     heads: int = 4
     feed_forward: int = 256
-
-    def __post_init__(self) -> None:
-        if self.layers < 2 or self.heads < 2:
-            raise ValueError(f"layers={self.layers}, heads={self.heads}: must be at least 2")
-        if self.hidden % (2 * self.heads) or self.head_dim < 8:
-            raise ValueError(f"hidden={self.hidden}: must be a multiple of {2 * self.heads}, 8 or more a head")
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-
-SHAPE = Shape()
 
 
 def _causal_attention(
@@ -69,7 +49,7 @@ def build(shape: Shape, seed: int) -> Qwen3ForCausalLM:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.heads,
-        head_dim=shape.head_dim,
+        head_dim=shape.hidden // shape.heads,
         max_position_embeddings=POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         tie_word_embeddings=False,

@@ -1,4 +1,4 @@
-"""Train the built-in needle model from scratch: ``python -m kvpass.eval.needle.train --output DIR --minutes 60``.
+"""Train the built-in needle model from scratch: ``python -m kvpass.eval.needle.train --output DIR``.
 
 A small Qwen3 decoder learns the language of :mod:`kvpass.eval.needle.text` on texts that grow from 64 to 4096 tokens.
 It must first learn to copy, then to match keys; the loss of the first number of each value shows the latter, so it is
@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import json
 import random
-import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import GenerationConfig, Qwen3ForCausalLM
 
-from kvpass.eval.needle.model import IDS, POSITIONS, SHAPE, Shape, build, tokenizer
+from kvpass.eval.needle.model import IDS, POSITIONS, Shape, build, tokenizer
 from kvpass.eval.needle.training_text import LONGEST_LIST, Kind, Mix, TrainingText
 
-WARMUP = 30
-SAVE_EVERY = 180.0  # seconds
-_LOG_EVERY = 10  # steps
+_WARMUP, _LOG_EVERY, _SAVE_EVERY = 30, 10, 50
+"""Steps."""
 _FILLER_SHARE = 0.3
+_WEIGHTS = {Kind.FIRST: 1.0, Kind.REST: 1.0, Kind.LIST: 1.0, Kind.VARIABLE: 1.0, Kind.FILLER: 0.2}
+"""Of the mean loss of each kind."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +105,7 @@ STAGES = (
 )
 
 
-@dataclass
-class Progressed:
-    """Where a run is: everything but weights and moments."""
-
-    stage: int = 0
-    stage_step: int = 0
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    first: float = 10.0  # smoothed loss of first numbers
-
-
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Texts of one step.
 
     Attributes:
@@ -177,58 +166,54 @@ class Run:
     Args:
         output: folder of ``checkpoint.pt``, ``log.jsonl`` and, when done, of the model.
         compiled: compile the decoder, once a length.
+
+    Attributes:
+        step: the next one, of all stages together.
     """
 
     def __init__(
         self,
         output: Path,
-        stages: tuple[Stage, ...] = STAGES,
-        shape: Shape = SHAPE,
+        stages: Sequence[Stage] = STAGES,
+        shape: Shape = Shape(),  # noqa: B008  # immutable
         seed: int = 0,
         device: str = "cpu",
         compiled: bool = True,
     ) -> None:
-        self.output, self.stages, self.seed, self.device, self.compiled = output, stages, seed, device, compiled
-        self.at = Progressed()
+        self.seed, self.device, self.compiled = seed, device, compiled
+        self.steps = [(stage, step) for stage in stages for step in range(stage.steps)]
+        self.step = 0
         self.model = build(shape, seed)
         nn.Module.to(self.model, device)
         self.model.set_attn_implementation("needle_training")
         inner = [p for name, p in self.model.named_parameters() if p.dim() == 2 and ".layers." in name]
         outer = [p for name, p in self.model.named_parameters() if p.dim() == 1 or ".layers." not in name]
-        self.optimizers: list[torch.optim.Optimizer] = [
+        optimizers = [
             torch.optim.Muon(inner, lr=0.02, momentum=0.95, weight_decay=0.05),
             torch.optim.AdamW(outer, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
         ]
-        self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
+        self.schedules = [LambdaLR(optimizer, self._rate) for optimizer in optimizers]
+        self._stateful: list[Any] = [self.model, *optimizers, *self.schedules]
         output.mkdir(parents=True, exist_ok=True)
-        self._checkpoint = output / "checkpoint.pt"
+        self.output, self._checkpoint = output, output / "checkpoint.pt"
         if self._checkpoint.exists():
             saved = torch.load(self._checkpoint, map_location=device, weights_only=True)
-            if saved["seed"] != seed or saved["shape"] != asdict(shape):
-                raise ValueError(
-                    f"{self._checkpoint}: seed {saved['seed']}, {saved['shape']}; asked for {seed}, {shape}"
-                )
-            self.model.load_state_dict(saved["model"])
-            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
-            self.at = Progressed(**saved["at"])
+            if saved["run"] != [seed, *shape]:
+                raise ValueError(f"{self._checkpoint}: seed and shape are {saved['run']}; asked for {[seed, *shape]}")
+            for part, state in zip(self._stateful, saved["states"], strict=True):
+                part.load_state_dict(state)
+            self.step = saved["step"]
         self._shape = shape
 
     @property
     def done(self) -> bool:
-        return self.at.stage == len(self.stages)
+        return self.step == len(self.steps)
 
     def save(self) -> None:
         """Write the checkpoint; a kill in between leaves the one before."""
         partial = self._checkpoint.with_suffix(".partial")
-        state = {
-            "seed": self.seed,
-            "shape": asdict(self._shape),
-            "at": asdict(self.at),
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
-        torch.save(state, partial)
+        states = [part.state_dict() for part in self._stateful]
+        torch.save({"run": [self.seed, *self._shape], "step": self.step, "states": states}, partial)
         partial.replace(self._checkpoint)
 
     def export(self) -> None:
@@ -242,90 +227,65 @@ class Run:
         exported.save_pretrained(self.output)
         tokenizer().save_pretrained(self.output)
 
-    def advance(self, *, minutes: float | None = None, steps: int | None = None) -> None:
-        """Train to the end, or for so many minutes or steps."""
-        began = saved = time.monotonic()
-        with (
-            Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bars,
-            (self.output / "log.jsonl").open("a", buffering=1) as log,
-        ):
-            while not self.done:
-                stage = self.stages[self.at.stage]
-                bar = bars.add_task(f"{stage.length} tokens", total=stage.steps, completed=self.at.stage_step)
-                torch._dynamo.reset()
-                forward = torch.compile(self._hidden, dynamic=False) if self.compiled else self._hidden
-                while self.at.stage_step < stage.steps:
-                    before = time.monotonic()
-                    if steps == 0 or (minutes is not None and before - began > 60 * minutes):
-                        self.save()
-                        return
-                    losses = self._step(stage, forward)
-                    self.at.seconds += time.monotonic() - before
-                    bars.update(bar, advance=1, description=f"{stage.length} tokens, first {self.at.first:.3f}")
-                    if self.at.step % _LOG_EVERY == 0:
-                        line = {"length": stage.length, **asdict(self.at), "now": losses}
-                        log.write(json.dumps(line, default=lambda number: round(number, 4)) + "\n")
-                    if time.monotonic() - saved > SAVE_EVERY:
-                        self.save()
-                        saved = time.monotonic()
-                    steps = None if steps is None else steps - 1
-                self.at.stage, self.at.stage_step = self.at.stage + 1, 0
-                self.save()
+    def advance(self, steps: int | None = None) -> None:
+        """Train to the end, or for so many steps."""
+        end = len(self.steps) if steps is None else min(self.step + steps, len(self.steps))
+        forward = None
+        with (self.output / "log.jsonl").open("a", buffering=1) as log:
+            for step in track(range(self.step, end), description="training"):
+                stage, step_of_stage = self.steps[step]
+                if forward is None or step_of_stage == 0:
+                    torch._dynamo.reset()
+                    forward = torch.compile(self._hidden, dynamic=False) if self.compiled else self._hidden
+                losses = self._train(batch(stage, self.seed, step), forward)
+                self.step = step + 1
+                if self.step % _LOG_EVERY == 0:
+                    log.write(json.dumps({"step": self.step, "length": stage.length, "losses": losses}) + "\n")
+                if self.step % _SAVE_EVERY == 0:
+                    self.save()
+        self.save()
+
+    def _rate(self, step: int) -> float:
+        """Factor of the learning rates, linear within a stage."""
+        if step >= len(self.steps):
+            return 0.0
+        stage, step_of_stage = self.steps[step]
+        first, last = stage.rate
+        return (first + (last - first) * step_of_stage / stage.steps) * min(1.0, (step + 1) / _WARMUP)
 
     def _hidden(self, ids: Tensor, positions: Tensor) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16):
             return self.model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
 
-    def _step(self, stage: Stage, forward: Any) -> dict[str, float]:
+    def _train(self, texts: Batch, forward: Callable[[Tensor, Tensor], Tensor]) -> dict[str, float]:
         """One update; the mean loss of each kind."""
-        start, end = stage.rate
-        factor = start + (end - start) * self.at.stage_step / stage.steps
-        for optimizer, rate in zip(self.optimizers, self._rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * factor * min(1.0, (self.at.step + 1) / WARMUP)
-        texts = batch(stage, self.seed, self.at.step)
-        ids, kinds, positions, others = (
-            x.to(self.device) for x in (texts.ids, texts.kinds, texts.positions, texts.others)
-        )
+        ids, kinds, positions, others = (x.to(self.device) for x in texts)
         wanted = kinds[:, 1:] != Kind.IGNORED
         hidden = forward(ids, positions)[:, :-1][wanted]
         with torch.autocast(self.device, torch.bfloat16):
             logits = self.model.lm_head(hidden)
         loss = set_cross_entropy(logits.float(), torch.cat([ids[..., None], others], -1)[:, 1:][wanted])
         kind = kinds[:, 1:][wanted]
-        weights = {Kind.FIRST: 1.0, Kind.REST: 1.0, Kind.LIST: 1.0, Kind.VARIABLE: 1.0, Kind.FILLER: 0.2}
-        means = {k: loss[kind == k].mean() for k in weights if (kind == k).any()}
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        torch.stack([weights[k] * mean for k, mean in means.items()]).sum().backward()
+        means = {k: loss[kind == k].mean() for k in _WEIGHTS if (kind == k).any()}
+        torch.stack([_WEIGHTS[k] * mean for k, mean in means.items()]).sum().backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        losses = {k.name.lower(): mean.item() for k, mean in means.items()}
-        self.at.step, self.at.stage_step, self.at.tokens = (
-            self.at.step + 1,
-            self.at.stage_step + 1,
-            self.at.tokens + ids.numel(),
-        )
-        self.at.first = 0.9 * self.at.first + 0.1 * losses.get("first", self.at.first)
-        return losses
+        for schedule in self.schedules:
+            schedule.optimizer.step()
+            schedule.optimizer.zero_grad()
+            schedule.step()
+        return {k.name.lower(): round(mean.item(), 4) for k, mean in means.items()}
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder of checkpoint, log and model; an earlier run there goes on.")],
-    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after this long; the checkpoint is kept.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights and texts.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     compiled: Annotated[bool, typer.Option(help="Compile the decoder; needs a C++ compiler on the CPU.")] = True,
 ) -> None:
     """Train the built-in needle model and export it."""
-    torch.set_num_threads(threads)
     run = Run(output, seed=seed, device=device, compiled=compiled)
-    run.advance(minutes=minutes)
+    run.advance()
     run.export()
-    print(
-        f"{'done' if run.done else 'stopped'} after {run.at.step} steps, {run.at.tokens} tokens, {run.at.seconds:.0f} s"
-    )
 
 
 if __name__ == "__main__":

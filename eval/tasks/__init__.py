@@ -6,9 +6,8 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpass.eval.tasks import infinitebench, longbench, ruler
+from kvpass.eval.tasks import infinitebench, longbench, needle, ruler
 from kvpass.eval.tasks.base import Sample, Task, encode
-from kvpass.eval.tasks.needle import Needle, NeedleGrid
 
 __all__ = ["GROUPS", "Sample", "Task", "encode", "find_tasks", "registry"]
 
@@ -22,7 +21,7 @@ def registry(data_dir: Path | None = None) -> dict[str, Task]:
     Args:
         data_dir: folder with ``longbench/``, ``infinitebench/`` and ``needle/`` as far as there are any.
     """
-    known: list[Task] = [Needle("needle", many=False), Needle("multi_needle", many=True), NeedleGrid()]
+    known: list[Task] = [*map(needle.Needle, needle.NAMES), needle.NeedleGrid()]
     known += ruler.tasks(data_dir)
     known += [longbench.LongBench(name, data_dir) for name in longbench.NAMES]
     known += [infinitebench.InfiniteBench(name, data_dir) for name in infinitebench.NAMES]

@@ -118,8 +118,8 @@ def largest(
     smallest: int,
     chat: bool,
     name: str,
-) -> Sample:
-    """The biggest sample of at most ``tokens`` tokens, by binary search over its size.
+) -> int:
+    """The size of the biggest sample of at most ``tokens`` tokens, by binary search.
 
     Args:
         build: a sample of a size; bigger sizes give longer prompts. smallest: least size it can build.
@@ -140,7 +140,7 @@ def largest(
     while step := step // 2:
         if length(good + step) <= tokens:
             good += step
-    return build(good)
+    return good
 
 
 def check_count(count: int) -> None:

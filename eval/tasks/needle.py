@@ -1,4 +1,4 @@
-"""Needle in a haystack: one fact, several facts, and a grid of length x depth.
+"""Needle in a haystack: facts, lists and variables, and a grid of length x depth.
 
 The text is that of the built-in model, word for word one token there; any other tokenizer reads it as English with
 invented names. The prompt is completed, not answered in a chat.
@@ -7,6 +7,7 @@ invented names. The prompt is completed, not answered in a chat.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -17,27 +18,29 @@ from kvpass.eval.tasks.base import Sample, check_count, encode, largest
 LENGTHS = (0.25, 0.5, 0.75, 1.0)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
-_SHORTEST, _SHORTEST_MANY = 48, 128
+NAMES = {"needle": "single", "multi_needle": "multiquery"} | {
+    f"needle_{task}": task for task in needle_text.TASKS if task not in ("single", "multiquery")
+}
+"""Names in the registry, and what each hides and asks: a key of :data:`~kvpass.eval.needle.text.TASKS`."""
 _SEEDS = 100_000
 """Contexts that one seed can number before it meets those of the next."""
 
 
-def code_match(prediction: str, answer: str) -> float:
-    """1 if the answer is a whole number in the prediction, spaces between digits aside."""
-    said, code = (re.sub(r"(?<=\d) +(?=\d)", "", text) for text in (prediction, answer))
-    return float(re.search(rf"(?<!\d){re.escape(code)}(?!\d)", said) is not None)
+def code_match(prediction: str, answers: Sequence[str]) -> float:
+    """1 if each answer stands in the prediction, its numbers as whole numbers, spaces between digits aside."""
+    said, *codes = (re.sub(r"(?<=\d) +(?=\d)", "", text) for text in (prediction, *answers))
+    return float(all(re.search(rf"(?<!\d){re.escape(code)}(?!\d)", said) for code in codes))
 
 
 @dataclass(frozen=True)
 class Needle:
-    """Facts at random places; every sample asks for one of them.
+    """Facts at random places; every sample asks one question.
 
     Args:
-        name: in the registry. many: eight facts a context, four of them asked for; else one.
+        name: one of :data:`NAMES`.
     """
 
     name: str
-    many: bool
     chat: bool = False
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
@@ -45,12 +48,12 @@ class Needle:
         made: list[Sample] = []
         index = 0
         while len(made) < count:
-            made += hidden_facts(tokenizer, tokens, _SEEDS * seed + index, many=self.many, name=f"{index}")
+            made += hidden_facts(tokenizer, tokens, _SEEDS * seed + index, name=f"{index}", task=NAMES[self.name])
             index += 1
         return made[:count]
 
     def metric(self, prediction: str, sample: Sample) -> float:
-        return code_match(prediction, sample.answers[0])
+        return code_match(prediction, sample.answers)
 
 
 @dataclass(frozen=True)
@@ -66,47 +69,50 @@ class NeedleGrid:
         made = []
         for index in range(count):
             length, depth = cells[index % len(cells)]
-            (sample,) = hidden_facts(tokenizer, length, _SEEDS * seed + index, many=False, name=f"{index}")
+            (sample,) = hidden_facts(tokenizer, length, _SEEDS * seed + index, name=f"{index}")
             context = move_fact(sample.context, _lead(sample), depth)
             made.append(replace(sample, context=context, labels={"length": length, "depth": depth}))
         return made
 
     def metric(self, prediction: str, sample: Sample) -> float:
-        return code_match(prediction, sample.answers[0])
+        return code_match(prediction, sample.answers)
 
 
-def hidden_facts(tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int, *, many: bool, name: str) -> list[Sample]:
+def hidden_facts(
+    tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int, *, name: str, task: str = "single"
+) -> list[Sample]:
     """One text with facts, and a sample for each that is asked for.
 
     Args:
         tokens: longest prompt; met exactly where each word is a token.
-        many: eight facts, else one.
-        name: of the text; first part of each sample's id.
+        name: of the text; first part of each sample's id. task: a key of :data:`~kvpass.eval.needle.text.TASKS`.
 
     Raises:
         ValueError: too few tokens.
     """
 
     def build(words: int) -> list[Sample]:
-        made = needle_text.sample("multiquery" if many else "single", words, seed)
-        return [_sample(made.context, question.text, question.answers[0], words) for question in made.questions]
+        made = needle_text.sample(task, words, seed)
+        return [
+            Sample(
+                id=f"{name}.{index}",
+                context=made.context,
+                question=f" {question.text}",
+                answers=question.answers,
+                max_new_tokens=_answer_tokens(tokenizer, question.answers),
+            )
+            for index, question in enumerate(made.questions)
+        ]
 
-    smallest = _SHORTEST_MANY if many else _SHORTEST
-    guess = build(max(tokens, smallest))
-    if len(encode(tokenizer, guess[0], chat=False)) != tokens:
-        task = "multi_needle" if many else "needle"
-        found = largest(lambda words: build(words)[0], tokenizer, tokens, smallest=smallest, chat=False, name=task)
-        guess = build(int(found.labels["words"]))
-    return [
-        replace(sample, id=f"{name}.{index}", max_new_tokens=_answer_tokens(tokenizer, sample), labels={})
-        for index, sample in enumerate(guess)
-    ]
-
-
-def _sample(context: str, question: str, answer: str, words: int) -> Sample:
-    return Sample(
-        id="", context=context, question=f" {question}", answers=(answer,), max_new_tokens=1, labels={"words": words}
+    kind = needle_text.TASKS[task]
+    smallest = 32 + 12 * kind.keys * kind.attributes * kind.values * (kind.hops + 1)
+    samples = build(max(tokens, smallest))
+    if len(encode(tokenizer, samples[0], chat=False)) == tokens:
+        return samples
+    words = largest(
+        lambda words: build(words)[0], tokenizer, tokens, smallest=smallest, chat=False, name=f"needle, {task}"
     )
+    return build(words)
 
 
 def move_fact(context: str, lead: str, depth: float) -> str:
@@ -126,5 +132,5 @@ def _lead(sample: Sample) -> str:
     return sample.question.removeprefix(" question ")
 
 
-def _answer_tokens(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> int:
-    return len(tokenizer(f" {sample.answers[0]} .", add_special_tokens=False)["input_ids"])
+def _answer_tokens(tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> int:
+    return len(tokenizer(f" {' , '.join(answers)} .", add_special_tokens=False)["input_ids"])

@@ -69,7 +69,7 @@ class Ruler:
             answers = tuple(text.pop("answers"))
             return Sample(**text, id=name, answers=answers, max_new_tokens=self.max_new_tokens, labels=self.labels)
 
-        return largest(build, tokenizer, tokens, smallest=self.smallest, chat=self.chat, name=self.name)
+        return build(largest(build, tokenizer, tokens, smallest=self.smallest, chat=self.chat, name=self.name))
 
 
 @dataclass(frozen=True, kw_only=True)

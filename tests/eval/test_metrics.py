@@ -95,7 +95,7 @@ def test_ruler_is_the_share_of_answers_that_occur():
     ],
 )
 def test_a_code_must_be_a_whole_number(prediction, answer, right):
-    assert code_match(prediction, answer) == right
+    assert code_match(prediction, [answer]) == right
 
 
 debug = infinitebench.choice_of_function
