@@ -16,6 +16,7 @@ from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.passes import CANONICAL_PASSES
 from kvpass.graphs.verify.examples import EvaluationError, evaluate
 from kvpass.graphs.verify.self_check import self_check_pass
+from pairwise import each_value, quick
 
 PASSES = [find_attention_pass, self_check_pass]
 WIDTH = 32
@@ -58,6 +59,27 @@ TOKEN_WISE = {
 }
 
 
+MIXING_IN_EVERY_RUN = {
+    "padded by one",
+    "padded by forty",
+    "cut and joined far away",
+    "running sum",
+    "last token",
+    "norm over tokens",
+    "sorted",
+    "previous ids",
+    "written in place",
+    "scaled by tokens",
+    "previous by index",
+}
+
+
+@pytest.fixture
+def decoder(decoder):
+    """Of one layer, unless a test asks for more."""
+    return partial(decoder, layers=1)
+
+
 def shift_in_place(x: Tensor) -> Tensor:
     x[:, 1:].add_(x[:, :-1].clone())
     return x
@@ -90,7 +112,15 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [*((name, "before") for name in MIXING), ("cut and joined", "after"), ("mean", "after")]
+    ("name", "place"),
+    [
+        *(
+            pytest.param(name, "before", marks=() if name in MIXING_IN_EVERY_RUN else pytest.mark.exhaustive)
+            for name in MIXING
+        ),
+        pytest.param("cut and joined", "after", marks=pytest.mark.exhaustive),
+        ("mean", "after"),
+    ],
 )
 def test_what_relates_tokens_beside_the_sites_is_refused(name, place, decoder, capture, inputs) -> None:
     ids, positions = inputs()
@@ -106,14 +136,16 @@ def test_a_capture_of_fixed_length_is_refused(tokens, decoder, capture, inputs) 
         capture(Mixed(decoder(), TOKEN_WISE["gated"], "before"), inputs(tokens=tokens), PASSES, dynamic=False)
 
 
-@pytest.mark.parametrize("name", TOKEN_WISE)
-def test_what_is_done_to_each_token_is_let_alone(name, decoder, capture, inputs) -> None:
-    for place in ("before", "after"):
-        _, counts = capture(Mixed(decoder(), TOKEN_WISE[name], place), inputs(), PASSES)
-        assert counts == [2, 0]
+@each_value(name=[*TOKEN_WISE], place=["before", "after"])
+def test_what_is_done_to_each_token_is_let_alone(name, place, decoder, capture, inputs) -> None:
+    _, counts = capture(Mixed(decoder(), TOKEN_WISE[name], place), inputs(), PASSES)
+    assert counts == [1, 0]
 
 
-@pytest.mark.parametrize("keep", [slice(-1, None), slice(-2, -1), slice(None, 1), slice(-5, None), slice(2, 4)])
+KEEP = [slice(-1, None), slice(-2, -1), slice(None, 1), slice(-5, None), slice(2, 4)]
+
+
+@pytest.mark.parametrize("keep", quick(KEEP, KEEP[1:4]))
 def test_an_output_of_some_tokens_is_let_alone(keep, decoder, capture, inputs) -> None:
     model = decoder()
     capture(lambda ids, positions: model(ids, positions)[:, keep], inputs(), CANONICAL_PASSES)
@@ -143,9 +175,9 @@ def test_a_size_that_is_no_token_count_is_what_it_was_when_captured(decoder, cap
         capture(last, (*inputs(), wanted), PASSES)
 
 
-@pytest.mark.parametrize("number", [torch.tensor(2.0), torch.tensor(2), torch.tensor([2]), torch.tensor(True)], ids=str)
+@pytest.mark.parametrize("number", quick([2.0, 2, [2], True], [[2], True]), ids=str)
 def test_a_number_given_as_a_tensor_is_let_alone(number, decoder, capture, inputs) -> None:
-    model = decoder()
+    model, number = decoder(), torch.tensor(number)
     capture(lambda ids, positions, number: model(ids, positions) * number, (*inputs(), number), PASSES)
     with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
         mixed = Mixed(decoder(), MIXING["mean"], "before")
@@ -162,9 +194,8 @@ LOOKUPS = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 10])
-@pytest.mark.parametrize("lookup", LOOKUPS)
-def test_small_tables_hide_nothing(lookup, rows, decoder, capture, inputs) -> None:
+@each_value(lookup=[*LOOKUPS], rows=[1, 2, 3, 10])
+def test_what_relates_tokens_is_seen_beside_a_small_table(lookup, rows, decoder, capture, inputs) -> None:
     model, table = Mixed(decoder(), None, "before"), torch.randn(rows, 1)
 
     def typed(ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
@@ -291,8 +322,7 @@ class Changed(nn.Module):
         return self.change(x, positions) if self.place == "after" else x
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-@pytest.mark.parametrize("name", BY_PLACE)
+@each_value(name=[*BY_PLACE], place=["before", "after"])
 def test_contract_7_a_place_in_the_call_is_refused(name, place, decoder, capture, inputs) -> None:
     with pytest.raises(UnsupportedAttentionError, match="depends on a token's place in the input") as refusal:
         capture(Changed(decoder(), BY_PLACE[name], place), inputs())
@@ -305,13 +335,12 @@ def test_contract_7_ids_that_are_replaced_are_refused(decoder, capture, inputs) 
         capture(lambda ids, positions: model(first_ids(ids), positions), inputs())
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-@pytest.mark.parametrize("name", BY_POSITION)
+@each_value(name=[*BY_POSITION], place=["before", "after"])
 def test_what_a_position_gives_is_let_alone(name, place, decoder, capture, inputs) -> None:
     capture(Changed(decoder(), BY_POSITION[name], place), inputs())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_is_no_place(dtype, decoder, capture, inputs) -> None:
+@pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float16], [torch.bfloat16]))
+def test_rounding_of_a_deep_model_is_not_taken_for_a_place_in_the_call(dtype, decoder, capture, inputs) -> None:
     model = Changed(decoder(layers=12).to(dtype), lambda x, p: x, "before")
     capture(model, inputs(), tolerance=0.1)
