@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from transformers.utils import is_kernels_available
 
 import kvpass.eval
 import kvpass.graphs
@@ -21,13 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = "kvpass/builtin/model.safetensors"
 LINKED = ["kernels", "graphs", "eval"]
 
-# As tests/conftest.py does it: the kvpass of this checkout, without the checkout on the path.
-IMPORT_KVPASS = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("kvpass", {str(ROOT / "kvpass" / "__init__.py")!r})
-kvpass = sys.modules["kvpass"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(kvpass)
-"""
 ASK_FOR_KERNELS = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
 
 
@@ -54,11 +48,12 @@ def test_a_bare_import_from_the_checkout_is_refused(name: str) -> None:
     assert f"ImportError: this is kvpass.{name}, found as '{name}'" in result.stderr
 
 
-@pytest.mark.parametrize("statement", ["import kernels.decode_cpu", "from kernels import decode_cpu"])
-def test_no_kernel_can_be_imported_under_a_bare_name(statement: str) -> None:
+def test_no_kernel_can_be_imported_under_a_bare_name() -> None:
     assert (ROOT / "kernels" / "decode_cpu.py").exists()
-    result = run_python(f"try: {statement}\nexcept ImportError: print('refused')", ROOT, safe_path=False)
-    assert result.stdout.strip() == "refused", result.stderr
+    statements = ("import kernels.decode_cpu", "from kernels import decode_cpu")
+    tries = [f"try: {statement}\nexcept ImportError: print('refused')" for statement in statements]
+    result = run_python("\n".join(tries), ROOT, safe_path=False)
+    assert result.stdout.split() == ["refused"] * 2, result.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is not None, reason="the checkout would shadow the real one")
@@ -84,26 +79,12 @@ def test_the_linked_folders_are_one_module_each(name: str) -> None:
 
 
 def test_hugging_face_kernels_are_as_available_with_us_as_without_us(kernels_without_us: str) -> None:
-    result = run_python(IMPORT_KVPASS + "kvpass.compile\n" + ASK_FOR_KERNELS, ROOT)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == kernels_without_us
+    """Asked here, where tests/conftest.py has imported kvpass without the checkout on the path."""
+    assert f"{is_kernels_available()}\n" == kernels_without_us
 
 
 def test_the_test_run_itself_does_not_shadow_hugging_face_kernels() -> None:
     assert str(ROOT) not in [str(Path(entry).resolve()) for entry in sys.path]
-
-
-def test_importing_kvpass_imports_no_torch_and_its_names_need_no_triton(tmp_path: Path) -> None:
-    """transformers imports Triton where it is installed, so its absence has to be made."""
-    ask = """
-print([name for name in ("torch", "transformers", "rich") if name in sys.modules])
-for name in kvpass.__all__:
-    getattr(kvpass, name)
-print([name for name in sys.modules if name.startswith("kvpass.kernels")], dir(kvpass) == sorted(kvpass.__all__))
-"""
-    result = run_python("import sys; sys.modules['triton'] = None\n" + IMPORT_KVPASS + ask, tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split("\n")[:2] == ["[]", "[] True"]
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +130,25 @@ def test_the_wheel_registers_the_command_and_the_backend(wheel: zipfile.ZipFile)
 
 
 @pytest.mark.slow
-def test_the_wheel_works_where_there_is_no_checkout(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_the_wheel_works_without_checkout_and_triton_and_importing_it_imports_no_torch(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    """transformers imports Triton where it is installed, so its absence has to be made."""
     wheel.extractall(tmp_path)
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
-        "import kvpass.kernels, kvpass.graphs, kvpass.eval, kvpass.builtin; "
-        "model, tokenizer = kvpass.builtin.load(); print(kvpass.builtin.__file__, model.num_parameters())"
-    )
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+sys.modules["triton"] = None
+import kvpass
+print([name for name in ("torch", "transformers", "rich") if name in sys.modules])
+print(dir(kvpass) == sorted(kvpass.__all__))
+for name in kvpass.__all__:
+    getattr(kvpass, name)
+print([name for name in sys.modules if name.startswith("kvpass.kernels")])
+import kvpass.kernels, kvpass.graphs, kvpass.eval, kvpass.builtin
+model, tokenizer = kvpass.builtin.load()
+print(kvpass.builtin.__file__, model.num_parameters())
+"""
     result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [str(tmp_path / "kvpass/builtin/__init__.py"), "3444736"]
+    assert result.stdout.split() == ["[]", "True", "[]", str(tmp_path / "kvpass/builtin/__init__.py"), "3444736"]

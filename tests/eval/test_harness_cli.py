@@ -1,4 +1,4 @@
-"""The real ``lm_eval`` command, offline, with the built-in model and local tasks."""
+"""The function of the ``lm_eval`` command, offline, with the built-in model and local tasks."""
 
 from __future__ import annotations
 
@@ -28,22 +28,6 @@ MODEL = f"pretrained={builtin.path()},dtype=float32"
 TIGHT = f"{MODEL},compiler=eager,budget=20,window=8"
 
 
-def run_command(command: list[str], cwd: Path, **environment: str) -> str:
-    kept = {name: value for name, value in os.environ.items() if name != "KVPASS_DATA_DIR"}
-    result = subprocess.run(
-        command, cwd=cwd, env={**kept, **ENVIRONMENT, **environment}, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return result.stdout + result.stderr
-
-
-def lm_eval(model: str, arguments: str, tasks: Path, names: str, output: Path, *more: str, **environment: str) -> Any:
-    """Run ``lm_eval``; results, samples of each task by ``doc_id``, and what was printed."""
-    command = [str(Path(sys.executable).with_name("lm_eval")), *words(model, arguments, tasks, names, output), *more]
-    printed = run_command(command, output.parent, **environment)
-    return *read(names, output), printed
-
-
 def words(model: str, arguments: str, tasks: Path, names: str, output: Path) -> list[str]:
     """Arguments of the command."""
     given = ["--model", model, "--model_args", arguments, "--include_path", str(tasks), "--tasks", names]
@@ -63,6 +47,10 @@ def read(names: str, output: Path) -> tuple[Any, dict[str, list[dict[str, Any]]]
 
 SEVERAL = """
 import functools, json, sys
+import lm_eval, torch
+assert "kvpass" not in sys.modules, "the package is imported when the model is asked for"
+from lm_eval.api.registry import get_model, model_registry
+print("registered", "kvpass" in model_registry, "hf" in model_registry, len(model_registry) > 20)
 from lm_eval import tasks
 from lm_eval.__main__ import cli_evaluate
 tasks.TaskManager = functools.partial(tasks.TaskManager, include_defaults=False)
@@ -70,6 +58,7 @@ for words in json.loads(sys.argv[1]):
     sys.argv = ["lm_eval", *words]
     cli_evaluate()
     print("next run", file=sys.stderr)
+print("classes", get_model("kvpass").__name__, get_model("hf").__name__, get_model("kvpass") is get_model("kvpass"))
 """
 """The command's own function, for one list of arguments after the other: importing the harness, and reading the many
 tasks that it brings along, take longer than the runs."""
@@ -118,21 +107,64 @@ def answers(samples: dict[str, list[dict[str, Any]]]) -> list[str]:
     return [row["resps"][0][0] for row in samples["number_text"]]
 
 
-def test_the_command_runs_both_models_and_the_budget_is_felt(tasks: Path, tmp_path: Path) -> None:
-    """Three runs through one ``--use_cache`` path: stock model, everything kept, and little kept."""
-    names, cache = "number_choice,number_text", ["--use_cache", str(tmp_path / "answers")]
-    runs = {
-        "hf": (MODEL, []),
-        "full": (f"{MODEL},compiler=eager", ["--batch_size", "3"]),
-        "tight": (f"{TIGHT},policy=streaming_llm", []),
-    }
-    arguments = [
-        [*words("hf" if run == "hf" else "kvpass", given, tasks, names, tmp_path / run), *cache, *more]
-        for run, (given, more) in runs.items()
-    ]
-    said = run_command([sys.executable, "-c", SEVERAL, json.dumps(arguments)], tmp_path).split("next run\n")
-    (stock_results, stock), (full_results, full), (tight_results, tight) = (read(names, tmp_path / run) for run in runs)
-    for text in said[1:3]:
+NUMBERS = "number_choice,number_text"
+OWN = "kvpass_longbench_trec,kvpass_longbench_passage_count,kvpass_needle"
+CONTEXT = "the old fox was very tall . " * 25
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with two tasks of LongBench."""
+    folder = tmp_path_factory.mktemp("data")
+    row = {"length": 9, "dataset": "", "language": "en", "_id": "0", "context": CONTEXT}
+    classed = {**row, "input": "the fox is", "answers": ["old fox"], "all_classes": ["old fox", "red crow"]}
+    counted = {**row, "input": "", "answers": ["3"], "all_classes": None}
+    (folder / "longbench").mkdir()
+    with gzip.open(folder / "longbench" / "trec.jsonl.gz", "wt") as file:
+        file.write(json.dumps(classed) + "\n" + json.dumps(classed) + "\n")
+    (folder / "longbench" / "passage_count.jsonl").write_text(json.dumps(counted) + "\n")
+    return folder
+
+
+class Runs:
+    """What one process printed that ran the stock model, everything kept, and little kept, through one ``--use_cache``
+    path, and then our own tasks. Each run wrote to the folder of its name."""
+
+    def __init__(self, folder: Path, tasks: Path, data: Path) -> None:
+        self.folder = folder
+        cache = ["--use_cache", str(folder / "answers")]
+        own = ["--gen_kwargs", "max_gen_toks=3", "--metadata", json.dumps({"prompt_tokens": 64, "prompt_count": 1})]
+        cut = f"{TIGHT},policy=snapkv,scope=context,max_length=128,truncation=middle"
+        arguments = [
+            [*words("hf", MODEL, tasks, NUMBERS, folder / "hf"), *cache],
+            [*words("kvpass", f"{MODEL},compiler=eager", tasks, NUMBERS, folder / "full"), *cache, "--batch_size", "3"],
+            [*words("kvpass", f"{TIGHT},policy=streaming_llm", tasks, NUMBERS, folder / "tight"), *cache],
+            [*words("kvpass", cut, TASKS, OWN, folder / "own"), *own],
+        ]
+        command = [sys.executable, "-c", SEVERAL, json.dumps(arguments)]
+        environment = {**os.environ, **ENVIRONMENT, "KVPASS_DATA_DIR": str(data)}
+        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+        self.printed = result.stdout.splitlines()
+        self.said = result.stderr.split("next run\n")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tasks: Path, data: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), tasks, data)
+
+
+def test_the_hook_names_the_model_and_leaves_the_others(runs: Runs) -> None:
+    """The registry must hold the harness's own models, which it adds only while it is empty."""
+    assert "registered True True True" in runs.printed
+    assert "classes KVPassLM HFLM True" in runs.printed
+
+
+def test_the_command_runs_both_models_and_the_budget_is_felt(runs: Runs) -> None:
+    (stock_results, stock), (full_results, full), (tight_results, tight) = (
+        read(NUMBERS, runs.folder / run) for run in ("hf", "full", "tight")
+    )
+    for text in runs.said[1:3]:
         assert "Requests remaining: 6" in text and "Cached requests: 0" in text
     assert scores(full) == pytest.approx(scores(stock), abs=1e-4)
     assert answers(full) == answers(stock)
@@ -146,38 +178,17 @@ def test_the_command_runs_both_models_and_the_budget_is_felt(tasks: Path, tmp_pa
     assert 0 < facts["cache_bytes_peak"] < full_results["config"]["kvpass"]["cache_bytes_peak"]
 
 
-def test_own_tasks_run_from_local_files(tmp_path: Path) -> None:
-    data = tmp_path / "data" / "longbench"
-    data.mkdir(parents=True)
-    context = "the old fox was very tall . " * 25
-    row = {"length": 9, "dataset": "", "language": "en", "_id": "0", "context": context}
-    classed = {**row, "input": "the fox is", "answers": ["old fox"], "all_classes": ["old fox", "red crow"]}
-    counted = {**row, "input": "", "answers": ["3"], "all_classes": None}
-    with gzip.open(data / "trec.jsonl.gz", "wt") as file:
-        file.write(json.dumps(classed) + "\n" + json.dumps(classed) + "\n")
-    (data / "passage_count.jsonl").write_text(json.dumps(counted) + "\n")
-    names = "kvpass_longbench_trec,kvpass_longbench_passage_count,kvpass_needle"
-    results, samples, _ = lm_eval(
-        "kvpass",
-        f"{TIGHT},policy=snapkv,scope=context,max_length=128,truncation=middle",
-        TASKS,
-        names,
-        tmp_path / "out",
-        "--gen_kwargs",
-        "max_gen_toks=3",
-        "--metadata",
-        json.dumps({"prompt_tokens": 64, "prompt_count": 1}),
-        KVPASS_DATA_DIR=str(data.parent),
-    )
+def test_own_tasks_run_from_local_files(runs: Runs) -> None:
+    results, samples = read(OWN, runs.folder / "own")
     facts = results["config"]["kvpass"]
     assert (facts["prompts_compressed"], facts["requests_truncated"]) == (3, 2)
     assert (facts["scope"], facts["num_uncompressed_tokens"], facts["truncation"]) == ("context", "question", "middle")
     (asked,) = samples["kvpass_longbench_trec"]
     text, settings = asked["arguments"]["gen_args_0"]["arg_0"], asked["arguments"]["gen_args_0"]["arg_1"]
     before = "Please determine the type of the question below. Here are some examples of questions."
-    assert text == f"{before}\n\n{context}{SEPARATOR}\nthe fox is"
+    assert text == f"{before}\n\n{CONTEXT}{SEPARATOR}\nthe fox is"
     assert settings["max_gen_toks"] == 3
-    for name in names.split(","):
+    for name in OWN.split(","):
         assert 0 <= results["results"][name]["score,none"] <= 100
 
 
