@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import platform
+import sys
+import uuid
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,11 +20,14 @@ from transformers import PreTrainedModel
 
 import kvpass
 from kvpass.cache.fingerprint import ModelFingerprint
+from kvpass.policies import Policy
 
 _LIBRARIES = (
     *("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "kvpress"),
     *("rouge", "rapidfuzz", "jieba", "rouge_score"),
 )
+_KNOWN = ("kvpass", "abc", "builtins")
+_UNREADABLE = uuid.uuid4().bytes
 _PACKAGE = Path(str(kvpass.__file__)).parent
 _SOURCES = {".py", ".cpp", ".h"}
 _FOLDERS = (".", "kernels", "graphs", "eval")
@@ -51,6 +57,23 @@ def answering_digest(*loop: str) -> str:
             scores are made anew.
     """
     return _digest([*_sources(*_FOLDERS[:-1]), *(_PACKAGE / "eval" / name for name in loop)])
+
+
+def policy_digest(policy: Policy) -> str:
+    """Digest of the modules of a policy's class and its bases, as far as they are not kvpass's own: "" if all are.
+
+    Where a source cannot be read, as of a class defined at a prompt, every process has another digest.
+    """
+    modules = dict.fromkeys(
+        kind.__module__ for kind in type(policy).__mro__[:-1] if kind.__module__.split(".")[0] not in _KNOWN
+    )
+    digest = hashlib.blake2s(digest_size=8)
+    for name in modules:
+        try:
+            digest.update(inspect.getsource(sys.modules[name]).encode())
+        except (KeyError, OSError, TypeError):
+            digest.update(_UNREADABLE)
+    return digest.hexdigest() if modules else ""
 
 
 def _sources(*folders: str) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvpass.policies import Policy, resolve
+from kvpass.policies import POLICIES, Policy, resolve
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,22 @@ class PolicySpec:
 def parse_policies(text: str) -> tuple[PolicySpec, ...]:
     """Read policies and options such as ``snapkv,cake:tau1=1.6,tau2=0.4,full``.
 
-    A part with ``=`` and no colon is an option of the policy before it.
+    A part with ``=`` and no colon is an option of the policy before it. ``my.module:KeyDiff`` imports a policy.
 
     Raises:
         ValueError: no policy, an unknown one, an unknown option, or an option before any policy.
     """
     found: list[tuple[str, list[tuple[str, Any]]]] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        name, colon, option = part.partition(":")
-        if "=" in name:
-            option, colon = part, ":"
-            if not found:
-                raise ValueError(f"policies={text!r}: the option {part!r} has no policy before it")
-        else:
+        name, _, option = part.rpartition(":") if "=" in part else (part, "", "")
+        if name.partition(":")[0] in POLICIES and ":" in name:
+            raise ValueError(f"policies={text!r}: {name.partition(':')[2]!r} must be an option such as window=8")
+        if name:
             found.append((name, []))
-        if colon:
-            key, equals, value = option.partition("=")
-            if not equals:
-                raise ValueError(f"policies={text!r}: {option!r} must be an option such as window=8")
+        elif not found:
+            raise ValueError(f"policies={text!r}: the option {part!r} has no policy before it")
+        if option:
+            key, _, value = option.partition("=")
             found[-1][1].append((key.strip(), typed(value.strip())))
     if not found:
         raise ValueError(f"policies={text!r}: name at least one policy")

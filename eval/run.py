@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvpass
 from kvpass.compiler.backend import Compiler
 from kvpass.config import Budget
-from kvpass.eval.environment import answering_digest, fingerprint, machine, versions
+from kvpass.eval.environment import answering_digest, fingerprint, machine, policy_digest, versions
 from kvpass.eval.plots import plot_grid
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.prompt import Prompt, Scope
@@ -231,7 +231,7 @@ class Evaluation:
                 scope=scope,
                 num_uncompressed_tokens=self.settings.num_uncompressed_tokens if scope == "prompt" else 0,
                 model=self.fingerprint,
-                code=self.code,
+                code=self.code + policy_digest(policy),
                 backend=self.settings.backend,
                 device=self.model.device.type,
                 seed=self.settings.seed,

@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 import kvpass
 from kvpass.compiler.backend import Compiler, check_compiler
+from kvpass.eval.environment import policy_digest
 from kvpass.eval.harness.settings import (
     fingerprint,
     generation_settings,
@@ -358,7 +359,8 @@ class KVPassLM(HFLM):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of all an answer depends on beside the request."""
-        settings = {**self._settings(), **self._arguments, "max_length": self.max_length}
+        source = policy_digest(self._policy)
+        settings = {**self._settings(), "policy_source": source, **self._arguments, "max_length": self.max_length}
         return fingerprint(self.model, self.tokenizer, settings)
 
     def set_cache_hook(self, cache_hook: Any) -> None:

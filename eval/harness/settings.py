@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvpass
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.eval.environment import answering_digest
-from kvpass.policies import POLICIES, Policy, resolve
+from kvpass.policies import Policy, policy_class
 
 
 def take_policy_options(
@@ -30,7 +30,7 @@ def take_policy_options(
     Raises:
         ValueError: unknown policy, or an argument that neither the policy nor the harness's model has.
     """
-    kind = type(policy) if isinstance(policy, Policy) else POLICIES.get(policy) or type(resolve(policy))
+    kind = type(policy) if isinstance(policy, Policy) else policy_class(policy)
     options = [field.name for field in dataclasses.fields(kind)]
     for name, value in arguments.items():
         if name not in harness and name not in options:

@@ -308,7 +308,7 @@ def compress(
             typer.get_text_stream("stdin").read() if str(document) == "-" else _text(document),
             model=model,
             policy=chosen[0].name,
-            budget=typed(budget) if kvpass.POLICIES[chosen[0].name].needs_budget else None,
+            budget=typed(budget) if chosen[0].resolve().needs_budget else None,
             options=({} if window is None else {"window": window}) | dict(chosen[0].options),
             dtype=dtype,
             device=device,
@@ -332,6 +332,9 @@ def ask(
             "folder here.",
         ),
     ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Import a policy of your own that the file was made with: my.module:KeyDiff.")
+    ] = None,
     new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
     backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
     device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
@@ -339,8 +342,11 @@ def ask(
     """Answer a question about a compressed document."""
     from kvpass.cli.documents import Document
     from kvpass.compiler.backend import check_compiler
+    from kvpass.policies import policy_class
 
     with _bad_values():
+        if policy is not None:
+            policy_class(policy)
         if not cache.is_file():
             raise ValueError(f"cache={str(cache)!r}: there is no such file")
         found = Document.load(cache, model=model, device=device, backend=check_compiler("backend", backend))
@@ -351,8 +357,10 @@ def ask(
 @app.command()
 def policies() -> None:
     """List the registered policies and their options."""
+    from kvpass.policies import installed_policies
+
     made = Table("policy", "options and defaults", "budget", "what it does")
-    for name, policy in sorted(kvpass.POLICIES.items()):
+    for name, policy in sorted(installed_policies().items()):
         options = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(policy))
         summary = (policy.__doc__ or "").strip().splitlines()[0]
         made.add_row(name, options, "yes" if policy.needs_budget else "none", summary)

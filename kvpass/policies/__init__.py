@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib
 import json
+import os
+import sys
+from importlib.metadata import entry_points
 from typing import TypeVar
 
 from kvpass.config import Budget
@@ -64,12 +68,46 @@ def resolve(policy: str | Policy, **options: object) -> Policy:
         return dataclasses.replace(policy, **options)  # type: ignore[arg-type]
     if not isinstance(policy, str):
         raise ValueError(f"policy={policy!r}: must be a kvpass.Policy or one of {', '.join(sorted(POLICIES))}")
-    if policy not in POLICIES:
-        near = difflib.get_close_matches(policy.lower().replace("-", "_"), POLICIES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"policy={policy!r}: did you mean {near!r}? Must be one of {', '.join(sorted(POLICIES))}")
-    kind = POLICIES[policy]
+    kind = policy_class(policy)
     _check_options(kind, options)
     return kind(**options)  # type: ignore[arg-type]
+
+
+def policy_class(name: str) -> type[Policy]:
+    """Return the class of a policy by its name, or import it: ``my.module:KeyDiff``, also from the working directory.
+
+    Raises:
+        ValueError: unknown name (the message gives the nearest), or what is imported is no policy.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        return _known(name)
+    here = os.getcwd()
+    sys.path.append(here)
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"policy={name!r}: cannot be imported: {error}") from error
+    finally:
+        sys.path.remove(here)
+    return register_policy(kind)
+
+
+def installed_policies() -> dict[str, type[Policy]]:
+    """Return ``POLICIES``, with those of installed packages (entry-point group ``kvpass.policies``) registered too."""
+    for point in entry_points(group="kvpass.policies"):
+        register_policy(point.load())
+    return POLICIES
+
+
+def _known(name: object) -> type[Policy]:
+    if name in POLICIES or name in installed_policies():
+        return POLICIES[str(name)]
+    near = difflib.get_close_matches(str(name).lower().replace("-", "_"), POLICIES, n=1, cutoff=0.0)[0]
+    raise ValueError(
+        f"policy={name!r}: did you mean {near!r}? Must be one of {', '.join(sorted(POLICIES))}, or a class, "
+        "such as 'my.module:KeyDiff'"
+    )
 
 
 def check_registered(policy: Policy) -> Policy:
@@ -94,7 +132,9 @@ def from_spec(spec: str) -> Policy:
     options = json.loads(spec)
     if not isinstance(options, dict):
         raise ValueError(f"policy={spec!r}: must be the spec of a policy")
-    return resolve(options.pop("policy", None), **options)
+    kind = _known(options.pop("policy", None))  # the text may be of an untrusted file: import nothing that it names
+    _check_options(kind, options)
+    return kind(**options)
 
 
 def _check_options(kind: type[Policy], options: dict[str, object]) -> None:

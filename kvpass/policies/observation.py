@@ -34,7 +34,8 @@ class Observation:
     """One attention op after prefill; rows have equal length and no padding.
 
     Attributes:
-        queries: the last R prompt queries, RoPE applied, ``[B, H, R, D]``.
+        queries: the last R prompt queries, RoPE applied, ``[B, H, R, D]``: all N when a prompt is prefilled, as many as
+            are given to ``plan``, those of the new turn when a cache is compressed again.
         keys: ``[B, K, N, D]``, RoPE applied; query head h reads KV head ``h // (H // K)``.
         values: ``[B, K, N, Dv]``.
         scale: factor of the attention logits.

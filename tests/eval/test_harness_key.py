@@ -112,6 +112,12 @@ def test_whatever_changes_an_answer_changes_the_key(arguments):
     assert build(**arguments).fingerprint != build().fingerprint
 
 
+def test_the_source_of_a_policy_of_ones_own_changes_the_key(monkeypatch):
+    before = build().fingerprint
+    monkeypatch.setattr("kvpass.eval.harness.model.policy_digest", lambda policy: "edited")
+    assert build().fingerprint != before
+
+
 def test_a_folder_is_known_by_what_is_in_it(tmp_path):
     TOKENIZER.save_pretrained(tmp_path)
     found = []

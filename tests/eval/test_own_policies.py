@@ -1,0 +1,113 @@
+"""A policy of the user's own, named by its module, in every command; an edited one never finds its old answers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import kvpass
+import kvpass.policies
+from kvpass.cli.main import app
+from kvpass.eval.environment import policy_digest
+from kvpass.eval.policy_spec import parse_policies
+from kvpass.policies import from_spec, installed_policies, resolve
+from tiny_models import random_ids, tiny_model
+
+SOURCE = """
+from dataclasses import dataclass
+from typing import ClassVar
+import kvpass
+
+@dataclass(frozen=True, kw_only=True)
+class Latest(kvpass.Policy):
+    name: ClassVar[str] = "latest"
+    sign: int = 1
+
+    def score(self, obs):
+        return self.sign * obs.keys[:, :, : obs.evictable].float().norm(dim=-1)
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Name of a module in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_policies.py").write_text(SOURCE)
+    yield "my_policies"
+    sys.modules.pop("my_policies", None)
+    kvpass.POLICIES.pop("latest", None)
+    from_spec.cache_clear()
+
+
+def test_compile_and_the_command_line_import_it(module):
+    path = list(sys.path)
+    fast = kvpass.compile(tiny_model("llama"), policy=f"{module}:Latest", budget=40, backend="eager", sign=-1)
+    fast(random_ids(1, 60))
+    assert fast.policy.sign == -1 and fast.report().policy.name == "latest" and sys.path == path
+    spec, full = parse_policies(f"{module}:Latest:sign=2,window=8,full")
+    assert spec.resolve() == resolve("latest", sign=2, window=8) and full.name == "full"
+    assert parse_policies(str(spec)) == (spec,)
+
+
+@pytest.mark.parametrize(
+    "name", ["no_such_module:Latest", "my_policies:Nothing", "my_policies:", ":Latest", "json:dumps"]
+)
+def test_what_cannot_be_imported_or_is_no_policy_is_an_error(module, name):
+    with pytest.raises(ValueError, match=r"cannot be imported|must be a class derived from kvpass\.Policy"):
+        resolve(name)
+
+
+def test_a_spec_from_a_file_imports_nothing(module):
+    with pytest.raises(ValueError, match="Must be one of"):
+        from_spec('{"policy": "my_policies:Latest"}')
+    assert module not in sys.modules
+
+
+def test_policies_of_installed_packages_are_found(module, monkeypatch):
+    point = EntryPoint("latest", f"{module}:Latest", "kvpass.policies")
+    monkeypatch.setattr(kvpass.policies, "entry_points", lambda group: [point] if group == "kvpass.policies" else [])
+    monkeypatch.syspath_prepend(".")
+    assert resolve("latest", sign=3).sign == 3
+    assert "latest" in installed_policies()
+
+
+def test_an_edited_policy_has_another_digest_and_an_unreadable_one_a_new_one_in_each_process(module, tmp_path):
+    def digest() -> str:
+        (spec,) = parse_policies(f"{module}:Latest")
+        return policy_digest(spec.resolve())
+
+    first = digest()
+    assert first == digest() != ""
+    (tmp_path / "my_policies.py").write_text(SOURCE.replace("obs.keys", "obs.values"))
+    sys.modules.pop(module)
+    importlib.invalidate_caches()
+    assert digest() != first
+    namespace: dict[str, type[kvpass.Policy]] = {"__name__": "typed_at_a_prompt"}
+    sys.modules["typed_at_a_prompt"] = SimpleNamespace(**namespace)
+    exec(SOURCE, namespace)
+    unreadable = policy_digest(namespace["Latest"]())
+    del sys.modules["typed_at_a_prompt"]
+    assert unreadable not in ("", first)
+    assert policy_digest(resolve("lava")) == ""
+
+
+def test_an_edited_policy_is_evaluated_again(module, tmp_path):
+    words = ["eval", "builtin", "--tasks", "multi_needle", "--policies", f"{module}:Latest", "--budgets", "0.25"]
+    words += ["--scope", "prompt", "--samples", "1", "--length", "256", "--backend", "eager", "--output", "out"]
+
+    def answered() -> int:
+        sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        return len((tmp_path / "out" / "samples.jsonl").read_text().splitlines())
+
+    once = answered()
+    assert answered() == once
+    (tmp_path / "my_policies.py").write_text(SOURCE.replace("obs.keys", "obs.values"))
+    assert answered() == 2 * once
