@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from kvpass.cache.copying import copied_only
 from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint, reference
-from kvpass.cache.hf_adapter import HFCacheAdapter
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.metadata import CacheMetadata, check_tensors
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, by_layer, layer_ids
@@ -31,8 +31,13 @@ from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
 from kvpass.version import __version__
 
+_ELSEWHERE = (
+    "a CompressedCache was given to an uncompiled model: only the kvpass model that filled it can go on with it; give "
+    "the whole text and no cache to the uncompiled one"
+)
 
-class CompressedCache(HFCacheAdapter):
+
+class CompressedCache(Cache):
     """A compressed KV cache with the interface of a ``transformers`` cache.
 
     Made by a model that ``kvpass.compile`` returned; returned in ``output.past_key_values``.
@@ -333,6 +338,66 @@ class CompressedCache(HFCacheAdapter):
             setattr(twin, name, getattr(self, name).to(target))
         twin._device = twin.start.device
         return twin
+
+    # -- what `generate` uses ----------------------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        return self.columns == 0
+
+    @property
+    def batch_size(self) -> int:
+        return self.start.numel()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens seen, padding included as in transformers; not the kept entries."""
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = 0) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Raise: only a model that builds a mask for its cache calls this, and kvpass models build none."""
+        raise CacheMismatchError(_ELSEWHERE)
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: kvpass has compiled the model itself, so ``generate`` must not compile it."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return not self.is_empty
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self)
+
+    def __len__(self) -> int:
+        groups = () if self.layout is None else (*self.layout.pools, *self.layout.rings)
+        return sum(group.geometry.layers for group in groups)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace row i by row ``beam_idx[i]`` (beam search)."""
+        self._pick_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``."""
+        self._pick_rows(torch.arange(self.batch_size, device=indices.device)[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times, copies next to each other."""
+        self._pick_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Raise: entries that a shorter cache needs may have been evicted."""
+        raise NotImplementedError("a compressed cache cannot be cropped; assisted generation is not supported")
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: only an uncompiled model calls this."""
+        raise CacheMismatchError(_ELSEWHERE)
 
     # -- files ------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ ascending position.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,8 @@ def observe_held(
         if protected == NOT_DUE:
             continue
         observing = min(protected, t)
+        site: dict[str, Any] = {"scale": scale, "window": observing, "layer": layer, "num_layers": num_layers}
+        site["softcap"] = softcap
         queries = q[row : row + 1, :, t - max(observing, 1) :]
         keys, values, worth = [], [], []
         for head in range(kv_heads):
@@ -66,33 +69,14 @@ def observe_held(
             keys.append(torch.cat([pool_k[row, kept], tail_k[live]]))
             values.append(torch.cat([pool_v[row, kept], tail_v[live]]))
             heads = slice(head * group, (head + 1) * group)
-            obs = Observation(
-                queries[:, heads],
-                keys[head][None, None],
-                values[head][None, None],
-                scale,
-                observing,
-                layer,
-                num_layers,
-                softcap,
-                None if sinks is None else sinks[heads],
-            )
+            own = queries[:, heads], keys[head][None, None], values[head][None, None]
+            obs = Observation(*own, sinks=None if sinks is None else sinks[heads], **site)
             evictable = obs.length - protected
             worth.append(policy.checked_score(obs)[0, 0, :evictable])
             scores[row, layer, head, :evictable] = worth[head]
             masses[row, layer, head, : obs.length] = obs.mass[0, 0]
-        whole = HeldObservation(
-            queries,
-            _newest_last(keys),
-            _newest_last(values),
-            scale,
-            observing,
-            layer,
-            num_layers,
-            softcap,
-            sinks,
-            present=_newest_last([torch.ones_like(k[:, 0], dtype=torch.bool) for k in keys]),
-        )
+        present = _newest_last([torch.ones_like(k[:, 0], dtype=torch.bool) for k in keys])
+        whole = HeldObservation(queries, _newest_last(keys), _newest_last(values), sinks=sinks, present=present, **site)
         weight = policy.checked_weight(whole, torch.cat(worth)[None, None])
         if weight is not None:
             layer_weights[row, layer] = weight[0]
