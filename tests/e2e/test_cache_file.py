@@ -163,11 +163,11 @@ def test_a_file_of_another_model_policy_or_budget_is_refused_with_the_reason(fas
     model = fast
     wrong = [
         (compiled(model=tiny_model("llama", seed=1, num_hidden_layers=2)), "other weights"),
-        (compiled("mistral"), "class LlamaForCausalLM, this one is MistralForCausalLM"),
+        (compiled("mistral"), "class is LlamaForCausalLM, here it is MistralForCausalLM"),
         (compiled(model=tiny_model("llama")), r"config\.num_hidden_layers is 2, here it is 3"),
         (
             compiled(model=tiny_model("llama", dtype=torch.bfloat16)),
-            r"dtype torch\.float32, this one is torch\.bfloat16",
+            r"dtype is torch\.float32, here it is torch\.bfloat16",
         ),
         (compiled(policy="snapkv"), "has policy .*lava"),
         (compiled(window=4), "has policy"),

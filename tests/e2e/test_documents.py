@@ -92,7 +92,7 @@ def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tm
     from kvpass import builtin
 
     result = invoke("ask", path, "is", "--backend", "eager", "--new-tokens", "6", "--model", builtin.path())
-    assert result.exit_code == 2 and "dtype torch.float32, this one is" in result.output
+    assert result.exit_code == 2 and "dtype is torch.float32, here it is" in result.output
 
 
 @pytest.mark.parametrize(
