@@ -26,7 +26,6 @@ from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.sliding_layers import SlidingWindowLayers
 from kvpass.config import Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
-from kvpass.operands import RingBuffers
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
 from kvpass.version import __version__
@@ -138,7 +137,7 @@ class CompressedCache(Cache):
             CacheMismatchError: the cache has others.
         """
         self._check_layout(layout)
-        held = self.full_layers[0].pool_k if self.full_layers else self.sliding_layers[0].buffers.ring_k
+        held = self.full_layers[0].pool_k if self.full_layers else self.sliding_layers[0].ring_k
         if held.dtype != dtype:
             raise CacheMismatchError(f"{self!r} of {held.dtype} was handed to a model of {dtype}")
         turns = [turn.buffers._asdict() for turn in self._recompressions] or [{}] * len(self.full_layers)
@@ -219,7 +218,7 @@ class CompressedCache(Cache):
 
     def _state(self, stores: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         named = [(f"store{i}", state) for i, state in enumerate(stores)]
-        named += [(f"ring{i}", ring.buffers._asdict()) for i, ring in enumerate(self.sliding_layers)]
+        named += [(f"ring{i}", ring.state) for i, ring in enumerate(self.sliding_layers)]
         return {f"{prefix}_{name}": tensor for prefix, state in named for name, tensor in state.items()}
 
     def _check_layout(self, layout: Layout) -> None:
@@ -457,9 +456,7 @@ class CompressedCache(Cache):
             FullAttentionLayers.restore(group, policy, part(f"store{i}_"), metadata.stores[i])
             for i, group in enumerate(layout.pools)
         ]
-        cache.sliding_layers = [
-            SlidingWindowLayers(group, RingBuffers(**part(f"ring{i}_"))) for i, group in enumerate(layout.rings)
-        ]
+        cache.sliding_layers = [SlidingWindowLayers(group, **part(f"ring{i}_")) for i, group in enumerate(layout.rings)]
         cache.start = tensors["start"]
         cache._device = cache.start.device
         cache._budgets = list(metadata.entries)

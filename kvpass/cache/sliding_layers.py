@@ -20,11 +20,12 @@ class SlidingWindowLayers:
     """The last ``window`` columns of some layers; column c is in slot ``c % R``.
 
     Attributes:
-        group: the layers, their geometry and window. buffers: read and written by every graph.
+        group: the layers, their geometry and window. ring_k, ring_v: read and written by every graph.
     """
 
     group: LayerGroup
-    buffers: RingBuffers
+    ring_k: Tensor
+    ring_v: Tensor
 
     @classmethod
     def empty(cls, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device) -> SlidingWindowLayers:
@@ -33,10 +34,15 @@ class SlidingWindowLayers:
         assert window is not None
         sizes = {"L": g.layers, "B": rows, "K": g.kv_heads, "R": window, "D": g.key_dim, "V": g.value_dim}
         shapes = [BUFFERS[name].shape(sizes) for name in RingBuffers._fields]
-        return cls(group, RingBuffers(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)))
+        return cls(group, *(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The buffers by name."""
+        return {"ring_k": self.ring_k, "ring_v": self.ring_v}
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> SlidingWindowLayers:
-        return SlidingWindowLayers(self.group, RingBuffers(*map(change, self.buffers)))
+        return SlidingWindowLayers(self.group, change(self.ring_k), change(self.ring_v))
 
     def to(self, device: torch.device) -> SlidingWindowLayers:
         """Return a copy on another device."""
@@ -58,4 +64,4 @@ class SlidingWindowLayers:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages."""
-        return sum(x.untyped_storage().nbytes() for x in self.buffers)
+        return sum(x.untyped_storage().nbytes() for x in self.state.values())

@@ -141,7 +141,7 @@ def test_the_identity_names_what_differs_and_ignores_what_does_not_matter():
         ),
         (tiny_model("llama", rms_norm_eps=1e-3), r"config\.rms_norm_eps"),
         (tiny_model("llama", dtype=torch.float16), r"dtype is torch\.float32, here it is torch\.float16"),
-        (tiny_model("mistral"), "class LlamaForCausalLM"),
+        (tiny_model("mistral"), "class is LlamaForCausalLM"),
         (tiny_model("llama", num_hidden_layers=2), r"num_hidden_layers"),
     ]:
         with pytest.raises(CacheMismatchError, match=message):
