@@ -155,6 +155,17 @@ def test_a_policy_can_be_defined_again_as_in_a_notebook(registry):
     assert isinstance(from_spec(spec), first)
 
 
+def test_contract_10_another_default_keeps_the_range_of_an_option():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Wider(SnapKV):
+        name: ClassVar[str] = "wider"
+        kernel_size: int = 9
+
+    assert Wider().kernel_size == 9
+    with pytest.raises(ValueError, match="kernel_size=4: must be odd"):
+        Wider(kernel_size=4)
+
+
 def test_only_a_registered_class_can_be_compiled(registry):
     """Operators know a policy by its name and options."""
 
