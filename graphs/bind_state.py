@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
+from kvpass.graphs.fx_utils import Dim, dim_of, recorded, shape_of
 from kvpass.torch_compat import FakeTensorMode, LocalSource, Source, TracingContext
 
 STATE_PREFIX = "kvpass_"
@@ -101,24 +102,14 @@ def add_state_placeholders(
     return nodes, examples
 
 
-def example_value(node: Node) -> Tensor:
-    """Return the fake tensor Dynamo recorded for a node."""
-    value = node.meta["example_value"]
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"node {node.name} holds a {type(value).__name__}, not a tensor")
-    return value
-
-
-def size_reader(gm: GraphModule, size: int | torch.SymInt) -> Callable[[Sequence[Any]], int]:
+def size_reader(gm: GraphModule, size: Dim) -> Callable[[Sequence[Any]], int]:
     """Return a function from the graph's inputs to the value of ``size`` in that call."""
     if isinstance(size, int):
         return lambda inputs: size
     for index, node in enumerate(placeholders(gm)):
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
+        value, shape = recorded(node), shape_of(node) or ()
+        if isinstance(value, torch.SymInt) and dim_of(value) == size:
             return lambda inputs: int(inputs[index])
-        if isinstance(value, torch.Tensor):
-            for dim, extent in enumerate(value.shape):
-                if isinstance(extent, torch.SymInt) and extent.node.expr == size.node.expr:
-                    return lambda inputs: int(inputs[index].shape[dim])
+        if size in shape:
+            return lambda inputs: int(inputs[index].shape[shape.index(size)])
     raise ValueError(f"no input of the graph has the size {size}")

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from kvpass.graphs.fx_utils import arguments_of
+
 _LINEAR = torch.nn.functional.linear
 
 
@@ -27,8 +29,7 @@ def decompose_linear_pass(gm: GraphModule) -> int:
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is _LINEAR]
     changed = 0
     for node in calls:
-        given = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
-        x, weight, bias = given["input"], given["weight"], given.get("bias")
+        x, weight, bias = arguments_of(node).values()
         if not _is_vector(x):
             continue
         with gm.graph.inserting_before(node):

@@ -10,7 +10,7 @@ import operator
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +18,8 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
+from torch.fx.operator_schemas import normalize_function
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.torch_compat import (
@@ -103,6 +104,15 @@ def target_name(node: Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target.overloadpacket.__name__
     return target if isinstance(target, str) else str(getattr(target, "__name__", target))
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Return all arguments of a call of a function by name, those that are not given by their defaults."""
+    assert callable(node.target)
+    given = normalize_function(node.target, node.args, node.kwargs, normalize_to_only_use_kwargs=True)
+    if given is None:
+        raise refuse(node, f"its arguments are not those of {target_name(node)}")
+    return dict(given.kwargs)
 
 
 def recorded(node: Node) -> Any:
@@ -309,23 +319,17 @@ def literals_of(nodes: Iterable[Node], *, floats: bool = False) -> set[Any]:
         floats: include floats.
     """
     kinds = (int, float) if floats else int
-
-    def walk(value: Any) -> Iterator[Any]:
-        if isinstance(value, kinds) and not isinstance(value, bool):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            for part in value:
-                yield from walk(part)
-        elif isinstance(value, dict):
-            yield from walk(list(value.values()))
-        elif isinstance(value, slice):
-            yield from walk([value.start, value.stop, value.step])
-
     found: set[Any] = set()
+
+    def add(value: Any) -> Any:
+        if isinstance(value, kinds) and not isinstance(value, bool):
+            found.add(value)
+        return value
+
     for node in nodes:
         if node.op.startswith("call_") and target_name(node) not in _SIZES:
             fills = fills_of(node)
-            found.update(walk([node.args, node.kwargs] if fills is None else fills))
+            map_aggregate((node.args, node.kwargs) if fills is None else fills, add)
     return found
 
 

@@ -9,6 +9,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from kvpass.graphs.fx_utils import recorded, refuse
+from kvpass.graphs.rewrite_attention import SITE
+from kvpass.graphs.verify.logits import LogitRule
+
+SLOPES = "kvpass_slopes"
+"""Key in the meta of an attention op: its ALiBi slopes, until ``fold_alibi`` has run."""
 
 
 def insert_method(gm: GraphModule, name: str, operand: Node, *args: Any) -> Node:
@@ -43,3 +48,20 @@ def replace_output(gm: GraphModule, node: Node, out: Node) -> None:
             raise refuse(node, f"{user.name} reads more of its result than the output")
         gm.graph.erase_node(user)
     gm.graph.erase_node(node)
+
+
+def emit_site(gm: GraphModule, call: Node, q: Node, k: Node, v: Node, rule: LogitRule) -> Node:
+    """Insert an attention op for ``call`` at the graph's insertion point.
+
+    Args:
+        q: ``[B, H, T, D]``. k, v: ``[B, K, T, D]``.
+    """
+    options: dict[str, Any] = {"sliding_window": rule.band.window, "softcap": rule.softcap}
+    given = {name: value for name, value in options.items() if value is not None}
+    site = gm.graph.call_function(SITE, (q, k, v, rule.scale), given)
+    b, h, t, _ = recorded(q).shape
+    example = recorded(q).new_empty(b, t, h, recorded(v).shape[3]).transpose(1, 2)
+    site.meta = {"example_value": example, SLOPES: rule.band.slopes}
+    for name in ("nn_module_stack", "stack_trace"):
+        site.meta[name] = call.meta.get(name)
+    return site

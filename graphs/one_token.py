@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.node import map_arg
 
 from kvpass.graphs.bind_state import STATE_PREFIX, placeholders
 from kvpass.graphs.fx_utils import Dim, dim_of, recorded, symbols_of
@@ -111,17 +110,11 @@ def one_token_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMo
     """
     for node, value in zip(placeholders(gm), inputs, strict=True):
         if isinstance(value, int) and isinstance(recorded(node), torch.SymInt):
-            _replace(node, value)
+            node.replace_all_uses_with(value)  # type: ignore[arg-type]
     recorder = _Recorder(gm, mode)
     with mode, torch.no_grad():
         recorder.run(*inputs)
     return recorder.calls
-
-
-def _replace(node: Node, value: int) -> None:
-    for user in list(node.users):
-        user.args = map_arg(user.args, lambda operand: value if operand is node else operand)
-        user.kwargs = map_arg(user.kwargs, lambda operand: value if operand is node else operand)
 
 
 class _Recorder(Interpreter):

@@ -31,15 +31,16 @@ import logging
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from torch.fx import GraphModule, Node
 
 from kvpass.config import Layout
 from kvpass.graphs.decompose_linear import decompose_linear_pass
-from kvpass.graphs.dump import count_ops, diff_ops, dump_artifact
 from kvpass.graphs.find.alibi import fold_alibi_pass
 from kvpass.graphs.find.eager import find_eager_attention_pass
 from kvpass.graphs.find.flash import find_flash_attention_pass
@@ -54,6 +55,7 @@ from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.graphs.verify.own_state import check_own_state_pass
 from kvpass.graphs.verify.self_check import self_check_pass
 from kvpass.policies.base import Policy
+from kvpass.torch_compat import trace_structured
 
 log = logging.getLogger(__name__)
 
@@ -131,21 +133,21 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
     records = []
     disabled = _disabled()
     text = partial(gm.print_readable, print_output=False)
-    before = count_ops(gm)
+    before = _count_ops(gm)
     for index, graph_pass in enumerate(passes):
         name = pass_name(graph_pass)
         if name in disabled:
             continue
         artifact = f"{label}.{index}.{name}"
-        dump_artifact(f"{artifact}.before", text)
+        _dump_artifact(f"{artifact}.before", text)
         began = time.perf_counter()
         sites = graph_pass(gm)
         gm.graph.lint()
         seconds = time.perf_counter() - began
-        after = count_ops(gm)
-        op_diff, before = diff_ops(before, after), after
-        dump_artifact(f"{artifact}.after", text)
-        dump_artifact(f"{artifact}.ops", partial(str, op_diff))
+        after = _count_ops(gm)
+        op_diff, before = _diff_ops(before, after), after
+        _dump_artifact(f"{artifact}.after", text)
+        _dump_artifact(f"{artifact}.ops", partial(str, op_diff))
         log.info("%s: %d sites changed in %.3f s", artifact, sites, seconds)
         records.append(PassRecord(name=name, sites=sites, seconds=seconds, op_diff=op_diff))
     gm.recompile()
@@ -166,3 +168,35 @@ def _disabled() -> set[str]:
     if names:
         warnings.warn(f"{DISABLE}: without {sorted(names)} results may be wrong", stacklevel=2)
     return names
+
+
+def _count_ops(gm: GraphModule) -> Counter[str]:
+    """Count the calls of each function, method or module."""
+    return Counter(str(node.target) for node in gm.graph.nodes if node.op.startswith("call_"))
+
+
+def _diff_ops(before: Counter[str], after: Counter[str]) -> str:
+    """Return changed counts, one a line: ``kvpass.site.default: 4 -> 0 (-4)``; "" if none changed."""
+    return "\n".join(
+        f"{name}: {before[name]} -> {after[name]} ({after[name] - before[name]:+d})"
+        for name in sorted(before | after)
+        if before[name] != after[name]
+    )
+
+
+def _dump_artifact(name: str, text: Callable[[], str]) -> None:
+    """Write a text to the structured trace, and to ``$KVPASS_DUMP/<name>.txt`` if that variable is set.
+
+    Args:
+        text: makes the text; not called when no one reads it.
+    """
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"kvpass.{name}", "encoding": "string"},
+        payload_fn=text,
+    )
+    folder = os.environ.get("KVPASS_DUMP")
+    if folder:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"{name}.txt").write_text(text() + "\n")

@@ -35,8 +35,7 @@ from torch.fx import GraphModule, Node
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.config import Layout, SiteShape
 from kvpass.errors import UnsupportedAttentionError
-from kvpass.graphs.bind_state import example_value
-from kvpass.graphs.fx_utils import module_path_of, refuse
+from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
 from kvpass.operands import (
     AppendBuffers,
     Attention,
@@ -87,6 +86,12 @@ def find_sites(gm: GraphModule) -> list[Site]:
     return [Site.of(node, layer) for layer, node in enumerate(nodes)]
 
 
+def batch_and_tokens(gm: GraphModule) -> tuple[Dim, Dim]:
+    """Return the batch size and the number of tokens of the attention ops, of which there must be some."""
+    shape = recorded(find_sites(gm)[0].q).shape
+    return dim_of(shape[0]), dim_of(shape[2])
+
+
 def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
     """Raise if kvpass cannot hold the cache of an attention op; the graph is not changed.
 
@@ -106,9 +111,9 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
             f"found {len(sites)} attention ops in {len(modules)} modules of a model of {expected} layers; the others "
             "keep a state that kvpass does not know",
         )
-    first = example_value(sites[0].k)
+    first = recorded(sites[0].k)
     for site in sites:
-        q, k, v = (example_value(node) for node in (site.q, site.k, site.v))
+        q, k, v = (recorded(node) for node in (site.q, site.k, site.v))
         if not q.dtype == k.dtype == v.dtype:
             raise refuse(site.node, f"queries of {q.dtype} beside keys of {k.dtype} and values of {v.dtype}")
         if (k.dtype, k.device) != (first.dtype, first.device):
@@ -118,7 +123,7 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
 
 
 def _shape(site: Site) -> SiteShape:
-    k, v = example_value(site.k), example_value(site.v)
+    k, v = recorded(site.k), recorded(site.v)
     return SiteShape(
         kv_heads=int(k.shape[1]),
         key_dim=int(k.shape[3]),
@@ -131,7 +136,7 @@ def _shape(site: Site) -> SiteShape:
 def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
     """Return layout, dtype and device of the KV entries of a graph that passed :func:`check_sites_pass`."""
     sites = find_sites(gm)
-    k = example_value(sites[0].k)
+    k = recorded(sites[0].k)
     return Layout.of([_shape(site) for site in sites]), k.dtype, k.device
 
 
@@ -245,7 +250,7 @@ class Rewriter:
         ring, seen = self._buffers(RingBuffers, place), self.state["seen"]
         if place.prefix not in columns:
             assert ring[0] is not None
-            slots = example_value(ring[0]).shape[3]
+            slots = recorded(ring[0]).shape[3]
             columns[place.prefix] = self._call("columns_held", seen, self.state["first"], slots)
         return self._call("attend_ring", *site.call, *ring, columns[place.prefix], seen, place.layer, self.impl)
 

@@ -16,6 +16,7 @@ A walk of the graph finds the products before and after a softmax. What lies bet
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +25,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from kvpass.graphs.find.emit_site import emit_site
-from kvpass.graphs.find.operands import Heads, Product, heads_of, product_of
+from kvpass.graphs.find.operands import Product, insert_heads, insert_result, product_of
 from kvpass.graphs.fx_utils import (
     MATMULS,
     SOFTMAX,
@@ -40,10 +40,13 @@ from kvpass.graphs.fx_utils import (
     token_sizes,
     value_inputs,
 )
+from kvpass.graphs.insert_nodes import emit_site
 from kvpass.graphs.verify.causal_mask import MaskPart, starts_of
-from kvpass.graphs.verify.example_lengths import NotCausalError
-from kvpass.graphs.verify.examples import concrete
+from kvpass.graphs.verify.examples import NotCausalError, concrete
 from kvpass.graphs.verify.logits import LogitRule, prove_logits, snap
+
+_MAX_PRODUCTS = 2**24
+"""Most products in an example that has all rows and heads at once."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,6 @@ class _Match:
     softmax: Node
     logits: Node
     out: Product
-    heads: Heads
 
 
 def find_eager_attention_pass(gm: GraphModule) -> int:
@@ -70,13 +72,15 @@ def find_eager_attention_pass(gm: GraphModule) -> int:
     for softmax in [node for node in gm.graph.nodes if target_name(node) in SOFTMAX]:
         flow = DataFlow(gm)
         try:
-            match = _match(gm, flow, softmax, tokens)
+            match = _match(flow, softmax, tokens)
             if match is None:
                 continue
-            rule = _prove(gm, flow, match, proofs)
+            with gm.graph.inserting_before(match.out.node):
+                heads = insert_heads(gm, flow, match.scores, match.out)
+            rule = _prove(gm, flow, match, int(recorded(heads[0]).shape[1]), proofs)
         except NotCausalError as error:
             raise refuse(softmax, str(error)) from error
-        _replace(gm, flow, match, rule)
+        _replace(gm, flow, match, heads, rule)
         found += 1
     return found
 
@@ -98,7 +102,7 @@ def split_baddbmm(gm: GraphModule) -> None:
         gm.graph.erase_node(node)
 
 
-def _match(gm: GraphModule, flow: DataFlow, softmax: Node, tokens: set[Dim]) -> _Match | None:
+def _match(flow: DataFlow, softmax: Node, tokens: set[Dim]) -> _Match | None:
     logits = softmax.args[0] if softmax.args else softmax.kwargs.get("input")
     shape = shape_of(softmax)
     dim = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
@@ -112,7 +116,7 @@ def _match(gm: GraphModule, flow: DataFlow, softmax: Node, tokens: set[Dim]) -> 
     scores, out = product_of(before), product_of(*after)
     if scores is None or out is None or not _is_fed(flow, scores.right.node):
         return None
-    return _Match(scores, softmax, logits, out, heads_of(gm, flow, scores, out))
+    return _Match(scores, softmax, logits, out)
 
 
 def _product_before(flow: DataFlow, logits: Node, softmax: Node) -> Node | None:
@@ -155,11 +159,11 @@ def _is_fed(flow: DataFlow, node: Node) -> bool:
     return any(source.op == "placeholder" and not is_module_tensor(source) for source in flow.sources([node]))
 
 
-def _prove(gm: GraphModule, flow: DataFlow, match: _Match, proofs: dict[str, LogitRule]) -> LogitRule:
+def _prove(gm: GraphModule, flow: DataFlow, match: _Match, heads: int, proofs: dict[str, LogitRule]) -> LogitRule:
     """Return the proved rule from products to logits.
 
     Args:
-        proofs: rules already proved, keyed by the text of what was evaluated; layers share masks.
+        heads: query heads. proofs: rules already proved, keyed by the text of what was evaluated; layers share masks.
     """
     scores, shape = match.scores.node, shape_of(match.scores.node)
     assert shape is not None
@@ -167,8 +171,6 @@ def _prove(gm: GraphModule, flow: DataFlow, match: _Match, proofs: dict[str, Log
     def part_of(result: Node, before: Node) -> MaskPart:
         return MaskPart(gm, flow, result, before=before, batch=shape[0], tokens=shape[-1], given=[scores])
 
-    heads = match.heads.q.heads
-    assert isinstance(heads, int)
     part, weights = part_of(match.logits, match.softmax), part_of(match.out.left.node, match.out.node)
     key = _text(weights, scores)
     if key not in proofs:
@@ -180,9 +182,12 @@ def _prove_parts(part: MaskPart, weights: MaskPart, scores: Node, heads: int) ->
     shape = shape_of(scores)
 
     def product_shape(length: int) -> tuple[int, ...]:
-        return tuple(concrete(shape, part.sizes(length)))
+        *lead, rows, columns = concrete(shape, part.sizes(length))
+        if math.prod((*lead, rows, columns)) > _MAX_PRODUCTS:
+            lead = [1] * len(lead)  # masks by head broadcast to the products, and one head of those shows all masks
+        return (*lead, rows, columns)
 
-    def logits(length: int, start: int, products: Tensor, _: tuple[int, ...] = ()) -> Tensor:
+    def logits(length: int, start: int, products: Tensor) -> Tensor:
         return part.run(length, start, {scores: products.clone()})
 
     lengths = part.lengths()
@@ -229,13 +234,12 @@ def _text(part: MaskPart, scores: Node) -> str:
     return "\n".join([f"{shape} {recorded(scores).dtype}", *lines])
 
 
-def _replace(gm: GraphModule, flow: DataFlow, match: _Match, rule: LogitRule) -> None:
-    out = match.out.node
+def _replace(gm: GraphModule, flow: DataFlow, match: _Match, heads: tuple[Node, Node, Node], rule: LogitRule) -> None:
+    out, scale = match.out.node, snap(rule.scale, int(recorded(heads[0]).shape[3]))
     between = flow.needed([match.out.left.node])
     with gm.graph.inserting_before(out):
-        q, k, v = match.heads.emit(gm)
-        site = emit_site(gm, out, q, k, v, replace(rule, scale=snap(rule.scale, int(recorded(q).shape[3]))))
-        result = match.heads.restore(gm, site)
+        site = emit_site(gm, out, *heads, replace(rule, scale=scale))
+        result = insert_result(gm, site, match.out)
     out.replace_all_uses_with(result)
     gm.graph.erase_node(out)
     erase_dead_nodes(gm, between)

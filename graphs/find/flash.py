@@ -14,17 +14,15 @@ Calls on packed sequences (of flash-attn and of ``torch.nn.attention.varlen``) a
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.find.emit_site import emit_site
 from kvpass.graphs.find.sdpa import check_heads
-from kvpass.graphs.fx_utils import refuse
-from kvpass.graphs.insert_nodes import insert_method, replace_output
+from kvpass.graphs.fx_utils import arguments_of, refuse
+from kvpass.graphs.insert_nodes import emit_site, insert_method, replace_output
 from kvpass.graphs.verify.causal_mask import Band
 from kvpass.graphs.verify.logits import LogitRule
 
@@ -32,10 +30,10 @@ _OPERATOR = re.compile(r"flash_?attn::_flash_attn_forward")
 _PACKED = re.compile(
     r"(flash_?attn::_flash_attn_varlen_forward|torch_attn::_varlen_attn)|flash_attn_varlen\w*|varlen_attn"
 )
-_IGNORED = {"deterministic"}
-_ABSENT = {"return_softmax", "return_attn_probs", "alibi_slopes"}
-"""Parameters that must be None or False."""
-_KNOWN = {"dropout_p", "softmax_scale", "causal", "window_size", "window_size_left", "window_size_right", "softcap"}
+_KNOWN = set(
+    "dropout_p softmax_scale causal window_size window_size_left window_size_right softcap deterministic".split()
+)
+"""Parameters besides the tensors; all others must be None or False."""
 
 
 def find_flash_attention_pass(gm: GraphModule) -> int:
@@ -51,7 +49,7 @@ def find_flash_attention_pass(gm: GraphModule) -> int:
             reason = f"{name} attends over packed sequences, whose bounds are data; give it a batch of equal lengths"
             raise refuse(node, reason)
         if _OPERATOR.fullmatch(name) or name == "flash_attn_func":
-            _replace(gm, node, _arguments(node))
+            _replace(gm, node, arguments_of(node))
             found += 1
     return found
 
@@ -70,23 +68,10 @@ def _called(node: Node) -> str:
     return str(getattr(target, "__name__", "")) if known else ""
 
 
-def _arguments(node: Node) -> dict[str, Any]:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
-    if isinstance(target, torch._ops.OpOverload):
-        names = [argument.name for argument in target._schema.arguments]
-    else:
-        assert callable(target)
-        names = list(inspect.signature(target).parameters)
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
 def _replace(gm: GraphModule, node: Node, call: dict[str, Any]) -> None:
     operands = [call.pop(name) for name in ("q", "k", "v")]
     for name, value in call.items():
-        absent = name in _ABSENT and (value is None or value is False)
-        if name not in _KNOWN | _IGNORED and not absent:
+        if name not in _KNOWN and value is not None and value is not False:
             raise refuse(node, f"{name}={value} is not understood")
     left, right = call.get("window_size", (call.get("window_size_left", -1), call.get("window_size_right", -1)))
     if not isinstance(left, int) or not isinstance(right, int):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.find.emit_site import emit_site
+from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.find.sdpa import check_heads, computed_scale
 from kvpass.graphs.fx_utils import (
     DataFlow,
@@ -35,13 +35,23 @@ from kvpass.graphs.fx_utils import (
     submodule_of,
     target_name,
 )
-from kvpass.graphs.insert_nodes import replace_output
+from kvpass.graphs.insert_nodes import emit_site, replace_output
 from kvpass.graphs.verify.causal_mask import COST_OF_LOGITS, MaskPart
-from kvpass.graphs.verify.example_lengths import NotCausalError, NotEvaluatedError, example_lengths, numbers_of
-from kvpass.graphs.verify.examples import SizeMap, concrete, example_sizes
+from kvpass.graphs.verify.examples import (
+    NotCausalError,
+    NotEvaluatedError,
+    SizeMap,
+    concrete,
+    example_lengths,
+    example_sizes,
+    numbers_of,
+)
 from kvpass.graphs.verify.logits import LogitRule, prove_logits, snap
 
 _LARGEST_BLOCK = 1024
+_MAX_PRODUCTS = 2**26
+"""Most products of an example; one per pair of tokens, and per head or row where these make a difference."""
+
 _NAMES = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_other", "mask_other")
 
 
@@ -113,21 +123,18 @@ class _Flex:
             b, h, t, _ = concrete(self.shape, self._sizes(length))
             return b if each[0] else 1, h if each[1] else 1, t, t
 
-        def logits(
-            length: int, start: int, products: Tensor, at: tuple[int, ...] = (0, 0), odd: Node | None = None
-        ) -> Tensor:
-            return self._logits(length, start, products * scale, at or (0, 0), odd)
+        def logits(length: int, start: int, products: Tensor, odd: Node | None = None) -> Tensor:
+            return self._logits(length, start, products * scale, odd)
 
         lengths = example_lengths(self.shape[2], tensors, numbers, COST_OF_LOGITS * math.prod(product_shape(1)))
+        largest = math.prod(product_shape(lengths.longest[0]))
+        if largest > _MAX_PRODUCTS:
+            raise NotCausalError(
+                f"its mask or scores are made by head or row, and an example that shows what they do needs {largest} "
+                f"products, more than {_MAX_PRODUCTS}"
+            )
         rule = prove_logits(
-            logits,
-            lengths,
-            lambda length: product_shape(length)[-1],
-            product_shape,
-            heads,
-            self.node.name,
-            self.like,
-            indexed=True,
+            logits, lengths, lambda length: product_shape(length)[-1], product_shape, heads, self.node.name, self.like
         )
         shortest = (*lengths.longest, *lengths.short)[-1]
         zeros = torch.zeros(product_shape(shortest), dtype=torch.float64, device=self.like.device)
@@ -138,7 +145,7 @@ class _Flex:
     def _varies(self) -> tuple[bool, bool]:
         """Return whether the functions or tables depend on the batch row, and on the head."""
         arguments = [
-            _placeholders(function)[first : first + 2] for function, first in ((self.score_mod, 1), (self.mask_mod, 0))
+            placeholders(function)[first : first + 2] for function, first in ((self.score_mod, 1), (self.mask_mod, 0))
         ]
         shapes = [shape_of(part.result) or () for part in self.tables if isinstance(part, MaskPart)]
         row, head = (
@@ -146,19 +153,16 @@ class _Flex:
         )
         return row, head
 
-    def _logits(self, length: int, start: int, scores: Tensor, at: tuple[int, ...], odd: Node | None) -> Tensor:
+    def _logits(self, length: int, start: int, scores: Tensor, odd: Node | None) -> Tensor:
         index = [torch.arange(size, dtype=torch.int32, device=scores.device) for size in scores.shape]
-        index = [order + first for order, first in zip(index, (*at, 0, 0), strict=True)]
         score_other = [self._value(part, length, start, odd) for part in self.score_other]
         mask_other = [self._value(part, length, start, odd) for part in self.mask_other]
         changed = _over_grid(lambda s, *at: self.score_mod(s, *at, *score_other), index, scores)
         allowed = _over_grid(lambda *at: self.mask_mod(*at, *mask_other), index)
-        listed, full = self._listed(length, start, scores, at, odd)
+        listed, full = self._listed(length, start, scores, odd)
         return torch.where(full | (listed & allowed), changed, -torch.inf)
 
-    def _listed(
-        self, length: int, start: int, scores: Tensor, at: tuple[int, ...], odd: Node | None
-    ) -> tuple[Tensor, Tensor]:
+    def _listed(self, length: int, start: int, scores: Tensor, odd: Node | None) -> tuple[Tensor, Tensor]:
         """Return masks of the entries in visited blocks, and in blocks visited without ``mask_mod``."""
         tables = [self._value(part, length, start, odd) for part in self.tables]
         shape = scores.shape
@@ -171,8 +175,6 @@ class _Flex:
             listed = torch.arange(columns, device=device) < count[..., None]
             dense = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=device)
             dense = dense.scatter(-1, torch.where(listed, indices.long(), columns), True)[..., :columns]
-            for axis, first in enumerate(at):
-                dense = dense if dense.shape[axis] == 1 else dense.narrow(axis, first, shape[axis])
             rows, keys = (
                 torch.arange(size, device=device) // block for size, block in zip(shape[-2:], self.blocks, strict=True)
             )
@@ -195,12 +197,8 @@ def _function(gm: GraphModule, node: Node) -> GraphModule:
     return function
 
 
-def _placeholders(function: GraphModule) -> list[Node]:
-    return [node for node in function.graph.nodes if node.op == "placeholder"]
-
-
 def _made_from_score(score_mod: GraphModule) -> set[Node]:
-    found = set(_placeholders(score_mod)[:1])
+    found = set(placeholders(score_mod)[:1])
     found.update(node for node in score_mod.graph.nodes if not found.isdisjoint(node.all_input_nodes))
     return found
 

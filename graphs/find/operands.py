@@ -1,16 +1,15 @@
 """Queries, keys and values of written-out attention, in any layout of its products.
 
 A product of queries and keys has leading axes (batch and heads, batch and groups of heads, or both flattened into
-one), then query rows, then key columns. :class:`Heads` converts them to ``[B, H, T, D]``, and the output of the
-attention op back to the layout that the graph expects.
+one), then query rows, then key columns. ``insert_heads`` converts them to ``[B, H, T, D]``, and ``insert_result`` the
+output of the attention op back to the layout that the graph expects.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.fx import GraphModule, Node
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
+    dim_of,
     recorded,
     shape_of,
     target_name,
@@ -26,8 +26,15 @@ from kvpass.graphs.fx_utils import (
     value_inputs,
 )
 from kvpass.graphs.insert_nodes import insert_method
-from kvpass.graphs.verify.example_lengths import NotCausalError
-from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS, EvaluationError, evaluate, example_sizes, random_like
+from kvpass.graphs.verify.examples import (
+    EXAMPLE_LENGTHS,
+    EvaluationError,
+    NotCausalError,
+    SizeMap,
+    evaluate,
+    example_sizes,
+    random_like,
+)
 
 Axes = tuple[int | None, ...]
 
@@ -143,58 +150,21 @@ def _labels(node: Node) -> tuple[tuple[Node, list[str]], tuple[Node, list[str]],
     return (first, list(texts[0])), (second, list(texts[1])), list(out.replace("...", rests[0]))
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """An operand, and the methods that turn it into ``[B, heads, T, D]``."""
-
-    operand: Operand
-    heads: Dim
-    methods: tuple[tuple[Any, ...], ...] = ()
-
-    def emit(self, gm: GraphModule) -> Node:
-        node = self.operand.emit(gm)
-        for name, *args in self.methods:
-            node = insert_method(gm, name, node, *args)
-        return node
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Queries, keys and values ``[B, heads, T, D]``, and methods that restore the output's layout."""
-
-    q: _Rows
-    k: _Rows
-    v: _Rows
-    back: tuple[tuple[Any, ...], ...]
-
-    def emit(self, gm: GraphModule) -> tuple[Node, Node, Node]:
-        """Insert queries, keys and values at the graph's insertion point."""
-        return self.q.emit(gm), self.k.emit(gm), self.v.emit(gm)
-
-    def restore(self, gm: GraphModule, site: Node) -> Node:
-        """Convert the output ``[B, H, T, Dv]`` to the layout of the original product."""
-        node = site
-        for name, *args in self.back:
-            node = insert_method(gm, name, node, *args)
-        return node
-
-
-def heads_of(gm: GraphModule, flow: DataFlow, scores: Product, out: Product) -> Heads:
-    """Return queries, keys and values of the two products around a softmax.
+def insert_heads(gm: GraphModule, flow: DataFlow, scores: Product, out: Product) -> tuple[Node, Node, Node]:
+    """Insert queries, keys and values ``[B, heads, T, D]`` of the two products around a softmax.
 
     Raises:
         NotCausalError: they are not heads of self-attention, or batch and heads cannot be told apart.
     """
-    q = _rows(gm, flow, scores.left)
-    k = _rows(gm, flow, scores.right, scores.left)
-    v = _rows(gm, flow, out.right, out.left)
     dtype = recorded(out.right.node).dtype
-    q, k = (_in_dtype(gm, flow, rows, dtype) for rows in (q, k))
-    heads, kv_heads = q.heads, k.heads
+    q = _in_dtype(gm, flow, scores.left, _rows(gm, flow, scores.left), dtype)
+    k = _in_dtype(gm, flow, scores.right, _rows(gm, flow, scores.right, scores.left), dtype)
+    v = _rows(gm, flow, out.right, out.left)
+    heads, kv_heads, value_heads = (dim_of(recorded(rows).shape[1]) for rows in (q, k, v))
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads % kv_heads:
         raise NotCausalError(f"{heads} query heads cannot share {kv_heads} key heads")
-    if v.heads != kv_heads:
-        raise NotCausalError(f"there are {kv_heads} key heads and {v.heads} value heads")
+    if value_heads != kv_heads:
+        raise NotCausalError(f"there are {kv_heads} key heads and {value_heads} value heads")
     tokens = scores.left.shape[-2]
     if scores.right.shape[-2] != tokens or out.right.shape[-2] != tokens:
         raise NotCausalError(
@@ -203,71 +173,84 @@ def heads_of(gm: GraphModule, flow: DataFlow, scores: Product, out: Product) -> 
         )
     if not isinstance(scores.left.shape[-1], int) or not isinstance(out.right.shape[-1], int):
         raise NotCausalError("its head dims are not static")
-    lead = out.left.shape[:-2]
-    back: list[tuple[Any, ...]] = []
+    return q, k, v
+
+
+def insert_result(gm: GraphModule, site: Node, out: Product) -> Node:
+    """Insert calls that give the output ``[B, H, T, Dv]`` of an attention op the layout of the original product."""
+    node, lead = site, out.left.shape[:-2]
     if len(lead) == 3:
-        back.append(("unflatten", 1, lead[1:]))
+        node = insert_method(gm, "unflatten", node, 1, lead[1:])
     elif len(lead) == 1:
-        back.append(("squeeze", 1) if heads == 1 else ("flatten", 0, 1))
+        single = recorded(site).shape[1] == 1
+        node = insert_method(gm, "squeeze", node, 1) if single else insert_method(gm, "flatten", node, 0, 1)
     if out.result != tuple(range(len(out.result))):
-        back.append(("permute", *out.result))
-    if not back and not all(target_name(user) in ("transpose", "permute") for user in out.node.users):
-        back.append(("contiguous",))
-    return Heads(q, k, v, tuple(back))
+        node = insert_method(gm, "permute", node, *out.result)
+    if node is site and not all(target_name(user) in ("transpose", "permute") for user in out.node.users):
+        node = insert_method(gm, "contiguous", node)
+    return node
 
 
-def _rows(gm: GraphModule, flow: DataFlow, operand: Operand, queries: Operand | None = None) -> _Rows:
-    """Return the operand as ``[B, heads, T, D]``.
+def _rows(gm: GraphModule, flow: DataFlow, operand: Operand, queries: Operand | None = None) -> Node:
+    """Insert the operand as ``[B, heads, T, D]``.
 
     Args:
         queries: left side of its product, for keys and values.
     """
-    shape = operand.shape
-    lead = shape[:-2]
+    lead = operand.shape[:-2]
     full = lead if queries is None else queries.shape[:-2]
     if lead[0] != full[0]:
         raise NotCausalError(f"its products have leading axes {full} and {lead}")
     if len(lead) == 2 and lead[1] in (full[1], 1):
-        return _Rows(operand, lead[1])
+        return operand.emit(gm)
     if len(lead) == 3 and lead[1:] == full[1:]:
-        return _Rows(operand, lead[1] * lead[2], (("flatten", 1, 2),))
+        return insert_method(gm, "flatten", operand.emit(gm), 1, 2)
     if len(lead) == 3 and lead[2] == 1 and lead[1] in (full[1], 1):
-        return _Rows(operand, lead[1], (("squeeze", 2),))
+        return insert_method(gm, "squeeze", operand.emit(gm), 2)
     if len(lead) == 1:
         split = _split_heads(gm, flow, operand)
         if split is not None:
-            return _Rows(split, split.shape[1])
+            return split.emit(gm)
         if lead[0] in _batch_sizes(gm):
-            return _Rows(operand, 1, (("unsqueeze", 1),))
+            return insert_method(gm, "unsqueeze", operand.emit(gm), 1)
     raise NotCausalError(f"its products have leading axes {full} and {lead}, which are not batch and heads")
 
 
-def _in_dtype(gm: GraphModule, flow: DataFlow, rows: _Rows, dtype: torch.dtype) -> _Rows:
-    """Return queries or keys in the dtype of the values, without the product's upcast."""
-    node = rows.operand.node
-    if recorded(node).dtype == dtype:
+def _in_dtype(gm: GraphModule, flow: DataFlow, operand: Operand, rows: Node, dtype: torch.dtype) -> Node:
+    """Insert queries or keys in the dtype of the values, without the product's upcast."""
+    if recorded(rows).dtype == dtype:
         return rows
+    sizes = example_sizes(operand.shape[:1], operand.shape[-2:-1], EXAMPLE_LENGTHS[0])
+    for base, chain in chains_to(flow, operand.node):
+        if recorded(base).dtype == dtype and (example := run_chain(gm, base, chain, sizes)) is not None:
+            given, got = example
+            if torch.equal(got.flatten().sort().values, given.to(got.dtype).flatten().sort().values):  # moved and cast
+                return insert_method(gm, "to", rows, dtype)
+    raise NotCausalError(f"{operand.node.name} has dtype {recorded(operand.node).dtype} beside values of {dtype}")
+
+
+def chains_to(flow: DataFlow, node: Node) -> Iterator[tuple[Node, list[Node]]]:
+    """Yield tensors that a node is made of by calls with one tensor operand, the nearest first, each with these calls.
+
+    It ends at a tensor that is written into after its use.
+    """
     chain = [node]
     while len(inputs := value_inputs(chain[0])) == 1 and chain[0].op.startswith("call_"):
         (base,) = inputs
-        if any(flow.writes_to(part) for part in (base, *chain)):
-            break
-        value = recorded(base)
-        if isinstance(value, Tensor) and value.dtype == dtype and _moves(gm, rows.operand, base, chain):
-            return replace(rows, methods=(*rows.methods, ("to", dtype)))
-        chain.insert(0, base)
-    raise NotCausalError(f"{node.name} has dtype {recorded(node).dtype} beside values of {dtype}")
+        writes = [write for part in (base, *chain) for write in flow.writes_to(part)]
+        if shape_of(base) is None or any(flow.order[write] > flow.order[chain[0]] for write in writes):
+            return
+        yield base, chain
+        chain = [base, *chain]
 
 
-def _moves(gm: GraphModule, operand: Operand, base: Node, chain: Sequence[Node]) -> bool:
-    """Check on a random example that ``chain`` only moves and casts the elements of ``base``."""
-    sizes = example_sizes(operand.shape[:1], operand.shape[-2:-1], EXAMPLE_LENGTHS[0])
+def run_chain(gm: GraphModule, base: Node, chain: Sequence[Node], sizes: SizeMap) -> tuple[Tensor, Tensor] | None:
+    """Return random numbers for ``base``, and what ``chain`` makes of them; None when it cannot be run."""
     try:
         example = random_like(recorded(base), sizes)
-        got = evaluate(gm, chain[-1], chain, {base: example}, sizes)
+        return example, evaluate(gm, chain[-1], chain, {base: example}, sizes)
     except EvaluationError:
-        return False
-    return torch.equal(got.flatten().sort().values, example.to(got.dtype).flatten().sort().values)
+        return None
 
 
 def _batch_sizes(gm: GraphModule) -> set[Dim]:
@@ -279,16 +262,10 @@ def _batch_sizes(gm: GraphModule) -> set[Dim]:
 
 def _split_heads(gm: GraphModule, flow: DataFlow, operand: Operand) -> Operand | None:
     """Return the nearest 4-D tensor of which ``operand``, ``[B * heads, T, D]``, is a reshape."""
-    chain = [operand.node]
-    while len(inputs := value_inputs(chain[0])) == 1 and chain[0].op.startswith("call_"):
-        (node,) = inputs
-        if any(flow.writes_to(part) for part in (node, *chain)):
-            return None
-        for axes in itertools.permutations(range(4)):
-            candidate = Operand(node, axes)
-            if len(shape_of(node) or ()) == 4 and _is_flat(gm, candidate, operand, chain):
-                return candidate
-        chain.insert(0, node)
+    for node, chain in chains_to(flow, operand.node):
+        for axes in itertools.permutations(range(4)) if len(shape_of(node) or ()) == 4 else ():
+            if _is_flat(gm, Operand(node, axes), operand, chain):
+                return Operand(node, axes)
     return None
 
 
@@ -298,14 +275,11 @@ def _is_flat(gm: GraphModule, split: Operand, operand: Operand, chain: Sequence[
     if not isinstance(heads, int) or operand.shape != (batch * heads, tokens, dim):
         return False
     for length in EXAMPLE_LENGTHS:
-        sizes = example_sizes([batch], [tokens], length)
-        try:
-            example = random_like(recorded(split.node), sizes)
-            got = evaluate(gm, chain[-1], chain, {split.node: example}, sizes)
-        except EvaluationError:
+        example = run_chain(gm, split.node, chain, example_sizes([batch], [tokens], length))
+        if example is None:
             return False
-        expected = example.permute([axis for axis in split.axes if axis is not None]).flatten(0, 1)
-        found = got.permute([axis for axis in operand.axes if axis is not None])
+        expected = example[0].permute([axis for axis in split.axes if axis is not None]).flatten(0, 1)
+        found = example[1].permute([axis for axis in operand.axes if axis is not None])
         if found.shape != expected.shape or not torch.equal(found, expected):
             return False
     return True

@@ -12,39 +12,21 @@ After, when the mask is proved causal (its sub-graph is removed)::
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from kvpass.graphs.find.emit_site import emit_site
-from kvpass.graphs.fx_utils import DataFlow, Dim, erase_dead_nodes, recorded, refuse, shape_of
+from kvpass.graphs.fx_utils import DataFlow, Dim, arguments_of, erase_dead_nodes, recorded, refuse, shape_of
+from kvpass.graphs.insert_nodes import emit_site
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.causal_mask import Band, mask_part, prove_causal
-from kvpass.graphs.verify.example_lengths import NotCausalError
+from kvpass.graphs.verify.examples import NotCausalError
 from kvpass.graphs.verify.logits import LogitRule
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
 _TARGETS = {F.scaled_dot_product_attention, _ATEN, _ATEN.default}
-
-
-def _arguments(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    *,
-    scale: Any = None,
-    enable_gqa: Any = False,
-) -> None:
-    """Parameters of ``scaled_dot_product_attention``, which has no Python signature."""
-
-
-_SIGNATURE = inspect.signature(_arguments)
 
 
 def is_raw_attention(node: Node) -> bool:
@@ -66,18 +48,12 @@ def find_attention_pass(gm: GraphModule) -> int:
     flow = DataFlow(gm)
     proofs: dict[tuple[Any, ...], Band] = {}
     bands = [_check(gm, flow, node, proofs) for node in raw]
-    masks = [mask for mask in (_bind(node)["attn_mask"] for node in raw) if mask is not None]
+    masks = [mask for mask in (arguments_of(node)["attn_mask"] for node in raw) if mask is not None]
     mask_nodes = flow.needed(masks)
     for node, band in zip(raw, bands, strict=True):
         _replace(gm, node, band)
     erase_dead_nodes(gm, mask_nodes)
     return len(raw)
-
-
-def _bind(node: Node) -> dict[str, Any]:
-    bound = _SIGNATURE.bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    return bound.arguments
 
 
 def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, ...], Band]) -> Band:
@@ -87,7 +63,7 @@ def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, 
         proofs: results for masks already proved, keyed by mask, query shape and the calls that make the mask so far,
             in-place writes included; layers share masks.
     """
-    call = _bind(node)
+    call = arguments_of(node)
     q = check_heads(node, call["query"], call["key"], call["value"], call["enable_gqa"])
     heads = q[1]
     assert isinstance(heads, int)
@@ -154,7 +130,7 @@ def computed_scale(scale: Any) -> str:
 
 
 def _replace(gm: GraphModule, node: Node, band: Band) -> None:
-    call = _bind(node)
+    call = arguments_of(node)
     query = call["query"]
     scale = int(recorded(query).shape[3]) ** -0.5 if call["scale"] is None else float(call["scale"])
     with gm.graph.inserting_before(node):

@@ -26,21 +26,19 @@ from kvpass.graphs.fx_utils import (
     shape_of,
     value_inputs,
 )
-from kvpass.graphs.verify.example_lengths import (
-    Lengths,
-    NotCausalError,
-    NotEvaluatedError,
-    example_lengths,
-    numbers_of,
-    stored_numbers,
-)
 from kvpass.graphs.verify.examples import (
     EXAMPLE_LENGTHS,
     EvaluationError,
+    Lengths,
+    NotCausalError,
+    NotEvaluatedError,
     SizeMap,
     concrete,
     evaluate,
+    example_lengths,
     example_sizes,
+    numbers_of,
+    stored_numbers,
 )
 from kvpass.graphs.verify.length_guards import most_tokens
 from kvpass.torch_compat import FakeTensor
@@ -265,8 +263,6 @@ def prove_band(
     first = Band(window, slopes[-1][0])
     if not all(first.is_close(Band(window, other), tolerance) for other, tolerance in slopes):
         raise NotCausalError(_BIAS)
-    if lengths.undecided is not None:
-        raise NotCausalError(lengths.undecided)
     return first, longest
 
 

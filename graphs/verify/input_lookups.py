@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.functional import embedding
 
@@ -72,22 +71,19 @@ def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
 
 def _lookup(node: Node) -> tuple[Node | None, Node | None, bool]:
     """Return table and index of a lookup, and whether negative numbers count from the end."""
-    args, wraps = node.args, False
-    match target_name(node), len(args):
-        case "embedding", count if count >= 2 and node.target is embedding:
-            index, table = args[:2]
-        case "index_select", 3 if args[1] == 0:
-            table, _, index = args
-        case "getitem", 2:
-            table, index = args
-            wraps = True
-        case _:
-            return None, None, False
-    if not (isinstance(table, Node) and isinstance(index, Node) and isinstance(recorded(index), Tensor)):
+    table: Any = None
+    index: Any = None
+    name, args = target_name(node), node.args
+    if node.target is embedding and len(args) >= 2:
+        index, table = args[:2]
+    elif name == "index_select" and len(args) == 3 and args[1] == 0:
+        table, _, index = args
+    elif name == "getitem" and len(args) == 2:
+        table, index = args
+    nodes = isinstance(table, Node) and isinstance(index, Node)
+    if not nodes or shape_of(table) is None or shape_of(index) is None or recorded(index).dtype not in _INDICES:
         return None, None, False
-    if recorded(index).dtype not in _INDICES or shape_of(table) is None:
-        return None, None, False
-    return table, index, wraps
+    return table, index, name == "getitem"
 
 
 def _origin(index: Node) -> Node:

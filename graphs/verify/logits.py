@@ -7,7 +7,6 @@ scaling, capping and masking is recognised. Anything else raises.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,15 +17,12 @@ from torch import Tensor
 
 from kvpass.graphs.verify.causal_mask import NEGLIGIBLE_LOGIT, Band, prove_band, starts_of
 from kvpass.graphs.verify.causal_mask import band as causal_band
-from kvpass.graphs.verify.example_lengths import Lengths, NotCausalError
+from kvpass.graphs.verify.examples import Lengths, NotCausalError
 
 _LARGE = 1e6
 _TOLERANCE = 2e-6
-_MAX_EXAMPLE = 2**24
-"""Most products in an example that has all rows and heads at once."""
-
-Logits = Callable[[int, int, Tensor, tuple[int, ...]], Tensor]
-"""Maps to logits: token symbol, first position, products ``[..., T, T]``, their first index on leading axes."""
+Logits = Callable[[int, int, Tensor], Tensor]
+"""Maps to logits: token symbol, first position, products ``[..., T, T]``."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,6 @@ def prove_logits(
     heads: int,
     name: str,
     like: Tensor,
-    *,
-    indexed: bool = False,
 ) -> LogitRule:
     """Return scale, soft-capping and mask of an attention call.
 
@@ -60,46 +54,35 @@ def prove_logits(
         lengths: values of the token symbol to try.
         count: tokens at such a value. product_shape: shape of the products there. heads: query heads.
         name: of the node, for messages. like: the recorded products.
-        indexed: whether ``logits`` gets row and head of a product as an index. If not, masks by head broadcast to the
-            products, and products of one head show all masks.
     Raises:
         NotCausalError: with the reason.
     """
     floor = max(NEGLIGIBLE_LOGIT, torch.finfo(like.dtype).min)
 
-    def full(length: int, fill: float) -> Tensor:
-        return torch.full((), fill, dtype=torch.float64, device=like.device).expand(product_shape(length))
+    def zeros(length: int) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=like.device).expand(product_shape(length))
 
-    def run(length: int, start: int, products: Tensor, at: tuple[int, ...]) -> Tensor:
-        result = logits(length, start, products, at)
+    def run(length: int, start: int, products: Tensor) -> Tensor:
+        result = logits(length, start, products)
         if not result.is_floating_point():
             raise NotCausalError(f"its logits have dtype {result.dtype}")
         return result
 
-    def mask(at: tuple[int, ...], length: int, start: int) -> Tensor:
-        at = at if math.prod(product_shape(length)) > _MAX_EXAMPLE else ()
-        return run(length, start, _part(full(length, 0.0), at), at)
+    def mask(length: int, start: int) -> Tensor:
+        return run(length, start, zeros(length))
 
-    parts = _parts(product_shape(max(lengths.longest)))
-    parts = parts if indexed else parts[:1]
-    found = [prove_band(partial(mask, at), lengths, count, heads, name, floor) for at in parts]
-    band, longest = found[0][0], min(length for _, length in found)
-    if len(parts) > 1 and any(other.slopes is not None or other.window != band.window for other, _ in found):
-        raise NotCausalError("its mask is another one for other heads or rows")
+    band, longest = prove_band(mask, lengths, count, heads, name, floor)
     rule: LogitRule | None = None
     for length in (*lengths.short, longest):
-        at = parts[0] if math.prod(product_shape(length)) > _MAX_EXAMPLE else ()
         for start in starts_of(length):
-            zeros = _part(full(length, 0.0), at)
-            rule = _check_rule(partial(run, length, start), zeros, at, rule, band, name, floor)
+            rule = _check_rule(partial(run, length, start), zeros(length), rule, band, name, floor)
     assert rule is not None
     return rule
 
 
 def _check_rule(
-    logits: Callable[[Tensor, tuple[int, ...]], Tensor],
+    logits: Callable[[Tensor], Tensor],
     zeros: Tensor,
-    at: tuple[int, ...],
     rule: LogitRule | None,
     band: Band,
     name: str,
@@ -111,11 +94,11 @@ def _check_rule(
         NotCausalError: they follow none.
     """
     grid = _grid(zeros)
-    nothing = _as(logits(zeros, at), grid)
+    nothing = _as(logits(zeros), grid)
     if rule is None:
-        one, most = (logits(torch.full_like(zeros, fill), at).flatten()[0] for fill in (1.0, _LARGE))
+        one, most = (logits(torch.full_like(zeros, fill)).flatten()[0] for fill in (1.0, _LARGE))
         rule = _rule_of(float(one - nothing.flatten()[0]), float(most - nothing.flatten()[0]), band)
-    got = _as(logits(grid, at), grid)
+    got = _as(logits(grid), grid)
     seen = causal_band(grid.shape[-1], band.window, got.device).expand(got.shape)
     without_mask = rule.logits(grid)
     expected = (without_mask + nothing).to(got.dtype)
@@ -125,22 +108,6 @@ def _check_rule(
     if not bool(close[seen].all()) or not bool((got[~seen] <= floor / 2).all()):
         raise NotCausalError(f"its logits {name} are not a multiple of query times key, or its soft-capping")
     return rule
-
-
-def _parts(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return first indices of parts of such products on the leading axes.
-
-    One part if the products fit in an example, else one per row and head.
-    """
-    if math.prod(shape) <= _MAX_EXAMPLE:
-        return [()]
-    return list(itertools.product(*(range(size) for size in shape[:-2])))
-
-
-def _part(products: Tensor, at: tuple[int, ...]) -> Tensor:
-    for axis, index in enumerate(at):
-        products = products.narrow(axis, index, 1)
-    return products
 
 
 def _as(logits: Tensor, products: Tensor) -> Tensor:

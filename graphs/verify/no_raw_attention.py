@@ -1,34 +1,33 @@
-"""Raise if tokens mix outside of the attention ops: no cache would keep that between steps."""
+"""Raise if tokens mix outside of the attention ops, where names or shapes tell.
+
+``self_check`` finds what else mixes them. What is found here is named better, and whatever the weights are, zeros too.
+A capture of one length is refused there.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx import GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
-from kvpass.graphs.find.emit_site import SLOPES
 from kvpass.graphs.fx_utils import (
-    MATMULS,
-    SOFTMAX,
     DataFlow,
     Dim,
-    is_module_tensor,
     refuse,
     shape_of,
     submodule_of,
     symbols_of,
     target_name,
     token_sizes,
-    value_inputs,
 )
-from kvpass.graphs.rewrite_attention import SITE, find_sites
+from kvpass.graphs.insert_nodes import SLOPES
+from kvpass.graphs.rewrite_attention import SITE, batch_and_tokens, find_sites
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 _RECURRENT = re.compile(r"lstm|gru|rnn_(tanh|relu)|(.*_)?scan(_.*)?|causal_conv1d.*", re.IGNORECASE)
-_MATMUL = {*MATMULS, "baddbmm"}
 
 
 def check_no_raw_attention_pass(gm: GraphModule) -> int:
@@ -36,8 +35,7 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
 
     Ops marked unsupported while tracing raise first. Then, among nodes that reach the output: a call named like
     attention; a recurrence, or a convolution along the tokens; a tensor with two token axes, as attention weights and
-    masks have; in a capture of fixed length, where sizes cannot tell tokens from heads, a softmax whose square result
-    is multiplied with something.
+    masks have.
 
     Raises:
         UnsupportedAttentionError: naming the node and the reason.
@@ -47,30 +45,19 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
             raise refuse(site.node, site.refusal)
         if site.node.meta.get(SLOPES) is not None:
             raise refuse(site.node, "its logits grow with the position of the key, and nothing has folded that")
-    flow = DataFlow(gm)
-    live = flow.sources([gm.graph.output_node()])
-    batch, tokens = _batch_and_tokens(gm, live)
+    live = DataFlow(gm).sources([gm.graph.output_node()])
+    batch, tokens = batch_and_tokens(gm) if find_sites(gm) else (None, None)
+    symbols = symbols_of(token_sizes(live) if tokens is None else [tokens])
     for node in live:
         reason = (
             _named_attention(gm, node)
             or _carries_state(node)
             or _attention_in_subgraph(gm, node)
-            or _couples_tokens(node, batch, tokens)
-            or _softmax_matmul(node, tokens)
-            or _token_product(flow, node, tokens)
+            or _couples_tokens(node, batch, symbols)
         )
         if reason is not None:
             raise refuse(node, reason)
     return 0
-
-
-def _batch_and_tokens(gm: GraphModule, live: Collection[Node]) -> tuple[Dim | None, set[Dim]]:
-    """Return batch size and token sizes of the attention ops; without ops, token sizes of the inputs."""
-    sites = find_sites(gm)
-    if sites:
-        shapes = [shape for site in sites if (shape := shape_of(site.q)) is not None]
-        return shapes[0][0], {shape[2] for shape in shapes}
-    return None, token_sizes(live)
 
 
 def _named_attention(gm: GraphModule, node: Node) -> str | None:
@@ -111,54 +98,11 @@ def _attention_in_subgraph(gm: GraphModule, node: Node) -> str | None:
     return None
 
 
-def _couples_tokens(node: Node, batch: Dim | None, tokens: set[Dim]) -> str | None:
+def _couples_tokens(node: Node, batch: Dim | None, tokens: set[sympy.Symbol]) -> str | None:
     shape = shape_of(node)
-    symbols = symbols_of(tokens)
     if shape is None or node.op == "placeholder":
         return None
     axes = shape[1:] if batch is not None and shape[:1] == (batch,) else shape
-    if sum(bool(symbols_of([dim]) & symbols) for dim in axes) < 2:
+    if sum(bool(symbols_of([dim]) & tokens) for dim in axes) < 2:
         return None
     return f"its result {shape} relates tokens to tokens outside of an attention site"
-
-
-def _softmax_matmul(node: Node, tokens: set[Dim]) -> str | None:
-    shape = shape_of(node)
-    if target_name(node) not in SOFTMAX or not shape or len(shape) < 2 or node.op == "placeholder":
-        return None
-    seen, stack = {node}, [node]
-    while stack:
-        weights = stack.pop()
-        for user in weights.users:
-            if target_name(user) in _MATMUL:
-                if _is_square(weights, tokens):
-                    return f"its result feeds {user.name}: attention that is written out, not a canonical site"
-            elif user not in seen and _keeps_rows(user, shape):
-                seen.add(user)
-                stack.append(user)
-    return None
-
-
-def _token_product(flow: DataFlow, node: Node, tokens: set[Dim]) -> str | None:
-    """Find a square product of two input-dependent tensors, in a capture of fixed length."""
-    shape = shape_of(node)
-    if target_name(node) not in MATMULS or not shape or len(shape) < 2 or shape[-1] != shape[-2]:
-        return None
-    if shape[-1] not in tokens or shape[-1] == 1:
-        return None
-    for operand in value_inputs(node):
-        inputs = [source for source in flow.sources([operand]) if source.op == "placeholder"]
-        if all(is_module_tensor(source) for source in inputs):
-            return None
-    return f"its result {shape} relates tokens to tokens outside of an attention site"
-
-
-def _keeps_rows(node: Node, shape: tuple[Dim, ...]) -> bool:
-    found = shape_of(node)
-    return found is not None and len(found) >= 2 and found[-2] == shape[-2]
-
-
-def _is_square(node: Node, tokens: set[Dim]) -> bool:
-    shape = shape_of(node)
-    assert shape is not None
-    return shape[-1] == shape[-2] and (not tokens or shape[-1] in tokens)

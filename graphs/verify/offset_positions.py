@@ -10,16 +10,31 @@ After, in extend and decode, ``seen`` being the tokens before this call::
     order = arange(T) + seen
     x = embed(ids) + table.index_select(0, arange(T) + seen) + learned(order)
 
-Counters are found by their form (``shift_positions``); that the result is right is shown by ``self_check``.
+Calls that make positions are found by their form: ``arange`` over the tokens, and a slice of as many rows of a table as
+there are tokens. That the result is right is shown by ``self_check``, which marks them.
 """
 
 from __future__ import annotations
 
-from torch.fx import GraphModule, Node
+import operator
+from collections.abc import Sequence
+from typing import Any
 
-from kvpass.graphs.fx_utils import DataFlow, shape_of
-from kvpass.graphs.rewrite_attention import find_sites
-from kvpass.graphs.verify.shift_positions import COUNTED, MARK, shift
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from kvpass.graphs.fx_utils import DataFlow, Dim, dim_of, mutated_inputs, recorded, shape_of, storage_of, target_name
+from kvpass.graphs.rewrite_attention import batch_and_tokens
+
+MARK = "kvpass_positions"
+"""Note of a node whose operands are positions; copies carry none."""
+
+RELATIVE = "kvpass_relative"
+"""Note of a node that numbers tokens for differences only, see ``fold_alibi``."""
+
+COUNTED = "kvpass_positions_counted"
+"""Note of a node of how many of these count tokens, and not only their distances."""
 
 
 def counts_positions(gm: GraphModule) -> bool:
@@ -35,8 +50,7 @@ def offset_positions_pass(gm: GraphModule, *, seen: Node) -> int:
     """
     flow = DataFlow(gm)
     marked = [node for node in flow.nodes if node.meta.get(MARK)]
-    shape = shape_of(find_sites(gm)[0].q)
-    assert shape is not None
+    tokens = batch_and_tokens(gm)[1]
     done: dict[tuple[Node, ...], Node | None] = {}
     changed = 0
     for node in marked:
@@ -45,9 +59,110 @@ def offset_positions_pass(gm: GraphModule, *, seen: Node) -> int:
             sources = flow.sources([operands[index]], before=node)
             key = (operands[index], *sources)
             if key not in done:
-                done[key] = shift(gm.graph, sources, node, seen, shape[2]).get(operands[index])
+                done[key] = shift(gm.graph, sources, node, seen, tokens).get(operands[index])
             shifted = done[key]
             assert shifted is not None, "self_check showed that there is an offset"
             node.replace_input_with(operands[index], shifted)
             changed += 1
     return changed
+
+
+def shift(graph: Graph, sources: Sequence[Node], user: Node, seen: Node, tokens: Dim) -> dict[Node, Node]:
+    """Copies of ``sources``, ahead of ``user``, that count from ``seen``; none if they write into a kept tensor."""
+    inputs = {storage_of(node) for node in sources if node.op in ("placeholder", "get_attr")}
+    if any(storage_of(target) in inputs for node in sources for target in mutated_inputs(node)):
+        return {}
+    copies: dict[Node, Node] = {}
+    with graph.inserting_before(user):
+        for node in sources:
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            copies[node] = _shifted_slice(graph, node, seen, tokens, copies) or _copy(graph, node, copies)
+            if _is_counter(node, tokens):
+                copies[node] = _shifted_counter(graph, node, seen, copies)
+    return copies
+
+
+def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
+    copied = graph.node_copy(node, lambda operand: copies.get(operand, operand))
+    copied.meta.pop(MARK, None)
+    return copied
+
+
+def _with(graph: Graph, like: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta = dict(like.meta)
+    return node
+
+
+def _is_counter(node: Node, tokens: Dim) -> bool:
+    """Whether the node is ``arange`` over the tokens, from some number in steps of 1."""
+    if target_name(node) != "arange" or shape_of(node) != (tokens,):
+        return False
+    given = dict(zip(("start", "end", "step") if len(node.args) > 1 else ("end",), node.args, strict=False))
+    given.update({name: value for name, value in node.kwargs.items() if name in ("start", "end", "step")})
+    return isinstance(given.get("start", 0), int) and bool(given.get("step", 1) == 1)
+
+
+def _shifted_counter(graph: Graph, node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
+    """A counter that goes on from ``seen``, rounded to its dtype once, as a longer one would be."""
+    dtype = recorded(node).dtype
+    if not dtype.is_floating_point or dtype.itemsize >= torch.float32.itemsize:
+        return _with(graph, node, torch.add, (copies[node], seen))
+    copies[node].update_kwarg("dtype", torch.float32)
+    later = _with(graph, node, torch.add, (copies[node], seen))
+    return _with(graph, node, Tensor.to, (later, dtype))
+
+
+def _shifted_slice(graph: Graph, node: Node, seen: Node, tokens: Dim, copies: dict[Node, Node]) -> Node | None:
+    """``table[a : a + T]``, ``seen`` rows further on; None for any other node."""
+    found = _rows_of_tokens(node, tokens)
+    if found is None:
+        return None
+    axis, bounds, rest = found
+    table = node.args[0]
+    assert isinstance(table, Node)
+    rows = graph.call_function(torch.arange, bounds, {"device": recorded(table).device})
+    rows.meta = {"nn_module_stack": node.meta.get("nn_module_stack")}
+    rows = _with(graph, rows, torch.add, (rows, seen))
+    picked = _with(graph, node, torch.index_select, (copies.get(table, table), axis, rows))
+    return graph.call_function(operator.getitem, (picked, rest))
+
+
+def _rows_of_tokens(node: Node, tokens: Dim) -> tuple[int, tuple[Any, Any], Any] | None:
+    """Axis, first and end, and remaining index of a call that takes as many rows of a table as there are tokens."""
+    table = node.args[0] if node.args else None
+    shape = shape_of(table) if isinstance(table, Node) else None
+    if shape is None or target_name(node) != "getitem":
+        return None
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if any(isinstance(part, (Node, Tensor)) for part in index):
+        return None
+    cuts = {place: _bounds(part, tokens) for place, part in enumerate(index) if isinstance(part, slice)}
+    picks = {place: bounds for place, bounds in cuts.items() if bounds is not None}
+    if len(picks) != 1:
+        return None
+    ((place, bounds),) = picks.items()
+    axis = _axis(index, place, len(shape))
+    if shape[axis] == tokens:
+        return None
+    return axis, bounds, (*index[:place], slice(None), *index[place + 1 :])
+
+
+def _bounds(cut: slice, tokens: Dim) -> tuple[int, Any] | None:
+    """First and end of a slice of as many rows as there are tokens, None of any other."""
+    first = cut.start or 0
+    counts = isinstance(first, int) and first >= 0 and cut.step in (None, 1) and _is_tokens(cut.stop, tokens, first)
+    return (first, cut.stop) if counts else None
+
+
+def _axis(index: tuple[Any, ...], place: int, ndim: int) -> int:
+    """Axis of the tensor that entry ``place`` of an index speaks of."""
+    taken = [part for part in index if part is not None and part is not Ellipsis]
+    axis = sum(part is not None and part is not Ellipsis for part in index[:place])
+    return axis + ndim - len(taken) if Ellipsis in index[:place] else axis
+
+
+def _is_tokens(size: Any, tokens: Dim, more: int = 0) -> bool:
+    value = recorded(size) if isinstance(size, Node) else size
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and dim_of(value) == tokens + more

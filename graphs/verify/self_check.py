@@ -14,6 +14,7 @@ tokens, special treatment of the first or last token of a call, and positions th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,22 +38,23 @@ from kvpass.graphs.fx_utils import (
     token_sizes,
     value_inputs,
 )
-from kvpass.graphs.rewrite_attention import SITE, find_sites
-from kvpass.graphs.verify.example_lengths import counting_calls, text_lengths
+from kvpass.graphs.rewrite_attention import SITE, batch_and_tokens, find_sites
 from kvpass.graphs.verify.examples import (
     EvaluationError,
     LookupsInRange,
     SizeMap,
     SubstitutingInterpreter,
     concrete,
+    counting_calls,
     example_sizes,
     fed_by_inputs,
     hinted_sizes,
     stand_in,
     text_inputs,
+    text_length,
     token_wise_site,
 )
-from kvpass.graphs.verify.shift_positions import COUNTED, MARK, RELATIVE, shift
+from kvpass.graphs.verify.offset_positions import COUNTED, MARK, RELATIVE, shift
 from kvpass.torch_compat import tree_leaves
 
 PIECES = (9, 5, 1)
@@ -72,32 +74,31 @@ def self_check_pass(gm: GraphModule) -> int:
         UnsupportedAttentionError: naming the first call that gives a piece of a text something else than the text.
     """
     sites = find_sites(gm)
-    shape = shape_of(sites[0].q) if sites else None
-    if shape is None or shape[2] == 1:
+    batch, tokens = batch_and_tokens(gm) if sites else (1, 1)
+    if tokens == 1:
         return 0
-    if isinstance(shape[2], int):
+    if isinstance(tokens, int):
         raise refuse(
             sites[0].node,
-            f"the decoder was captured for exactly {shape[2]} tokens and no other number: something makes a constant "
+            f"the decoder was captured for exactly {tokens} tokens and no other number: something makes a constant "
             "of it, or a table of positions ends there",
         )
     live = DataFlow(gm).sources([gm.graph.output_node()])
-    given = symbols_of(token_sizes(gm.graph.nodes)) - symbols_of([shape[0]])
-    _check_length_as_number(live, symbols_of([shape[2]]) | given)
-    _check_reduced_positions(live, fed_by_inputs(live), shape[2])
+    given = symbols_of(token_sizes(gm.graph.nodes)) - symbols_of([batch])
+    _check_length_as_number(live, symbols_of([tokens]) | given)
+    _check_reduced(live, tokens, given=False)
     offsets = _Offsets(gm)
+    shortest, longest = sum(PIECES), text_length(gm, live, tokens)
+    try:
+        _check_text(offsets, shortest)
+    except EvaluationError as error:
+        raise _no_example(sites[0].node, str(error)) from error
     tables = {size for node in live if is_module_tensor(node) for size in shape_of(node) or () if isinstance(size, int)}
-    shortest = sum(PIECES)
-    for length in text_lengths(gm, live, shape[2]):
-        # fewer where a table ends before
-        shorter = sorted((size for size in tables if shortest < size < length), reverse=True)
-        for tokens in dict.fromkeys((max(shortest, length), *shorter, shortest)):
-            try:
-                _check_text(offsets, tokens)
-                break
-            except EvaluationError as error:
-                if tokens == shortest:
-                    raise _no_example(sites[0].node, str(error)) from error
+    shorter = sorted((size for size in tables if shortest < size < longest), reverse=True)
+    for length in [longest, *shorter] if longest > shortest else []:
+        with suppress(EvaluationError):  # a table ends before
+            _check_text(offsets, length)
+            break
     return offsets.mark()
 
 
@@ -123,13 +124,6 @@ def _check_length_as_number(live: Sequence[Node], lengths: Collection[object]) -
                 raise refuse(node, reason)
 
 
-def _check_reduced_positions(live: Sequence[Node], fed: Collection[Node], tokens: Dim) -> None:
-    """Refuse one number for all tokens, of positions that the decoder counts by itself: see the next pass."""
-    for node in counting_calls(live, tokens)[1]:
-        if node not in fed:
-            raise _reduced(node, " (positions are made in the graph)")
-
-
 def check_reduced_inputs_pass(gm: GraphModule) -> int:
     """Refuse a graph in which ids or positions that are given make a number for all tokens; changes nothing.
 
@@ -138,20 +132,22 @@ def check_reduced_inputs_pass(gm: GraphModule) -> int:
     Raises:
         UnsupportedAttentionError: naming the call.
     """
-    sites = find_sites(gm)
-    shape = shape_of(sites[0].q) if sites else None
-    if shape is not None and shape[2] != 1:
-        live = DataFlow(gm).sources([gm.graph.output_node()])
-        fed = fed_by_inputs(live)
-        for node in counting_calls(live, shape[2])[1]:
-            if node in fed:
-                raise _reduced(node)
+    tokens = batch_and_tokens(gm)[1]
+    if tokens != 1:
+        _check_reduced(DataFlow(gm).sources([gm.graph.output_node()]), tokens, given=True)
     return 0
 
 
-def _reduced(node: Node, remark: str = "") -> UnsupportedAttentionError:
-    reason = "makes one number of the ids or positions of all tokens: it relates tokens to tokens outside of an"
-    return refuse(node, f"{target_name(node)} {reason} attention site{remark}")
+def _check_reduced(live: Sequence[Node], tokens: Dim, *, given: bool) -> None:
+    """Refuse one number for all tokens, of ids or positions that are given, or of those that are made in the graph."""
+    fed = fed_by_inputs(live)
+    for node in counting_calls(live, tokens)[1]:
+        if (node in fed) == given:
+            raise refuse(
+                node,
+                f"{target_name(node)} makes one number of the ids or positions of all tokens: it relates tokens to "
+                f"tokens outside of an attention site{'' if given else ' (positions are made in the graph)'}",
+            )
 
 
 def _check_text(offsets: _Offsets, tokens: int) -> None:
@@ -199,9 +195,7 @@ class _Offsets:
     def __init__(self, gm: GraphModule) -> None:
         self.gm = copy_graph(gm)
         self._originals = dict(zip(self.gm.graph.nodes, gm.graph.nodes, strict=True))
-        shape = shape_of(find_sites(self.gm)[0].q)
-        assert shape is not None
-        self.batch, self.tokens = shape[0], shape[2]
+        self.batch, self.tokens = batch_and_tokens(self.gm)
         flow = DataFlow(self.gm)
         live = flow.sources([self.gm.graph.output_node()])
         self.fed = fed_by_inputs(live)

@@ -25,7 +25,7 @@ from kvpass.graphs.fx_utils import (
     target_name,
     value_inputs,
 )
-from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.graphs.rewrite_attention import batch_and_tokens
 from kvpass.graphs.verify.examples import EvaluationError, SizeMap, concrete, evaluate, example_sizes, fed_by_inputs
 
 _BEYOND = 64
@@ -49,20 +49,19 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
         gm: with ``kvpass::site``. numbering: inputs that hold the positions, int64 ``[B, T]``.
     """
     flow = DataFlow(gm)
-    shape = shape_of(find_sites(gm)[0].q)
-    assert shape is not None
+    batch, tokens = batch_and_tokens(gm)
     live = flow.sources([gm.graph.output_node()])
     fed = fed_by_inputs([node for node in live if node not in numbering])
     end: int | None = None
     for node in live:
         looks_up = target_name(node).rstrip("_") in _LOOKUPS or target_name(node).startswith("embedding")
         by_token = any(
-            symbols_of(shape_of(operand) or ()) & symbols_of([shape[2]])
+            symbols_of(shape_of(operand) or ()) & symbols_of([tokens])
             for operand in value_inputs(node)
             if is_integral(operand)
         )
         if looks_up and by_token and node not in fed:
-            end = _Lookup(gm, flow, node, numbering, shape[0], shape[2]).end_with(end)
+            end = _Lookup(gm, flow, node, numbering, batch, tokens).end_with(end)
     return end
 
 

@@ -25,15 +25,13 @@ from kvpass.graphs.bind_state import (
     add_state_placeholders,
     backend_mode,
     copy_graph,
-    example_value,
     held_by_module,
     size_reader,
 )
-from kvpass.graphs.fx_utils import dim_of
 from kvpass.graphs.late_guards import compile_guarded
 from kvpass.graphs.one_token import one_token_inputs, one_token_pass
 from kvpass.graphs.passes import PassRecord, capture_passes, phase_passes, run_passes
-from kvpass.graphs.rewrite_attention import find_sites, layout_of
+from kvpass.graphs.rewrite_attention import batch_and_tokens, layout_of
 from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.operands import dynamic_dims
 from kvpass.progress import working
@@ -141,7 +139,7 @@ class PhaseCompiler:
         state = state_of(cache)
         fake_mode = backend_mode()
         nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state), fake_mode)
-        tokens = dim_of(example_value(find_sites(captured.gm)[0].q).shape[2])
+        tokens = batch_and_tokens(captured.gm)[1]
         one_token = None
         if (phase == "decode" or call.one_token_prompt) and not isinstance(tokens, int):
             inputs = one_token_inputs(inputs, tokens, fake_mode)
@@ -191,7 +189,7 @@ class PhaseCompiler:
         device: torch.device,
     ) -> Runner:
         step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
-        tokens = size_reader(captured.gm, example_value(find_sites(captured.gm)[0].q).shape[2])
+        tokens = size_reader(captured.gm, batch_and_tokens(captured.gm)[1])
 
         def run(call: Call, *inputs: Any) -> Any:
             state = list(state_of(call.cache).values())

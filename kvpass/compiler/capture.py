@@ -19,10 +19,10 @@ from torch.fx import GraphModule, Node
 
 from kvpass.compiler.backend import PhaseCompiler, Runner
 from kvpass.compiler.transactions import Call, Phase
-from kvpass.graphs.bind_state import backend_mode, example_value, fake_inputs, placeholders
-from kvpass.graphs.fx_utils import dim_of, recorded, shape_of
+from kvpass.graphs.bind_state import backend_mode, fake_inputs, placeholders
+from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.one_token import admit_one_token, several_tokens
-from kvpass.graphs.rewrite_attention import find_sites
+from kvpass.graphs.rewrite_attention import batch_and_tokens
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import check_length, longest_length
 from kvpass.graphs.verify.table_ends import table_end
@@ -93,7 +93,7 @@ class Capture:
         shapes = backend_mode().shape_env
         assert shapes is not None
         self._shapes = shapes
-        self._tokens = dim_of(example_value(find_sites(self.graph.gm)[0].q).shape[2])
+        self._tokens = batch_and_tokens(self.graph.gm)[1]
         self._runners: dict[tuple[type[Policy], str, Phase, bool, bool], Runner] = {}
 
     def admit_one_token(self) -> None:
@@ -288,9 +288,7 @@ def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> None:
         ValueError: it holds for one number of several tokens only, or for some and not for others.
     """
     inputs = placeholders(gm)
-    shape = shape_of(find_sites(gm)[0].q)
-    assert shape is not None
-    if shape[2] == 1:
+    if batch_and_tokens(gm)[1] == 1:
         raise _OneTokenAlone("the decoder is another one for one token than for several")
     sizes = (size for size in map(recorded, inputs) if isinstance(size, torch.SymInt))
     ends.columns.update(most for size in sizes if (most := longest_length(gm, size, shortest)) is not None)

@@ -38,7 +38,7 @@ from kvpass.compiler.transactions import append, continued, prefill
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.padding import first_real_column
-from kvpass.graphs.bind_state import backend_mode, example_value, placeholders, size_reader
+from kvpass.graphs.bind_state import backend_mode, placeholders, size_reader
 from kvpass.graphs.fx_utils import (
     Dim,
     dim_of,
@@ -180,7 +180,7 @@ class RawModule:
         self.counts_positions = counts_positions(graph)
         sites = find_sites(graph)
         self.paths = tuple(site.module_path for site in sites)
-        query = example_value(sites[0].q)
+        query = recorded(sites[0].q)
         tokens: int | torch.SymInt = query.shape[2]
         self.captured_tokens = dim_of(tokens)
         _check_length_varies(self.captured_tokens)
@@ -189,7 +189,7 @@ class RawModule:
         self.longest = min((end for end in ends if end is not None), default=None)
         self.device = query.device
         self.rows = int(query.shape[0])  # guards a symbolic batch: the state that enters the graph is of this size
-        self.tokens = size_reader(graph, tokens)
+        self.tokens = size_reader(graph, self.captured_tokens)
         self.sources = [source_of(node) for node in placeholders(graph)]
         self.same: set[RawModule] = set()
         if self.captured_tokens != 1:

@@ -19,7 +19,7 @@ from kvpass.graphs.find.sdpa import find_attention_pass, is_raw_attention
 from kvpass.graphs.fx_utils import DataFlow
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.causal_mask import band, mask_part, prove_causal
-from kvpass.graphs.verify.example_lengths import NotCausalError
+from kvpass.graphs.verify.examples import NotCausalError
 
 HEADS, TOKENS, DIM = 2, 11, 4
 

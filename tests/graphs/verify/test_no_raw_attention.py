@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.rewrite_attention import check_sites_pass
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
+from kvpass.graphs.verify.self_check import self_check_pass
 
 PASSES = [find_attention_pass, check_no_raw_attention_pass]
+EVERY_CHECK = [*PASSES, self_check_pass, check_sites_pass]
 
 
 @torch.library.custom_op("kvpass_test::flash_attn_func", mutates_args=())
@@ -104,19 +107,20 @@ def test_written_out_attention_is_refused(name, decoder, capture, inputs) -> Non
     assert refusal.value.node
 
 
-@pytest.mark.parametrize("name", WITHOUT_SOFTMAX)
-def test_attention_without_softmax_of_fixed_length_is_refused(name, decoder, capture, inputs) -> None:
-    model = decoder()
-    model.layers[1].attend = plain(WITHOUT_SOFTMAX[name])
-    with pytest.raises(UnsupportedAttentionError, match=r"layers\.1.*relates tokens to tokens"):
-        capture(model, inputs(), PASSES, dynamic=False)
-
-
 @pytest.mark.parametrize("tokens", [1, 11])
-@pytest.mark.parametrize("name", WRITTEN_OUT)
+@pytest.mark.parametrize("name", [*WRITTEN_OUT, *WITHOUT_SOFTMAX])
 def test_written_out_attention_of_fixed_length_is_refused(name, tokens, decoder, capture, inputs) -> None:
-    with pytest.raises(UnsupportedAttentionError, match=r"attention that is written out|relates tokens to tokens"):
-        capture(decoder(plain(WRITTEN_OUT[name]), layers=1), inputs(tokens=tokens), PASSES, dynamic=False)
+    attend = {**WRITTEN_OUT, **WITHOUT_SOFTMAX}[name]
+    with pytest.raises(UnsupportedAttentionError, match="no attention that kvpass understands"):
+        capture(decoder(plain(attend), layers=1), inputs(tokens=tokens), EVERY_CHECK, dynamic=False)
+
+
+@pytest.mark.parametrize("name", [*WRITTEN_OUT, *WITHOUT_SOFTMAX])
+def test_written_out_attention_of_fixed_length_beside_a_site_is_refused(name, decoder, capture, inputs) -> None:
+    model = decoder()
+    model.layers[1].attend = plain({**WRITTEN_OUT, **WITHOUT_SOFTMAX}[name])
+    with pytest.raises(UnsupportedAttentionError, match="captured for exactly 11 tokens"):
+        capture(model, inputs(), EVERY_CHECK, dynamic=False)
 
 
 def test_written_out_attention_beside_a_site_is_refused(decoder, capture, inputs) -> None:
