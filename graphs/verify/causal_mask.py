@@ -263,6 +263,8 @@ def prove_band(
     first = Band(window, slopes[-1][0])
     if not all(first.is_close(Band(window, other), tolerance) for other, tolerance in slopes):
         raise NotCausalError(_BIAS)
+    if lengths.undecided is not None:
+        raise NotCausalError(lengths.undecided)
     return first, longest
 
 

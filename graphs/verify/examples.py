@@ -91,10 +91,12 @@ class Lengths:
 
     Attributes:
         longest: by preference; the first that can be evaluated decides the window. short: to try beside it.
+        undecided: why a mask that fits at all of these may still have a window.
     """
 
     longest: tuple[int, ...]
     short: tuple[int, ...] = ()
+    undecided: str | None = None
 
 
 def concrete(value: Any, sizes: SizeMap) -> Any:
@@ -369,8 +371,6 @@ def example_lengths(
         tensors: what the graph reads from modules. numbers: what it may compare positions with.
         planes: elements of the result per pair of tokens. most: tokens that the capture holds for, tried last: what can
             be evaluated beyond them shows more.
-    Raises:
-        NotCausalError: the example would be too long.
     """
     if isinstance(tokens, int):  # such a capture is compared with another one, or refused in the end
         return Lengths((tokens,))
@@ -383,10 +383,8 @@ def example_lengths(
     longest = [stored] if stored and stored >= reach else [max(needed, floor), *sorted(tables, reverse=True), needed]
     longest += [int(most)] if most < min(longest) else []
     if longest[0] > MAX_EXAMPLE_TOKENS:
-        raise NotCausalError(
-            f"deciding whether its mask has a sliding window needs an example of {longest[0]} tokens, more than "
-            f"{MAX_EXAMPLE_TOKENS}"
-        )
+        needs = f"deciding whether its mask has a sliding window needs an example of {longest[0]} tokens"
+        return Lengths(EXAMPLE_LENGTHS[1:], EXAMPLE_LENGTHS[:1], f"{needs}, more than {MAX_EXAMPLE_TOKENS}")
     short = tuple(length for length in EXAMPLE_LENGTHS if length < min(longest))
     return Lengths(tuple(dict.fromkeys(length for length in longest if length <= longest[0])), short)
 

@@ -185,9 +185,9 @@ class _Offsets:
     """A copy of a graph in which, beside operands that may be positions, are such that count from the tokens seen.
 
     Attributes:
-        seen: input of the copy that is the number of tokens seen. beside: by call and operand, what may take its place.
-        fits: whether that was right in all examples so far; not there when none had the call. differs: where the two
-            were not the same.
+        seen: input of the copy that is the number of tokens seen. beside: by call, what may take an operand's place.
+        fits: whether that was right in all examples so far; not there when none had the call. differs: calls and
+            operands where the two were not the same.
         live: nodes that reach the output, in execution order, and what makes the offset operands.
         fed: those of the former whose elements come from the inputs of the decoder. added: the latter.
     """
@@ -201,8 +201,8 @@ class _Offsets:
         self.fed = fed_by_inputs(live)
         with self.gm.graph.inserting_before(flow.nodes[0]):
             self.seen = self.gm.graph.placeholder("kvpass_seen")
-        self.beside: dict[tuple[Node, Node], Node] = {}
-        self.fits: dict[tuple[Node, Node], bool] = {}
+        self.beside: dict[Node, dict[Node, Node]] = {}
+        self.fits: dict[Node, bool] = {}
         self.differs: set[tuple[Node, Node]] = set()
         known: dict[tuple[Node, ...], Node | None] = {}
         for user in (node for node in live if node in self.fed):
@@ -214,10 +214,10 @@ class _Offsets:
                     shifted = shift(self.gm.graph, sources, user, self.seen, self.tokens).get(operand)
                     known[key] = shifted if len(self.seen.users) > before else None
                 if (shifted := known.get(key)) is not None:
-                    self.beside[user, operand] = shifted
+                    self.beside.setdefault(user, {})[operand] = shifted
         self.flow = DataFlow(self.gm)
         self.added = {node for node in self.flow.nodes if node not in self._originals}
-        wanted = {*live, *self.flow.sources([*self.beside.values()])}
+        wanted = {*live, *self.flow.sources([new for beside in self.beside.values() for new in beside.values()])}
         self.live = [node for node in self.flow.nodes if node in wanted]
 
     def _may_count(self, operand: Node) -> bool:
@@ -233,8 +233,8 @@ class _Offsets:
     def mark(self) -> int:
         """Mark in the original graph what is to be offset; returns how many operands count tokens."""
         total = 0
-        for (user, operand), fits in self.fits.items():
-            if fits:
+        for user in (user for user, fits in self.fits.items() if fits):
+            for operand in self.beside[user]:
                 relative = any(RELATIVE in source.meta for source in self.flow.sources([operand]))
                 counts = (user, operand) in self.differs and not relative
                 original = self._originals[user].meta
@@ -315,12 +315,9 @@ class _Lockstep:
 
     def _order(self) -> Iterable[tuple[Node, list[Node]]]:
         """Nodes in execution order, each with those that nothing needs afterwards."""
-        beside: dict[Node, list[Node]] = {}
-        for (user, _), shifted in self.offsets.beside.items():
-            beside.setdefault(user, []).append(shifted)
         last: dict[Node, Node] = {}
         for node in self.offsets.live:
-            last.update(dict.fromkeys([*node.all_input_nodes, *beside.get(node, [])], node))
+            last.update(dict.fromkeys([*node.all_input_nodes, *self.offsets.beside.get(node, {}).values()], node))
         done: dict[Node, list[Node]] = {}
         for operand, node in last.items():
             done.setdefault(node, []).append(operand)
@@ -336,8 +333,8 @@ class _Lockstep:
 
     def _call(self, node: Node) -> None:
         whole = self.whole.call(node)
-        operands = [operand for user, operand in self.offsets.beside if user is node]
-        if not operands or not self._fits_with_offsets(node, whole, operands):
+        beside = self.offsets.beside.get(node)
+        if not beside or not self._fits_with_offsets(node, whole, beside):
             for run in self.parts:
                 try:
                     run.call(node)
@@ -352,31 +349,29 @@ class _Lockstep:
             for run in self.parts:
                 self._give_exact(node, whole, run)
 
-    def _fits_with_offsets(self, node: Node, whole: Any, operands: Sequence[Node]) -> bool:
+    def _fits_with_offsets(self, node: Node, whole: Any, beside: Mapping[Node, Node]) -> bool:
         """Whether all pieces are right when positions go on from the tokens seen; else nothing has happened.
 
         The offset is preferred where an example shows no difference: another length may.
         """
-        fits, keys = self.offsets.fits, [(node, operand) for operand in operands]
-        if self._axis(node) is None or not all(fits.get(key, True) for key in keys):
+        if self._axis(node) is None or not self.offsets.fits.get(node, True):
             return False
         written = mutated_inputs(node)
         before = [[run.env[operand].clone() for operand in written] for run in self.parts]
-        found = all(self._call_with_offsets(node, whole, operands, run) for run in self.parts)
-        fits.update(dict.fromkeys(keys, found))
+        found = all(self._call_with_offsets(node, whole, beside, run) for run in self.parts)
+        self.offsets.fits[node] = found
         if not found:
             for run, values in zip(self.parts, before, strict=True):
                 for operand, value in zip(written, values, strict=True):
                     run.env[operand].copy_(value)
         return found
 
-    def _call_with_offsets(self, node: Node, whole: Any, operands: Sequence[Node], run: _Run) -> bool:
-        beside = {operand: self.offsets.beside[node, operand] for operand in operands}
+    def _call_with_offsets(self, node: Node, whole: Any, beside: Mapping[Node, Node], run: _Run) -> bool:
         if any(value not in run.env for value in beside.values()):
             return False
-        known = {operand: run.env[operand] for operand in operands}
+        known = {operand: run.env[operand] for operand in beside}
         shifted = {operand: run.env[value] for operand, value in beside.items()}
-        differ = (operand for operand in operands if not torch.equal(known[operand], shifted[operand]))
+        differ = (operand for operand in beside if not torch.equal(known[operand], shifted[operand]))
         self.offsets.differs.update((node, operand) for operand in differ)
         run.env.update(shifted)
         try:

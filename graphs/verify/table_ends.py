@@ -61,50 +61,44 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
             if is_integral(operand)
         )
         if looks_up and by_token and node not in fed:
-            end = _Lookup(gm, flow, node, numbering, batch, tokens).end_with(end)
+            end = _end_with(gm, flow, node, numbering, batch, tokens, end)
     return end
 
 
-class _Lookup:
-    """What makes a row of a table that is looked up by position."""
+def _end_with(
+    gm: GraphModule, flow: DataFlow, node: Node, numbering: Collection[Node], batch: Dim, tokens: Dim, known: int | None
+) -> int | None:
+    """The known end, or that of a lookup where it is smaller."""
+    sources = flow.sources([node])
+    inputs = [source for source in sources if source.op in ("placeholder", "get_attr")]
+    calls = [source for source in sources if source not in inputs]
 
-    def __init__(
-        self, gm: GraphModule, flow: DataFlow, node: Node, numbering: Collection[Node], batch: Dim, tokens: Dim
-    ) -> None:
-        self.gm, self.node, self.numbering, self.batch, self.tokens = gm, node, numbering, batch, tokens
-        sources = flow.sources([node])
-        self.inputs = [source for source in sources if source.op in ("placeholder", "get_attr")]
-        self.calls = [source for source in sources if source not in self.inputs]
-
-    def end_with(self, known: int | None) -> int | None:
-        """The known end, or that of the lookup where it is smaller."""
-        rows = [
-            size for operand in value_inputs(self.node) for size in shape_of(operand) or () if isinstance(size, int)
-        ]
-        most = known or 2 * max(rows, default=0) + _BEYOND
-        if self._is_found(most) or not self._is_found(1):
-            return known
-        return bisect.bisect_left(range(1, most), True, key=lambda tokens: not self._is_found(tokens))
-
-    def _is_found(self, tokens: int) -> bool:
-        sizes = example_sizes([self.batch], [self.tokens], tokens)
-        feeds = {node: self._feed(node, sizes) for node in self.inputs if not is_scalar(node)}
+    def is_found(length: int) -> bool:
+        sizes = example_sizes([batch], [tokens], length)
+        feeds = {source: _feed(gm, source, source in numbering, sizes) for source in inputs if not is_scalar(source)}
         try:
-            evaluate(self.gm, self.node, self.calls, feeds, sizes)
+            evaluate(gm, node, calls, feeds, sizes)
         except EvaluationError as error:
             return not _is_out_of_rows(error)
         return True
 
-    def _feed(self, node: Node, sizes: SizeMap) -> Tensor:
-        """Positions 0, 1, 2..., whole numbers and single numbers of the module, and tables that take no memory."""
-        like = recorded(node)
-        if node in self.numbering:
-            shape = concrete(shape_of(node), sizes)
-            return torch.arange(shape[-1], device=like.device).expand(shape)
-        content = module_tensor(self.gm, node)
-        if content is not None and (is_integral(node) or like.numel() == 1):
-            return content
-        return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(like.shape))
+    rows = [size for operand in value_inputs(node) for size in shape_of(operand) or () if isinstance(size, int)]
+    most = known or 2 * max(rows, default=0) + _BEYOND
+    if is_found(most) or not is_found(1):
+        return known
+    return bisect.bisect_left(range(1, most), True, key=lambda length: not is_found(length))
+
+
+def _feed(gm: GraphModule, node: Node, numbers_tokens: bool, sizes: SizeMap) -> Tensor:
+    """Positions 0, 1, 2..., whole numbers and single numbers of the module, and tables that take no memory."""
+    like = recorded(node)
+    if numbers_tokens:
+        shape = concrete(shape_of(node), sizes)
+        return torch.arange(shape[-1], device=like.device).expand(shape)
+    content = module_tensor(gm, node)
+    if content is not None and (is_integral(node) or like.numel() == 1):
+        return content
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(like.shape))
 
 
 def _is_out_of_rows(error: BaseException | None) -> bool:

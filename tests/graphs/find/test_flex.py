@@ -60,6 +60,10 @@ def near_in_all_heads_but_one(score, b, h, i, j):
     return torch.where((i >= j) & ((h < 1) | (i - j < 640)), score, -float("inf"))
 
 
+def near_by_far_in_all_heads_but_one(score, b, h, i, j):
+    return torch.where((i >= j) & ((h < 1) | (i - j < 2000)), score, -float("inf"))
+
+
 def scaled_far_away(score, b, h, i, j):
     far = (torch.log(i + 1.0) / math.log(200)).clamp(min=1.0)
     return torch.where(i >= j, score * far, -float("inf"))
@@ -115,13 +119,16 @@ def test_a_window_compared_with_a_float_is_measured(capture) -> None:
     assert [site.sliding_window for site in find_sites(gm)] == [512]
 
 
-@pytest.mark.parametrize(("score_mod", "heads"), [(near_in_all_heads_but_one, 40), (scaled_far_away, 2)])
+@pytest.mark.parametrize(
+    ("score_mod", "heads"),
+    [(near_in_all_heads_but_one, 40), (near_by_far_in_all_heads_but_one, 40), (scaled_far_away, 2)],
+)
 def test_what_differs_at_the_length_that_decides_is_refused(score_mod, heads, capture) -> None:
     def many(x: Tensor) -> Tensor:
         q = x.transpose(1, 2)
         return flex_attention(q, q, q, score_mod=score_mod)
 
-    with pytest.raises(UnsupportedAttentionError, match=r"not causal|for other heads|not a multiple"):
+    with pytest.raises(UnsupportedAttentionError, match=r"not causal|made by head or row|not a multiple"):
         capture(many, [torch.randn(2, T, heads, D)], PASSES)
 
 
