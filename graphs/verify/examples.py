@@ -157,32 +157,22 @@ def evaluate(
     Raises:
         EvaluationError: a value is missing, or an operator fails on the example.
     """
-    interpreter = SubstitutingInterpreter(gm, instead or {})
-    interpreter.extra_traceback = False
+    run = ExampleRun(gm, sizes, feeds, instead or {})
     last_user = {operand: node for node in nodes for operand in node.all_input_nodes}
-    env: dict[Node, Any] = dict(feeds)
-    interpreter.env = env
     levels = 0
     try:
         with torch.no_grad(), LookupsInRange():
             for node in nodes:
-                if node not in env:
-                    for operand in node.all_input_nodes:
-                        if operand not in env:
-                            env[operand] = stand_in(operand, node, sizes)
-                    env[node] = interpreter.run_node(node)
+                if node not in run.env:
+                    run.call(node)
                     levels += VMAP_LEVELS.get(target_name(node), 0)
                 for operand in node.all_input_nodes:
                     if last_user[operand] is node and operand is not result:
-                        env.pop(operand, None)
-    except EvaluationError:
-        raise
-    except Exception as error:
-        raise EvaluationError(f"{node.name} fails on an example of sizes {dict(sizes)}: {error}") from error
+                        run.env.pop(operand, None)
     finally:
         for _ in range(levels):
             predispatch._vmap_decrement_nesting()
-    return env[result]
+    return run.env[result]
 
 
 class LookupsInRange(TorchDispatchMode):
@@ -211,12 +201,34 @@ def _looked_up(name: str, args: Any) -> Iterator[tuple[Tensor, int]]:
             axis += index.ndim if index is not None and index.dtype == torch.bool else 1
 
 
-class SubstitutingInterpreter(Interpreter):
-    """Runs nodes, calling some functions in place of others."""
+class ExampleRun(Interpreter):
+    """Runs nodes on an example, calling some functions in place of others.
 
-    def __init__(self, gm: GraphModule, instead: Mapping[Any, Callable[..., Any]]) -> None:
+    Args:
+        sizes: values for the symbols. feeds: tensors to start from. instead: functions to call in place of others.
+    """
+
+    def __init__(
+        self, gm: GraphModule, sizes: SizeMap, feeds: Mapping[Node, Any], instead: Mapping[Any, Callable[..., Any]]
+    ) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.instead = instead
+        self.sizes, self.instead, self.extra_traceback = sizes, instead, False
+        self.env: dict[Node, Any] = dict(feeds)
+
+    def call(self, node: Node) -> Any:
+        """Run a node, and keep its value in ``env``.
+
+        Raises:
+            EvaluationError: an operand is missing, or the operator fails on the example.
+        """
+        for operand in node.all_input_nodes:
+            if operand not in self.env:
+                self.env[operand] = stand_in(operand, node, self.sizes)
+        try:
+            self.env[node] = self.run_node(node)
+        except Exception as error:
+            raise EvaluationError(f"{node.name} fails on an example of sizes {dict(self.sizes)}: {error}") from error
+        return self.env[node]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return super().call_function(self.instead.get(target, target), args, kwargs)

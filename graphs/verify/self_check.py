@@ -41,15 +41,14 @@ from kvpass.graphs.fx_utils import (
 from kvpass.graphs.rewrite_attention import SITE, batch_and_tokens, find_sites
 from kvpass.graphs.verify.examples import (
     EvaluationError,
+    ExampleRun,
     LookupsInRange,
     SizeMap,
-    SubstitutingInterpreter,
     concrete,
     counting_calls,
     example_sizes,
     fed_by_inputs,
     hinted_sizes,
-    stand_in,
     text_inputs,
     text_length,
     token_wise_site,
@@ -244,25 +243,13 @@ class _Offsets:
         return total
 
 
-class _Run:
-    """Values of one of the runs; ``seen`` tokens went before its own."""
+class _Run(ExampleRun):
+    """One of the runs, of ``length`` tokens; ``seen`` tokens went before its own."""
 
     def __init__(self, offsets: _Offsets, length: int, seen: int, env: Mapping[Node, Any]) -> None:
+        feeds = {offsets.seen: torch.tensor(seen), **env}
+        super().__init__(offsets.gm, offsets.sizes(length), feeds, {SITE: token_wise_site})
         self.seen, self.length = seen, length
-        self.sizes = offsets.sizes(length)
-        self.env = {offsets.seen: torch.tensor(seen), **env}
-        self._interpreter = SubstitutingInterpreter(offsets.gm, {SITE: token_wise_site})
-        self._interpreter.env = self.env
-
-    def call(self, node: Node) -> Any:
-        for operand in node.all_input_nodes:
-            if operand not in self.env:
-                self.env[operand] = stand_in(operand, node, self.sizes)
-        try:
-            self.env[node] = self._interpreter.run_node(node)
-        except Exception as error:
-            raise EvaluationError(f"{node.name} fails on an example of {self.length} tokens: {error}") from error
-        return self.env[node]
 
 
 class _Lockstep:
