@@ -10,8 +10,8 @@ After, in extend and decode, ``seen`` being the tokens before this call::
     order = arange(T) + seen
     x = embed(ids) + table.index_select(0, arange(T) + seen) + learned(order)
 
-Calls that make positions are found by their form: ``arange`` over the tokens, and a slice of as many rows of a table as
-there are tokens. That the result is right is shown by ``self_check``, which marks them.
+Calls that make positions are found by their form: ``arange`` over the tokens, ``cumsum``, and a slice of as many rows
+of a table as there are tokens. That the result is right is shown by ``self_check``, which marks them.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def shift(graph: Graph, sources: Sequence[Node], user: Node, seen: Node, tokens:
             copies[node] = _shifted_slice(graph, node, seen, tokens, copies) or _copy(graph, node, copies)
             if _is_counter(node, tokens):
                 copies[node] = _shifted_counter(graph, node, seen, copies)
+            elif target_name(node) == "cumsum":
+                copies[node] = _shifted_sum(graph, node, seen, copies)
     return copies
 
 
@@ -112,6 +114,16 @@ def _shifted_counter(graph: Graph, node: Node, seen: Node, copies: dict[Node, No
     copies[node].update_kwarg("dtype", torch.float32)
     later = _with(graph, node, torch.add, (copies[node], seen))
     return _with(graph, node, Tensor.to, (later, dtype))
+
+
+def _shifted_sum(graph: Graph, node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
+    """A running sum of equal numbers, which goes on from ``seen`` of them."""
+    summed = node.args[0]
+    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else -1)
+    assert isinstance(summed, Node)
+    one = graph.call_method("narrow", (copies.get(summed, summed), dim, 0, 1))
+    one.meta = dict(node.meta)
+    return _with(graph, node, torch.add, (copies[node], _with(graph, node, torch.mul, (one, seen))))
 
 
 def _shifted_slice(graph: Graph, node: Node, seen: Node, tokens: Dim, copies: dict[Node, Node]) -> Node | None:
