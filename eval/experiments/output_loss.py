@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +73,6 @@ def measure_output_loss(
 
 def record_attention(model: PreTrainedModel, ids: Tensor) -> list[Layer]:
     """Rotated queries ``[1, H, N, D]``, keys, values ``[1, K, N, D]`` of each layer."""
-    with _recording(model) as layers:
-        model(ids, use_cache=False, logits_to_keep=1)
-    return layers
-
-
-@contextmanager
-def _recording(model: PreTrainedModel) -> Iterator[list[Layer]]:
     layers: list[Layer] = []
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -92,9 +84,10 @@ def _recording(model: PreTrainedModel) -> Iterator[list[Layer]]:
     AttentionInterface.register(_NAME, record)
     model.set_attn_implementation(_NAME)
     try:
-        yield layers
+        model(ids, use_cache=False, logits_to_keep=1)
     finally:
         model.set_attn_implementation(before)
+    return layers
 
 
 def _losses(layers: Sequence[Layer], weights: Sequence[Tensor], policy: PolicySpec, budget: float) -> Tensor:

@@ -19,7 +19,7 @@ from kvpass.eval.tasks import Sample, Task, find_tasks
 from kvpass.policies.options import check_int
 
 DATA_DIR = "KVPASS_DATA_DIR"
-"""Environment variable: the folder with ``longbench/`` and ``needle/``."""
+"""Environment variable: the folder with ``longbench/``."""
 
 _FIELDS = ("id", "context", "question", "answer_prefix", "answers", "classes")
 """Of a sample, which a document has too."""
@@ -41,7 +41,7 @@ def documents(
 
     Args:
         kvpass_task: name in ``kvpass.eval.tasks``.
-        data_dir: folder with ``longbench/`` and ``needle/``, if there is any; by default that of the environment
+        data_dir: folder with ``longbench/``, if there is any; by default that of the environment
             variable ``KVPASS_DATA_DIR``.
         prompt_tokens, prompt_seed: of prompts that are generated, for the tokenizer ``tokenizer`` or ``pretrained``.
         prompt_count: rows; by default all there are, or 100 generated ones.

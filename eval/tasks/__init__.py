@@ -19,10 +19,10 @@ def registry(data_dir: Path | None = None) -> dict[str, Task]:
     """Every task by name, in groups.
 
     Args:
-        data_dir: folder with ``longbench/``, ``infinitebench/`` and ``needle/`` as far as there are any.
+        data_dir: folder with ``longbench/`` and ``infinitebench/`` as far as there are any.
     """
     known: list[Task] = [*map(needle.Needle, needle.NAMES), needle.NeedleGrid()]
-    known += ruler.tasks(data_dir)
+    known += ruler.tasks()
     known += [longbench.LongBench(name, data_dir) for name in longbench.NAMES]
     known += [infinitebench.InfiniteBench(name, data_dir) for name in infinitebench.NAMES]
     return {task.name: task for task in known}

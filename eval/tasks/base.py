@@ -148,18 +148,6 @@ def check_count(count: int) -> None:
         raise ValueError(f"count={count}: must be >= 1")
 
 
-def read_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """The first ``count`` objects of a JSON-lines file, plain or ``.gz``."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in itertools.islice(lines, count)]
-
-
-def find_rows(folder: Path, name: str) -> Path | None:
-    """``name.jsonl`` or ``name.jsonl.gz`` in a folder, or None."""
-    return next((path for ending in (".jsonl", ".jsonl.gz") if (path := folder / f"{name}{ending}").is_file()), None)
-
-
 def local_or_hub_rows(
     data_dir: Path | None,
     group: str,
@@ -176,9 +164,12 @@ def local_or_hub_rows(
         ImportError: the package ``datasets`` is not installed.
         ValueError: the hub cannot be reached, or has no such data set.
     """
-    path = None if data_dir is None else find_rows(data_dir / group, name)
-    if path is not None:
-        return read_rows(path, count)
+    if data_dir is not None:
+        for ending, opener in ((".jsonl", open), (".jsonl.gz", gzip.open)):
+            path = data_dir / group / f"{name}{ending}"
+            if path.is_file():
+                with opener(path, "rt", encoding="utf-8") as lines:
+                    return [json.loads(line) for line in itertools.islice(lines, count)]
     try:
         rows = library("datasets").load_dataset(repository, subset, split=split)
     except OSError as error:

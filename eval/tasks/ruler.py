@@ -2,27 +2,24 @@
 
 Metric and parameters are RULER's, the metric as lm-evaluation-harness has it. Its generators fetch essays, nltk's data
 and question sets, so generators and wording here are kvpass's own: scores compare policies and models with each
-other, not with published tables. Where RULER hides needles in essays, generated sentences serve, or
-``<data_dir>/needle/paul_graham_essays.jsonl[.gz]`` if there is one; the label ``haystack`` says which.
+other, not with published tables. Where RULER hides needles in essays, generated sentences serve.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-import re
 import string
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from kvpass.eval.needle.words import ADJECTIVES, NOUNS, PLACES, make_sentence
-from kvpass.eval.tasks.base import Sample, check_count, find_rows, largest, library, read_rows
+from kvpass.eval.tasks.base import Sample, check_count, largest, library
 
 _NOISE = "Coal is black and snow is white. Tides rise and fall. Leaves turn in autumn. On it goes, year after year."
 _KEY_WORDS = (ADJECTIVES, NOUNS, PLACES)
@@ -51,7 +48,6 @@ class Ruler:
     build: Callable[[int, int, random.Random], Text]
     smallest: int
     max_new_tokens: int
-    labels: Mapping[str, str] = field(default_factory=dict)
     chat: bool = True
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
@@ -67,7 +63,7 @@ class Ruler:
         def build(size: int) -> Sample:
             text = self.build(size, tokens, random.Random(seed))._asdict()
             answers = tuple(text.pop("answers"))
-            return Sample(**text, id=name, answers=answers, max_new_tokens=self.max_new_tokens, labels=self.labels)
+            return Sample(**text, id=name, answers=answers, max_new_tokens=self.max_new_tokens)
 
         return build(largest(build, tokenizer, tokens, smallest=self.smallest, chat=self.chat, name=self.name))
 
@@ -79,9 +75,8 @@ class Niah:
     Of ``keys`` keys ``queries`` are asked for, each with ``values``.
 
     Args:
-        haystack: one repeated sentence, an essay, or needles of other keys.
+        haystack: one repeated sentence, generated ones, or needles of other keys.
         uuid_keys, uuid_values: UUIDs instead of words and seven-digit numbers.
-        essay: sentences of an essay of the user's.
     """
 
     haystack: Literal["noise", "essay", "needle"]
@@ -90,7 +85,6 @@ class Niah:
     queries: int = 1
     uuid_keys: bool = False
     uuid_values: bool = False
-    essay: tuple[str, ...] = ()
 
     def __call__(self, size: int, tokens: int, rng: random.Random) -> Text:
         kind = "uuid" if self.uuid_values else "number"
@@ -114,7 +108,7 @@ class Niah:
             case "noise":
                 hay = [_NOISE] * size
             case "essay":
-                hay = _essay(self.essay, size)
+                hay = list(_essay(size))
             case "needle":
                 hay = [needle(key(), value()) for _ in range(size)]
         for depth, sentence in reversed(list(zip(depths, needles, strict=True))):
@@ -203,31 +197,21 @@ def frequent_words(size: int, tokens: int, rng: random.Random) -> Text:
     )
 
 
-def tasks(data_dir: Path | None) -> list[Ruler]:
-    """The eleven tasks, with the essay of ``data_dir`` if it holds one."""
-    path = None if data_dir is None else find_rows(data_dir / "needle", "paul_graham_essays")
-    essay = () if path is None else essay_sentences(path)
-    in_essay = partial(Niah, haystack="essay", essay=essay)
+def tasks() -> list[Ruler]:
+    """The eleven tasks."""
     needles = {
         "niah_single_1": Niah(haystack="noise"),
-        "niah_single_2": in_essay(),
-        "niah_single_3": in_essay(uuid_values=True),
-        "niah_multikey_1": in_essay(keys=4),
+        "niah_single_2": Niah(haystack="essay"),
+        "niah_single_3": Niah(haystack="essay", uuid_values=True),
+        "niah_multikey_1": Niah(haystack="essay", keys=4),
         "niah_multikey_2": Niah(haystack="needle"),
         "niah_multikey_3": Niah(haystack="needle", uuid_keys=True, uuid_values=True),
-        "niah_multivalue": in_essay(values=4),
-        "niah_multiquery": in_essay(keys=4, queries=4),
+        "niah_multivalue": Niah(haystack="essay", values=4),
+        "niah_multiquery": Niah(haystack="essay", keys=4, queries=4),
     }
-    origin = {"noise": "fixed", "needle": "fixed", "essay": "given essay" if essay else "generated"}
     return [
         *(
-            Ruler(
-                name=name,
-                build=niah,
-                smallest=niah.keys * niah.values,
-                max_new_tokens=128,
-                labels={"haystack": origin[niah.haystack]},
-            )
+            Ruler(name=name, build=niah, smallest=niah.keys * niah.values, max_new_tokens=128)
             for name, niah in needles.items()
         ),
         Ruler(name="vt", build=variable_tracking, smallest=5, max_new_tokens=30),
@@ -236,25 +220,15 @@ def tasks(data_dir: Path | None) -> list[Ruler]:
     ]
 
 
-def essay_sentences(path: Path) -> tuple[str, ...]:
-    """Sentences of the field ``text`` of every row, in order."""
-    text = " ".join(str(row["text"]) for row in read_rows(path, 10**6))
-    return tuple(re.split(r"(?<=[.!?])\s+", " ".join(text.split())))
-
-
 def _with_example(shown: Text, answer: str, asked: Text) -> Text:
     """The prompt that is asked, behind another one of its kind and its answer."""
     example = f"{shown.context}{shown.question}{shown.answer_prefix} {answer}"
     return asked._replace(context=f"{example}\n\n{asked.context}")
 
 
-def _essay(given: tuple[str, ...], size: int) -> list[str]:
-    """``size`` sentences of the given essay, repeated, or of the generated one."""
-    return list(itertools.islice(itertools.cycle(given), size)) if given else list(_generated(size))
-
-
 @lru_cache(maxsize=64)
-def _generated(size: int) -> tuple[str, ...]:
+def _essay(size: int) -> tuple[str, ...]:
+    """So many sentences, the same ones every time."""
     rng = random.Random("essay")
     sentences = (" ".join(make_sentence(rng)).removesuffix(" .").replace(" ,", ",") for _ in range(size))
     return tuple(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)

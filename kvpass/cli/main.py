@@ -171,7 +171,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(help="Samples of each task.")] = 20,
     length: Annotated[int, typer.Option(help="Longest prompt in tokens; longer ones lose their middle.")] = 2048,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with longbench/, infinitebench/, needle/; else the hub is asked.")
+        Path | None, typer.Option(help="Folder with longbench/ and infinitebench/; else the hub is asked.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for samples, tables and manifest; a rerun goes on there.")] = (
         Path("kvpass-eval")

@@ -219,7 +219,7 @@ def test_a_number_of_prompts_that_cannot_be_is_refused(count: Any) -> None:
 
 def test_every_task_file_names_a_task_and_the_length_of_its_answer() -> None:
     """Lengths are those of RULER's generators and of the harness's own LongBench tasks."""
-    lengths = {task.name: task.max_new_tokens for task in ruler.tasks(None)}
+    lengths = {task.name: task.max_new_tokens for task in ruler.tasks()}
     for name in longbench.NAMES:
         lengths[f"longbench_{name}"] = longbench.harness_task(name)["generation_kwargs"]["max_gen_toks"]
     expected = {*lengths, *(f"longbench_{name}" for name in longbench.NAMES), "needle", "multi_needle"}

@@ -179,23 +179,6 @@ def test_what_cannot_be_met_is_refused(task, tokens, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"keys": 0}, "keys=0: must be between 1 and 512"),
-        ({"keys": 513}, "keys=513: must be between 1 and 512"),
-        ({"keys": 22, "form": "variable", "hops": 2}, "keys=22: must be between 1 and 21"),
-        ({"keys": 4, "attributes": 4}, "attributes=4: must be between 1 and 3"),
-        ({"keys": 4, "attributes": 2, "questions": 9}, "questions=9: must be between 1 and 8"),
-        ({"keys": 4, "values": 2}, "values=2: must be between 1 and 1"),
-        ({"keys": 4, "hops": 1}, "hops=1: must be between 0 and 0"),
-    ],
-)
-def test_a_task_that_cannot_be_is_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        Task(**given)
-
-
-@pytest.mark.parametrize(
     ("text", "right"),
     [
         ("482 913 , 115 .", True),

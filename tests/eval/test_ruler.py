@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections import Counter
 
@@ -82,16 +80,3 @@ def test_frequent_words_fall_with_the_square_of_the_rank(pieces):
     assert counts[3][1] > counts[4][1]
     assert counts[0][1] / counts[1][1] == pytest.approx(4, rel=0.05)
     assert counts[0][1] / counts[2][1] == pytest.approx(9, rel=0.05)
-
-
-def test_an_essay_of_the_data_folder_takes_the_place_of_generated_sentences(pieces, tmp_path):
-    (tmp_path / "needle").mkdir()
-    rows = [{"text": "Zebras sing. Do they?"}, {"text": "They do!"}]
-    with gzip.open(tmp_path / "needle" / "paul_graham_essays.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    (given,) = registry(tmp_path)["niah_single_2"].samples(pieces, 600, 1, 0)
-    (own,) = registry()["niah_single_2"].samples(pieces, 600, 1, 0)
-    hay = NEEDLE.sub("", given.context.split("\n", 1)[1]).split()
-    assert hay[:6] == "Zebras sing. Do they? They do!".split()
-    assert set(hay) == {"Zebras", "sing.", "Do", "they?", "They", "do!"}
-    assert (given.labels["haystack"], own.labels["haystack"]) == ("given essay", "generated")
