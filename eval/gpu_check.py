@@ -23,9 +23,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,8 +41,6 @@ LEAST_SECONDS = 30
 GRACE_SECONDS = 10
 """A stage that is out of time may take so long to say what it knows."""
 _LINES_OF_A_FAILURE = 30
-FULL_ROW, WEIGHTS_AND_MORE = 18.5e9, 26e9
-"""Bytes of the full cache of one row of 131072 tokens with room to copy it, and of everything else; 8B shape, bf16."""
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/e2e/test_gpu.py", "tests/kernels/test_prefill_attention.py", "tests/e2e/test_contracts.py")
 GRAPH_TESTS = ("tests/e2e/test_gpu_graphs.py",)
@@ -69,8 +67,7 @@ class Stage:
     least: int = LEAST_SECONDS
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """Status of a stage: ``passed``, ``failed``, ``out of time``, ``not run`` or ``kept``."""
 
     status: str
@@ -89,21 +86,13 @@ def _bench(name: str, seconds: int, words: str, least: int = 180) -> Stage:
     return Stage(name, (sys.executable, "-c", program, *usual.split(), *words.split()), seconds, least=least)
 
 
-def full_cache_rows() -> int:
-    """Rows of 131072 tokens whose full caches fit beside 8B weights; at least 1."""
-    if not torch.cuda.is_available():
-        return 1
-    total = torch.cuda.get_device_properties(0).total_memory
-    return max(1, int((total - WEIGHTS_AND_MORE) // FULL_ROW))
-
-
 STAGES = (
     _tests("tests", TESTS, 200),
     Stage("kernels", (sys.executable, "-m", "kvpass.eval.bench.kernels", "--json", "{}"), 100),
     _tests("graph-tests", GRAPH_TESTS, 200),
     _bench("decode-128k", 500, "--contexts 131072 --repeats 1 --systems hf-eager,hf-static,full", least=330),
     _bench("decode-8k-32k", 320, "--contexts 8192,32768 --repeats 2 --systems hf-eager,hf-static,full", least=240),
-    _bench("rows-128k", 300, "--contexts 131072 --batches {rows} --shared-prompt --repeats 1 --systems full"),
+    _bench("rows-128k", 300, "--contexts 131072 --batches 3 --shared-prompt --repeats 1 --systems full"),
     _bench("batches-32k", 300, "--contexts 32768 --batches 8,32 --shared-prompt --repeats 2 --systems hf-static,full"),
     _bench("evicting-32k", 300, "--contexts 32768 --repeats 2 --systems full --policies cake:tau1=1.6,tau2=0.4,tova"),
     _bench("qwen3-8b", 300, "--model qwen3-8b --contexts 32768 --repeats 2 --systems hf-static,full"),
@@ -117,14 +106,12 @@ def run_stages(
     stages: Iterable[Stage],
     folder: Path,
     seconds: float,
-    *,
-    fresh: bool = False,
     after: Callable[[dict[str, Outcome]], None] = lambda outcomes: None,
 ) -> dict[str, Outcome]:
     """Run stages one after the other until the time is over.
 
     Args:
-        folder: of results and logs. seconds: for all stages together. fresh: run also what has a result.
+        folder: of results and logs. seconds: for all stages together.
         after: called when a stage is done with, with the outcomes so far.
     """
     begun = time.monotonic()
@@ -132,7 +119,7 @@ def run_stages(
     for stage in stages:
         left = seconds - (time.monotonic() - begun)
         result = folder / f"{stage.name}.json"
-        if not fresh and is_current(stage, result):
+        if is_current(stage, result):
             outcomes[stage.name] = Outcome("kept")
         elif stage.needs is not None and importlib.util.find_spec(stage.needs) is None:
             outcomes[stage.name] = Outcome("not run", reason=f"{stage.needs} is not installed")
@@ -147,70 +134,47 @@ def run_stages(
     return outcomes
 
 
-def command_of(stage: Stage, result: Path) -> list[str]:
-    """The stage's command on this device."""
-    given = {"{}": str(result), "{rows}": str(full_cache_rows())}
-    return [given.get(word, word) for word in stage.command]
-
-
 def run_stage(stage: Stage, result: Path, log: Path, seconds: float) -> Outcome:
-    """Run one stage, log what it prints, and end all its processes."""
-    command = command_of(stage, result)
-    writes = "{}" in stage.command
+    """Run one stage, log what it prints, and end all its processes.
+
+    When time is over it is interrupted first, at which pytest says what has failed so far.
+    """
     if read(_stamp(result)) != _made_by(stage):
         result.unlink(missing_ok=True)
         _stamp(result).write_text(json.dumps(_made_by(stage)) + "\n")
+    limited = ["timeout", "--signal=INT", f"--kill-after={GRACE_SECONDS}", str(seconds)]
+    command = [str(result) if word == "{}" else word for word in stage.command]
     begun = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            command,
+            limited + command,
             cwd=ROOT,
             env={**os.environ, "PYTHONSAFEPATH": "1"},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_hear_interrupts,
+            # background jobs of a shell ignore interrupts, and so would what they start
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
-            code: int | None = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = process.wait()
         finally:
-            stop(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     took = time.monotonic() - begun
     lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = lines[-1].strip() if lines else ""
     if code != 0:
         print("\n".join(lines[-_LINES_OF_A_FAILURE:]), flush=True)
-    if code is None:
+    if code != 0 and took >= seconds:
         return Outcome("out of time", took, f"after {took:.0f} s")
-    if not writes:
+    if "{}" not in stage.command:
         result.write_text(json.dumps({"complete": code == 0, "exit_status": code, "said": said}) + "\n")
-    if code != 0:
-        return Outcome("failed", took, f"exit status {code}: {said}")
-    return Outcome("passed", took, said if not writes else "")
-
-
-def _hear_interrupts() -> None:
-    """Let a new process take interrupts, which background jobs of a shell ignore."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads its own session, with all that it started.
-
-    It is interrupted first, at which pytest says what has failed so far.
-    """
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=GRACE_SECONDS)
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
+    elif code == 0:
+        said = ""
+    return Outcome("passed", took, said) if code == 0 else Outcome("failed", took, f"exit status {code}: {said}")
 
 
 def read(result: Path) -> dict[str, Any] | None:
@@ -246,13 +210,11 @@ def write_report(stages: Iterable[Stage], outcomes: dict[str, Outcome], folder: 
     Returns:
         the Markdown.
     """
-    lines = ["# gpu-check", "", "| stage | outcome | seconds | |", "|---|---|---|---|"]
     results: dict[str, list[dict[str, Any]]] = {}
-    tables = []
+    rows, tables = [], []
     for stage in stages:
         outcome = outcomes.get(stage.name, Outcome("not run"))
-        reason = outcome.reason.replace("|", "/")
-        lines.append(f"| {stage.name} | {outcome.status} | {outcome.seconds:.0f} | {reason} |")
+        rows.append([stage.name, outcome.status, f"{outcome.seconds:.0f}", outcome.reason.replace("|", "/")])
         found = read(folder / f"{stage.name}.json") or {}
         partly = "" if found.get("complete") else " (incomplete)"
         if "runs" in found:
@@ -265,11 +227,11 @@ def write_report(stages: Iterable[Stage], outcomes: dict[str, Outcome], folder: 
         drawn = folder / model if len(results) > 1 else folder
         drawn.mkdir(exist_ok=True)
         pictures += plot(of_model, drawn)
-    lines += tables
-    lines += ["", *(f"![{path.stem}]({path.relative_to(folder).as_posix()})" for path in pictures)]
-    text = "\n".join(lines) + "\n"
+    images = [f"![{path.stem}]({path.relative_to(folder).as_posix()})" for path in pictures]
+    outcome_table = markdown_table(["stage", "outcome", "seconds", ""], rows, left=4)
+    text = "\n".join(["# gpu-check", "", outcome_table, *tables, "", *images]) + "\n"
     (folder / "RESULTS.md").write_text(text)
-    statuses = {name: asdict(outcome) for name, outcome in outcomes.items()}
+    statuses = {name: outcome._asdict() for name, outcome in outcomes.items()}
     (folder / "outcomes.json").write_text(json.dumps(statuses, indent=1) + "\n")
     return text
 
@@ -299,8 +261,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu-check", description=str(__doc__).splitlines()[0])
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time for everything")
     parser.add_argument("--only", default="", help="names of stages, separated by commas")
-    parser.add_argument("--fresh", action="store_true", help="run also what has a result")
-    parser.add_argument("--folder", type=Path, help="of the results; by default benchmarks/results/<date>-<device>")
     given = parser.parse_args(arguments)
     names = [stage.name for stage in STAGES]
     chosen = [name.strip() for name in given.only.split(",") if name.strip()] or names
@@ -310,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("gpu-check: this machine has no CUDA device, so there is nothing to check", file=sys.stderr)
         return 1
-    folder = given.folder or ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-{device_name()}"
+    folder = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-{device_name()}"
     folder.mkdir(parents=True, exist_ok=True)
     out = os.environ.get("OUT")
 
@@ -320,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             send(folder, Path(out))
 
     stages = [stage for stage in STAGES if stage.name in chosen]
-    outcomes = run_stages(stages, folder, given.seconds, fresh=given.fresh, after=report)
+    outcomes = run_stages(stages, folder, given.seconds, report)
     print(write_report(STAGES, outcomes, folder))
     print(f"gpu-check: results in {folder}")
     if out:

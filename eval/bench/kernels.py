@@ -8,8 +8,6 @@ are random, results are compared with the eager reference before anything is tim
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -19,13 +17,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.config import Geometry, LayerGroup
-from kvpass.eval.bench.measure import copy_bandwidth, median_seconds, run_in_memory, scoring_time
+from kvpass.eval.bench.measure import copy_bandwidth, median_seconds, scoring_time
 from kvpass.eval.environment import machine, versions
+from kvpass.eval.tables import rich_table
 from kvpass.operands import AppendBuffers, Attention
 from kvpass.ops import reference
 from kvpass.ops.cuda import index_pool
@@ -156,31 +154,6 @@ def time_decode(shape: Shape, lengths: Tensor, bandwidth: float, check: bool) ->
     }
 
 
-def time_varlen(shape: Shape, lengths: Tensor, bandwidth: float) -> dict[str, float | str]:
-    """torch's own FlashAttention over the same entries: each KV head a "sequence" with its query heads as heads."""
-    try:
-        varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError) as error:
-        return {"skipped": f"torch {torch.__version__} has no varlen_attn ({error})"}
-    group = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    per_layer = lengths.transpose(0, 1).flatten(1) + WINDOW + 1
-    segments = per_layer.shape[1]
-    q = shape.random(segments, shape.heads // shape.kv_heads, shape.dim)
-    one_each = torch.arange(segments + 1, dtype=torch.int32, device=shape.device)
-    calls = []
-    for counts in per_layer:
-        bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(shape.device)
-        keys, values = (shape.random(int(counts.sum()), 1, shape.dim) for _ in range(2))
-        calls.append((q, keys, values, one_each, bounds, 1, int(counts.max())))
-    seconds = time_graph(lambda: [varlen_attn(*call, **group) for call in calls])
-    read = int(per_layer.sum()) * shape.geometry.entry_bytes
-    return {
-        "us_per_layer": 1e6 * seconds / shape.layers,
-        "bytes": read,
-        "share_of_copy": read / seconds / bandwidth,
-    }
-
-
 def time_graph(function: Callable[[], Any]) -> float:
     """Median seconds of what ``function`` launches, replayed as a CUDA graph so that no launch gap counts."""
     function()
@@ -188,13 +161,13 @@ def time_graph(function: Callable[[], Any]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = function()  # the memory of its results stays the graph's
-    seconds = median_seconds(graph.replay, torch.device("cuda"))
+    seconds = median_seconds(graph.replay)
     del kept
     return seconds
 
 
 def decode_figures(shape: Shape, bandwidth: float, batches: Sequence[int] = BATCHES) -> list[dict[str, Any]]:
-    """Uniform, ragged and varlen attention for each batch."""
+    """Uniform and ragged attention for each batch."""
     figures = []
     for rows in batches:
         uniform, ragged = (make(shape, rows, BUDGET - WINDOW) for make in (uniform_lengths, ragged_lengths))
@@ -203,7 +176,6 @@ def decode_figures(shape: Shape, bandwidth: float, batches: Sequence[int] = BATC
         record["uniform"] = time_decode(shape, uniform, bandwidth, check)
         record["ragged"] = time_decode(shape, ragged, bandwidth, check)
         record["ragged_over_uniform"] = record["ragged"]["us_per_layer"] / record["uniform"]["us_per_layer"]
-        record["varlen"] = time_varlen(shape, ragged, bandwidth)
         figures.append(record)
     return figures
 
@@ -240,17 +212,17 @@ def prompt_figures(shape: Shape, prompts: Sequence[int] = PROMPTS) -> list[dict[
         for policy in POLICIES:
             compress, attend = prompt_run(shape, tokens, policy)
             compress()
-            attention = median_seconds(attend, shape.device)
+            attention = median_seconds(attend)
             found = scoring_time(compress, shape.device)
+            added = None if found is None else found.seconds / shape.layers
+            parts = list(found.parts.items())[:12] if found is not None else []
             record: dict[str, Any] = {
                 "prompt": tokens,
                 "policy": policy,
                 "attention_ms": 1e3 * attention,
-                "added_ms": None if found is None else 1e3 * found.seconds / shape.layers,
-                "added_over_attention": None if found is None else found.seconds / shape.layers / attention,
-                "parts_ms": {}
-                if found is None
-                else {name: 1e3 * seconds / shape.layers for name, seconds in list(found.parts.items())[:12]},
+                "added_ms": None if added is None else 1e3 * added,
+                "added_over_attention": None if added is None else added / attention,
+                "parts_ms": {name: 1e3 * seconds / shape.layers for name, seconds in parts},
             }
             figures.append(record)
     return figures
@@ -261,40 +233,39 @@ def prompt_figures(shape: Shape, prompts: Sequence[int] = PROMPTS) -> list[dict[
 
 def tables(result: dict[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
     """Header and rows of the decode table and of the prefill table."""
-    decode = []
-    for record in result.get("decode", []):
-        uniform, ragged, varlen = record["uniform"], record["ragged"], record["varlen"]
-        decode.append(
-            [
-                str(record["batch"]),
-                f"{uniform['us_per_layer']:.1f}",
-                f"{100 * uniform['share_of_copy']:.0f} %",
-                f"{ragged['us_per_layer']:.1f}",
-                f"{100 * ragged['share_of_copy']:.0f} %",
-                f"{record['ragged_over_uniform']:.3f}",
-                varlen.get("skipped") or f"{varlen['us_per_layer']:.1f}",
-            ]
-        )
-    prefill = []
-    for record in result.get("prefill", []):
-        known = record["added_ms"] is not None
-        prefill.append(
-            [
-                str(record["prompt"]),
-                record["policy"],
-                f"{record['attention_ms']:.3f}",
-                f"{record['added_ms']:.3f}" if known else "-",
-                f"{100 * record['added_over_attention']:.2f} %" if known else "-",
-            ]
-        )
+    decode = [
+        [
+            str(record["batch"]),
+            *(
+                cell
+                for kind in ("uniform", "ragged")
+                for cell in (f"{record[kind]['us_per_layer']:.1f}", f"{record[kind]['share_of_copy']:.0%}")
+            ),
+            f"{record['ragged_over_uniform']:.3f}",
+        ]
+        for record in result.get("decode", [])
+    ]
+    prefill = [
+        [
+            str(record["prompt"]),
+            record["policy"],
+            f"{record['attention_ms']:.3f}",
+            *(
+                ["-", "-"]
+                if record["added_ms"] is None
+                else [f"{record['added_ms']:.3f}", f"{record['added_over_attention']:.2%}"]
+            ),
+        ]
+        for record in result.get("prefill", [])
+    ]
     return [
-        (["batch", "uniform us/layer", "of copy", "ragged us/layer", "of copy", "ragged/uniform", "varlen us"], decode),
+        (["batch", "uniform us/layer", "of copy", "ragged us/layer", "of copy", "ragged/uniform"], decode),
         (["prompt", "policy", "attention ms/layer", "added ms/layer", "added/attention"], prefill),
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 without a CUDA device, 2 where its memory does not suffice."""
+    """Exit status: 0, or 1 without a CUDA device."""
     parser = argparse.ArgumentParser(prog="kernel_bench", description=str(__doc__).splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="what is measured goes here, part by part")
     path = parser.parse_args(arguments).json
@@ -311,27 +282,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "shape": {**described, "prefill_layers": PREFILL_LAYERS, "budget": BUDGET, "window": WINDOW},
         "complete": False,
     }
-    parts: dict[str, Callable[[], Any]] = {
-        "decode": lambda: decode_figures(shape, bandwidth),
-        "prefill": lambda: prompt_figures(Shape(layers=PREFILL_LAYERS)),
-    }
-
-    def measure(name: str) -> None:
-        with torch.no_grad():
-            result[name] = parts[name]()
-
-    for name in parts:
-        failure = run_in_memory(lambda name=name: measure(name))  # type: ignore[misc]
-        if failure is not None:
-            print(f"{name}: {failure}", file=sys.stderr)
-            return 2
+    with torch.no_grad():
+        result["decode"] = decode_figures(shape, bandwidth)
         path.write_text(json.dumps(result, indent=1) + "\n")
-    path.write_text(json.dumps({**result, "complete": True}, indent=1) + "\n")
+        result["prefill"] = prompt_figures(Shape(layers=PREFILL_LAYERS))
+        path.write_text(json.dumps({**result, "complete": True}, indent=1) + "\n")
     for header, rows in tables(result):
-        table = Table(*header)
-        for cells in rows:
-            table.add_row(*cells)
-        Console().print(table)
+        Console().print(rich_table(header, rows))
     return 0
 
 

@@ -1,10 +1,9 @@
-"""How the bench measures: clocks, memory, bandwidth, scoring time, the largest batch."""
+"""How the bench measures: clocks, memory, bandwidth, scoring time."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import Timer
 from transformers import PreTrainedModel
 
 KVPASS_OPERATORS = {"kvpass::observe_attention", "kvpass::cascade_step", "kvpass::pack"}
@@ -23,8 +23,7 @@ ATTENTION_KERNEL = "_prefill_kernel"
 """The Triton kernel that attends where FlashAttention does not take the site."""
 
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
-_WARM_UP_SECONDS = 0.2
-_CHUNKS = 64
+_LEAST_SECONDS = 0.5
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -55,6 +54,11 @@ class Meter:
         if self.is_cuda:
             torch.cuda.synchronize()
 
+    def room(self) -> int | None:
+        """Bytes that can still be allocated."""
+        self.release()
+        return torch.cuda.mem_get_info()[0] if self.is_cuda else None
+
     def allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.is_cuda else 0
 
@@ -73,19 +77,10 @@ class Meter:
             torch.cuda.empty_cache()
 
 
-def median_seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Median seconds of one ``run``, warmed up first because clocks rise under load."""
-    meter = Meter(device)
-    begun, count = time.perf_counter(), 0
-    while count == 0 or time.perf_counter() - begun < _WARM_UP_SECONDS:
-        run()
-        meter.wait()
-        count += 1
-    marks = [meter.mark()]
-    for _ in range(count):
-        run()
-        marks.append(meter.mark())
-    return statistics.median(meter.seconds(marks))
+def median_seconds(run: Callable[[], Any]) -> float:
+    """Median seconds of one ``run``; a device is waited for after many of them."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=_LEAST_SECONDS).median
 
 
 def run_in_memory(function: Callable[[], Any]) -> str | None:
@@ -106,7 +101,7 @@ def copy_bandwidth(device: torch.device) -> float:
     size = _COPY_BYTES[device.type]
     source = torch.randint(256, (size // 16,), dtype=torch.uint8, device=device).repeat(16)
     target = torch.empty_like(source)
-    return 2 * size / median_seconds(lambda: target.copy_(source), device)
+    return 2 * size / median_seconds(lambda: target.copy_(source))
 
 
 @dataclass(frozen=True)
@@ -187,32 +182,6 @@ def weight_bytes(model: PreTrainedModel) -> int | None:
     if head is None or head.weight is not table:
         total -= table.numel() * table.element_size()
     return total
-
-
-def largest_batch(fits: Callable[[int], bool], most: int = 2**16) -> int:
-    """The largest number of rows that fits, by doubling and bisection."""
-    good, bad = 0, 1
-    while bad <= most and fits(bad):
-        good, bad = bad, 2 * bad
-    bad = min(bad, most + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
-
-
-def fits_on_device(rows: int, row_bytes: int, device: torch.device) -> bool:
-    """Whether the device can hold ``rows`` more times ``row_bytes``: allocates them in pieces."""
-    piece = -(-rows * row_bytes // _CHUNKS)
-    held: list[torch.Tensor] = []
-
-    def allocate() -> None:
-        held.extend(torch.empty(piece, dtype=torch.uint8, device=device) for _ in range(_CHUNKS))
-
-    fits = run_in_memory(allocate) is None
-    held.clear()
-    Meter(device).release()
-    return fits
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -29,8 +29,6 @@ from kvpass.eval.bench.measure import (
     Meter,
     Scoring,
     copy_bandwidth,
-    fits_on_device,
-    largest_batch,
     run_in_memory,
     scoring_time,
     spread,
@@ -68,7 +66,6 @@ class Measurement:
         cache_bytes: storages of the cache at its end. attended_bytes: of the entries the last step read.
         peak_bytes: most that was allocated at once, weights included. step_bytes: most that a decode step needed
             beside weights and cache; both None on the CPU.
-        largest_batch: rows of the context that fit; None on the CPU.
         scoring: what compression adds to a prefill; None for systems that do not compress, or of others.
         failure: why there are no figures.
     """
@@ -83,7 +80,6 @@ class Measurement:
     attended_bytes: int = 0
     peak_bytes: int | None = None
     step_bytes: int | None = None
-    largest_batch: int | None = None
     scoring: Scoring | None = None
     failure: str | None = None
 
@@ -101,13 +97,18 @@ class Measurement:
 
 
 def record(
-    measurement: Measurement, measured: Iterable[Measurement], batch: int, weights: int | None, bandwidth: float
+    measurement: Measurement,
+    measured: Iterable[Measurement],
+    batch: int,
+    weights: int | None,
+    bandwidth: float,
+    room: int | None,
 ) -> dict[str, Any]:
     """The figures of a system, beside those of the others.
 
     Args:
         measured: all systems with this context and batch. weights: bytes of them that a step reads; None: not known.
-        bandwidth: of copies, bytes per second.
+        bandwidth: of copies, bytes per second. room: bytes beside the weights; None: not known.
     """
     name, scoring = measurement.system.name, measurement.scoring
     if measurement.failure is not None:
@@ -116,6 +117,9 @@ def record(
     prefill, decode = spread(measurement.prefill), spread(measurement.decode_ms)
     bound = None if weights is None else 1e3 * (weights + measurement.attended_bytes) / bandwidth
     eager = others.get("hf-eager")
+    largest = None
+    if room is not None and measurement.step_bytes is not None:
+        largest = room * batch // (measurement.cache_bytes + measurement.step_bytes)
     return {
         "name": name,
         "failure": None,
@@ -131,7 +135,7 @@ def record(
         "scoring": None if scoring is None else scoring.brief(),
         "bound_ms": bound,
         "share_of_bound": None if bound is None else bound / decode["median"],
-        "largest_batch": measurement.largest_batch,
+        "largest_batch": largest,
         "decode_speedup": {
             other: spread(others[other].decode_ms)["median"] / decode["median"]
             for other in ("hf-eager", "hf-static", "full")
@@ -160,6 +164,7 @@ class Bench:
         self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
         self.geometry = _geometry(self.model)
         self.step_weight_bytes = weight_bytes(self.model)
+        self.room = self.meter.room()
         budget = Budget.parse(settings.budget)
         self.comparisons = [
             Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes))
@@ -167,7 +172,7 @@ class Bench:
             for context in settings.prompts
         ]
         self._kvpass_systems: dict[PolicySpec, Kvpass] = {}
-        self._errors: list[tuple[str, Exception]] = []
+        self._errors: list[str] = []
 
     def run(self, console: Console, save: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
         """Measure all systems, showing progress on the console.
@@ -195,8 +200,7 @@ class Bench:
         result = {**self._result(runs, bandwidth), "complete": not self._errors}
         save(result)
         if self._errors:
-            name, error = self._errors[0]
-            raise RuntimeError(f"{len(self._errors)} failed, first {name}: {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"{len(self._errors)} failed, first {self._errors[0]}")
         return result
 
     def _compare(
@@ -214,17 +218,17 @@ class Bench:
             if measurement.failure is None:
                 try:
                     measurement.failure = run_in_memory(function)
-                except Exception as error:  # raised when the others are measured
-                    _forget_locals(error)
-                    self._errors.append((measurement.system.name, error))
+                except Exception as error:  # reported again when the others are measured
+                    progress.console.print(traceback.format_exc(), highlight=False, markup=False)
                     measurement.failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                    self._errors.append(f"{measurement.system.name}: {measurement.failure}")
                 gc.collect()  # its cache; the allocator keeps the memory, unless a CUDA graph was captured
                 if measurement.failure is not None:
                     self.meter.release()
             progress.advance(task)
 
         makers = list(self._makers(wanted))
-        progress.reset(task, total=len(makers) * (3 + settings.repeats))
+        progress.reset(task, total=len(makers) * (2 + settings.repeats))
         for make in makers:
             measurement = Measurement(make())
             measured.append(measurement)
@@ -235,8 +239,6 @@ class Bench:
                 yield self._run_record(measured, wanted, bandwidth)
         for measurement in measured:
             turn(measurement, "scoring", partial(self._profile, measurement, ids))
-        for measurement in measured:  # empties the allocator, so that timed runs would wait for memory again
-            turn(measurement, "largest batch", partial(self._find_largest_batch, measurement, wanted.batch))
         yield self._run_record(measured, wanted, bandwidth)
 
     def _run_record(self, measured: list[Measurement], wanted: Comparison, bandwidth: float) -> dict[str, Any]:
@@ -245,7 +247,7 @@ class Bench:
             "batch": wanted.batch,
             "budget": {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes},
             "systems": [
-                record(measurement, measured, wanted.batch, self.step_weight_bytes, bandwidth)
+                record(measurement, measured, wanted.batch, self.step_weight_bytes, bandwidth, self.room)
                 for measurement in measured
                 if measurement.steps or measurement.failure is not None
             ],
@@ -332,16 +334,6 @@ class Bench:
         measurement.attended_bytes = system.attended_bytes(cache, ids.shape[1] + new_tokens)
         return prefill, taken
 
-    def _find_largest_batch(self, measurement: Measurement, batch: int) -> None:
-        """Find how many rows of this context fit beside the weights.
-
-        Bytes a row are those measured, of the cache and of what a step needs beside it; that so many rows fit is tried
-        by allocating them. None on the CPU.
-        """
-        if measurement.step_bytes is not None:
-            row_bytes = -(-(measurement.cache_bytes + measurement.step_bytes) // batch)
-            measurement.largest_batch = largest_batch(partial(fits_on_device, row_bytes=row_bytes, device=self.device))
-
     def _result(self, runs: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
         settings, config = self.settings, self.model.config
         return {
@@ -363,14 +355,6 @@ class Bench:
             "complete": False,
             "runs": runs,
         }
-
-
-def _forget_locals(error: BaseException) -> None:
-    """Free what the frames of an error hold, such as a cache; the traceback stays."""
-    chain: BaseException | None = error
-    while chain is not None:
-        traceback.clear_frames(chain.__traceback__)
-        chain = chain.__cause__ or chain.__context__
 
 
 def _geometry(model: PreTrainedModel) -> Geometry:

@@ -9,8 +9,6 @@ import sys
 import tarfile
 import time
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +36,6 @@ def test_a_stage_with_a_complete_result_is_kept_and_others_are_run(tmp_path):
     }  # fmt: skip
     assert seen == [1, 2]
     assert statuses(run_stages(stages, tmp_path, 100)) == {"first": "kept", "second": "kept"}
-    assert statuses(run_stages(stages[:1], tmp_path, 100, fresh=True)) == {"first": "passed"}
 
 
 def test_a_result_of_other_code_or_of_another_command_is_not_kept(tmp_path, monkeypatch):
@@ -163,8 +160,7 @@ def test_the_report_has_outcomes_tables_and_pictures(tmp_path):
     decode = {"us_per_layer": 5.0, "bytes": 1, "share_of_copy": 0.8}
     kernels = {
         "complete": True,
-        "decode": [{"batch": 8, "uniform": decode, "ragged": decode, "ragged_over_uniform": 1.0,
-                    "varlen": {"skipped": "torch has none"}}],
+        "decode": [{"batch": 8, "uniform": decode, "ragged": decode, "ragged_over_uniform": 1.0}],
         "prefill": [{"prompt": 8192, "policy": "lava", "attention_ms": 1.0, "added_ms": 0.01,
                      "added_over_attention": 0.01, "parts_ms": {"_window_kernel": 0.007}}],
     }  # fmt: skip
@@ -176,7 +172,7 @@ def test_the_report_has_outcomes_tables_and_pictures(tmp_path):
     assert "## decode-128k (incomplete)" in text
     assert "| lava | 2 (2-2) | - | 0.50 | 3.50 (3.50-3.50) | - | - | 90 | 285.7 | 128.00 | 16.00 | 700 | 40.0 |" in text
     assert "hf-eager: CUDA out of memory." in text
-    assert "| 8 | 5.0 | 80 % | 5.0 | 80 % | 1.000 | torch has none |" in text
+    assert "| 8 | 5.0 | 80% | 5.0 | 80% | 1.000 |" in text
     assert "_window_kernel 0.007" in text
     for picture in ("ms-per-token-batch1.png", "memory-batch1.png"):
         assert f"({picture})" in text
@@ -210,18 +206,8 @@ def test_every_stage_can_be_started_from_this_checkout():
         if "-m" in stage.command[:2]:
             assert importlib.util.find_spec(stage.command[2])
         if "bench" in stage.command and not torch.cuda.is_available():
-            words = gpu_check.command_of(stage, Path("out.json"))
-            refused = CliRunner().invoke(app, words[words.index("bench") :])
+            refused = CliRunner().invoke(app, stage.command[stage.command.index("bench") :])
             assert refused.stderr == "error: device='cuda': this machine has no CUDA device\n", refused.output
-
-
-@pytest.mark.parametrize(("gigabytes", "rows"), [(24, 1), (83.8, 3), (149.8, 6)])
-def test_as_many_full_caches_as_the_device_holds(gigabytes, rows, monkeypatch):
-    properties = SimpleNamespace(total_memory=int(gigabytes * 1e9))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert gpu_check.full_cache_rows() == rows
-    assert rows == 1 or rows * 17.2e9 + 16.1e9 < gigabytes * 1e9
 
 
 def test_a_stage_is_not_begun_with_less_time_than_it_needs(tmp_path):

@@ -72,32 +72,6 @@ def test_a_prompt_is_compressed_by_the_operators_of_the_package(monkeypatch):
         assert "aten::scaled_dot_product_attention" not in record["parts_ms"]
 
 
-def test_a_torch_without_varlen_attention_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    found = kernel_bench.time_varlen(CPU, uniform_lengths(CPU, 1, 8), 1e9)
-    assert set(found) == {"skipped"}
-    assert f"torch {torch.__version__} has no varlen_attn" in str(found["skipped"])
-
-
-def test_varlen_attention_is_given_one_sequence_a_head(monkeypatch):
-    from types import SimpleNamespace
-
-    seen = []
-
-    def varlen_attn(q, k, v, first, bounds, most_q, most_k, *, enable_gqa=False):
-        seen.append((q.shape, k.shape, first.tolist(), bounds.tolist(), most_q, most_k, enable_gqa))
-
-    monkeypatch.setattr(kernel_bench.importlib, "import_module", lambda name: SimpleNamespace(varlen_attn=varlen_attn))
-    monkeypatch.setattr(kernel_bench, "time_graph", lambda function: function() and 1e-3)
-    lengths = torch.tensor([[[3, 0], [1, 2]]])
-    found = kernel_bench.time_varlen(CPU, lengths, 1e9)
-    assert seen == [
-        ((2, 2, 16), (69, 1, 16), [0, 1, 2], [0, 36, 69], 1, 36, True),
-        ((2, 2, 16), (69, 1, 16), [0, 1, 2], [0, 34, 69], 1, 35, True),
-    ]
-    assert found["bytes"] == 138 * 2 * 16 * 4
-
-
 def test_without_a_gpu_the_command_says_so(tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
