@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
@@ -154,8 +154,7 @@ class Evaluation:
         self._write_manifest([], None)
         waiting = sum(len(condition.waiting) for condition in self.conditions)
         total = sum(len(condition.questions) for condition in self.conditions)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as progress:
+        with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("", total=total, completed=total - waiting)
             if waiting:
                 self._answer(progress, bar)

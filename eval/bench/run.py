@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 from torch import Tensor
 from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
@@ -187,8 +187,7 @@ class Bench:
         Raises:
             RuntimeError: a system failed for another reason than memory; what the others did is measured and saved.
         """
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with torch.no_grad(), Progress(*columns, console=console, transient=True) as progress:
+        with torch.no_grad(), Progress(console=console, transient=True) as progress:
             bandwidth = copy_bandwidth(self.device)
             self.meter.release()
             task = progress.add_task("", total=None)

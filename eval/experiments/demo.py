@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from transformers.generation.streamers import BaseStreamer
 
@@ -116,10 +116,9 @@ class Demo:
 
     def run(self, console: Console) -> None:
         """Ask every system for every fact; print the answers, the summary and what was measured."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         model = kvpass.compile(self.model, policy="full", backend=self.settings.backend)
         answers = []
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(console=console, transient=True) as progress:
             task = progress.add_task("", total=(2 + len(POLICIES) * len(BUDGETS)) * self.settings.facts)
 
             def ask(model: Any, asked: Answers) -> None:

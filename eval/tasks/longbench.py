@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -82,8 +80,12 @@ class LongBench:
         score = getattr(
             harness_metrics(), config["process_results"].replace("_with_", "_").removeprefix("metrics.get_")
         )
-        with _deep_recursion():
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(limit, _RECURSION))
+        try:
             return max(float(score(prediction, answer, all_classes=sample.classes)) for answer in sample.answers)
+        finally:
+            sys.setrecursionlimit(limit)
 
 
 @functools.cache
@@ -119,13 +121,3 @@ def harness_metrics() -> ModuleType:
         del sys.modules["fuzzywuzzy"]
         if before is not None:
             sys.modules["fuzzywuzzy"] = before
-
-
-@contextmanager
-def _deep_recursion() -> Iterator[None]:
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, _RECURSION))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)

@@ -147,6 +147,11 @@ def test_infinitebench(metric, prediction, answer, score):
     assert metric(prediction, answers) == pytest.approx(score)
 
 
+def test_every_value_of_a_list_must_be_said_in_any_order():
+    assert code_match("913 , 482 .", ("482", "913"))
+    assert not code_match("913 , 913 .", ("482", "913"))
+
+
 @pytest.mark.parametrize(
     ("mean", "count", "low", "high"),
     [  # Newcombe 1998, Statistics in Medicine 17, table I, method 3
