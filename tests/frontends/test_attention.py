@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import kvpass
 from kvpass.cache.serialization import read_cache_file
 from numeric_checks import assert_close
+from pairwise import quick
 from support_table import REFUSED
 from tiny_models import left_pad, random_ids, tiny_model
 
@@ -121,7 +122,7 @@ def test_a_decoder_whose_table_ends_is_exact_up_to_its_end_and_says_so_beyond(fa
 LEARNED = {"gpt2": "n_positions", "opt": "max_position_embeddings", "gptj": "n_positions"}
 
 
-@pytest.mark.parametrize("family", LEARNED)
+@pytest.mark.parametrize("family", quick([*LEARNED], ["gpt2", "gptj"]))
 def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family):
     """Compiled code ends the process for such a lookup."""
     model = tiny_model(family, layers=1, **{LEARNED[family]: 64})
@@ -139,7 +140,7 @@ def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family)
             fast(ids[:, 64 : 64 + tokens], past_key_values=first.past_key_values)
 
 
-@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("tokens", quick([1, 6], [1]))
 def test_a_loaded_cache_ends_where_the_table_of_positions_does(tokens, tmp_path):
     model, ids = tiny_model("gpt2", layers=1, n_positions=64), random_ids(2, 70)
     fast = kvpass.compile(model, policy="full", backend="eager")
@@ -152,7 +153,7 @@ def test_a_loaded_cache_ends_where_the_table_of_positions_does(tokens, tmp_path)
         fast(ids[:, 64 : 64 + tokens], past_key_values=cache)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", quick([1, 3], [3]))
 def test_a_refused_call_on_a_loaded_cache_spoils_nothing(tokens, tmp_path):
     """Rings are written over; a model that has captured nothing learns of the end in the call."""
     ids = random_ids(1, 256)
@@ -187,7 +188,7 @@ def test_a_model_that_counts_positions_from_its_padding_token_is_refused():
         kvpass.compile(model, policy="full", backend="eager")
 
 
-@pytest.mark.parametrize("family", ["gptj", "gpt_neo"])
+@pytest.mark.parametrize("family", quick(["gptj", "gpt_neo"], ["gpt_neo"]))
 @torch.no_grad()
 def test_a_first_prompt_may_be_of_one_token_or_at_other_positions(family):
     """A capture looks at positions where masks are made of them."""
@@ -215,8 +216,9 @@ def test_a_first_prompt_as_long_as_a_table_or_longer_is_refused_and_a_shorter_on
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
-        *WITHOUT_WINDOW.items(),
+        *((name, {**WITHOUT_WINDOW[name], "num_hidden_layers": 1}) for name in ("qwen2_moe", "qwen3")),
         *AS_ARGUMENT.items(),
+        pytest.param("phimoe", WITHOUT_WINDOW["phimoe"], marks=pytest.mark.exhaustive),
         pytest.param("qwen2", {"use_sliding_window": False, "sliding_window": 8}, marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: str(value)[:40],

@@ -10,7 +10,7 @@ from tiny_models import random_ids, tiny_model
 
 
 def compiled():
-    return kvpass.compile(tiny_model("llama", num_hidden_layers=2), policy="lava", budget=16, window=8)
+    return kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=16, window=8)
 
 
 def test_a_disabled_pass_does_not_run_and_is_not_in_the_report(monkeypatch):

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pairwise import quick
+
 pytest.importorskip("triton")
 
 from kvpass.kernels import prefill_attention as module
@@ -117,7 +119,7 @@ def exact(
     return found.out, Exact(found.lse.value.masked_fill(padding, float("-inf")), found.lse.error)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", quick(CASES, [*CASES[:4], *CASES[5:18:2], CASES[18]]), ids=str)
 def test_output_and_lse_are_those_of_a_masked_softmax(case: Case) -> None:
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5

@@ -17,6 +17,7 @@ from kvpass.kernels.tile_map import tile_map
 from kvpass.operands import AppendBuffers, Attention
 from kvpass.ops import reference
 from numeric_checks import DecodeCase, Exact, assert_rounded, decode_case
+from pairwise import each_value, quick
 
 SPLIT = KernelConfig.of(4, 2, BLOCK_S=16)
 EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
@@ -77,26 +78,35 @@ def check(case: DecodeCase, ways: Sequence[Callable[[DecodeCase], Tensor]] = BOT
 LENGTHS = [[0, 33, 7], [70, 1, 32]]
 
 
-@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (1, 8), (4, 3), (4, 17), (8, 1), (8, 8)])
+@pytest.mark.parametrize(
+    ("group", "tokens"),
+    [(1, 1), (1, 8), (4, 3), (4, 17), (8, 1), pytest.param(8, 8, marks=pytest.mark.exhaustive)],
+)
 def test_tokens_and_groups(group: int, tokens: int) -> None:
     ways = [extend] if group * tokens > 64 else BOTH
     check(decode_case(LENGTHS, group=group, tokens=tokens, start=[0, 3]), ways)
 
 
 @pytest.mark.parametrize(
-    ("dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (100, 100), (128, 128), (192, 128), (256, 256), (16, 48)]
+    ("dim", "value_dim"),
+    [
+        (64, 64),
+        (100, 100),
+        (192, 128),
+        (16, 48),
+        *(pytest.param(dim, dim, marks=pytest.mark.exhaustive) for dim in (80, 96, 128, 256)),
+    ],
 )
 def test_head_dims(dim: int, value_dim: int) -> None:
     check(decode_case([[19, 40]], dim=dim, value_dim=value_dim, tokens=2))
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", quick([1, 5], [5]))
 def test_half_precision(tokens: int) -> None:
     check(decode_case(LENGTHS, group=4, dim=80, tokens=tokens, dtype=torch.float16, start=[2, 0]))
 
 
-@pytest.mark.parametrize("lengths", [[[0, 0]], [[0, 0], [0, 90]], [[1, 0]]], ids=str)
-@pytest.mark.parametrize("used", [0, 5])
+@each_value(lengths=[[[0, 0]], [[0, 0], [0, 90]], [[1, 0]]], used=[0, 5])
 def test_empty_segments(lengths: list[list[int]], used: int) -> None:
     check(decode_case(lengths, used=used, tokens=2))
 
@@ -134,7 +144,10 @@ def test_other_layers(layer: int) -> None:
     check(decode_case(LENGTHS, layer=layer, tokens=2))
 
 
-@pytest.mark.parametrize(("softcap", "sinks", "tokens"), [(4.0, False, 6), (None, True, 1), (30.0, True, 6)])
+@pytest.mark.parametrize(
+    ("softcap", "sinks", "tokens"),
+    [(4.0, False, 6), (None, True, 1), pytest.param(30.0, True, 6, marks=pytest.mark.exhaustive)],
+)
 def test_softcap_and_sinks(softcap: float | None, sinks: bool, tokens: int) -> None:
     check(decode_case(LENGTHS, group=4, tokens=tokens, softcap=softcap, sinks=sinks, dim=32))
 
@@ -147,7 +160,7 @@ def test_large_scores_do_not_overflow() -> None:
     check(case)
 
 
-@pytest.mark.parametrize("tile", [1, 16, 64, 128])
+@pytest.mark.parametrize("tile", quick([1, 16, 64, 128], [16, 128]))
 def test_any_tile_length_and_the_usual_config(tile: int) -> None:
     case = decode_case([[0, 70], [5, 64]] if tile < 16 else [[0, 130], [5, 64]], tokens=2, dim=32)
     expected = exact(case)
@@ -156,7 +169,7 @@ def test_any_tile_length_and_the_usual_config(tile: int) -> None:
     assert_rounded("extend, usual config", extend(copied(case), config=None), expected)
 
 
-@pytest.mark.parametrize(("group", "tokens"), [(70, 1), (20, 4)])
+@pytest.mark.parametrize(("group", "tokens"), [pytest.param(70, 1, marks=pytest.mark.exhaustive), (20, 4)])
 def test_more_query_rows_than_a_block(group: int, tokens: int) -> None:
     check(decode_case([[20, 3]], group=group, tokens=tokens, dim=16))
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pairwise import quick
+
 pytest.importorskip("triton")
 
 from kvpass.kernels import window_statistics as module
@@ -172,7 +174,7 @@ def compare_all(statistics: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, ca
             assert_rounded(f"{name} of the observation", observed[0], expected)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", quick(CASES, [*CASES[:6], *CASES[7:15:2], CASES[14], CASES[16]]), ids=str)
 def test_every_statistic_is_that_of_the_attention(case: Case) -> None:
     q, k, v, start, sinks = site(case)
     scale = case.d**-0.5

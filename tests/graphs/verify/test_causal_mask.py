@@ -219,7 +219,7 @@ def decide_masks(
     return decided
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["B1", "B2"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["B1", "B2"])
 def decided(request: pytest.FixtureRequest) -> dict[str, int | str | None]:
     """What became of each mask of the three tables, by table and name."""
     names = [f"causal {name}" for name in CAUSAL] + [f"banded {name}" for name in BANDED]
