@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 LINT_READY := $(VENV)/lint-ready
+DOCS_READY := $(VENV)/docs-ready
 
 # The checkout has folders named kernels, graphs and eval: keep it off sys.path.
 export PYTHONSAFEPATH := 1
 # Most of what the libraries bring is never imported; what is, Python compiles then.
 export PIP_NO_COMPILE := 1
 
-.PHONY: help demo test test-versions test-torch-2.11 lint typecheck support-table mutations gpu-check clean
+.PHONY: help demo test docs test-versions test-torch-2.11 lint typecheck support-table mutations gpu-check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -29,6 +30,10 @@ lint: $(LINT_READY) ## ruff: style and formatting; import-linter: which package 
 
 typecheck: $(LINT_READY) ## mypy
 	@$(BIN)/mypy
+
+docs: $(DOCS_READY) ## build the site in build/site; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "docs: build/site/index.html"
 
 test-versions: $(READY) ## model and kernel tests on older versions of transformers
 	@scripts/test-versions $(VENV) transformers==5.2.0 transformers==5.17.0
@@ -58,6 +63,10 @@ clean: ## remove the virtual environment and every cache
 $(READY): pyproject.toml scripts/setup
 	@echo "setting up $(VENV) (first time: a few minutes)"
 	@scripts/setup "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	@$(BIN)/python -m pip install -qq --editable '.[docs]'
 	@touch $@
 
 $(LINT_READY): $(READY)

@@ -28,6 +28,7 @@ from kvpass.policies.vatp import Vatp
 __all__ = ["POLICIES", "Policy", "from_spec", "register_policy", "resolve", "resolve_budget"]
 
 POLICIES: dict[str, type[Policy]] = {}
+"""The registered policies by name."""
 
 _BESIDE_OPTIONS = ("policy", "budget", "backend", "recompress", "cuda_graphs")
 """Arguments of ``kvpass.compile`` that users may mistype among a policy's options."""

@@ -1,0 +1,27 @@
+"""Shows the roles of docstrings (``:class:`X```, ``:meth:`Y```) as code; mkdocstrings reads Markdown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+_ROLE = re.compile(r":(?:class|func|meth|attr|data|mod):`~?([^`]*)`")
+
+_SECTION = re.compile(r"(\n)([ ]*(?:Args|Attributes|Returns|Yields|Raises):\n)")
+"""griffe reads a section only behind an empty line."""
+
+
+def without_roles(text: str) -> str:
+    """The text, names in roles as plain code: the last part of a name that begins with a tilde."""
+    return _ROLE.sub(lambda role: f"`{role[1].rsplit('.', 1)[-1] if ':`~' in role[0] else role[1]}`", text)
+
+
+class Roles(griffe.Extension):
+    """Rewrites every docstring before it is parsed."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            text = without_roles(obj.docstring.value)
+            obj.docstring.value = _SECTION.sub(r"\1\n\2", text)
