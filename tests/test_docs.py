@@ -1,0 +1,187 @@
+"""Code in README, docs/, examples/ and the notebook runs and prints what is shown.
+
+A ``text`` block behind a ``python`` block is what that block prints; ``...`` stands for anything. The blocks of a page
+run in order in one namespace. To be quick they run without Inductor, and ``kvpass.compile`` gives them all one model,
+set to their policy and budget. ``-m exhaustive`` runs them as they stand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvpass
+from kvpass import builtin
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = [
+    *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+PAGES = [path for path in TEXTS if "```python" in path.read_text()]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOK = ROOT / "examples" / "first-steps.ipynb"
+
+Block = tuple[str, str | None]
+"""Code, and what it prints; None where nothing is said of that."""
+
+_BLOCKS = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+_SAME = doctest.OutputChecker()
+_LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [(code, shown or None) for code, shown in _BLOCKS.findall(page.read_text())]
+
+
+def cells_of(notebook: Path) -> list[Block]:
+    found = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            printed = "".join(line for output in cell["outputs"] for line in output["text"])
+            found.append(("".join(cell["source"]), printed))
+    return found
+
+
+def run(blocks: list[Block], namespace: dict[str, Any], name: str) -> str:
+    """Run the blocks in order, compare what they print with what is shown, and return all they print."""
+    everything = ""
+    for number, (code, shown) in enumerate(blocks, 1):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, f"{name}, block {number}", "exec"), namespace)
+        everything += printed.getvalue()
+        behind = re.findall(r"^print\(tokenizer.*\)  # (.*)$", code, re.MULTILINE)
+        assert [line for line in behind if line not in printed.getvalue().splitlines()] == []
+        if shown is not None:
+            same = _SAME.check_output(shown, printed.getvalue(), _LIKE)
+            assert same, f"{name}, block {number}: shown\n{shown}\nprinted\n{printed.getvalue()}"
+    return everything
+
+
+def numbers_of_report(text: str) -> list[float]:
+    found = re.search(r"kvpass: lava, budget 128 *\n.*would hold \d+", text, re.DOTALL)
+    assert found is not None
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", found[0])]
+
+
+@dataclass
+class Shared:
+    """The built-in model, compiled without Inductor once for each ``recompress``: one capture serves many pages."""
+
+    model: Any
+    tokenizer: Any
+    compiled: dict[str, Any] = field(default_factory=dict)
+
+    def compile(
+        self, model: Any, *, recompress: str = "never", policy: str = "lava", budget: Any = None, **rest: Any
+    ) -> Any:
+        if recompress not in self.compiled:
+            self.compiled[recompress] = _compile(
+                self.model, policy=policy, budget=budget, recompress=recompress, backend="eager", **rest
+            )
+        self.compiled[recompress].set_policy(policy, budget, **rest)
+        return self.compiled[recompress]
+
+
+_compile = kvpass.compile
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    yield Shared(*builtin.load())
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def quickly(shared: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without Inductor, and with the shared model as the only one."""
+    compile_module = torch.compile
+
+    def compiled_module(module: Any, **given: Any) -> Any:
+        if given.get("backend") == "kvpass":
+            given["options"] = {**given.get("options", {}), "compiler": "eager"}
+        return compile_module(module, **given)
+
+    monkeypatch.setattr(kvpass, "compile", shared.compile)
+    monkeypatch.setattr(torch, "compile", compiled_module)
+    monkeypatch.chdir(tmp_path)
+
+
+def started(shared: Shared) -> dict[str, Any]:
+    """Names that the first lines of README use without making them."""
+    ids = shared.tokenizer("the code of bara dador is", return_tensors="pt", return_token_type_ids=False)
+    return {"__name__": "__main__", "kvpass": kvpass, "model": shared.model, "inputs": ids}
+
+
+@pytest.fixture
+def policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies that a page registers are gone after it."""
+    monkeypatch.setattr("kvpass.policies.POLICIES", known := dict(kvpass.POLICIES))
+    monkeypatch.setattr(kvpass, "POLICIES", known)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_the_code_of_a_page_prints_what_is_shown(page: Path, quickly: None, shared: Shared, policies: None) -> None:
+    printed = run(blocks_of(page), started(shared), page.name)
+    if page.name == "README.md":  # another processor may round otherwise and keep a few other entries
+        assert numbers_of_report(printed) == pytest.approx(numbers_of_report(page.read_text()), rel=0.05, abs=3)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_prints_what_its_docstring_shows(example: Path, quickly: None) -> None:
+    code = example.read_text()
+    shown = re.search(r'^Prints::\n\n(.*?)"""', code, re.MULTILINE | re.DOTALL)
+    assert shown is not None and code.count("\n") < 40
+    run([(code, shown[1])], {"__name__": "__main__"}, example.name)
+
+
+def test_the_notebook_prints_what_it_shows(quickly: None) -> None:
+    run(cells_of(NOTEBOOK), {"__name__": "__main__"}, NOTEBOOK.name)
+
+
+def test_blocks_that_print_something_else_are_seen() -> None:
+    with pytest.raises(AssertionError, match="block 1"):
+        run([("print(1)", "2\n")], {}, "page")
+    with pytest.raises(AssertionError):
+        run([("tokenizer = str\nprint(tokenizer(1))  # 2", None)], {}, "page")
+
+
+def test_every_language_block_of_the_docs_is_python_or_text() -> None:
+    """A block in another spelling (``py``, ``python3``) would not be run."""
+    for page in TEXTS:
+        assert set(re.findall(r"^ *```(\w+)", page.read_text(), re.MULTILINE)) <= {"python", "text"}, page
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_runs_as_a_program(example: Path, tmp_path: Path) -> None:
+    """With Inductor, in a process of its own."""
+    (tmp_path / "kvpass").symlink_to(ROOT / "kvpass")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    result = subprocess.run([sys.executable, example], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    shown = re.search(r'^Prints::\n\n(.*?)"""', example.read_text(), re.MULTILINE | re.DOTALL)
+    assert shown is not None and _SAME.check_output(shown[1], result.stdout, _LIKE), result.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_the_code_of_a_page_runs_with_inductor(
+    page: Path, shared: Shared, policies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(blocks_of(page), started(shared), page.name)
