@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -21,6 +22,10 @@ import kvpass.kernels
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = "kvpass/builtin/model.safetensors"
 LINKED = ["kernels", "graphs", "eval"]
+
+in_a_checkout = pytest.mark.skipif(
+    not (ROOT / "kvpass" / "kernels").is_symlink(), reason="an sdist has kernels, graphs and eval inside kvpass only"
+)
 
 ASK_FOR_KERNELS = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
 
@@ -41,6 +46,7 @@ def kernels_without_us(tmp_path_factory: pytest.TempPathFactory) -> str:
     return result.stdout
 
 
+@in_a_checkout
 @pytest.mark.parametrize("name", ["graphs", "eval"])
 def test_a_bare_import_from_the_checkout_is_refused(name: str) -> None:
     result = run_python(f"import {name}", ROOT, safe_path=False)
@@ -48,6 +54,7 @@ def test_a_bare_import_from_the_checkout_is_refused(name: str) -> None:
     assert f"ImportError: this is kvpass.{name}, found as '{name}'" in result.stderr
 
 
+@in_a_checkout
 def test_no_kernel_can_be_imported_under_a_bare_name() -> None:
     assert (ROOT / "kernels" / "decode_cpu.py").exists()
     statements = ("import kernels.decode_cpu", "from kernels import decode_cpu")
@@ -64,6 +71,7 @@ def test_transformers_works_in_the_checkout_without_a_safe_path(kernels_without_
     assert result.stdout == kernels_without_us
 
 
+@in_a_checkout
 @pytest.mark.parametrize("name", LINKED)
 def test_the_linked_folders_are_one_module_each(name: str) -> None:
     module = sys.modules[f"kvpass.{name}"]
@@ -94,6 +102,30 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "shared")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    code = f"import setuptools.build_meta as backend; print(backend.build_sdist({str(folder)!r}))"
+    result = run_python(code, checkout)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = folder.glob("kvpass-*.tar.gz")
+    with tarfile.open(path) as packed:
+        assert [member.name for member in packed if not (member.isreg() or member.isdir())] == []  # no links
+        packed.extractall(folder, filter="data")
+    return folder / path.name.removesuffix(".tar.gz")
+
+
+def files_in(folder: Path) -> set[str]:
+    """Every file below, also behind links, but what tools leave."""
+    return {
+        (Path(inside).relative_to(folder) / file).as_posix()
+        for inside, _, files in os.walk(folder, followlinks=True)
+        for file in files
+        if "__pycache__" not in inside and ".egg-info" not in inside
+    }
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +184,35 @@ print(kvpass.builtin.__file__, model.num_parameters())
     result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["[]", "True", "[]", str(tmp_path / "kvpass/builtin/__init__.py"), "3444736"]
+
+
+@pytest.mark.slow
+def test_the_sdist_holds_the_package_its_tests_and_its_documentation(sdist: Path, checkout: Path) -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    expected = files_in(checkout) if tracked.returncode else set(tracked.stdout.split())
+    linked = {name for name in expected if name.split("/")[0] in LINKED}  # in kvpass/ only
+    left_out = {name for name in expected if name.startswith(".")} | {f"kvpass/{name}" for name in LINKED} | linked
+    inside = files_in(sdist)
+    assert (expected - left_out) | {f"kvpass/{name}" for name in linked} == inside - {"PKG-INFO", "setup.cfg"}
+
+
+@pytest.mark.slow
+def test_a_wheel_made_from_the_sdist_is_the_wheel_made_from_the_checkout(
+    sdist: Path, wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    result = run_python(f"import setuptools.build_meta as backend; backend.build_wheel({str(tmp_path)!r})", sdist)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = tmp_path.glob("kvpass-*.whl")
+    contents = [{name: made.read(name) for name in made.namelist()} for made in (zipfile.ZipFile(path), wheel)]
+    for content in contents:
+        record = next(name for name in content if name.endswith("RECORD"))
+        content[record] = b"".join(sorted(content[record].splitlines(keepends=True)))
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.exhaustive
+def test_the_tests_of_the_sdist_run(sdist: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_pairwise.py"]
+    env = {**os.environ, "PYTHONSAFEPATH": "1"}
+    result = subprocess.run(command, cwd=sdist, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
