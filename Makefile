@@ -11,7 +11,7 @@ export PYTHONSAFEPATH := 1
 # Most of what the libraries bring is never imported; what is, Python compiles then.
 export PIP_NO_COMPILE := 1
 
-.PHONY: help demo test docs test-versions test-torch-2.11 lint typecheck support-table mutations gpu-check clean
+.PHONY: help demo test docs test-versions test-torch-2.11 test-torch-2.15 lint typecheck support-table mutations gpu-check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -40,6 +40,9 @@ test-versions: $(READY) ## model and kernel tests on older versions of transform
 
 test-torch-2.11: $(READY) ## the same on the oldest torch, with its CUDA libraries (5 GB)
 	@scripts/test-versions $(VENV) "torch==2.11.0 triton==3.6.0 transformers==5.17.0 numpy<2.4"
+
+test-torch-2.15: $(READY) ## the same on the newest torch, with its CUDA libraries unless pip finds a CPU build
+	@scripts/test-versions $(VENV) "torch==2.15.0 triton==3.9.0 transformers==5.23.0"
 
 support-table: $(READY) ## write the tables of decoders in docs/models.md
 	@PYTHONPATH=tests/support $(BIN)/python -m support_table docs/models.md
