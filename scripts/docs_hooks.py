@@ -382,12 +382,19 @@ def reference() -> str:
     lines = ["# API", "", "What `import kvpass` gives. Everything else may change without notice.", ""]
     for name in kvpass.__all__:
         if not name.startswith("__"):
-            lines += [f"::: kvpass.{name}", ""]
+            lines += [f"::: kvpass.{name}", *_OPTIONS.get(name, []), ""]
         if name == "compile":
             lines += ["What it returns is of the model's own class, and of this one:", "", _COMPILED, ""]
     return "\n".join(lines)
 
 
+_OPTIONS = {
+    "CompressedCache": [
+        "    options: { show_bases: false, members: "
+        "[nbytes, lengths, positions, layer_ids, device, get_seq_length, clone, to, save, reset] }"
+    ],
+}
+"""The rest of a cache is for kvpass and transformers."""
 _COMPILED = """::: kvpass.frontends.transformers.CompressedModel
     options: { heading_level: 3, show_root_full_path: false, show_bases: false }
 """
