@@ -154,9 +154,13 @@ def restore_cache(
     runtime, rules = model._kvpass, model._kvpass.rules
     runtime.identity.check(metadata.model)
     if metadata.policy != rules.policy.spec:
-        raise CacheMismatchError(f"the cache has policy {metadata.policy}, the model {rules.policy.spec}")
+        raise CacheMismatchError(
+            f"the cache has policy {metadata.policy}, the model {rules.policy.spec}: set it with model.set_policy"
+        )
     if metadata.budget != rules.budget:
-        raise CacheMismatchError(f"the cache has budget {metadata.budget}, the model {rules.budget}")
+        raise CacheMismatchError(
+            f"the cache has budget {metadata.budget}, the model {rules.budget}: set it with model.set_budget"
+        )
     try:
         cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors)
     except ValueError as error:

@@ -82,7 +82,7 @@ class Layout:
         groups = (*self.pools, *self.rings)
         sites = [site for group in groups for site in group.layers]
         if sorted(sites) != list(range(len(sites))) or any(sorted(g.layers) != list(g.layers) for g in groups):
-            raise ValueError("each of a model's sites must be in one group, in ascending order")
+            raise ValueError("each attention op of a model must be in one group, in ascending order")
         for group in groups:
             g = group.geometry
             if g.layers != len(group.layers):
@@ -90,9 +90,9 @@ class Layout:
             if min(g.layers, g.kv_heads, g.key_dim, g.value_dim, g.itemsize) < 1:
                 raise ValueError(f"{g}: every size must be >= 1")
         if any(group.sliding_window is not None for group in self.pools):
-            raise ValueError("a group with a sliding window has a ring, not a pool")
+            raise ValueError("layers with a sliding window must be among the rings, not the pools")
         if any(group.sliding_window is None or group.sliding_window < 1 for group in self.rings):
-            raise ValueError("a ring needs a sliding window >= 1")
+            raise ValueError("layers among the rings must have a sliding window >= 1")
 
     @classmethod
     def of(cls, sites: Sequence[SiteShape]) -> Layout:

@@ -45,9 +45,6 @@ class ResultsSettings:
         samples, length: of each point of the curve. policies: of the curve and of the costs.
         grid_samples, grid_length: of the needle grid. loss_prompts: texts, of ``length`` tokens.
         bench_model, bench_context, repeats: of the costs. backend: of the costs; answers are computed without Inductor.
-
-    Raises:
-        ValueError: the output folder does not exist.
     """
 
     output: Path
@@ -62,10 +59,6 @@ class ResultsSettings:
     bench_context: int = 4096
     repeats: int = 3
     backend: Compiler = "inductor"
-
-    def __post_init__(self) -> None:
-        if not self.output.is_dir():
-            raise ValueError(f"output={str(self.output)!r}: there is no such folder")
 
 
 class Results:
@@ -105,7 +98,8 @@ class Results:
     def run(self, console: Console) -> Path:
         """Measure what is missing and write the page; returns its path."""
         s = self.settings
-        s.work.mkdir(parents=True, exist_ok=True)
+        for folder in (s.work, s.output):
+            folder.mkdir(parents=True, exist_ok=True)
         curve, grid = draw_curve(self._curve, console), self._grid.run(console)
         text = _page(s, curve, grid, self._losses(console), self._costs(console))
         shutil.copyfile(s.work / "curve" / "curve.png", s.output / "curve.png")

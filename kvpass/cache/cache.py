@@ -235,11 +235,21 @@ class CompressedCache(Cache):
         """
         filled, asked = self._owner(), reference(owner)()
         if not (filled == asked if isinstance(asked, tuple) else filled is asked):
-            raise CacheMismatchError(f"{self!r} was made by another model")
+            raise CacheMismatchError(
+                "the cache was filled by another model, with weights of its own: continue it with that model, or "
+                "prefill the prompt again"
+            )
         if self.policy != policy:
-            raise CacheMismatchError(f"{self!r} has policy {self.policy.spec}, the model {policy.spec}")
+            ours, theirs = _told_apart(self.policy, policy), _told_apart(policy, self.policy)
+            raise CacheMismatchError(
+                f"the cache has policy {ours}, the model {theirs}: give the model the cache's policy "
+                "(model.set_policy), or prefill the prompt again"
+            )
         if self.budget != budget:
-            raise CacheMismatchError(f"{self!r} has budget {self.budget}, the model {budget}")
+            raise CacheMismatchError(
+                f"the cache has budget {self.budget}, the model {budget}: give the model the cache's budget "
+                "(model.set_budget), or prefill the prompt again"
+            )
         self._check_state(owner)
 
     def recheck_fingerprint(self) -> None:
@@ -493,3 +503,11 @@ class CompressedCache(Cache):
         if self.layout is None or self.is_empty:
             raise ValueError("the cache is empty: no prompt has been prefilled into it")
         return self.layout
+
+
+def _told_apart(policy: Policy, other: Policy) -> str:
+    """Return the name of a policy, with the options that differ where ``other`` has the same name."""
+    if policy.name != other.name:
+        return repr(policy.name)
+    options = asdict(policy).items() - asdict(other).items()
+    return f"{policy.name!r} with " + ", ".join(f"{name}={value!r}" for name, value in sorted(options))

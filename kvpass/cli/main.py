@@ -68,6 +68,7 @@ def demo(
         compiler = check_compiler("backend", backend)
         settings = DemoSettings(tokens=tokens, facts=facts, seed=seed, output=output, backend=compiler)
         checked = Demo(settings)
+        _make_folder("output", output.parent)
     checked.run(Console())
 
 
@@ -118,9 +119,6 @@ def bench(
     from kvpass.eval.policy_spec import parse_policies, typed
 
     with _bad_values():
-        for option, folder in (("json", json_path and json_path.absolute().parent), ("plots", plots)):
-            if folder is not None and not folder.is_dir():
-                raise ValueError(f"{option}: there is no folder {str(folder)!r}")
         checked = Bench(
             BenchSettings(
                 model=model,
@@ -140,6 +138,9 @@ def bench(
                 seed=seed,
             )
         )
+        for option, folder in (("json", json_path and json_path.parent), ("plots", plots)):
+            if folder is not None:
+                _make_folder(option, folder)
     console = Console()
 
     def save(result: dict[str, Any]) -> None:
@@ -211,6 +212,7 @@ def evaluate(
                 device=device,
             )
         )
+        _make_folder("output", output)
     console = Console()
     console.print(results_table(checked.run(console)))
     console.print(f"written: {output}", highlight=False)
@@ -255,6 +257,7 @@ def curve(
         if policies is not None:
             given["policies"] = parse_policies(policies)
         checked = Evaluation(curve_settings(**given))
+        _make_folder("output", output)
     draw_curve(checked, Console())
 
 
@@ -271,6 +274,8 @@ def results(
 
     with _bad_values():
         checked = Results(ResultsSettings(output=output, work=work, samples=samples))
+        _make_folder("output", output)
+        _make_folder("work", work)
     console = Console()
     console.print(f"written: {checked.run(console)}", highlight=False)
 
@@ -302,10 +307,10 @@ def compress(
             raise ValueError(f"policy={policy!r}: name one")
         if output.is_dir():
             raise ValueError(f"output={str(output)!r}: is a folder, not a file")
-        if not output.absolute().parent.is_dir():
-            raise ValueError(f"output={str(output)!r}: there is no folder {str(output.absolute().parent)!r}")
+        text = typer.get_text_stream("stdin").read() if str(document) == "-" else _text(document)
+        _make_folder("output", output.parent)
         made = Document.compress(
-            typer.get_text_stream("stdin").read() if str(document) == "-" else _text(document),
+            text,
             model=model,
             policy=chosen[0].name,
             budget=typed(budget) if chosen[0].resolve().needs_budget else None,
@@ -378,6 +383,18 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         return tuple(int(name) for name in _names(text))
     except ValueError:
         raise ValueError(f"{option}={text!r}: must be whole numbers separated by commas") from None
+
+
+def _make_folder(option: str, folder: Path) -> None:
+    """Make the folder that a command writes to, with its parents, before the work begins.
+
+    Raises:
+        ValueError: it cannot be made, for instance because there is a file of that name.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option}: cannot make the folder {str(folder)!r} ({error.strerror}); name another") from None
 
 
 def _text(path: Path) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from kvpass.cache.cache import CompressedCache
-from kvpass.errors import UnsupportedAttentionError
+from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _ONLY_LOGITS = "a compiled graph does not return intermediate tensors; use the uncompiled model"
@@ -136,6 +136,28 @@ def check_forward(given: Mapping[str, Any]) -> None:
         raise ValueError(f"forward argument {name!r} is not supported: {reason}")
 
 
+def check_cache(given: object) -> None:
+    """Check that ``past_key_values``, as the user gave it, is a cache of kvpass or None.
+
+    Raises:
+        CacheMismatchError: a cache of another kind that holds tokens. ValueError: anything else.
+    """
+    if given is None or isinstance(given, CompressedCache):
+        return
+    kind = type(given).__name__
+    if not isinstance(given, Cache):
+        raise ValueError(f"past_key_values of type {kind}: must be a kvpass.CompressedCache, or None for a new prompt")
+    if given.get_seq_length() > 0:
+        raise CacheMismatchError(
+            f"past_key_values is a {kind} with {given.get_seq_length()} tokens; a kvpass model continues only on a "
+            "CompressedCache of its own: pass the whole text and no cache"
+        )
+    raise ValueError(
+        f"past_key_values is an empty {kind}, and would stay empty, since a kvpass model fills a cache of its own: "
+        "leave it out, and take the cache from the output (of generate with return_dict_in_generate=True)"
+    )
+
+
 def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
     """Raise for unsupported arguments of ``generate``.
 
@@ -147,11 +169,18 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
     configured = given or default
     said = (getattr(config, "use_cache", None) for config in (configured, default))
     cache = kwargs.get("past_key_values")
+    check_cache(cache)
+    kind = kwargs.get("cache_implementation") or getattr(given, "cache_implementation", None)
+    if kind not in (None, "dynamic", getattr(default, "cache_implementation", None)):
+        raise ValueError(
+            "generate argument 'cache_implementation' is not supported: a kvpass model fills a compressed cache of its "
+            f"own, not a {kind} one; leave it out, or use the uncompiled model"
+        )
     begins = not (isinstance(cache, CompressedCache) and not cache.is_empty)
     if begins and kwargs.get("use_cache") is None and next((one for one in said if one is not None), True) is False:
         raise ValueError(
-            "the model is configured with use_cache=False: every new token would be a prompt of its own and computed "
-            "from the whole text; say use_cache=True, or use_cache=False if that is meant"
+            "the model is configured with use_cache=False, which computes the whole text again for every new token: "
+            "pass use_cache=True, or use_cache=False if that is meant"
         )
     for name, reason in (_OF_GENERATE | _OF_FORWARD).items():
         value = kwargs.get(name, getattr(configured, name, None))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass.frontends.arguments import check_ids
 from kvpass.frontends.raw import session
 from kvpass.frontends.transformers import CompressedModel
 
@@ -37,9 +38,8 @@ def generate(
         RuntimeError: the module was not compiled by kvpass, or torch ran it eagerly.
     """
     if isinstance(module, CompressedModel):
-        raise ValueError("module: this one has a generate() of its own")
-    if ids.ndim != 2:
-        raise ValueError(f"ids of shape {list(ids.shape)}: must be [B, N]")
+        raise ValueError("module was compiled by kvpass.compile: use its own generate method")
+    check_ids(ids)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask

@@ -21,7 +21,7 @@ from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.transactions import Call, append, continued, prefill
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
-from kvpass.frontends.arguments import check_forward, check_generate, check_ids, unsupported_argument
+from kvpass.frontends.arguments import check_cache, check_forward, check_generate, check_ids, unsupported_argument
 from kvpass.frontends.padding import first_real_column
 from kvpass.policies import Policy, resolve_budget
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
@@ -74,7 +74,7 @@ class CompressedModel:
                 for one new token only the shape is read, to avoid host synchronisation.
             position_ids: true positions ``[B, T]``; by default counted from the first real token. Those of a prompt
                 must ascend by one: a row is one sequence.
-            past_key_values: a :class:`CompressedCache` of this model, or None or any empty cache for a new prompt.
+            past_key_values: a :class:`CompressedCache` of this model; None or an empty one for a new prompt.
             logits_to_keep: compute logits of only this many last positions; 0 = all.
         Returns:
             fp logits ``[B, T or logits_to_keep, vocabulary]`` and the cache (None with ``use_cache=False``); with
@@ -104,13 +104,15 @@ class CompressedModel:
         check_ids(input_ids, self.device)  # type: ignore[attr-defined]
         if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
+        check_cache(past_key_values)
         if self.training:  # type: ignore[attr-defined]
             raise ValueError("the model is in training mode; call model.eval() first")
         runtime = self._kvpass
         if input_ids.shape[1] > 1:  # walks over all modules, too slow for each decode step
             runtime.identity.look_again()
         with torch.inference_mode(False), torch.no_grad():
-            if isinstance(past_key_values, CompressedCache) and not past_key_values.is_empty:
+            assert past_key_values is None or isinstance(past_key_values, CompressedCache)
+            if past_key_values is not None and not past_key_values.is_empty:
                 cache, logits = _continue(
                     self, past_key_values, input_ids, attention_mask, position_ids, logits_to_keep
                 )
@@ -129,8 +131,9 @@ class CompressedModel:
 
         Raises:
             ValueError: assisted generation, since rejected drafts could not be rolled back; a prefill in chunks, since
-                only the first chunk would be a prompt; or the configuration has ``use_cache=False`` and the call does
-                not set it.
+                only the first chunk would be a prompt; a cache of another kind, given or asked for by
+                ``cache_implementation`` (one that the checkpoint configures is replaced by ours); or the configuration
+                has ``use_cache=False`` and the call does not set it.
         """
         check_generate(kwargs, generation_config, self.generation_config)  # type: ignore[attr-defined]
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
@@ -147,13 +150,13 @@ class CompressedModel:
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare as transformers does, but ask for the logits of the last position only.
 
-        An empty cache of another kind is replaced by ours first: for a static cache, transformers would drop the
-        padding from the mask. A model that prepares its own arguments mostly cannot be compiled. Then the prompt alone
-        is run, since its error names the reason, and "argument not supported" would not.
+        The empty cache that ``generate`` makes by default is replaced by ours: for a static one, which some checkpoints
+        configure, transformers would drop the padding from the mask. A model that prepares its own arguments mostly
+        cannot be compiled. Then the prompt alone is run, since its error names the reason, and "argument not supported"
+        would not.
         """
-        given = kwargs.get("past_key_values")
-        if given is not None and not isinstance(given, CompressedCache):
-            kwargs["past_key_values"] = _new_cache(self._kvpass, given)
+        if not isinstance(kwargs.get("past_key_values"), CompressedCache | None):
+            kwargs["past_key_values"] = _new_cache(self._kvpass, None)
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"])
@@ -250,19 +253,12 @@ class CompressedModel:
         )
 
 
-def _new_cache(runtime: Runtime, given: Cache | None) -> CompressedCache:
+def _new_cache(runtime: Runtime, given: CompressedCache | None) -> CompressedCache:
     rules = runtime.rules
     if given is None:
         return CompressedCache(rules.policy, rules.budget, runtime.identity)
-    if isinstance(given, CompressedCache):
-        given.check_fingerprint(rules.policy, rules.budget, runtime.identity)
-        return given
-    if given.get_seq_length() > 0:
-        raise CacheMismatchError(
-            f"past_key_values is a {type(given).__name__} with {given.get_seq_length()} tokens; "
-            "a kvpass model continues only on a CompressedCache of its own"
-        )
-    return CompressedCache(rules.policy, rules.budget, runtime.identity)
+    given.check_fingerprint(rules.policy, rules.budget, runtime.identity)
+    return given
 
 
 def _prefill(

@@ -41,7 +41,7 @@ def text(tmp_path):
 
 
 def test_a_fresh_process_answers_as_the_live_cache_does(document, text, tmp_path):
-    output = tmp_path / "doc.kv"
+    output = tmp_path / "new" / "doc.kv"
     words = ("--policy", "snapkv:pool=avg", "--budget", "0.6", "--window", "6", "--backend", "eager")
     result = invoke("compress", text, "-o", output, *words)
     assert result.exit_code == 0 and "entries kept" in result.output and "written" in result.output
@@ -133,7 +133,6 @@ def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
         (("compress", empty, "-o", path), "document is empty"),
         (("compress", binary, "-o", path), "document="),
         (("compress", tmp_path / "none.txt", "-o", path), "document="),
-        (("compress", text, "-o", tmp_path / "no" / "doc.kv"), "there is no folder"),
         (("compress", text, "-o", tmp_path), "is a folder"),
         (("compress", text, "-o", path, "--policy", "lavaa"), "did you mean 'lava'"),
         (("compress", text, "-o", path, "--policy", "lava,snapkv"), "name one"),

@@ -15,7 +15,6 @@ import transformers
 from packaging.version import Version
 from transformers import (
     GenerationConfig,
-    StaticCache,
     StoppingCriteria,
     TextIteratorStreamer,
     pipeline,
@@ -67,8 +66,8 @@ def test_generate_gives_what_the_original_gives(model, fast, options):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("way", ["named", "configured", "given", "none"])
-def test_a_cache_of_another_kind_that_is_asked_for_gives_way_to_ours(model, fast, way, monkeypatch):
+@pytest.mark.parametrize("way", ["configured", "dynamic", "none"])
+def test_a_cache_that_the_checkpoint_configures_gives_way_to_ours(model, fast, way, monkeypatch):
     """For a static cache transformers makes the mask itself, and none for an attention it does not know."""
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (33, 9)])
     call = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
@@ -76,8 +75,7 @@ def test_a_cache_of_another_kind_that_is_asked_for_gives_way_to_ours(model, fast
     if way == "configured":
         monkeypatch.setattr(fast.generation_config, "cache_implementation", "static")
     options = {
-        "named": {"cache_implementation": "static"},
-        "given": {"past_key_values": StaticCache(config=model.config, max_cache_len=64)},
+        "dynamic": {"cache_implementation": "dynamic"},
         "none": {"use_cache": False},
     }.get(way, {})
     assert torch.equal(fast.generate(ids, **call, **options), expected)

@@ -68,17 +68,14 @@ def test_policies_lists_every_registered_policy_with_its_options():
         (("bench", "--device", "tpu"), "device='tpu': must be one of cpu, cuda"),
         (("bench", "--dtype", "int8"), "dtype='int8': must be one of fp32, bf16, fp16"),
         (("bench", "--systems", "vllm"), "systems: 'vllm' must be one of hf-eager, hf-static, full, kvpress"),
-        (("bench", "--plots", "/no/such/folder"), "plots: there is no folder '/no/such/folder'"),
         (("bench", "--new-tokens", "0"), "new_tokens=0: must be >= 1"),
         (("bench", "--repeats", "0"), "repeats=0: must be >= 1"),
         (("bench", "--window", "0"), "window=0: must be >= 1"),
         (("bench", "--backend", "jit"), "backend='jit': must be one of inductor, eager"),
-        (("bench", "--json", "/no/such/folder/out.json"), "json: there is no folder '/no/such/folder'"),
         (("demo", "--facts", "0"), "facts=0: must be between 1 and 512"),
         (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
         (("demo", "--tokens", "64"), "tokens=64: must be above 64"),
         (("demo", "--tokens", "11000"), "tokens=11000: must be above 64, the largest budget, and at most 10000"),
-        (("demo", "--output", "/no/such/folder/map.png"), "there is no folder"),
         (("demo", "--output", "map.txt"), "output='map.txt': must end in .png"),
         (("demo", "--backend", "jit"), "backend='jit'"),
     ],
@@ -107,11 +104,11 @@ def test_a_config_file_that_is_none_is_refused(tmp_path, content, part):
 
 def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeypatch):
     monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
-    out = tmp_path / "out.json"
+    out = tmp_path / "new" / "folder" / "out.json"
     result = invoke(
         "bench", "--model", micro, "--contexts", "96,64", "--budget", 24, "--window", 8, "--policies", "lava",
         "--systems", "hf-eager,hf-static,full", "--new-tokens", 4, "--repeats", 2, "--backend", "eager",
-        "--json", out, "--plots", tmp_path,
+        "--json", out, "--plots", tmp_path / "plots",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
@@ -159,13 +156,37 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
         assert re.search(rf"^ *{name} ", result.output, re.MULTILINE)
     assert "…" not in result.output
     for picture in ("ms-per-token-batch1.png", "memory-batch1.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "plots" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("demo", "--output", "map.png"), "output"),
+        (("bench", "--model", "tiny", "--json", "out.json"), "json"),
+        (("bench", "--model", "tiny", "--plots", "plots"), "plots"),
+        (("eval", "builtin", "--samples", "1", "--output", "answers"), "output"),
+        (("curve", "--samples", "1", "--output", "curve"), "output"),
+        (("results", "--samples", "1", "--work", "work", "--output", "docs"), "output"),
+        (("compress", "file", "--output", "doc.kv"), "output"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, tuple) else None,
+)
+def test_a_folder_that_cannot_be_made_is_refused_alike_by_every_command(words, option, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("a document")
+    names = {"--output", "--json", "--plots", "--work"}
+    placed = [blocked / word if before in names else word for before, word in zip(("", *words), words, strict=False)]
+    result = invoke(*[blocked if word == "file" else word for word in placed])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: {option}: cannot make the folder '{blocked}"), result.stderr
+    assert result.stderr.endswith("; name another\n")
 
 
 def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "BUDGETS", (64,))
     monkeypatch.setattr(demo, "POLICIES", ("lava", "streaming_llm"))
-    picture = tmp_path / "map.png"
+    picture = tmp_path / "new" / "map.png"
     result = invoke("demo", "--tokens", 256, "--facts", 2, "--backend", "eager", "--output", picture)
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
