@@ -49,6 +49,7 @@ class CompressedCache(Cache):
         longest: most tokens that the captures which filled it hold for; None when any number.
         begun_by: the capture of a raw module that prefilled it.
         reusable: calls continue on a copy and do not change this cache.
+        answer_end: last token of each row of the answer that ``generate`` last gave from a copy of this cache.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
         full_layers: the layers that share the budget, a group for each KV geometry. sliding_layers: the layers with a
             sliding window.
@@ -73,6 +74,7 @@ class CompressedCache(Cache):
         self.begun_by: Any = None
         self.start = torch.empty(0, dtype=torch.int64)
         self.reusable = False
+        self.answer_end: list[int] | None = None
         self.interrupted = False
         self.record: PromptRecord | None = None
 
@@ -481,7 +483,7 @@ class CompressedCache(Cache):
     def __repr__(self) -> str:
         return (
             f"CompressedCache(policy={self.policy.name!r}, budget={self.budget}, tokens={self.columns}, "
-            f"batch={self.batch_size}, nbytes={self.nbytes})"
+            f"batch={self.batch_size}, nbytes={self.nbytes}, reusable={self.reusable})"
         )
 
     def reset(self) -> None:

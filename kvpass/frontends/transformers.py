@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,12 @@ from kvpass.policies import Policy, resolve_budget
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
+
+_DROPPED = (
+    "the prompt begins with the last token of the answer before, but that answer is not in the cache: it is reusable, "
+    "so every call continues from the compressed context alone. For several turns use model.compress(ids, "
+    "reusable=False), or continue the cache in the output of generate(..., return_dict_in_generate=True)"
+)
 
 
 @dataclass(kw_only=True)
@@ -128,6 +135,8 @@ class CompressedModel:
         So a question can be asked about a compressed context: ``model.generate(question_ids, past_key_values=cache)``.
         Ids longer than what the cache has seen are the whole sequence, as in transformers, unless an attention mask
         over cache and ids says otherwise. The last token of an answer is not in the cache: begin the next call with it.
+        A reusable cache (see :meth:`compress`) is not changed; a call that begins with the last token of the answer
+        before, which is not in such a cache, gets a ``UserWarning``.
 
         Raises:
             ValueError: assisted generation, since rejected drafts could not be rolled back; a prefill in chunks, since
@@ -141,11 +150,16 @@ class CompressedModel:
         if ids is not None:
             check_ids(ids)
         if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.columns:
+            if cache.answer_end == ids[:, 0].tolist():
+                warnings.warn(_DROPPED, stacklevel=2)
             given = kwargs.get("attention_mask")
             if given is None or given.shape[1] == ids.shape[1]:
                 new = torch.ones_like(ids) if given is None else given
                 kwargs["attention_mask"] = torch.cat([cache.attention_mask.to(new), new], 1)
-        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        output = super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        if isinstance(cache, CompressedCache) and cache.reusable:
+            cache.answer_end = getattr(output, "sequences", output)[:, -1].tolist()
+        return output
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare as transformers does, but ask for the logits of the last position only.
@@ -163,19 +177,21 @@ class CompressedModel:
         prepared.setdefault("logits_to_keep", 1)
         return prepared
 
-    def compress(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> CompressedCache:
+    def compress(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, reusable: bool = True
+    ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
 
         Args:
             input_ids: the context, int64 ``[B, N]``. attention_mask: ``[B, N]`` when rows are left-padded.
-        Returns:
-            a reusable cache: each later call continues on a copy, so you can ask any number of questions.
+            reusable: True: each later call continues from a copy, so you can ask any number of independent questions.
+                False: later calls continue the cache itself, as in a conversation.
         """
         output = self.forward(input_ids, attention_mask, logits_to_keep=1)
         assert isinstance(output, CausalLMOutputWithPast)
         cache = output.past_key_values
         assert isinstance(cache, CompressedCache)
-        cache.reusable = True
+        cache.reusable = reusable
         return cache
 
     def __reduce_ex__(self, protocol: Any) -> Any:

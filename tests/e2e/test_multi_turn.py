@@ -166,6 +166,33 @@ def test_a_question_longer_than_the_window_is_not_needed_and_a_reusable_cache_st
     assert int(follow.lengths.sum()) == 6 * BUDGET
 
 
+@pytest.mark.parametrize("reusable", [True, False])
+def test_turns_continue_the_cache_of_compress_only_where_it_is_not_reusable(reusable, recwarn):
+    _, fast = compiled()
+    cache = fast.compress(*left_pad([random_ids(1, n, seed=n)[0] for n in (50, 33)]), reusable=reusable)
+    assert f"reusable={reusable})" in repr(cache)
+    turn, columns = random_ids(2, 5), []
+    for _ in range(3):
+        answer = fast.generate(turn, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        columns.append(cache.columns)
+        turn = torch.cat([answer[:, -1:], random_ids(2, 3, seed=9)], 1)
+    assert columns == ([50, 50, 50] if reusable else [58, 65, 72])
+    told = [str(warning.message) for warning in recwarn if "last token of the answer before" in str(warning.message)]
+    assert bool(told) == reusable and all("reusable=False" in message for message in told)
+
+
+def test_independent_questions_and_whole_sequences_on_a_reusable_cache_are_not_warned_about(recwarn):
+    _, fast = compiled()
+    context = random_ids(1, 50)
+    cache = fast.compress(context)
+    sequence = torch.cat([context, random_ids(1, 5)], 1)
+    for seed in range(3):
+        fast.generate(random_ids(1, 5, seed=seed), past_key_values=cache, max_new_tokens=4, do_sample=False)
+        answered = fast.generate(sequence, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        sequence = torch.cat([answered, random_ids(1, 2, seed=seed)], 1)
+    assert not [warning for warning in recwarn if "last token of the answer" in str(warning.message)]
+
+
 def test_a_prompt_below_its_budget_grows_to_it_and_a_tiny_fraction_budget_is_held():
     _, fast = compiled(recompress="every_turn")
     cache = fast(random_ids(1, 3)).past_key_values
