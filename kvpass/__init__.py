@@ -72,4 +72,5 @@ if not TYPE_CHECKING:  # a checker that saw it would accept any name
 
 
 def __dir__() -> list[str]:
+    """Return the public names; every other module and name of the package is private and may change."""
     return __all__

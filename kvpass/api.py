@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,27 +17,83 @@ from kvpass.cache.metadata import CacheMetadata
 from kvpass.cache.serialization import read_cache_file, typed
 from kvpass.compiler.backend import Compiler, PhaseCompiler, check_compiler
 from kvpass.compiler.capture import CaptureCache
-from kvpass.config import Budget
 from kvpass.errors import CacheFileError, CacheMismatchError
+from kvpass.frontends import options as o
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import ATTENTION_NAME
+from kvpass.frontends.options import BudgetLike
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
 from kvpass.frontends.wrappers import check_wrappers, remove_wrappers
 from kvpass.policies import Policy
 from kvpass.policies.rules import Recompress, read_rules
 
 
+@overload
+def compile(
+    model: PreTrainedModel,
+    *,
+    policy: Literal["lava", "lava_nohead", "lava_uniform"] = "lava",
+    **options: Unpack[o.LavaOptions],
+) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Literal["lava_pyramid"], **options: Unpack[o.LavaPyramidOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Literal["snapkv"], **options: Unpack[o.SnapKVOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Literal["pyramidkv"], **options: Unpack[o.PyramidKVOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Literal["ada_snapkv"], **options: Unpack[o.AdaSnapKVOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Literal["ada_pyramidkv"], **options: Unpack[o.AdaPyramidKVOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Literal["cake"], **options: Unpack[o.CakeOptions]
+) -> CompressedModel: ...
+@overload
+def compile(model: PreTrainedModel, *, policy: Literal["h2o"], **options: Unpack[o.H2OOptions]) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Literal["vatp"], **options: Unpack[o.VatpOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Literal["streaming_llm"], **options: Unpack[o.StreamingLLMOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Literal["tova"], **options: Unpack[o.EvictingOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Literal["random"], **options: Unpack[o.RandomOptions]
+) -> CompressedModel: ...
+@overload
+def compile(model: PreTrainedModel, *, policy: Literal["full"], **options: Unpack[o.Options]) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Policy, budget: BudgetLike = None, **options: Any
+) -> CompressedModel: ...
 def compile(
     model: PreTrainedModel,
     *,
     policy: str | Policy = "lava",
-    budget: Budget | int | float | str | None = None,
+    budget: BudgetLike = None,
     window: int | None = None,
     backend: Compiler = "inductor",
     recompress: Recompress = "never",
     cuda_graphs: bool = True,
     **policy_options: Any,
-) -> Any:
+) -> CompressedModel:
     """Return a copy of a decoder that compresses its KV cache after every prompt.
 
     Parameters and buffers are shared with ``model``, which does not change; modules and config are new objects. The
@@ -46,7 +102,8 @@ def compile(
 
     Args:
         model: a causal language model of transformers, in eval mode.
-        policy: name of a registered policy, or an instance.
+        policy: name of a registered policy, or an instance. Type checkers know the names and options of kvpass's own
+            policies; with one of yours, or a name computed at run time, give an instance.
         budget: entries kept per KV head per layer on average, window included: an int; a float in (0, 1], the fraction
             of each row's prompt; or bytes of kept entries per sequence such as ``"512MiB"``. Required by every policy
             but ``"full"``.
@@ -111,7 +168,9 @@ def copy_structure(model: nn.Module) -> Any:
     return copy.deepcopy(model, memo)
 
 
-def load_cache(path: str | Path, model: Any, *, device: torch.device | str | None = None) -> CompressedCache:
+def load_cache(
+    path: str | Path, model: CompressedModel, *, device: torch.device | str | None = None
+) -> CompressedCache:
     """Load a cache that :meth:`CompressedCache.save` wrote to ``path``, to continue with ``model``.
 
     Entries are bit for bit those that were saved; spare capacity was not saved.

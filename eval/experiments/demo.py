@@ -25,10 +25,11 @@ from kvpass.eval.bench.systems import storage_bytes
 from kvpass.eval.needle.text import Question, Task, sample
 from kvpass.eval.needle.words import HELD_OUT_NAMES
 from kvpass.eval.tables import rich_table
+from kvpass.frontends.options import PolicyName
 from kvpass.frontends.transformers import CompressedModel
 
 BUDGETS = (36, 40, 64)
-POLICIES = ("lava", "snapkv", "streaming_llm")
+POLICIES: tuple[PolicyName, ...] = ("lava", "snapkv", "streaming_llm")
 """With their default options."""
 _LONGEST = 10000
 _TIMED = 16

@@ -123,7 +123,8 @@ class KVPassLM(HFLM):
         self._arguments = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
         super().__init__(pretrained, batch_size=batch_size, **arguments)
         self._original: Any = self.model
-        self._model = kvpass.compile(self._original, policy=policy, budget=budget, backend=self._compiler, **options)
+        named: Any = policy  # checked above
+        self._model = kvpass.compile(self._original, policy=named, budget=budget, backend=self._compiler, **options)
         self._policy: Policy = self._model.policy
         self._budget: kvpass.Budget | None = self._model.budget
         self._totals, self._truncated = Totals(), 0

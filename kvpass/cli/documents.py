@@ -57,7 +57,8 @@ class Document:
         if not text.strip():
             raise ValueError("the document is empty")
         made, tokenizer = load_model(model, dtype=dtype, device=device)
-        fast = kvpass.compile(made, policy=policy, budget=budget, backend=backend, **(options or {}))
+        chosen: Any = policy  # its name and options are checked when it is compiled
+        fast = kvpass.compile(made, policy=chosen, budget=budget, backend=backend, **(options or {}))
         ids = tokenizer(text, return_tensors="pt").input_ids
         return cls(fast, tokenizer, fast.compress(ids.to(device)), {"model": model, "dtype": dtype})
 

@@ -7,11 +7,11 @@ import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpass.cache.cache import CompressedCache
@@ -23,6 +23,7 @@ from kvpass.compiler.transactions import Call, append, continued, prefill
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import check_cache, check_forward, check_generate, check_ids, unsupported_argument
+from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import first_real_column
 from kvpass.policies import Policy, resolve_budget
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
@@ -56,8 +57,21 @@ class Runtime:
         return replace(self, captures=captures, identity=copy.deepcopy(self.identity, memo), last_prompt=None)
 
 
-class CompressedModel:
-    """Base class before the model's own class, so that ``isinstance`` and ``generate`` work as before."""
+if TYPE_CHECKING:
+
+    class _Base(PreTrainedModel, GenerationMixin):
+        __getattr__: None  # type: ignore[assignment,misc]  # torch's would admit every attribute
+
+else:
+    _Base = object
+
+
+class CompressedModel(_Base):
+    """Base class before the model's own class, so that ``isinstance`` and ``generate`` work as before.
+
+    To type checkers it is a model of transformers with the methods below. Modules of its own class are unknown to them:
+    use the original model, which shares the parameters.
+    """
 
     _kvpass: Runtime
 
@@ -108,11 +122,11 @@ class CompressedModel:
         check_forward(kwargs)
         if input_ids is None:
             raise ValueError("input_ids=None: a kvpass model takes token ids")
-        check_ids(input_ids, self.device)  # type: ignore[attr-defined]
+        check_ids(input_ids, self.device)
         if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
         check_cache(past_key_values)
-        if self.training:  # type: ignore[attr-defined]
+        if self.training:
             raise ValueError("the model is in training mode; call model.eval() first")
         runtime = self._kvpass
         if input_ids.shape[1] > 1:  # walks over all modules, too slow for each decode step
@@ -144,7 +158,7 @@ class CompressedModel:
                 ``cache_implementation`` (one that the checkpoint configures is replaced by ours); or the configuration
                 has ``use_cache=False`` and the call does not set it.
         """
-        check_generate(kwargs, generation_config, self.generation_config)  # type: ignore[attr-defined]
+        check_generate(kwargs, generation_config, self.generation_config)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
         if ids is not None:
@@ -211,7 +225,7 @@ class CompressedModel:
         """How much of each prompt is kept; None for a policy that keeps everything."""
         return self._kvpass.rules.budget
 
-    def set_budget(self, budget: Budget | int | float | str | None) -> None:
+    def set_budget(self, budget: BudgetLike) -> None:
         """Set the budget of later prompts; compiled graphs stay valid, since they do not depend on it.
 
         Earlier caches keep their budget: calls with them raise until it is set again. The report of the last prompt is
@@ -226,8 +240,8 @@ class CompressedModel:
 
     def set_policy(
         self,
-        policy: str | Policy,
-        budget: Budget | int | float | str | None = None,
+        policy: PolicyName | Policy,
+        budget: BudgetLike = None,
         *,
         window: int | None = None,
         **policy_options: Any,
@@ -247,7 +261,7 @@ class CompressedModel:
             self._kvpass.rules.recompress,
             window=window,
             options=policy_options,
-            model_name=str(self.config.name_or_path),  # type: ignore[attr-defined]
+            model_name=str(self.config.name_or_path),
         )
         self._kvpass.last_prompt = None
 
@@ -371,7 +385,7 @@ def _graph(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> C
     return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep, runtime.identity.hooks)
 
 
-def compressed_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def compressed_class(cls: type[PreTrainedModel]) -> type[CompressedModel]:
     """Return a class of the same name that has our ``forward`` before the model's own."""
     return type(cls.__name__, (CompressedModel, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 

@@ -74,12 +74,12 @@ def supported_row(family: str, model: CompressedModel) -> list[str]:
     """Name, how attention is met, and what is special, of a compiled model that has prefilled a prompt."""
     prefill = model.report().compiled[0]
     found = [_FOUND_BY[record.name] for record in prefill.passes if record.sites and record.name in _FOUND_BY]
-    config = model.config  # type: ignore[attr-defined]
+    config = model.config
     groups = (*prefill.layout.pools, *prefill.layout.rings)
     notes = {
         "sliding layers keep a ring": bool(prefill.layout.rings),
         "soft-capping": getattr(config, "attn_logit_softcapping", None) is not None,
-        "sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),  # type: ignore[attr-defined]
+        "sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
         "ALiBi as two more columns of queries and keys": any(
             record.name == "fold_alibi" and record.sites for record in prefill.passes
         ),

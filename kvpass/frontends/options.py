@@ -1,0 +1,111 @@
+"""Types of the arguments of ``kvpass.compile``: names of policies, and the options that each takes.
+
+Each class declares to type checkers what the policies of the same fields declare at run time; a test compares them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, TypedDict
+
+from kvpass.compiler.backend import Compiler
+from kvpass.config import Budget
+from kvpass.policies.cake import Indicator
+from kvpass.policies.layer_splits import Parity, Shape
+from kvpass.policies.rules import Recompress
+from kvpass.policies.scores import Group, Pool
+
+BudgetLike: TypeAlias = Budget | int | float | str | None
+
+PolicyName = Literal[
+    "ada_pyramidkv",
+    "ada_snapkv",
+    "cake",
+    "full",
+    "h2o",
+    "lava",
+    "lava_nohead",
+    "lava_pyramid",
+    "lava_uniform",
+    "pyramidkv",
+    "random",
+    "snapkv",
+    "streaming_llm",
+    "tova",
+    "vatp",
+]
+"""Policies of kvpass; of your own, give an instance: a type checker does not know its name."""
+
+
+class Options(TypedDict, total=False):
+    """Arguments of ``kvpass.compile`` that go with every policy; all that ``"full"`` takes."""
+
+    budget: BudgetLike
+    window: int | None
+    parity: Parity
+    backend: Compiler
+    recompress: Recompress
+    cuda_graphs: bool
+
+
+class EvictingOptions(Options, total=False):
+    evict_during_decode: bool
+
+
+class RandomOptions(Options, total=False):
+    seed: int
+
+
+class StreamingLLMOptions(EvictingOptions, total=False):
+    sinks: int
+
+
+class ScoreOptions(Options, total=False):
+    pool: Pool
+    kernel_size: int
+    group: Group
+
+
+class LavaOptions(ScoreOptions, total=False):
+    alpha: float | None
+
+
+class LavaPyramidOptions(LavaOptions, total=False):
+    beta: int
+
+
+class PyramidKVOptions(ScoreOptions, total=False):
+    beta: int
+    shape: Shape
+    short_uniform: bool
+
+
+class AdaSnapKVOptions(ScoreOptions, total=False):
+    alpha: float
+    normalize: bool
+
+
+class AdaPyramidKVOptions(ScoreOptions, total=False):
+    alpha: float
+    beta: int
+
+
+class SnapKVOptions(ScoreOptions, total=False):
+    layer_split: Literal["uniform", "cake"]
+    tau1: float | None
+    tau2: float | None
+
+
+class H2OOptions(SnapKVOptions, EvictingOptions, total=False):
+    pass
+
+
+class VatpOptions(ScoreOptions, EvictingOptions, total=False):
+    indicator: Literal["snapkv", "h2o", "scissorhands"]
+    sinks: int
+
+
+class CakeOptions(ScoreOptions, EvictingOptions, total=False):
+    gamma: float
+    tau1: float | None
+    tau2: float | None
+    indicator: Indicator

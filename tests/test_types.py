@@ -1,0 +1,115 @@
+"""What type checkers know of the public interface: wrong uses are reported, right ones are not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, get_args, get_origin, get_overloads, get_type_hints
+
+import pytest
+
+import kvpass
+from kvpass.frontends.options import Options, PolicyName
+
+ROOT = Path(__file__).resolve().parent.parent
+OF_COMPILE = {"budget", "window", "backend", "recompress", "cuda_graphs"}
+
+GIVEN = """\
+# mypy: disallow-any-generics, disallow-subclassing-any, disallow-untyped-calls, disallow-untyped-decorators
+# mypy: warn-return-any, strict-equality, extra-checks, no-implicit-reexport
+import kvpass
+from torch import Tensor
+from transformers import PreTrainedModel
+
+def uses(model: PreTrainedModel, ids: Tensor, name: str) -> None:
+    fast = kvpass.compile(model, policy="lava", budget=1024)
+"""
+
+WRONG = """\
+    fast.nonexistent()
+    fast.compress(ids, reuse=True)
+    fast.set_budget([64])
+    fast.set_policy("lvaa", 64)
+    kvpass.compile(model, policy="snapkw", budget=64)
+    kvpass.compile(model, policy="lava", budget=64, kernelsize=5)
+    kvpass.compile(model, policy="streaming_llm", budget=64, pool="max")
+    kvpass.compile(model, policy="snapkv", budget=64, pool="mx")
+    kvpass.compile("gpt2", budget=64)
+    kvpass.load_cache("document.kv", model)
+"""
+
+RIGHT = """\
+    cache: kvpass.CompressedCache = fast.compress(ids, reusable=False)
+    cache.save("document.kv")
+    cache = kvpass.load_cache("document.kv", fast)
+    fast.generate(ids, past_key_values=cache, max_new_tokens=3)
+    print(fast(ids).logits, fast.config.vocab_size, fast.device, fast.report().prompt_lengths)
+    fast.set_budget("512MiB")
+    fast.set_policy("snapkv", 0.25, window=16, pool="avg")
+    kvpass.compile(model, budget=0.5, window=8, alpha=0.1)
+    kvpass.compile(model, policy="cake", budget=128, tau1=1.6, tau2=0.4, recompress="every_turn")
+    kvpass.compile(model, policy="full", backend="eager", cuda_graphs=False)
+    kvpass.compile(model, policy=kvpass.POLICIES[name](window=4), budget=64)
+    uses(fast, ids, name)
+"""
+
+
+def lines(code: str, start: int) -> dict[int, str]:
+    return dict(enumerate(code.splitlines(), start))
+
+
+@pytest.mark.slow
+def test_wrong_uses_are_reported_and_right_ones_are_not(tmp_path):
+    """One run of mypy, with the cache of `make typecheck`; the flags in the code are those that --strict adds to it."""
+    files = {"wrong_uses": GIVEN + WRONG, "right_uses": GIVEN + RIGHT}
+    for name, code in files.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary", *(str(tmp_path / f"{name}.py") for name in files)],
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+    reported = [(place, int(line)) for place, line in re.findall(r"(\w+_uses)\.py:(\d+): error", done.stdout)]
+    wanted = lines(WRONG, len(GIVEN.splitlines()) + 1)
+    missed = [use.strip() for line, use in wanted.items() if ("wrong_uses", line) not in reported]
+    assert missed == [], done.stdout
+    assert set(reported) == {("wrong_uses", line) for line in wanted}, done.stdout
+
+
+def overloads() -> dict[str, Any]:
+    """Options that type checkers know, by the name of the policy."""
+    found = {}
+    for one in get_overloads(kvpass.compile):
+        hints = get_type_hints(one)
+        if "options" in hints and get_args(hints["options"]):
+            for name in get_args(hints["policy"]):
+                found[name] = get_type_hints(*get_args(hints["options"]))
+    return found
+
+
+def test_type_checkers_know_each_policy_of_kvpass_with_the_options_that_it_declares():
+    own = {name: policy for name, policy in kvpass.POLICIES.items() if policy.__module__.startswith("kvpass.")}
+    assert {*own} == {*get_args(PolicyName)} == {*overloads()}
+    shared = {name: kind for name, kind in get_type_hints(Options).items() if name in OF_COMPILE}
+    for name, policy in own.items():
+        declared = {option: kind for option, kind in get_type_hints(policy).items() if get_origin(kind) is not ClassVar}
+        assert overloads()[name] == declared | shared, name
+
+
+def test_the_arguments_that_go_with_every_policy_are_those_of_compile():
+    hints = get_type_hints(kvpass.compile)
+    assert {name: hints[name] for name in OF_COMPILE} == {
+        name: kind for name, kind in get_type_hints(Options).items() if name in OF_COMPILE
+    }
+    assert {*hints} - OF_COMPILE == {"model", "policy", "policy_options", "return"}
+
+
+def test_dir_shows_the_public_names():
+    assert dir(kvpass) == sorted(kvpass.__all__)
+    assert all(hasattr(kvpass, name) for name in kvpass.__all__)
