@@ -20,7 +20,7 @@ from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
 from tiny_models import left_pad, random_ids, tiny_model
 
-EXAMPLES, STEPS = 10, 14
+STEPS = 14
 BUDGET, WINDOW = 14, 5
 MOST_CACHES, MOST_COLUMNS = 4, 110
 ROWS = [1, 3]
@@ -196,16 +196,19 @@ MACHINES = {
 }
 
 
+@pytest.mark.parametrize("examples", [6, pytest.param(30, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MACHINES)
-def test_random_cache_operations_give_the_logits_of_the_masked_model(name):
+def test_random_cache_operations_give_the_logits_of_the_masked_model(name, examples):
     case = MACHINES[name].TestCase
     case.settings = settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         stateful_step_count=STEPS,
         deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
+    before = MACHINES[name].steps
     case().runTest()
-    assert MACHINES[name].steps >= 100, f"only {MACHINES[name].steps} steps"
+    steps = MACHINES[name].steps - before
+    assert steps >= 10 * examples, f"only {steps} steps"

@@ -11,6 +11,7 @@ from torch.nn.functional import one_hot, scaled_dot_product_attention
 
 import kvpass
 from numeric_checks import assert_close
+from pairwise import each_value
 from tiny_models import random_ids
 
 WIDTH, HEADS, VOCABULARY, LONGEST = 32, 4, 128, 128
@@ -111,8 +112,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("prompt", "rows"), [(20, 1), (40, 2)])
-@pytest.mark.parametrize("name", GOES_ON)
+BEHIND = ("scaling from a number on", "up to the stored limit", "a filled row", "counted from those given")
+"""Tried with a prompt behind the numbers too in every run; all others under ``-m exhaustive``."""
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "rows"),
+    [
+        *((name, 20, 1) for name in GOES_ON),
+        *(pytest.param(name, 40, 2, marks=() if name in BEHIND else pytest.mark.exhaustive) for name in GOES_ON),
+    ],
+)
 def test_contract_1_what_a_module_counts_goes_on_behind_every_number(name, prompt, rows):
     module = build(GOES_ON[name])
     ids = random_ids(rows, TEXT)
@@ -122,8 +132,7 @@ def test_contract_1_what_a_module_counts_goes_on_behind_every_number(name, promp
         assert_close("logits", found, module(ids, torch.arange(TEXT).expand_as(ids)), atol=1e-4)
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("name", REFUSED)
+@each_value(name=[*REFUSED], prompt=PROMPTS)
 def test_contract_7_what_depends_on_the_length_behind_a_number_is_refused(name, prompt):
     fast = raw(build(REFUSED[name]))
     with pytest.raises(Exception, match=r"from the length of the input|relates tokens"):

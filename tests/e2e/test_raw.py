@@ -73,14 +73,19 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def decoder(request):
-    """With grouped heads, or, where a test asks for that, keys and values repeated to all heads."""
+def build(repeat, layers):
+    """A decoder with grouped heads, or with keys and values repeated to all heads."""
     torch.manual_seed(0)
-    module = Decoder(getattr(request, "param", False)).eval()
+    module = Decoder(repeat, layers=layers).eval()
     for parameter in module.parameters():
         parameter.data.mul_(2)
     return module
+
+
+@pytest.fixture
+def decoder(request):
+    """Of one layer, with grouped heads unless a test asks for repeated ones."""
+    return build(getattr(request, "param", False), layers=1)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +117,9 @@ def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(deco
             assert session.cache.geometry.kv_heads == 2, "the repeat was not stripped"
 
 
-@pytest.mark.parametrize("decoder", [False, True], indirect=True, ids=["grouped", "repeated"])
-def test_contract_2_a_plain_module_keeps_exactly_the_budget_per_row(decoder):
+@pytest.mark.parametrize("repeat", [False, True], ids=["grouped", "repeated"])
+def test_contract_2_a_plain_module_keeps_exactly_the_budget_per_row(repeat):
+    decoder = build(repeat, layers=2)
     options = {"policy": "snapkv", "budget": 16, "window": 8, "compiler": "eager"}
     fast = raw(decoder, options)
     prompts = [random_ids(1, n, seed=n)[0] for n in (40, 25, 12)]
@@ -154,7 +160,7 @@ def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
 
 
 def test_a_module_that_numbers_its_own_tokens_refuses_padded_rows():
-    fast = raw(SelfNumbering(False).eval(), {"budget": 64, "compiler": "eager"})
+    fast = raw(SelfNumbering(False, layers=1).eval(), {"budget": 64, "compiler": "eager"})
     ids, mask = left_pad([random_ids(1, n)[0] for n in (40, 31)])
     with pytest.raises(ValueError, match="counts its own positions"), torch.no_grad(), kvpass.session(mask):
         fast(ids)
@@ -183,8 +189,8 @@ def by_hand(fast, cache, ids):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
-def test_an_interrupted_step_is_refused_or_did_not_happen(decoder, policy, monkeypatch):
-    fast = raw(decoder, options_of(policy=policy))
+def test_an_interrupted_step_is_refused_or_did_not_happen(policy, monkeypatch):
+    fast = raw(build(False, layers=2), options_of(policy=policy))
     ids, token = random_ids(1, 40), random_ids(1, 1, seed=1)
     with torch.no_grad(), kvpass.session() as session:
         fast(ids, torch.arange(40)[None])
@@ -272,7 +278,7 @@ def test_contract_7_a_graph_break_does_not_mix_two_graphs_in_one_cache():
 
 @pytest.mark.parametrize("difference", ["weights", "policy", "budget"])
 def test_a_session_refuses_another_module_of_the_same_layout(decoder, difference):
-    other = decoder if difference != "weights" else Decoder(decoder.blocks[0].repeat).eval()
+    other = decoder if difference != "weights" else Decoder(decoder.blocks[0].repeat, layers=1).eval()
     changed = {"policy": {"policy": "tova"}, "budget": {"budget": 20}}.get(difference, {})
     first, second = (raw(module, options_of(**options)) for module, options in ((decoder, {}), (other, changed)))
     token, position = random_ids(1, 1, seed=1), torch.tensor([[40]])
@@ -302,7 +308,7 @@ def test_a_session_refuses_another_batch_and_another_module(decoder):
         fast(random_ids(2, 40), torch.arange(40).expand(2, -1).contiguous())
         with pytest.raises(kvpass.CacheMismatchError, match="1 rows"):
             fast(random_ids(1, 1), torch.tensor([[40]]))
-        other = Decoder(False, layers=1).eval()
+        other = Decoder(False, layers=2).eval()
         stranger = raw(other, {"budget": 64, "compiler": "eager"})
         with pytest.raises(kvpass.CacheMismatchError, match="another module"):
             stranger(random_ids(2, 1), torch.full((2, 1), 40))
@@ -324,7 +330,7 @@ def test_contract_7_what_a_module_computes_from_its_length_is_refused(decoder):
     with torch.no_grad(), fixed, kvpass.session():
         static(ids, positions)
     with torch.no_grad(), pytest.raises(Exception, match="from the length of the input"), kvpass.session():
-        raw(OfLength(False).eval(), options_of())(ids, positions)
+        raw(OfLength(False, layers=1).eval(), options_of())(ids, positions)
 
 
 def test_slices_are_no_branches_on_strides():
@@ -345,7 +351,7 @@ class WithLoss(Decoder):
 
 
 def test_outputs_without_a_token_axis_are_let_alone(decoder):
-    module = WithLoss(False).eval()
+    module = WithLoss(False, layers=1).eval()
     ids, positions = random_ids(1, 40), torch.arange(41)[None]
     fast = raw(module, {"budget": 100, "compiler": "eager"})
     with torch.no_grad(), kvpass.session():
