@@ -98,7 +98,7 @@ def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tm
 @pytest.mark.parametrize(
     ("words", "window"),
     [
-        ("--policy lava:window=8", 8),
+        pytest.param("--policy lava:window=8", 8, marks=pytest.mark.exhaustive),
         ("--window 8 --policy lava:window=9", 9),
         pytest.param("--window 8", 8, marks=pytest.mark.exhaustive),
         pytest.param("", 32, marks=pytest.mark.exhaustive),

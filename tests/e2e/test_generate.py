@@ -23,6 +23,7 @@ from transformers import (
 import kvpass
 from kvpass import builtin
 from numeric_checks import assert_close
+from pairwise import quick
 from tiny_models import VOCABULARY, left_pad, random_ids, tiny_model
 
 NEW = 10
@@ -126,7 +127,7 @@ def test_a_copy_of_a_compiled_model_has_weights_of_its_own(model):
     assert gone() is None
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("family", quick(["llama", "gpt2", "gemma3"], ["gpt2", "gemma3"]))
 def test_autocast_is_that_of_the_uncompressed_model(family):
     original = tiny_model(family, layers=2)
     fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
@@ -147,7 +148,7 @@ def test_autocast_is_that_of_the_uncompressed_model(family):
 def test_rotary_embeddings_that_depend_on_the_longest_row():
     given = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     given["original_max_position_embeddings"] = 48
-    original = tiny_model("phi3", layers=2, rope_parameters=given, max_position_embeddings=96)
+    original = tiny_model("phi3", layers=1, rope_parameters=given, max_position_embeddings=96)
     fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
     for rows, length in ((1, 40), (1, 60)):
         ids = random_ids(rows, length)
@@ -244,11 +245,11 @@ def test_a_mixture_of_experts_is_captured_for_any_logits_to_keep(monkeypatch, tm
     ids = random_ids(1, 30)
     expected = model(ids).logits
     monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
-    for keep in (0, 1, 5, 2):
+    for keep in (0, 1, 5):
         assert_close(f"keep {keep}", fast(ids, logits_to_keep=keep).logits, expected[:, -keep:], atol=1e-4)
     captured = [path.read_text() for path in tmp_path.glob("capture.*.specialize_attributes.before.txt")]
     symbols = [len(set(re.findall(r"Sym\((\w+)\)", text))) for text in captured]
-    assert len(symbols) == 4 and len(set(symbols)) == 1, "the prompt length is a symbol, and in none logits_to_keep"
+    assert len(symbols) == 3 and len(set(symbols)) == 1, "the prompt length is a symbol, and in none logits_to_keep"
 
 
 def test_a_streamer_and_stopping_criteria_work():

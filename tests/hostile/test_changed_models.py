@@ -123,7 +123,10 @@ def test_models_that_share_their_first_parameter_are_told_apart():
     assert torch.equal(steps(twin, cache)[0], steps(one, cache)[0]), "another copy of the same model may have it"
 
 
-@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize(
+    "kind",
+    ["register_forward_hook", pytest.param("register_forward_pre_hook", marks=pytest.mark.exhaustive)],
+)
 def test_hooks_are_honoured_whenever_they_are_registered(kind):
     def doubled(module, args, output=None):
         return (args[0] * 2,) if output is None else output * 2
