@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from kvpass.frontends.arguments import check_cache, check_forward, check_generat
 from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import first_real_column
 from kvpass.policies import Policy, resolve_budget
+from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
@@ -207,6 +208,26 @@ class CompressedModel(_Base):
         assert isinstance(cache, CompressedCache)
         cache.reusable = reusable
         return cache
+
+    def warmup(self, batch_sizes: Iterable[int] = (1,), *, prompt_tokens: int = 64, turns: bool = False) -> None:
+        """Capture and compile now what ``generate`` would on its first call with each batch size.
+
+        Args:
+            prompt_tokens: length of the made-up prompts, at least 2; what is compiled serves any length.
+            turns: also what a call of several tokens on a filled cache needs, as in a second turn.
+        Raises:
+            ValueError: a number is too small, or as for a call of the model.
+        """
+        check_int("prompt_tokens", prompt_tokens, 2)
+        before = self._kvpass.last_prompt
+        for rows in batch_sizes:
+            check_int("batch_sizes", rows, 1)
+            token, cache = torch.zeros(rows, 1, dtype=torch.int64, device=self.device), None
+            for tokens in (prompt_tokens, 2, 1) if turns else (prompt_tokens, 1):
+                out = self.forward(token.expand(-1, tokens), past_key_values=cache, logits_to_keep=1)
+                assert isinstance(out, CausalLMOutputWithPast)
+                cache = out.past_key_values
+        self._kvpass.last_prompt = before
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copied_only(

@@ -39,6 +39,26 @@ def test_the_first_call_of_a_batch_size_says_what_it_does(monkeypatch, logged):
     assert len(terminal.file.getvalue()) == drawn and logged == []
 
 
+def test_after_a_warmup_calls_capture_and_compile_nothing(logged):
+    fast = kvpass.compile(tiny_model("llama"), policy="lava", budget=40, backend="eager")
+    fast.warmup([1, 2], turns=True)
+    with pytest.raises(ValueError, match="nothing to report"):
+        fast.report()
+    assert any("batch size 2" in line for line in logged)
+    logged.clear()
+    for rows in (1, 2):
+        out = fast.generate(random_ids(rows, 70), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+        fast(random_ids(rows, 5), past_key_values=out.past_key_values, logits_to_keep=1)
+    assert logged == []
+
+
+@pytest.mark.parametrize("bad", [{"batch_sizes": [0]}, {"batch_sizes": ["1"]}, {"prompt_tokens": 1}])
+def test_a_warmup_of_no_row_or_one_token_is_an_error(bad):
+    fast = kvpass.compile(tiny_model("llama"), policy="lava", budget=40, backend="eager")
+    with pytest.raises(ValueError, match=r"batch_sizes=.*must be an int|prompt_tokens=1: must be an int"):
+        fast.warmup(**bad)
+
+
 def test_the_environment_turns_it_off(monkeypatch, capfd):
     monkeypatch.setenv("KVPASS_PROGRESS", "0")
     kvpass.progress.progress_console.cache_clear()
