@@ -125,11 +125,12 @@ class ModelFingerprint:
             if type(described.get(name)) is not type(value):
                 raise CacheMismatchError(f"the cache does not say of which {name} its model is, or not as kvpass does")
         ours, theirs = (
-            {name: side[name] for name in ("class", "dtype")} | {f"config.{k}": v for k, v in side["config"].items()}
+            {name: side[name] for name in ("class", "dtype")}
+            | {f"config.{name}": side["config"][name] for name in sorted(side["config"])}
             for side in (own, described)
         )
-        for name in sorted(ours.keys() & theirs.keys()):
-            if ours[name] != theirs[name]:
+        for name in ours:
+            if ours[name] != theirs.get(name, ours[name]):
                 raise CacheMismatchError(
                     f"the cache is of another model: its {name} is {theirs[name]}, here it is {ours[name]}"
                 )
