@@ -197,7 +197,7 @@ def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_
 
 def test_no_memory_for_the_first_cache_is_said_as_such(monkeypatch):
     """It is allocated while the graph is compiled, where Dynamo wraps what is raised."""
-    fast, ids = kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS), random_ids(1, 40)
+    fast, ids = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS), random_ids(1, 40)
 
     def full(*args):
         raise torch.OutOfMemoryError("no room for the pool")

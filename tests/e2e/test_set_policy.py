@@ -79,7 +79,7 @@ def test_another_policy_holds_for_the_prompts_to_come_and_captures_nothing(model
     ],
 )
 def test_contract_10_a_policy_that_cannot_be_set_changes_nothing(policy, budget, options, message):
-    fast = compiled_once(budget=16, window=8, backend="eager", recompress="every_turn")[1]
+    fast = compiled_once(layers=2, budget=16, window=8, backend="eager", recompress="every_turn")[1]
     cache = fast(random_ids(1, 60)).past_key_values
     with pytest.raises(ValueError, match=message):
         fast.set_policy(policy, budget, **options)
