@@ -31,8 +31,9 @@ lint: $(LINT_READY) ## ruff: style and formatting; import-linter: which package 
 typecheck: $(LINT_READY) ## mypy
 	@$(BIN)/mypy
 
+# Not --quiet: mkdocs then counts no warnings, and --strict does nothing.
 docs: $(DOCS_READY) ## build the site in build/site; a warning is an error
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "docs: build/site/index.html"
 
 test-versions: $(READY) ## model and kernel tests on older versions of transformers
