@@ -30,6 +30,7 @@ def uses(model: PreTrainedModel, ids: Tensor, name: str) -> None:
 
 WRONG = """\
     fast.nonexistent()
+    print(fast.bugdet)
     fast.compress(ids, reuse=True)
     fast.set_budget([64])
     fast.set_policy("lvaa", 64)
@@ -37,7 +38,6 @@ WRONG = """\
     kvpass.compile(model, policy="lava", budget=64, kernelsize=5)
     kvpass.compile(model, policy="streaming_llm", budget=64, pool="max")
     kvpass.compile(model, policy="snapkv", budget=64, pool="mx")
-    kvpass.compile("gpt2", budget=64)
     kvpass.load_cache("document.kv", model)
 """
 

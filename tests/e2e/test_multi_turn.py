@@ -178,7 +178,7 @@ def test_turns_continue_the_cache_of_compress_only_where_it_is_not_reusable(reus
         turn = torch.cat([answer[:, -1:], random_ids(2, 3, seed=9)], 1)
     assert columns == ([50, 50, 50] if reusable else [58, 65, 72])
     told = [str(warning.message) for warning in recwarn if "last token of the answer before" in str(warning.message)]
-    assert bool(told) == reusable and all("reusable=False" in message for message in told)
+    assert bool(told) == reusable and all("compress(ids, reusable=False)" in message for message in told)
 
 
 def test_independent_questions_and_whole_sequences_on_a_reusable_cache_are_not_warned_about(recwarn):
