@@ -35,7 +35,7 @@ hypothesis.settings.register_profile("kvpass", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("kvpass")
 
 
-# Dynamo makes many objects and few cycles: looking for garbage every 700 objects takes a tenth of the time.
+# Dynamo makes many objects and few cycles: looking for garbage every 700 objects takes five percent of the time.
 gc.set_threshold(100_000, 20, 100)
 
 

@@ -102,8 +102,8 @@ def installed_policies() -> dict[str, type[Policy]]:
 
 
 def _known(name: object) -> type[Policy]:
-    if name in POLICIES or name in installed_policies():
-        return POLICIES[str(name)]
+    if isinstance(name, str) and (name in POLICIES or name in installed_policies()):
+        return POLICIES[name]
     near = difflib.get_close_matches(str(name).lower().replace("-", "_"), POLICIES, n=1, cutoff=0.0)[0]
     raise ValueError(
         f"policy={name!r}: did you mean {near!r}? Must be one of {', '.join(sorted(POLICIES))}, or a class, "
