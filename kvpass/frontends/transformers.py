@@ -32,8 +32,8 @@ from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
 
 _DROPPED = (
-    "the prompt begins with the last token of the answer before. If it is the next turn of a conversation: the cache is "
-    "reusable and does not hold that answer, every call continues from the compressed context alone. Use "
+    "the prompt begins with the last token of the answer before. If it is the next turn of a conversation: the cache "
+    "is reusable and does not hold that answer, every call continues from the compressed context alone. Use "
     "model.compress(ids, reusable=False), or the cache that generate(..., return_dict_in_generate=True) returns"
 )
 
