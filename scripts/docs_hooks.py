@@ -26,7 +26,7 @@ from mkdocs.structure.pages import Page
 import kvpass
 from kvpass.eval.bench.report import markdown
 from kvpass.eval.gpu_check import kernel_markdown
-from kvpass.eval.markdown import markdown_table
+from kvpass.eval.tables import markdown_table
 from kvpass.policies.cake import TEMPERATURES
 
 ROOT = Path(__file__).resolve().parent.parent
