@@ -28,8 +28,9 @@ lint: $(LINT_READY) ## ruff: style and formatting; import-linter: which package 
 	@$(BIN)/lint-imports --no-logo --no-cache
 	@$(BIN)/python scripts/check-words
 
-typecheck: $(LINT_READY) ## mypy
+typecheck: $(LINT_READY) ## mypy, and what it says of wrong uses of kvpass
 	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q -m exhaustive -W ignore tests/test_types.py
 
 # Not --quiet: mkdocs then counts no warnings, and --strict does nothing.
 docs: $(DOCS_READY) ## build the site in build/site; a warning is an error

@@ -61,7 +61,7 @@ def lines(code: str, start: int) -> dict[int, str]:
     return dict(enumerate(code.splitlines(), start))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # `make typecheck` runs it
 def test_wrong_uses_are_reported_and_right_ones_are_not(tmp_path):
     """One run of mypy, with the cache of `make typecheck`; the flags in the code are those that --strict adds to it."""
     files = {"wrong_uses": GIVEN + WRONG, "right_uses": GIVEN + RIGHT}

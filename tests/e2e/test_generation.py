@@ -82,7 +82,7 @@ def test_bad_arguments_are_refused(decoder):
     with pytest.raises(ValueError, match=r"ids of shape \[20\]"):
         kvpass.generate(compiled(decoder), random_ids(1, 20)[0], max_new_tokens=2)
     model = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=100)
-    with pytest.raises(ValueError, match=r"a generate\(\) of its own"):
+    with pytest.raises(ValueError, match="use its own generate method"):
         kvpass.generate(model, random_ids(1, 20), max_new_tokens=2)
     answers = compiled(lambda ids, positions: {"logits": decoder(ids, positions)})
     with pytest.raises(ValueError, match="module returned a dict"):

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import kvpass
 from numeric_checks import assert_close
+from pairwise import quick
 from tiny_models import random_ids
 
 VOCABULARY, WIDTH, HEADS, LONGEST = 128, 32, 4, 64
@@ -139,7 +140,7 @@ def text(rows: int = 2, seed: int = 0) -> Tensor:
     return random_ids(rows, PROMPT + sum(PIECES), seed=seed)
 
 
-@pytest.mark.parametrize("make", WORKS)
+@pytest.mark.parametrize("make", quick(WORKS, [ScaledByAttributes, TablesOnFirstCall]))
 @torch.no_grad()
 def test_contract_1_the_forms_of_published_decoders_give_what_the_whole_text_gives(make):
     module = make()
@@ -268,7 +269,9 @@ def line_that_reads(code: str) -> int:
         return next(number for number, line in enumerate(lines, 1) if code in line)
 
 
-@pytest.mark.parametrize("make", REFUSED)
+@pytest.mark.parametrize(
+    "make", quick([*REFUSED], [WritesCache, CountsInAttribute, TableOfThisLength, BranchesOnLength])
+)
 def test_contract_7_what_goes_on_by_itself_is_refused_by_the_line_that_does_it(make):
     reason, code = REFUSED[make]
     with pytest.raises(Exception, match=f"(?s){reason}") as refusal:
