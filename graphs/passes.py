@@ -129,7 +129,7 @@ def pass_name(graph_pass: Callable[..., int]) -> str:
 
 
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> list[PassRecord]:
-    """Apply ``passes`` in order, with a lint after each; dump graphs as ``<label>.<i>.<pass>.before|after``."""
+    """Apply ``passes`` in order, with a lint after each; dump graphs as ``<label>.<ii>.<pass>.before|after``."""
     records = []
     disabled = _disabled()
     text = partial(gm.print_readable, print_output=False)
@@ -138,7 +138,7 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
         name = pass_name(graph_pass)
         if name in disabled:
             continue
-        artifact = f"{label}.{index}.{name}"
+        artifact = f"{label}.{index:02d}.{name}"  # sorts in a folder
         _dump_artifact(f"{artifact}.before", text)
         began = time.perf_counter()
         sites = graph_pass(gm)

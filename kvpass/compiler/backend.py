@@ -111,7 +111,7 @@ class PhaseCompiler:
             UnsupportedAttentionError: an attention call is unsupported.
         """
         gm = copy_graph(captured)
-        return CanonicalGraph(gm, run_passes(gm, capture_passes(self.layers), label=f"capture.{len(self.records)}"))
+        return CanonicalGraph(gm, run_passes(gm, capture_passes(self.layers), label=f"capture.{len(self.records):02d}"))
 
     def _seconds(self, phase: Phase, sites: int) -> float:
         """Of the last compilation of this phase here; before one, what small models took on two cores."""
@@ -145,7 +145,7 @@ class PhaseCompiler:
             inputs = one_token_inputs(inputs, tokens, fake_mode)
             one_token = partial(one_token_pass, inputs=[*inputs, *fakes], mode=fake_mode)
         passes = phase_passes(phase, nodes, layout, policy, one_token, cpp=self.compiler == "inductor")
-        rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records)}")
+        rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
         compiled: Callable[..., Any] = gm.forward
         sites = rewritten[-1].sites
         if self.compiler == "inductor":

@@ -124,11 +124,11 @@ def test_passes_are_dumped_before_and_after_with_op_counts(tmp_path, monkeypatch
     out = fast(random_ids(1, 50))
     fast(random_ids(1, 1), past_key_values=out.past_key_values)
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"prefill.0.0.rewrite_prefill.before.txt", "decode.1.2.rewrite_cached.after.txt"} <= names
-    assert "kvpass.site" in (tmp_path / "prefill.0.0.rewrite_prefill.before.txt").read_text()
-    after = (tmp_path / "prefill.0.0.rewrite_prefill.after.txt").read_text()
+    assert {"prefill.00.00.rewrite_prefill.before.txt", "decode.01.02.rewrite_cached.after.txt"} <= names
+    assert "kvpass.site" in (tmp_path / "prefill.00.00.rewrite_prefill.before.txt").read_text()
+    after = (tmp_path / "prefill.00.00.rewrite_prefill.after.txt").read_text()
     assert "torch.ops.kvpass.cascade_step.default(kvpass_store0_pool_k" in after
-    ops = (tmp_path / "decode.1.2.rewrite_cached.ops.txt").read_text()
+    ops = (tmp_path / "decode.01.02.rewrite_cached.ops.txt").read_text()
     assert "kvpass.attend_cache.default: 0 -> 1 (+1)" in ops and "kvpass.site.default: 1 -> 0 (-1)" in ops
 
 
@@ -143,4 +143,5 @@ def test_the_structured_trace_carries_the_graphs(tmp_path):
         trace_log.removeHandler(handler)
         handler.close()
     text = "".join(path.read_text() for path in tmp_path.iterdir())
-    assert '"kvpass.prefill.0.0.rewrite_prefill.after"' in text and '"kvpass.prefill.0.0.rewrite_prefill.ops"' in text
+    for kind in ("after", "ops"):
+        assert f'"kvpass.prefill.00.00.rewrite_prefill.{kind}"' in text
