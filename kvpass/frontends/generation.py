@@ -25,7 +25,8 @@ def generate(
     """Generate greedily with a module compiled by ``torch.compile(module, backend="kvpass")``.
 
     Args:
-        module: called as ``module(ids)``, or ``module(ids, positions)``; returns logits ``[B, T, vocabulary]``.
+        module: called as ``module(ids)``, or ``module(ids, positions)``; returns logits ``[B, T, vocabulary]``, or
+            a tuple that begins with them, such as ``(logits, loss)``.
         ids: prompts, int64 ``[B, N]``; padding only on the left.
         positions: pass true positions, int64 ``[B, T]``, as second argument.
         attention_mask: ``[B, N]``, zeros before the real tokens; needs ``positions``.
@@ -48,7 +49,8 @@ def generate(
     sequence, new = ids, ids
     with session(attention_mask) as active:
         for step in range(max_new_tokens):
-            logits = module(new, where) if positions else module(new)
+            out = module(new, where) if positions else module(new)
+            logits = out[0] if isinstance(out, tuple) else out
             if active.calls != step + 1:
                 raise RuntimeError(
                     "a call of the module ran no graph of kvpass, so nothing was compressed: compile it with "

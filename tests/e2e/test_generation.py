@@ -76,6 +76,24 @@ def test_a_row_that_has_ended_says_nothing_else(decoder):
         assert out[row].tolist() == (said[: stop + 1] + [end] * NEW)[: out.shape[1]]
 
 
+def test_logits_may_be_the_first_item_of_a_tuple(decoder):
+    class WithLoss(nn.Module):
+        """As nanoGPT: forward(idx, targets=None) returns logits of the last token and a loss."""
+
+        def __init__(self):
+            super().__init__()
+            self.decoder = decoder
+
+        def forward(self, ids, targets=None):
+            logits, loss = self.decoder(ids)[:, [-1], :], None
+            if targets is not None:
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            return logits, loss
+
+    ids = random_ids(2, 37)
+    assert torch.equal(kvpass.generate(compiled(WithLoss()), ids, max_new_tokens=NEW), recomputed(decoder, ids))
+
+
 def test_bad_arguments_are_refused(decoder):
     with pytest.raises(ValueError, match="max_new_tokens=0"):
         kvpass.generate(compiled(decoder), random_ids(1, 20), max_new_tokens=0)
