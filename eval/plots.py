@@ -2,68 +2,100 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvpass.eval.records import Record, Row
+from kvpass.report import import_figure
 
-_MARKERS = "osD^v<>Pp*hX8Hd"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HIGHLIGHTED = ("lava", "snapkv", "pyramidkv", "streaming_llm")
+"""Of many policies, those that have a panel of their own."""
+
+
+def without_shared_window(policies: Sequence[str]) -> tuple[dict[str, str], str]:
+    """Policies as typed -> shorter names, and ``", window=8"`` if that option stands behind all that have a window."""
+    found = {option for policy in policies for option in re.findall(r"window=\d+", policy)}
+    if len(found) != 1:
+        return {policy: policy for policy in policies}, ""
+    (window,) = found
+    return {
+        policy: policy.replace(f"{window},", "").replace(f",{window}", "").removesuffix(f":{window}")
+        for policy in policies
+    }, f", {window}"
 
 
 def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
-    """Plot score against kept share, one panel per scope, one line per policy.
-
-    Points of one budget are drawn side by side, so that their bars can be told apart.
+    """Plot score against kept share: a line of panels per scope, a panel per policy, the others in grey.
 
     Args:
-        rows: of one task; those whose budget is ``all`` become a dashed line.
+        rows: of one task; those whose budget is ``all`` become a dashed line. Of more than four policies, the first of
+            ``HIGHLIGHTED`` that are among them have panels; a band goes from the least to the most of the others.
     """
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
+    figure_type = import_figure()
     scopes = list(dict.fromkeys(row.scope for row in rows))
-    policies = list(dict.fromkeys(row.policy for row in rows if row.budget != "all"))
-    colors = colormaps["tab20"].colors  # type: ignore[attr-defined]
-    figure = Figure(figsize=(6.5 * len(scopes) + 2.5, 5.5), layout="constrained")
-    axes = figure.subplots(1, len(scopes), sharey=True, squeeze=False)[0]
-    for panel, scope in zip(axes, scopes, strict=True):
-        for index, policy in enumerate(policies):
-            line = sorted(
-                (row for row in rows if (row.scope, row.policy) == (scope, policy) and row.budget != "all"),
-                key=lambda row: row.kept_fraction,
-            )
-            shift = 1.012 ** (index - (len(policies) - 1) / 2)
-            panel.errorbar(
-                [100 * row.kept_fraction * shift for row in line],
-                [100 * row.score for row in line],
-                yerr=[
-                    [100 * (row.score - row.low) for row in line],
-                    [100 * (row.high - row.score) for row in line],
-                ],
-                label=policy,
-                color=colors[index % len(colors)],
-                marker=_MARKERS[index % len(_MARKERS)],
-                markersize=5,
-                linewidth=1.2,
-                elinewidth=0.7,
-                capsize=2,
-            )
-        for row in rows:
-            if row.scope == scope and row.budget == "all":
-                panel.axhline(100 * row.score, linestyle="--", color="black", linewidth=1, label=row.policy)
+    names, window = without_shared_window(list(dict.fromkeys(row.policy for row in rows)))
+    drawn = list(dict.fromkeys(row.policy for row in rows if row.budget != "all"))
+    chosen = sorted(drawn, key=lambda policy: (*HIGHLIGHTED, names[policy]).index(names[policy]))[:4]
+    columns = max(1, len(chosen))
+    figure = figure_type(figsize=(3 * columns + 0.5, 2.6 * len(scopes) + 0.9), layout="constrained")
+    axes = figure.subplots(len(scopes), columns, sharex=True, sharey=True, squeeze=False)
+    for scope, line_of_panels in zip(scopes, axes, strict=True):
+        lines: dict[str, list[Row]] = {policy: [] for policy in drawn}
+        for row in sorted(rows, key=lambda row: row.kept_fraction):
+            if row.scope == scope and row.budget != "all":
+                lines[row.policy].append(row)
+        for index, panel in enumerate(line_of_panels):
+            others = [lines[policy] for policy in drawn if policy not in chosen]
+            _plot_policy(panel, lines[chosen[index]] if chosen else [], others, f"C{index}")
+            for row in rows:
+                if row.scope == scope and row.budget == "all":
+                    panel.axhline(100 * row.score, linestyle="--", color="black", linewidth=1, label=names[row.policy])
+            if scope == scopes[0] and chosen:
+                panel.set_title(names[chosen[index]], fontsize=10, color=f"C{index}", fontweight="bold")
+            panel.grid(alpha=0.3)
+        line_of_panels[0].set_ylabel(f"scope = {scope}\nexact answers, %")
+    panel = axes[0][0]
+    if drawn:
         panel.set_xscale("log")
         ticks = sorted({round(100 * row.kept_fraction) for row in rows if row.budget != "all"})
         panel.set_xticks(ticks, [str(tick) for tick in ticks])
         panel.minorticks_off()
-        panel.set_xlabel("entries kept, % of the compressed part (points of one budget side by side)")
-        panel.set_title(f"scope = {scope}")
-        panel.grid(alpha=0.3)
-    axes[0].set_ylabel("exact answers, %")
-    axes[0].set_ylim(-3, 103)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=8)
-    figure.suptitle(title)
+    panel.set_ylim(-3, 103)
+    handles, labels = panel.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8, frameon=False)
+    figure.supxlabel("entries kept, % of the compressed part", fontsize=10)
+    figure.suptitle(title + window)
     figure.savefig(path, dpi=150)
+
+
+def _plot_policy(panel: Axes, chosen: Sequence[Row], others: Sequence[Sequence[Row]], color: str) -> None:
+    """The others in grey, with the band from their least to their most, and the chosen with its intervals."""
+    spans: dict[str, list[Row]] = {}
+    for line in others:
+        panel.plot([100 * row.kept_fraction for row in line], [100 * row.score for row in line], color="0.7", lw=0.6)
+        for row in line:
+            spans.setdefault(row.budget, []).append(row)
+    if spans:
+        at = [100 * sum(row.kept_fraction for row in span) / len(span) for span in spans.values()]
+        least, most = ([100 * edge(row.score for row in span) for span in spans.values()] for edge in (min, max))
+        panel.fill_between(at, least, most, color="0.93", label=f"{len(others)} other policies")
+    if chosen:
+        panel.errorbar(
+            [100 * row.kept_fraction for row in chosen],
+            [100 * row.score for row in chosen],
+            yerr=[[100 * (row.score - row.low) for row in chosen], [100 * (row.high - row.score) for row in chosen]],
+            color=color,
+            marker="o",
+            markersize=4,
+            capsize=2,
+            elinewidth=0.8,
+        )
 
 
 def plot_grid(records: Sequence[Record], path: Path, *, title: str) -> None:
@@ -72,8 +104,8 @@ def plot_grid(records: Sequence[Record], path: Path, *, title: str) -> None:
     Args:
         records: of tasks whose samples have the labels ``length`` and ``depth``.
     """
+    figure_type = import_figure()
     import numpy as np
-    from matplotlib.figure import Figure
 
     lengths, depths = (sorted({float(record.labels[name]) for record in records}) for name in ("length", "depth"))
     cells: dict[tuple[str, str, str], list[Record]] = {}
@@ -81,7 +113,7 @@ def plot_grid(records: Sequence[Record], path: Path, *, title: str) -> None:
         cells.setdefault((record.label, record.question.budget, record.question.scope), []).append(record)
     columns = min(4, len(cells))
     lines = -(-len(cells) // columns)
-    figure = Figure(figsize=(3.4 * columns + 1, 2.6 * lines + 0.8), layout="constrained")
+    figure = figure_type(figsize=(3.4 * columns + 1, 2.6 * lines + 0.8), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
     for panel, ((label, budget, scope), own) in zip(axes, cells.items(), strict=False):
         total, count = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)))
@@ -91,6 +123,11 @@ def plot_grid(records: Sequence[Record], path: Path, *, title: str) -> None:
             count[cell] += 1
         with np.errstate(invalid="ignore"):
             image = panel.imshow(100 * total / count, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+        for (y, x), of in np.ndenumerate(count):
+            if of:
+                share = total[y, x] / of
+                style = "white" if share in (0, 1) else "black"
+                panel.text(x, y, f"{total[y, x]:.3g}/{of:.0f}", ha="center", va="center", fontsize=7, color=style)
         panel.set_xticks(range(len(lengths)), [f"{length:.0f}" for length in lengths])
         panel.set_yticks(range(len(depths)), [f"{100 * depth:.0f}" for depth in depths])
         panel.set_title(f"{label}\nbudget {budget}, scope {scope}", fontsize=8)
@@ -100,5 +137,5 @@ def plot_grid(records: Sequence[Record], path: Path, *, title: str) -> None:
     for panel in axes[len(cells) :]:
         panel.axis("off")
     figure.colorbar(image, ax=list(axes), label="exact answers, %")
-    figure.suptitle(title)
+    figure.suptitle(f"{title} (in a cell: right/asked)")
     figure.savefig(path, dpi=150)

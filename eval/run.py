@@ -31,10 +31,14 @@ from kvpass.eval.runner import Runner
 from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.loading import load_model
 from kvpass.policies import Policy, resolve_budget
+from kvpass.progress import progress_bar
+from kvpass.report import import_figure
 
 SCOPES = get_args(Scope)
 
 BudgetValue = int | float | str
+
+_DRAWN = "needle_grid"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +127,14 @@ class Evaluation:
 
     Raises:
         ValueError: what does not exist or is out of range: model, tasks, data, budget for the window.
+        ImportError: the task ``needle_grid``, which is drawn, without matplotlib.
     """
 
     def __init__(self, settings: EvalSettings) -> None:
         self.settings = settings
         tasks = find_tasks(settings.tasks, settings.data_dir)
+        if any(task.name == _DRAWN for task in tasks):
+            import_figure()
         self.model, self.tokenizer = load_model(settings.model, dtype=settings.dtype, device=settings.device)
         self.fingerprint = fingerprint(self.model)
         self.code = answering_digest("prompt.py", "runner.py", "run.py")
@@ -144,8 +151,10 @@ class Evaluation:
         ]
 
     def run(self, console: Console) -> list[Row]:
-        """Answer what is not yet answered; write samples, tables and manifest; print the table.
+        """Answer what is not yet answered; write samples, tables and manifest.
 
+        Args:
+            console: where the progress is shown.
         Returns:
             one row for each condition of this run.
         """
@@ -154,14 +163,14 @@ class Evaluation:
         self._write_manifest([], None)
         waiting = sum(len(condition.waiting) for condition in self.conditions)
         total = sum(len(condition.questions) for condition in self.conditions)
-        with Progress(console=console, transient=True) as progress:
+        with progress_bar(console) as progress:
             bar = progress.add_task("", total=total, completed=total - waiting)
             if waiting:
                 self._answer(progress, bar)
         output, records = self.settings.output, self._records()
         rows = summarize(records)
         (output / "results.md").write_text(results_markdown(rows), encoding="utf-8")
-        if grid := [record for record in records if record.question.task == "needle_grid"]:
+        if grid := [record for record in records if record.question.task == _DRAWN]:
             plot_grid(grid, output / "needle_grid.png", title=f"{self.settings.model}: one fact by length and depth")
         self._write_manifest(rows, time.perf_counter() - begin)
         return rows

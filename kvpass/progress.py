@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 _LOGGER = logging.getLogger("kvpass")
 
@@ -22,6 +23,15 @@ def progress_console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, quiet=os.environ.get("KVPASS_PROGRESS") == "0")
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar that is gone at its end; its clock runs also while a first step takes long."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = SpinnerColumn(), text, BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True, disable=console.quiet or not console.is_terminal)
 
 
 @contextmanager

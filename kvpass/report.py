@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console, Group
@@ -18,6 +18,22 @@ from kvpass.cache.prompt_record import PromptRecord, by_layer, layer_ids
 from kvpass.compiler.backend import CompileRecord
 from kvpass.config import Budget
 from kvpass.policies.base import Policy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def import_figure() -> type[Figure]:
+    """Return the class that pictures are made of.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'kvpass[plots]'") from error
+    return Figure
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -155,20 +171,23 @@ class Report:
             console.print(self)
         return captured.get().rstrip()
 
-    def plot(self, path: str | Path, *, row: int = 0) -> Path:
+    def plot(self, path: str | Path, *, row: int = 0, marks: Mapping[str, Sequence[int]] | None = None) -> Path:
         """Write a picture: a heat map of lengths (layers x KV heads), and the positions kept.
 
         Args:
             path: where to write; the suffix decides the format (PNG, PDF, SVG).
-            row: row of the batch.
+            row: row of the batch. marks: positions to point at, by the name that the legend gives them.
+        Raises:
+            ImportError: without matplotlib. ValueError: all layers have sliding windows.
         """
-        from matplotlib.figure import Figure
+        figure_type = import_figure()
+        from matplotlib.colors import PowerNorm
 
         if not self.prompt.full_layers:
             raise ValueError("nothing to plot: all layers have sliding windows")
         lengths = self.lengths[row]
         layers = lengths.shape[0]
-        figure = Figure(figsize=(12, 1.5 + 0.35 * max(layers, 6)), layout="constrained")
+        figure = figure_type(figsize=(12, 1.5 + 0.35 * max(layers, 6)), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=[1, 2])
         image = left.imshow(lengths.numpy(force=True), aspect="auto", cmap="viridis")
         figure.colorbar(image, ax=left, label="entries kept")
@@ -176,7 +195,7 @@ class Report:
         left.set_xticks(range(lengths.shape[1]))
         left.set_yticks(range(layers), map(str, self.layer_ids))
         tokens = int(self.prompt_lengths[row])
-        bins = min(tokens, 256)
+        bins = min(tokens, 128)
         share = torch.zeros(layers, bins)
         line = {layer: index for index, layer in enumerate(self.layer_ids)}
         for store in self.prompt.full_layers:
@@ -187,16 +206,20 @@ class Report:
                 kept = torch.cat([store.positions[row, begin:end].cpu().long(), window])
                 share[line[layer]] = torch.bincount(kept * bins // tokens, minlength=bins) / (heads * tokens / bins)
         image = right.imshow(
-            share.numpy(),
+            share.where(share > 0, float("nan")).numpy(),  # white
             aspect="auto",
-            cmap="magma",
-            vmin=0,
-            vmax=1,
+            cmap="viridis_r",
+            norm=PowerNorm(0.5, 0, 1),  # a small budget keeps little of every bin
             interpolation="nearest",
             extent=(0, tokens, layers - 0.5, -0.5),
         )
         right.set_yticks(range(layers), map(str, self.layer_ids))
         figure.colorbar(image, ax=right, label="share of positions kept")
         right.set(xlabel="position in the prompt", ylabel="layer", title="what was kept")
+        for (name, places), color in zip((marks or {}).items(), ("tab:blue", "tab:green", "tab:purple"), strict=False):
+            edge = [layers - 0.5] * len(places)
+            right.scatter(places, edge, s=60, c=color, marker="^", clip_on=False, zorder=3, label=name)
+        if marks:
+            figure.legend(loc="outside lower right", ncols=len(marks), frameon=False)
         figure.savefig(path, dpi=120)
         return Path(path)

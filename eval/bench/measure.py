@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -137,6 +138,7 @@ def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     meter = Meter(device)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes lines into the progress bar
     with profile(activities=activities) as profiler:
         marks = [meter.mark()]
         run()

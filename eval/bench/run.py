@@ -38,6 +38,7 @@ from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSetti
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System
 from kvpass.eval.environment import machine, versions
 from kvpass.eval.policy_spec import PolicySpec
+from kvpass.progress import progress_bar
 
 __all__ = ["Bench", "BenchSettings"]
 
@@ -187,7 +188,7 @@ class Bench:
         Raises:
             RuntimeError: a system failed for another reason than memory; what the others did is measured and saved.
         """
-        with torch.no_grad(), Progress(console=console, transient=True) as progress:
+        with torch.no_grad(), progress_bar(console) as progress:
             bandwidth = copy_bandwidth(self.device)
             self.meter.release()
             task = progress.add_task("", total=None)
@@ -218,7 +219,7 @@ class Bench:
                 try:
                     measurement.failure = run_in_memory(function)
                 except Exception as error:  # reported again when the others are measured
-                    progress.console.print(traceback.format_exc(), highlight=False, markup=False)
+                    traceback.print_exc()
                     measurement.failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                     self._errors.append(f"{measurement.system.name}: {measurement.failure}")
                 gc.collect()  # its cache; the allocator keeps the memory, unless a CUDA graph was captured

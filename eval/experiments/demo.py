@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from transformers.generation.streamers import BaseStreamer
 
@@ -27,6 +26,8 @@ from kvpass.eval.needle.words import HELD_OUT_NAMES
 from kvpass.eval.tables import rich_table
 from kvpass.frontends.options import PolicyName
 from kvpass.frontends.transformers import CompressedModel
+from kvpass.progress import progress_bar, progress_console
+from kvpass.report import import_figure
 
 BUDGETS = (36, 40, 64)
 POLICIES: tuple[PolicyName, ...] = ("lava", "snapkv", "streaming_llm")
@@ -104,11 +105,12 @@ class Demo:
     """A checked run of the demo.
 
     Raises:
-        ValueError: too few tokens for the facts.
+        ValueError: too few tokens for the facts. ImportError: without matplotlib.
     """
 
     def __init__(self, settings: DemoSettings) -> None:
         self.settings = settings
+        import_figure()
         transformers.utils.logging.disable_progress_bar()
         self.model, self.tokenizer = builtin.load()
         self.sample = sample(Task(keys=settings.facts, questions=settings.facts), settings.tokens, settings.seed)
@@ -117,7 +119,7 @@ class Demo:
         """Ask every system for every fact; print the answers, the summary and what was measured."""
         model = kvpass.compile(self.model, policy="full", backend=self.settings.backend)
         answers = []
-        with Progress(console=console, transient=True) as progress:
+        with progress_bar(progress_console()) as progress:
             task = progress.add_task("", total=(2 + len(POLICIES) * len(BUDGETS)) * self.settings.facts)
 
             def ask(model: Any, asked: Answers) -> None:
@@ -131,7 +133,7 @@ class Demo:
                 model.set_policy(policy, budget)
                 ask(model, Answers(f"kvpass {policy}", budget))
                 if (policy, budget) == ("lava", min(BUDGETS)):
-                    model.report().plot(self.settings.output)
+                    model.report().plot(self.settings.output, marks=self._facts())
         console.print(self._answer_table(answers))
         console.print(self._summary_table(answers))
         console.print(self._notes(answers), highlight=False, markup=False)
@@ -167,6 +169,12 @@ class Demo:
         else:
             answers.cache_bytes = cache.nbytes if isinstance(cache, CompressedCache) else storage_bytes(cache)
         return str(self.tokenizer.decode(out.sequences[0, ids.shape[1] :]))
+
+    def _facts(self) -> dict[str, list[int]]:
+        """Positions of the answers, which the text holds once each; <bos> is position 0."""
+        words = self.sample.context.split()
+        places = [1 + words.index(question.answers[0].split()[0]) for question in self.sample.questions]
+        return {"fact asked for": places[:1], "other facts": places[1:]}
 
     def _answer_table(self, answers: list[Answers]) -> Table:
         shown = [answer for answer in answers if answer.budget in ("all", min(BUDGETS))]

@@ -26,6 +26,7 @@ from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.records import Row, results_markdown
 from kvpass.eval.run import EvalSettings, Evaluation
 from kvpass.eval.tables import markdown_table
+from kvpass.progress import progress_console
 
 GRID_POLICIES = ("full", "lava", "ada_snapkv", "streaming_llm")
 GRID_BUDGET = 0.12
@@ -100,15 +101,15 @@ class Results:
         s = self.settings
         for folder in (s.work, s.output):
             folder.mkdir(parents=True, exist_ok=True)
-        curve, grid = draw_curve(self._curve, console), self._grid.run(console)
-        text = _page(s, curve, grid, self._losses(console), self._costs(console))
+        curve, grid = draw_curve(self._curve, console), self._grid.run(progress_console())
+        text = _page(s, curve, grid, self._losses(), self._costs())
         shutil.copyfile(s.work / "curve" / "curve.png", s.output / "curve.png")
         shutil.copyfile(s.work / "grid" / "needle_grid.png", s.output / "needle_grid.png")
         page = s.output / "results.md"
         page.write_text(text.rstrip() + "\n", encoding="utf-8")
         return page
 
-    def _losses(self, console: Console) -> list[PolicyLoss]:
+    def _losses(self) -> list[PolicyLoss]:
         s = self.settings
         model, tokenizer = builtin.load()
         texts = [sample(LOSS_TASK, s.length, seed) for seed in range(s.loss_prompts)]
@@ -116,13 +117,13 @@ class Results:
         specs = [PolicySpec(name).with_window(LOSS_WINDOW) for name in LOSS_POLICIES]
         measured = measure_output_loss(model, ids, specs, LOSS_BUDGETS)
         total = len(specs) * len(LOSS_BUDGETS)
-        return list(track(measured, "output loss", total=total, console=console, transient=True))
+        return list(track(measured, "output loss", total=total, console=progress_console(), transient=True))
 
-    def _costs(self, console: Console) -> dict[str, Any]:
+    def _costs(self) -> dict[str, Any]:
         path = self.settings.work / "bench.json"
         result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
         if not result.get("complete") or result["versions"]["source"] != source_digest():
-            result = Bench(self._bench).run(console)
+            result = Bench(self._bench).run(progress_console())
             path.write_text(json.dumps(result, indent=1) + "\n")
         return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
+from matplotlib.figure import Figure
 
 import kvpass
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
@@ -52,7 +53,15 @@ def test_a_model_whose_layers_all_slide_keeps_nothing_under_the_budget():
     assert "ring of 24" in str(found)
 
 
-def test_the_picture_is_written(tmp_path):
+def test_the_picture_is_written(tmp_path, monkeypatch):
+    figures = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self) or savefig(self, *a, **k))
     found, _ = report(policy="lava", budget=16)
-    path = found.plot(tmp_path / "kept.png", row=1)
+    path = found.plot(tmp_path / "kept.png", row=1, marks={"facts": [3, 20]})
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    kept = figures[0].axes[1]
+    (marks,) = kept.collections
+    assert marks.get_label() == "facts" and marks.get_offsets()[:, 0].tolist() == [3, 20]
+    shown = kept.images[0].get_array()
+    assert shown.mask.any() and not shown.mask[:, -8:].any()  # white where nothing is kept; the window is kept
