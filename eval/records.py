@@ -10,10 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import msgspec
-from rich.table import Table
 
 from kvpass.eval.runner import Kept
-from kvpass.eval.tables import markdown_table, rich_table
+from kvpass.eval.tables import FirstThatFits, fitting_table, markdown_table
 
 
 class Question(msgspec.Struct, kw_only=True, frozen=True):
@@ -164,6 +163,7 @@ def wilson_interval(mean: float, count: int, z: float = 1.96) -> tuple[float, fl
 
 _COLUMNS = "task,scope,policy,budget,n,score %,95 % interval,entries,kept,kept KiB,cache KiB".split(",")
 _LEFT = 4
+_SPARE = ("cache KiB", "kept KiB", "entries", "kept", "95 % interval")
 
 
 def _cells(row: Row) -> list[str]:
@@ -182,9 +182,9 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def results_table(rows: Sequence[Row]) -> Table:
-    """The rows for a terminal."""
-    return rich_table(_COLUMNS, map(_cells, rows), left=_LEFT)
+def results_table(rows: Sequence[Row]) -> FirstThatFits:
+    """The rows for a terminal; on a narrow one without bytes and entries."""
+    return fitting_table(_COLUMNS, map(_cells, rows), spare=_SPARE, left=_LEFT)
 
 
 def results_markdown(rows: Sequence[Row]) -> str:

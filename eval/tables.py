@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 
 Cells = Iterable[Sequence[str]]
@@ -16,10 +19,36 @@ def rich_table(header: Sequence[str], rows: Cells, *, left: int = 1, **style: An
     usual: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
     table = Table(**usual | style)
     for index, column in enumerate(header):
-        table.add_column(column, justify="left" if index < left else "right", no_wrap=index >= left)
+        number = index >= left
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for cells in rows:
         table.add_row(*cells)
     return table
+
+
+@dataclass(frozen=True)
+class FirstThatFits:
+    """The first of several tables that fits the terminal, else the last."""
+
+    tables: Sequence[Table]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(width=10_000)
+        fits = (t for t in self.tables if Measurement.get(console, wide, t).maximum <= options.max_width)
+        yield next(fits, self.tables[-1])
+
+
+def fitting_table(header: Sequence[str], rows: Cells, *, spare: Sequence[str], **style: Any) -> FirstThatFits:
+    """A table for a terminal that leaves out columns of ``spare``, the first ones first, until it fits."""
+    cells = list(rows)
+    tables = []
+    for count in range(len(spare) + 1):
+        shown = [index for index, name in enumerate(header) if name not in spare[:count]]
+        chosen = ([row[index] for index in shown] for row in cells)
+        left_out = ", ".join(" ".join(name.split()) for name in spare[:count])
+        caption = f"no room for: {left_out}" if left_out else None
+        tables.append(rich_table([header[i] for i in shown], chosen, caption=caption, caption_justify="left", **style))
+    return FirstThatFits(tables)
 
 
 def markdown_table(header: Sequence[str], rows: Cells, *, left: int = 1) -> str:

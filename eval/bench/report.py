@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from kvpass.eval.tables import markdown_table, rich_table
+from kvpass.eval.tables import FirstThatFits, fitting_table, markdown_table
+from kvpass.report import import_figure
 
 Record = dict[str, Any]
 Column = tuple[str, Callable[[Record], str]]
@@ -44,6 +44,8 @@ DECODE_STATE: tuple[Column, ...] = (
     ("compile\ns", lambda r: _of(r["compile_s"], ".1f")),
     ("first\nsteps ms", lambda r: _of(_first_steps(r), ".1f")),
 )
+_SPARE = ("peak\nGiB", "largest\nbatch", "of the\nbound, %", "\nx full")
+"""Left out of the tables of a narrow terminal, the first ones first."""
 LEGEND = (
     "Medians and quartiles of interleaved repeats. x full: prefill time over that of the compiled full prefill. "
     "scoring: share of the prefill that compression takes, attention apart (one profiled run). over: decode speed over "
@@ -68,10 +70,10 @@ def tables(result: dict[str, Any]) -> Group:
     return Group(*parts, Text(conditions(result)), Text(LEGEND))
 
 
-def _table(run: dict[str, Any], columns: Sequence[Column], heading: str | None) -> Table:
+def _table(run: dict[str, Any], columns: Sequence[Column], heading: str | None) -> FirstThatFits:
     header = ["system", *(name for name, _ in columns)]
     rows = ([record["name"], *(_cell(record, cell) for _, cell in columns)] for record in run["systems"])
-    return rich_table(header, rows, padding=0, title=heading, title_justify="left")
+    return fitting_table(header, rows, spare=_SPARE, padding=0, title=heading, title_justify="left")
 
 
 def _cell(record: Record, cell: Callable[[Record], str]) -> str:
@@ -124,10 +126,15 @@ def _in_line(cell: str) -> str:
     return f"{first} ({second})" if second else first
 
 
-PICTURES: dict[str, tuple[str, Callable[[Record], float]]] = {
-    "ms-per-token": ("decode, ms per token", lambda record: record["decode_ms"]["median"]),
-    "memory": ("cache, MiB", lambda record: record["cache_bytes"] / 2**20),
+def _decode_ms(record: Record) -> list[float]:
+    return [record["decode_ms"][name] for name in ("q1", "median", "q3")]
+
+
+PICTURES: dict[str, tuple[str, Callable[[Record], list[float]]]] = {
+    "ms-per-token": ("decode, ms per token: median, quartiles", _decode_ms),
+    "memory": ("cache, MiB", lambda record: [record["cache_bytes"] / 2**20] * 3),
 }
+"""Name of a picture -> label of its axis, and what is drawn: low end, middle, high end."""
 
 
 def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
@@ -138,8 +145,11 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
     Returns:
         the pictures written, ``<what>-batch<rows>.png``.
+
+    Raises:
+        ImportError: without matplotlib.
     """
-    from matplotlib.figure import Figure
+    figure_type = import_figure()
     from matplotlib.ticker import StrMethodFormatter
 
     batches: dict[int, dict[int, dict[str, Record]]] = {}
@@ -152,16 +162,22 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         chosen = dict(sorted(contexts.items()))
         names = list(dict.fromkeys(name for records in chosen.values() for name in records))
         for what, (label, value) in PICTURES.items():
-            figure = Figure(figsize=(7, 4.5), layout="constrained")
+            figure = figure_type(figsize=(7, 4.5), layout="constrained")
             axes = figure.subplots()
             for index, name in enumerate(names):
                 points = [
-                    (context, value(records[name]))
+                    (context * 1.02**index, *value(records[name]))  # side by side
                     for context, records in chosen.items()
                     if name in records and not records[name]["failure"]
                 ]
                 if points:
-                    axes.plot(*zip(*points, strict=True), marker=_MARKERS[index % len(_MARKERS)], label=name)
+                    at, low, middle, high = map(list, zip(*points, strict=True))
+                    spread = [
+                        [m - v for m, v in zip(middle, low, strict=True)],
+                        [v - m for m, v in zip(middle, high, strict=True)],
+                    ]
+                    marker = _MARKERS[index % len(_MARKERS)]
+                    axes.errorbar(at, middle, yerr=spread, label=name, marker=marker, markersize=4, capsize=4)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -171,7 +187,7 @@ def plot(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
             axes.set_ylabel(label)
             axes.set_title(f"{results[0]['model']['name']}, {results[0]['model']['dtype']}, batch {batch}")
             axes.grid(alpha=0.3)
-            axes.legend()
+            figure.legend(loc="outside right upper")
             path = folder / f"{what}-batch{batch}.png"
             figure.savefig(path, dpi=120)
             written.append(path)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 
-from kvpass.eval.plots import plot_curve
+from kvpass.eval.plots import plot_curve, without_shared_window
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.records import Row
 from kvpass.eval.run import BudgetValue, EvalSettings, Evaluation
-from kvpass.eval.tables import markdown_table
+from kvpass.eval.tables import FirstThatFits, markdown_table, rich_table
 from kvpass.policies import POLICIES
+from kvpass.progress import progress_console
+from kvpass.report import import_figure
 
 BUDGETS: tuple[BudgetValue, ...] = (0.03, 0.06, 0.12, 0.25, 0.5)
 """Up to the whole cache, which is ``full``: every policy keeps everything then (contract 1)."""
@@ -35,7 +37,12 @@ def curve_settings(**given: Any) -> EvalSettings:
     """Settings of a run (:class:`~kvpass.eval.run.EvalSettings`), the curve's own where nothing is given.
 
     ``output`` is for picture, table and samples; ``samples`` are questions a point, those of one context share it.
+    Where no window is typed it is ``WINDOW``.
+
+    Raises:
+        ImportError: without matplotlib.
     """
+    import_figure()
     usual: dict[str, Any] = {
         "model": "builtin",
         "samples": 24,
@@ -45,36 +52,59 @@ def curve_settings(**given: Any) -> EvalSettings:
         "batch": 25,
         "backend": "eager",
     }
-    return EvalSettings(**usual | given, tasks=(TASK,))
+    chosen = usual | given
+    chosen["policies"] = tuple(spec.with_window(WINDOW) for spec in chosen["policies"])
+    return EvalSettings(**chosen, tasks=(TASK,))
 
 
 def draw_curve(evaluation: Evaluation, console: Console) -> list[Row]:
     """Answer what a checked run asks, draw ``curve.png`` and write ``curve.md``."""
-    s, rows = evaluation.settings, evaluation.run(console)
+    s, rows = evaluation.settings, evaluation.run(progress_console())
     title = f"{s.model}: needles in {s.length} tokens, {rows[0].samples} questions a point, 95 % intervals"
     plot_curve(rows, s.output / "curve.png", title=title)
-    text = curve_table(rows)
-    (s.output / "curve.md").write_text(text, encoding="utf-8")
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    (s.output / "curve.md").write_text(curve_table(rows), encoding="utf-8")
+    console.print(terminal_tables(rows))
     console.print(f"written: {s.output / 'curve.png'}, curve.md, samples.jsonl, manifest.json", highlight=False)
     return rows
 
 
 def curve_table(rows: Sequence[Row]) -> str:
     """One Markdown table per scope: policies down, budgets across, percent and 95 % interval."""
-    text = []
+    return "\n".join(
+        f"Scope `{scope}`, {own[0].samples} questions a point:\n\n"
+        + markdown_table(header, [[f"`{policy}`", *cells] for policy, *cells in lines])
+        for scope, own, header, lines in _blocks(rows, _cell)
+    )
+
+
+def terminal_tables(rows: Sequence[Row]) -> Group:
+    """The same for a terminal; a narrow one has no room for intervals."""
+    names, window = without_shared_window(list(dict.fromkeys(row.policy for row in rows)))
+    tables = []
+    for wide, narrow in zip(_blocks(rows, _cell), _blocks(rows, _score), strict=True):
+        forms = []
+        for scope, own, header, lines in (wide, narrow):
+            title = f"scope {scope}, {own[0].samples} questions a point{window}"
+            cells = [[names[policy], *line] for policy, *line in lines]
+            forms.append(rich_table(header, cells, title=title, title_justify="left"))
+        tables.append(FirstThatFits(forms))
+    return Group(*tables)
+
+
+_Block = tuple[str, list[Row], list[str], list[list[str]]]
+
+
+def _blocks(rows: Sequence[Row], cell: Callable[[Row], str]) -> Iterator[_Block]:
+    """Of each scope its name, rows, and the header and lines of a table."""
     for scope in dict.fromkeys(row.scope for row in rows):
         own = [row for row in rows if row.scope == scope]
         budgets = list(dict.fromkeys(row.budget for row in own if row.budget != "all"))
-        policies = list(dict.fromkeys(row.policy for row in own))
-        cells = {(row.policy, row.budget): _cell(row) for row in own}
-        text.append(f"Scope `{scope}`, {own[0].samples} questions a point:\n")
+        cells = {(row.policy, row.budget): cell(row) for row in own}
         lines = [
-            [f"`{policy}`", *(cells.get((policy, b), cells.get((policy, "all"), "")) for b in budgets)]
-            for policy in policies
+            [policy, *(cells.get((policy, b), cells.get((policy, "all"), "")) for b in budgets)]
+            for policy in dict.fromkeys(row.policy for row in own)
         ]
-        text.append(markdown_table(["policy", *map(_heading, budgets)], lines))
-    return "\n".join(text)
+        yield scope, own, ["policy", *map(_heading, budgets)], lines
 
 
 def _heading(budget: str) -> str:
@@ -85,5 +115,9 @@ def _heading(budget: str) -> str:
     return f"{share:.0%}" if "." in budget else budget
 
 
+def _score(row: Row) -> str:
+    return f"{100 * row.score:.1f}"
+
+
 def _cell(row: Row) -> str:
-    return f"{100 * row.score:.1f} ({100 * row.low:.0f}-{100 * row.high:.0f})"
+    return f"{_score(row)} ({100 * row.low:.0f}-{100 * row.high:.0f})"

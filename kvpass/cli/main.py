@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import kvpass
 
@@ -25,14 +24,24 @@ app = typer.Typer(
 
 @contextmanager
 def _bad_values() -> Iterator[None]:
-    """Turn ``ValueError`` and ``OSError`` about user input into one line and exit code 2."""
+    """Turn ``ValueError``, ``OSError`` and ``ImportError`` about user input into one line and exit code 2."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         # a message may quote an untrusted file: escape characters that control the terminal
         line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(error))
         typer.echo(f"error: {line}", err=True)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def _interruptible(advice: str) -> Iterator[None]:
+    """Turn Ctrl-C into one line that says how to go on, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {advice}", err=True)
+        raise typer.Exit(130) from None
 
 
 def _version(wanted: bool) -> None:
@@ -117,8 +126,12 @@ def bench(
     from kvpass.eval.bench.report import plot, tables
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.policy_spec import parse_policies, typed
+    from kvpass.progress import progress_console
+    from kvpass.report import import_figure
 
-    with _bad_values():
+    kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
+    anew = f"the same command begins anew; {kept}"
+    with _interruptible(anew), _bad_values():
         checked = Bench(
             BenchSettings(
                 model=model,
@@ -138,6 +151,8 @@ def bench(
                 seed=seed,
             )
         )
+        if plots is not None:
+            import_figure()
         for option, folder in (("json", json_path and json_path.parent), ("plots", plots)):
             if folder is not None:
                 _make_folder(option, folder)
@@ -147,7 +162,8 @@ def bench(
         if json_path is not None:
             json_path.write_text(json.dumps(result, indent=1) + "\n")
 
-    result = checked.run(console, save)
+    with _interruptible(anew):
+        result = checked.run(progress_console(), save)
     console.print(tables(result))
     written = [*(plot([result], plots) if plots is not None else []), *([json_path] if json_path is not None else [])]
     for path in written:
@@ -172,7 +188,10 @@ def evaluate(
     samples: Annotated[int, typer.Option(help="Samples of each task.")] = 20,
     length: Annotated[int, typer.Option(help="Longest prompt in tokens; longer ones lose their middle.")] = 2048,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with longbench/ and infinitebench/; else the hub is asked.")
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="Folder with longbench/ and infinitebench/; else the hub is asked."
+        ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for samples, tables and manifest; a rerun goes on there.")] = (
         Path("kvpass-eval")
@@ -190,8 +209,9 @@ def evaluate(
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.eval.records import results_table
     from kvpass.eval.run import EvalSettings, Evaluation
+    from kvpass.progress import progress_console
 
-    with _bad_values():
+    with _interruptible(_goes_on(output)), _bad_values():
         checked = Evaluation(
             EvalSettings(
                 model=model,
@@ -213,8 +233,10 @@ def evaluate(
             )
         )
         _make_folder("output", output)
+    with _interruptible(_goes_on(output)):
+        rows = checked.run(progress_console())
     console = Console()
-    console.print(results_table(checked.run(console)))
+    console.print(results_table(rows))
     console.print(f"written: {output}", highlight=False)
 
 
@@ -240,7 +262,7 @@ def curve(
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.eval.run import Evaluation
 
-    with _bad_values():
+    with _interruptible(_goes_on(output)), _bad_values():
         given: dict[str, Any] = {
             "samples": samples,
             "length": length,
@@ -258,7 +280,8 @@ def curve(
             given["policies"] = parse_policies(policies)
         checked = Evaluation(curve_settings(**given))
         _make_folder("output", output)
-    draw_curve(checked, Console())
+    with _interruptible(_goes_on(output)):
+        draw_curve(checked, Console())
 
 
 @app.command()
@@ -272,18 +295,24 @@ def results(
     """Write the page of experiments on the built-in model: curve, needle grid, output loss, costs."""
     from kvpass.eval.experiments.results import Results, ResultsSettings
 
-    with _bad_values():
+    with _interruptible(_goes_on(work)), _bad_values():
         checked = Results(ResultsSettings(output=output, work=work, samples=samples))
         _make_folder("output", output)
         _make_folder("work", work)
     console = Console()
-    console.print(f"written: {checked.run(console)}", highlight=False)
+    with _interruptible(_goes_on(work)):
+        console.print(f"written: {checked.run(console)}", highlight=False)
 
 
 @app.command()
 def compress(
-    document: Annotated[Path, typer.Argument(help="Text file to compress; '-' reads standard input.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File the compressed cache goes to.")],
+    document: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, dir_okay=False, allow_dash=True, help="Text file to compress; '-' reads standard input."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the compressed cache goes to.")],
     model: Annotated[str, typer.Option(envvar="KVPASS_MODEL", help="'builtin', or a folder or hub name.")] = "builtin",
     policy: Annotated[
         str, typer.Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")
@@ -305,8 +334,6 @@ def compress(
         chosen = parse_policies(policy)
         if len(chosen) != 1:
             raise ValueError(f"policy={policy!r}: name one")
-        if output.is_dir():
-            raise ValueError(f"output={str(output)!r}: is a folder, not a file")
         text = typer.get_text_stream("stdin").read() if str(document) == "-" else _text(document)
         _make_folder("output", output.parent)
         made = Document.compress(
@@ -327,7 +354,7 @@ def compress(
 
 @app.command()
 def ask(
-    cache: Annotated[Path, typer.Argument(help="File that 'kvpass compress' wrote.")],
+    cache: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File that 'kvpass compress' wrote.")],
     question: Annotated[str, typer.Argument(help="Text that follows the document; the model continues it.")],
     model: Annotated[
         str | None,
@@ -352,8 +379,6 @@ def ask(
     with _bad_values():
         if policy is not None:
             policy_class(policy)
-        if not cache.is_file():
-            raise ValueError(f"cache={str(cache)!r}: there is no such file")
         found = Document.load(cache, model=model, device=device, backend=check_compiler("backend", backend))
         answer = found.ask(question, new_tokens=new_tokens)
     typer.echo(answer)
@@ -362,14 +387,20 @@ def ask(
 @app.command()
 def policies() -> None:
     """List the registered policies and their options."""
+    from kvpass.eval.tables import rich_table
     from kvpass.policies import installed_policies
 
-    made = Table("policy", "options and defaults", "budget", "what it does")
+    header = ("policy", "budget", "what it does; its options and their defaults")
+    rows = []
     for name, policy in sorted(installed_policies().items()):
         options = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(policy))
         summary = (policy.__doc__ or "").strip().splitlines()[0]
-        made.add_row(name, options, "yes" if policy.needs_budget else "none", summary)
-    Console().print(made)
+        rows.append([name, "yes" if policy.needs_budget else "none", f"{summary}\n{options}"])
+    Console().print(rich_table(header, rows, left=len(header), leading=1))
+
+
+def _goes_on(folder: Path) -> str:
+    return f"the same command goes on; the samples finished so far are in {str(folder)!r}"
 
 
 def _names(text: str) -> tuple[str, ...]:

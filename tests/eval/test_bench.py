@@ -133,17 +133,22 @@ def test_a_system_that_failed_keeps_no_cache_while_others_run(micro, monkeypatch
 
 def test_a_picture_has_what_several_results_say_of_one_context(tmp_path, monkeypatch):
     lines = []
-    draw = Axes.plot
+    draw = Axes.errorbar
 
-    def watched(self, x, y, *, label, **style):
-        lines.append((label, x, y))
-        return draw(self, x, y, label=label, **style)
+    def watched(self, x, y, *, label, yerr, **style):
+        lines.append((label, y, yerr))
+        return draw(self, x, y, label=label, yerr=yerr, **style)
 
-    monkeypatch.setattr(Axes, "plot", watched)
+    monkeypatch.setattr(Axes, "errorbar", watched)
 
     def result(*systems):
         records = [
-            {"name": name, "failure": failure, "decode_ms": {"median": ms}, "cache_bytes": ms * 2**20}
+            {
+                "name": name,
+                "failure": failure,
+                "decode_ms": {"q1": ms - 0.5, "median": ms, "q3": ms + 1},
+                "cache_bytes": ms * 2**20,
+            }
             for name, ms, failure in systems
         ]
         model = {"name": "tiny", "dtype": "float32"}
@@ -152,8 +157,9 @@ def test_a_picture_has_what_several_results_say_of_one_context(tmp_path, monkeyp
     first = result(("full", 2.0, None), ("lava", 1.0, None), ("tova", 9.0, "no"))
     pictures = bench_report.plot([first, result(("lava", 4.0, None), ("cake", 3.0, None))], tmp_path)
     assert [path.name for path in pictures] == ["ms-per-token-batch1.png", "memory-batch1.png"]
-    drawn = [("full", (64,), (2.0,)), ("lava", (64,), (4.0,)), ("cake", (64,), (3.0,))]
-    assert lines == drawn * 2
+    drawn = [("full", [2.0]), ("lava", [4.0]), ("cake", [3.0])]
+    assert [line[:2] for line in lines] == drawn * 2
+    assert [line[2] for line in lines] == [[[0.5], [1.0]]] * 3 + [[[0.0], [0.0]]] * 3
 
 
 def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, monkeypatch):

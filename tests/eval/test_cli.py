@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
+import subprocess
+import sys
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import kvpass
 from kvpass.cli.main import app
 from kvpass.eval.bench import measure as bench_measure
+from kvpass.eval.bench.run import Bench
 from kvpass.eval.experiments import demo
 from kvpass.eval.needle.text import Task, sample
+from kvpass.eval.run import Evaluation
 
 
 def invoke(*words: object):
@@ -32,6 +38,65 @@ def test_help_is_given_for_every_command(command):
     result = invoke(*command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("ask", "nofile", "q"), "file 'nofile' does not exist"),
+        (("ask", ".", "q"), "file '.' is a directory"),
+        (("compress", "nofile", "-o", "doc.kv"), "file 'nofile' does not exist"),
+        (("compress", "-", "-o", "."), "file '.' is a directory"),
+        (("eval", "builtin", "--data-dir", "nofolder"), "dir 'nofolder' does not exist"),
+    ],
+)
+def test_a_bad_path_is_refused_before_anything_is_imported(words, part):
+    code = "import sys; from kvpass.cli.main import app; app(sys.argv[1:], standalone_mode=False)"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0 and part in done.stderr.lower()
+    assert not re.search(r"\| +(torch|transformers)$", done.stderr, re.MULTILINE)
+
+
+GOES_ON = "the same command goes on; the samples finished so far are in 'out'"
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "part"),
+    [
+        (("eval", "builtin", "--output", "out"), Evaluation, GOES_ON),
+        (("curve", "--output", "out"), Evaluation, GOES_ON),
+        (("results", "--work", "out"), Evaluation, GOES_ON),
+        (("bench", "--model", "tiny"), Bench, "the same command begins anew; nothing is kept without --json"),
+        (("bench", "--model", "tiny", "--json", "a.json"), Bench, "the same command begins anew; a.json has what"),
+    ],
+)
+@pytest.mark.parametrize("when", ["__init__", "run"])
+def test_ctrl_c_says_how_to_go_on(words, where, part, when, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    if when == "run":
+        monkeypatch.setattr(where, "__init__", lambda self, settings: setattr(self, "settings", settings))
+    monkeypatch.setattr(where, when, interrupt)
+    result = invoke(*words)
+    assert result.exit_code == 130, result.output
+    assert result.stderr.startswith(f"interrupted: {part}") and result.stderr.count("\n") == 1
+
+
+def test_bars_are_drawn_on_standard_error(micro, tmp_path, monkeypatch):
+    """Spinners of a compilation stand below a bar only if both are on one console."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    monkeypatch.setattr("kvpass.progress.progress_console", lambda: console)
+    monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
+    words = ("--samples", 1, "--length", 160, "--policies", "lava", "--budgets", 0.3, "--backend", "eager")
+    result = invoke("eval", "builtin", *words, "--scope", "prompt", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
+    assert re.search(r"lava 0.3 prompt multi_needle.* 0/1 0:00:\d\d", drawn)
+    assert "kvpass: capturing the decoder" in drawn and "0/1" not in result.output
 
 
 def test_version_is_the_package_version():

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import kvpass
 from kvpass.cli.main import app
-from kvpass.eval.experiments.curve import curve_settings, curve_table, default_policies
+from kvpass.eval.experiments.curve import curve_settings, curve_table, default_policies, terminal_tables
 from kvpass.eval.plots import plot_curve, plot_grid
 from kvpass.eval.records import Row
 from kvpass.policies import Policy
@@ -58,26 +60,47 @@ def test_the_table_has_a_block_a_scope_a_line_a_policy_and_a_column_a_budget():
         assert line.count("|") in (0, 3, 4)
 
 
-def test_the_picture_has_a_panel_a_scope_with_every_line_and_its_interval(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
+@pytest.fixture
+def figures(monkeypatch):
+    """Figures that were written."""
+    from matplotlib.figure import Figure
 
-    drawn = []
-    errorbar = Axes.errorbar
+    written = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: written.append(self) or savefig(self, *a, **k))
+    return written
 
-    def record(self, x, y, *, yerr, label, **more):
-        drawn.append((self.get_title(), label, [round(value, 6) for value in y], yerr))
-        return errorbar(self, x, y, yerr=yerr, label=label, **more)
 
-    monkeypatch.setattr(Axes, "errorbar", record)
+def test_the_picture_has_a_panel_a_scope_and_policy_with_its_line_and_interval(tmp_path, figures):
     plot_curve(ROWS, tmp_path / "curve.png", title="a title")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert [values for _, _, values, _ in drawn] == [[50.0, 87.5], [25.0]]
-    low, high = drawn[0][3]
-    assert low == pytest.approx([10.0, 10.0])
-    assert high == pytest.approx([10.0, 10.0])
+    (figure,) = figures
+    assert len(figure.axes) == 2 and {panel.get_xscale() for panel in figure.axes} == {"log"}
+    for panel, values in zip(figure.axes, ([50.0, 87.5], [25.0]), strict=True):
+        (line,) = panel.containers
+        assert line[0].get_ydata() == pytest.approx(values)
+        ends = [segment[:, 1].tolist() for segment in line[2][0].get_segments()]
+        assert [pytest.approx(end) for end in ends] == [[value - 10, value + 10] for value in values]
 
 
-def test_the_grid_has_the_mean_of_every_cell_depths_down_and_lengths_across(tmp_path, monkeypatch):
+def test_of_many_policies_four_have_panels_and_the_others_a_band(tmp_path, figures):
+    scores = {"tova": 0.1, "lava": 0.9, "snapkv": 0.8, "h2o": 0.4, "pyramidkv": 0.7, "streaming_llm": 0.2}
+    rows = [
+        row(f"{name}:window=8", budget, "prompt", score)
+        for name, score in scores.items()
+        for budget in "0.1 0.5".split()
+    ]
+    plot_curve(rows, tmp_path / "curve.png", title="a title")
+    (figure,) = figures
+    assert [panel.get_title() for panel in figure.axes] == ["lava", "snapkv", "pyramidkv", "streaming_llm"]
+    assert figure.get_suptitle() == "a title, window=8"
+    for panel in figure.axes:
+        (band,) = panel.collections[:1]
+        heights = band.get_paths()[0].vertices[:, 1]
+        assert (heights.min(), heights.max()) == (10.0, 40.0)
+
+
+def test_the_grid_has_the_mean_of_every_cell_depths_down_and_lengths_across(tmp_path, monkeypatch, figures):
     from matplotlib.axes import Axes
 
     drawn = []
@@ -96,6 +119,7 @@ def test_the_grid_has_the_mean_of_every_cell_depths_down_and_lengths_across(tmp_
     ]
     plot_grid(records, tmp_path / "grid.png", title="a title")
     assert drawn[0] == drawn[1] == [[50.0, 0.0], [100.0, 0.0]]
+    assert [text.get_text() for text in figures[0].axes[0].texts] == ["1/2", "0/1", "1/1", "0/2"]
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -108,7 +132,7 @@ def test_the_command_draws_what_it_measured_and_goes_on_with_more_samples(tmp_pa
         assert len(records) == len({record["key"] for record in records}) == 2 * samples * 3
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     table = (tmp_path / "curve.md").read_text()
-    assert table in result.output
+    assert all(word in result.output for word in ("scope prompt", "scope context", "streaming_llm", "12%"))
     cells = dict(re.findall(r"\| `(\w+)` \| (.*) \|", table.split("Scope `context`")[0]))
     full = [
         record["score"] for record in records if record["label"] == "full" and record["question"]["scope"] == "prompt"
@@ -116,6 +140,38 @@ def test_the_command_draws_what_it_measured_and_goes_on_with_more_samples(tmp_pa
     assert f"{100 * sum(full) / len(full):.1f} (" in cells["full"]
     small, large = (float(cell.split()[0]) for cell in cells["streaming_llm"].split(" | "))
     assert small < large == float(cells["full"].split()[0])  # contract 1: at 100 % it is the full cache
+
+
+def test_a_policy_without_a_window_gets_one_that_fits_and_the_table_says_which(tmp_path):
+    words = f"--samples 1 --length 256 --budgets 0.06 --scope prompt --policies lava --output {tmp_path}"
+    result = CliRunner().invoke(app, ["curve", *words.split()])
+    assert result.exit_code == 0, result.output
+    assert "window=8" in result.output and "`lava:window=8`" in (tmp_path / "curve.md").read_text()
+
+
+def test_a_narrow_terminal_shows_every_policy_and_budget_without_intervals(capsys):
+    rows = [
+        row(f"lava:window={n}", str(budget), "prompt", 0.5) for n in (8, 16) for budget in (0.03, 0.06, 0.12, 0.25, 0.5)
+    ]
+    for width, cell in ((80, "50.0"), (120, "50.0 (40-60)")):
+        Console(width=width).print(terminal_tables(rows))
+        out = capsys.readouterr().out
+        assert "lava:window=16" in out and "50%" in out and "…" not in out
+        assert re.findall(r"lava:window=8 +(.*?)  ", out) == [cell]
+
+
+@pytest.mark.parametrize(
+    "command", [("demo",), ("curve",), ("results",), ("bench", "--model", "tiny", "--plots", "plots")]
+)
+def test_without_matplotlib_a_command_that_draws_says_what_to_install_and_computes_nothing(
+    tmp_path, monkeypatch, command
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, list(command))
+    assert result.exit_code == 2, result.output
+    assert result.stderr == "error: pictures need matplotlib: pip install 'kvpass[plots]'\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

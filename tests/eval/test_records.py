@@ -6,8 +6,9 @@ import dataclasses
 
 import msgspec
 import pytest
+from rich.console import Console
 
-from kvpass.eval.records import Question, Record, RecordFile, summarize
+from kvpass.eval.records import Question, Record, RecordFile, results_table, summarize
 from kvpass.eval.runner import Kept
 
 ANSWERED = Question(
@@ -57,6 +58,20 @@ def test_a_row_is_the_mean_of_its_condition_alone():
         ("context", "1", 1, 1.0),
         ("prompt", "2", 1, 1.0),
     ]
+
+
+@pytest.mark.parametrize("policy", ["lava", "cake:window=8,tau1=1.6,tau2=0.4"])
+def test_a_narrow_terminal_shows_what_was_asked_and_the_score_and_leaves_out_bytes_first(policy, capsys):
+    (row,) = summarize([record("a")])
+    row = dataclasses.replace(row, task="niah_multikey_1", scope="context", policy=policy, budget="0.125")
+    for width in (200, 80):
+        Console(width=width).print(results_table([row]))
+        out = capsys.readouterr().out
+        said = out.partition("no room for")[0]
+        words = ("niah_multikey_1", "context", policy, "0.125", "100.00")
+        assert all(word in said for word in words) and "…" not in out
+        assert ("KiB" in said) == (width == 200)
+        assert ("no room for: cache KiB, kept KiB" in out) == (width < 200)
 
 
 def test_every_field_of_a_question_is_part_of_its_key():

@@ -234,7 +234,6 @@ def test_the_command_runs_a_grid_and_draws_it(tmp_path):
         ("--scope answer", "scope='answer'"),
         ("--backend jit", "backend='jit'"),
         ("--samples 0", "samples=0"),
-        ("--data-dir /no/such/folder", "data_dir='/no/such/folder'"),
     ],
 )
 def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path, words, part):
