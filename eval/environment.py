@@ -23,7 +23,7 @@ from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.policies import Policy
 
 _LIBRARIES = (
-    *("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "kvpress"),
+    *("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "kvpress", "flashinfer-python"),
     *("rouge", "rapidfuzz", "jieba", "rouge_score"),
 )
 _KNOWN = ("kvpass", "abc", "builtins")

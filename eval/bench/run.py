@@ -2,6 +2,7 @@
 
 Every system prefills the same random prompt and decodes greedily, one token a forward. Each repeat goes round all
 systems, so that a drifting machine slows all of them alike, and a system's cache is gone before the next one's turn.
+The first repeat of a system follows its first run, so that its figures are there before the next system compiles.
 Weights are random: this measures speed, not quality.
 """
 
@@ -29,6 +30,7 @@ from kvpass.eval.bench.measure import (
     Meter,
     Scoring,
     copy_bandwidth,
+    first_line,
     run_in_memory,
     scoring_time,
     spread,
@@ -194,9 +196,10 @@ class Bench:
             task = progress.add_task("", total=None)
             runs: list[dict[str, Any]] = []
             for comparison in self.comparisons:
+                runs.append(self._run_record([], comparison, bandwidth))
                 for run in self._compare(comparison, bandwidth, progress, task):
-                    save(self._result([*runs, run], bandwidth))
-                runs.append(run)
+                    runs[-1] = run
+                    save(self._result([*runs], bandwidth))
         result = {**self._result(runs, bandwidth), "complete": not self._errors}
         save(result)
         if self._errors:
@@ -206,7 +209,7 @@ class Bench:
     def _compare(
         self, wanted: Comparison, bandwidth: float, progress: Progress, task: TaskID
     ) -> Iterator[dict[str, Any]]:
-        """The run so far, after every turn that took times and at its end."""
+        """The run so far, after every turn that measured."""
         settings = self.settings
         generator = torch.Generator().manual_seed(settings.seed)
         rows = 1 if settings.shared_prompt else wanted.batch
@@ -220,7 +223,7 @@ class Bench:
                     measurement.failure = run_in_memory(function)
                 except Exception as error:  # reported again when the others are measured
                     traceback.print_exc()
-                    measurement.failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                    measurement.failure = first_line(error)
                     self._errors.append(f"{measurement.system.name}: {measurement.failure}")
                 gc.collect()  # its cache; the allocator keeps the memory, unless a CUDA graph was captured
                 if measurement.failure is not None:
@@ -229,17 +232,17 @@ class Bench:
 
         makers = list(self._makers(wanted))
         progress.reset(task, total=len(makers) * (2 + settings.repeats))
-        for make in makers:
-            measurement = Measurement(make())
-            measured.append(measurement)
-            turn(measurement, "first run", partial(self._first_run, measurement, ids, wanted.batch))
         for repeat in range(settings.repeats):
-            for measurement in measured:
+            for index, make in enumerate(makers):
+                if repeat == 0:
+                    measured.append(Measurement(make()))
+                    turn(measured[-1], "first run", partial(self._first_run, measured[-1], ids, wanted.batch))
+                measurement = measured[index]
                 turn(measurement, f"repeat {repeat + 1}", partial(self._repeat, measurement, ids, wanted.batch))
                 yield self._run_record(measured, wanted, bandwidth)
         for measurement in measured:
             turn(measurement, "scoring", partial(self._profile, measurement, ids))
-        yield self._run_record(measured, wanted, bandwidth)
+            yield self._run_record(measured, wanted, bandwidth)
 
     def _run_record(self, measured: list[Measurement], wanted: Comparison, bandwidth: float) -> dict[str, Any]:
         return {

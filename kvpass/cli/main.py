@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,6 +122,7 @@ def bench(
 ) -> None:
     """Time prefill and decode of kvpass and other caches at equal bytes, on random weights."""
     from kvpass.compiler.backend import check_compiler
+    from kvpass.eval.bench.measure import save_json
     from kvpass.eval.bench.report import plot, tables
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.policy_spec import parse_policies, typed
@@ -160,7 +160,7 @@ def bench(
 
     def save(result: dict[str, Any]) -> None:
         if json_path is not None:
-            json_path.write_text(json.dumps(result, indent=1) + "\n")
+            save_json(json_path, result)
 
     with _interruptible(anew):
         result = checked.run(progress_console(), save)

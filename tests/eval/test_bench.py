@@ -104,6 +104,18 @@ def test_what_has_been_measured_is_saved_after_every_turn(micro):
     assert all(json.loads(json.dumps(result)) for result in saved)
 
 
+def test_a_system_is_measured_and_saved_before_the_next_one_compiles(micro, monkeypatch):
+    said, prefill = [], bench.Kvpass.prefill
+
+    def logged(self, ids):
+        said.append(self.name)
+        return prefill(self, ids)
+
+    monkeypatch.setattr(bench.Kvpass, "prefill", logged)
+    Bench(settings(micro, systems=("full",))).run(quiet(), lambda result: said.append("saved"))
+    assert said == ["lava", "lava", "saved", "full", "full", "saved", "lava", "saved", "saved", "saved"]
+
+
 def test_any_other_failure_is_raised_when_the_others_are_measured(micro, monkeypatch):
     def broken(self, ids):
         raise RuntimeError("no")
