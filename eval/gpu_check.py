@@ -3,8 +3,10 @@
 Every stage is a process of its own with a time limit, its result a file under ``benchmarks/results/<date>-<device>/``
 (and, where ``$OUT`` names a folder, in an archive there). A stage whose result is there, complete and made by the
 present code is not run again, so a check that ran out of time goes on where it stopped; on another machine, once that
-archive is unpacked into ``benchmarks/results``. Needs torch, triton and transformers; without pytest the tests are left
-out, and the kernels are still compared with the eager reference before they are timed.
+archive is unpacked into ``benchmarks/results``. Stages come in the order of what their figures are worth; one that the
+present code has begun in vain comes after those that it has not. What Inductor and Triton compile is kept in
+``compiled`` beside the results. Needs torch, triton and transformers; without pytest the tests are left out, and the
+kernels are still compared with the eager reference before they are timed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +33,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpass.eval.bench import kernels as kernel_bench
+from kvpass.eval.bench import smoke
+from kvpass.eval.bench.measure import save_json
 from kvpass.eval.bench.report import markdown, plot
 from kvpass.eval.environment import source_digest
 from kvpass.eval.tables import markdown_table
@@ -41,6 +46,9 @@ LEAST_SECONDS = 30
 GRACE_SECONDS = 10
 """A stage that is out of time may take so long to say what it knows."""
 _LINES_OF_A_FAILURE = 30
+COMPILED = "compiled"
+PART_BYTES, MOST_PARTS = 15 * 2**20, 3
+"""A lent machine gives back files of 16 MiB, 64 MiB together."""
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/e2e/test_gpu.py", "tests/kernels/test_prefill_attention.py", "tests/e2e/test_contracts.py")
 GRAPH_TESTS = ("tests/e2e/test_gpu_graphs.py",)
@@ -86,20 +94,28 @@ def _bench(name: str, seconds: int, words: str, least: int = 180) -> Stage:
     return Stage(name, (sys.executable, "-c", program, *usual.split(), *words.split()), seconds, least=least)
 
 
+def _module(name: str, module: str, seconds: int, *words: str, least: int = LEAST_SECONDS) -> Stage:
+    return Stage(
+        name, (sys.executable, "-m", f"kvpass.eval.bench.{module}", "--json", "{}", *words), seconds, least=least
+    )
+
+
 STAGES = (
-    _tests("tests", TESTS, 200),
-    Stage("kernels", (sys.executable, "-m", "kvpass.eval.bench.kernels", "--json", "{}"), 100),
-    _tests("graph-tests", GRAPH_TESTS, 200),
-    _bench("decode-128k", 500, "--contexts 131072 --repeats 1 --systems hf-eager,hf-static,full", least=330),
-    _bench("decode-8k-32k", 320, "--contexts 8192,32768 --repeats 2 --systems hf-eager,hf-static,full", least=240),
+    _module("smoke", "smoke", 60),
+    _module("kernels", "kernels", 100),
+    _bench("decode-128k", 330, "--contexts 131072 --repeats 1 --systems full"),
     _bench("rows-128k", 300, "--contexts 131072 --batches 3 --shared-prompt --repeats 1 --systems full"),
+    _tests("tests", TESTS, 200),
+    _tests("graph-tests", GRAPH_TESTS, 200),
+    _bench("baselines-128k", 500, "--contexts 131072 --repeats 1 --systems hf-eager,hf-static", least=280),
+    _bench("decode-8k-32k", 320, "--contexts 8192,32768 --repeats 2 --systems hf-eager,hf-static,full", least=240),
     _bench("batches-32k", 300, "--contexts 32768 --batches 8,32 --shared-prompt --repeats 2 --systems hf-static,full"),
     _bench("evicting-32k", 300, "--contexts 32768 --repeats 2 --systems full --policies cake:tau1=1.6,tau2=0.4,tova"),
     _bench("qwen3-8b", 300, "--model qwen3-8b --contexts 32768 --repeats 2 --systems hf-static,full"),
     _bench("mistral-7b", 300, "--model mistral-7b --contexts 32768 --repeats 2 --systems hf-static,full"),
+    _module("kernel-baselines", "kernels", 200, "--baselines", least=60),
 )
-"""Three calls of the time there is do them all, by estimate: what is left after the tests and kernels would not do for
-the 128K stage, with its eight prefills of some 15 s and three compilations, so it comes first in the second."""
+"""In the order of what their figures are worth. The limits of the first three fit in one call."""
 
 
 def run_stages(
@@ -108,7 +124,7 @@ def run_stages(
     seconds: float,
     after: Callable[[dict[str, Outcome]], None] = lambda outcomes: None,
 ) -> dict[str, Outcome]:
-    """Run stages one after the other until the time is over.
+    """Run stages one after the other until the time is over, those with fewer vain tries of the present code first.
 
     Args:
         folder: of results and logs. seconds: for all stages together.
@@ -116,7 +132,7 @@ def run_stages(
     """
     begun = time.monotonic()
     outcomes: dict[str, Outcome] = {}
-    for stage in stages:
+    for stage in sorted(stages, key=lambda stage: tries(stage, folder / f"{stage.name}.json")):
         left = seconds - (time.monotonic() - begun)
         result = folder / f"{stage.name}.json"
         if is_current(stage, result):
@@ -139,9 +155,10 @@ def run_stage(stage: Stage, result: Path, log: Path, seconds: float) -> Outcome:
 
     When time is over it is interrupted first, at which pytest says what has failed so far.
     """
-    if read(_stamp(result)) != _made_by(stage):
+    begun_before = tries(stage, result)
+    if not begun_before:
         result.unlink(missing_ok=True)
-        _stamp(result).write_text(json.dumps(_made_by(stage)) + "\n")
+    save_json(_stamp(result), {**_made_by(stage), "tries": begun_before + 1})
     limited = ["timeout", "--signal=INT", f"--kill-after={GRACE_SECONDS}", str(seconds)]
     command = [str(result) if word == "{}" else word for word in stage.command]
     begun = time.monotonic()
@@ -149,7 +166,7 @@ def run_stage(stage: Stage, result: Path, log: Path, seconds: float) -> Outcome:
         process = subprocess.Popen(
             limited + command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            env={**os.environ, "PYTHONSAFEPATH": "1", **compile_caches(result.parent)},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -171,7 +188,7 @@ def run_stage(stage: Stage, result: Path, log: Path, seconds: float) -> Outcome:
     if code != 0 and took >= seconds:
         return Outcome("out of time", took, f"after {took:.0f} s")
     if "{}" not in stage.command:
-        result.write_text(json.dumps({"complete": code == 0, "exit_status": code, "said": said}) + "\n")
+        save_json(result, {"complete": code == 0, "exit_status": code, "said": said})
     elif code == 0:
         said = ""
     return Outcome("passed", took, said) if code == 0 else Outcome("failed", took, f"exit status {code}: {said}")
@@ -189,7 +206,20 @@ def read(result: Path) -> dict[str, Any] | None:
 def is_current(stage: Stage, result: Path) -> bool:
     """Whether the result is complete and made by the present command and code."""
     found = read(result)
-    return found is not None and found.get("complete") is True and read(_stamp(result)) == _made_by(stage)
+    return found is not None and found.get("complete") is True and tries(stage, result) > 0
+
+
+def tries(stage: Stage, result: Path) -> int:
+    """How often the present command and code have begun this stage."""
+    stamp = read(_stamp(result)) or {}
+    times = stamp.pop("tries", 0)
+    return times if stamp == _made_by(stage) else 0
+
+
+def compile_caches(folder: Path) -> dict[str, str]:
+    """Where stages keep what they compile, as environment variables; the next call reads it back."""
+    places = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    return {name: str((folder / COMPILED / place).resolve()) for name, place in places.items()}
 
 
 def _stamp(result: Path) -> Path:
@@ -220,6 +250,8 @@ def write_report(stages: Iterable[Stage], outcomes: dict[str, Outcome], folder: 
         if "runs" in found:
             results.setdefault(found["model"]["name"], []).append(found)
             tables += ["", f"## {stage.name}{partly}", "", markdown(found)]
+        elif "checks" in found:
+            tables += ["", f"## {stage.name}{partly}", "", smoke_markdown(found)]
         elif "decode" in found:
             tables += ["", f"## {stage.name}{partly}", "", *kernel_markdown(found)]
     pictures: list[Path] = []
@@ -232,7 +264,7 @@ def write_report(stages: Iterable[Stage], outcomes: dict[str, Outcome], folder: 
     text = "\n".join(["# gpu-check", "", outcome_table, *tables, "", *images]) + "\n"
     (folder / "RESULTS.md").write_text(text)
     statuses = {name: outcome._asdict() for name, outcome in outcomes.items()}
-    (folder / "outcomes.json").write_text(json.dumps(statuses, indent=1) + "\n")
+    save_json(folder / "outcomes.json", statuses)
     return text
 
 
@@ -245,10 +277,30 @@ def kernel_markdown(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def smoke_markdown(found: dict[str, Any]) -> str:
+    """The table of the smoke check."""
+    return markdown_table(["check", "error", "allowed", "right"], smoke.rows(found))
+
+
 def send(folder: Path, out: Path) -> None:
-    """Copy the report and an archive of all results to ``$OUT``."""
+    """Copy the report and an archive of all results, without compiled code, to ``$OUT``."""
     shutil.copy(folder / "RESULTS.md", out / "RESULTS.md")
-    shutil.make_archive(str(out / "gpu-check"), "gztar", folder.parent, folder.name)
+    with tarfile.open(out / "gpu-check.tar.gz", "w:gz") as archive:
+        archive.add(folder, folder.name, filter=lambda item: None if f"/{COMPILED}" in item.name else item)
+
+
+def send_compiled(folder: Path, out: Path) -> None:
+    """Copy the compile caches to ``$OUT``, as an archive in parts: a lent machine gives back no large file."""
+    if not (folder / COMPILED).is_dir():
+        return
+    command = ["tar", "-czf", "-", "-C", str(folder.parent), f"{folder.name}/{COMPILED}"]
+    packed = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    parts = -(-len(packed) // PART_BYTES)
+    if parts > MOST_PARTS:
+        print(f"gpu-check: {len(packed) / 2**20:.0f} MiB of compiled code stay here, too much to send")
+        return
+    for part in range(parts):
+        (out / f"{COMPILED}.tar.gz.{part}").write_bytes(packed[part * PART_BYTES : (part + 1) * PART_BYTES])
 
 
 def device_name() -> str:
@@ -281,10 +333,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     stages = [stage for stage in STAGES if stage.name in chosen]
     outcomes = run_stages(stages, folder, given.seconds, report)
+    if out:
+        send_compiled(folder, Path(out))
     print(write_report(STAGES, outcomes, folder))
     print(f"gpu-check: results in {folder}")
     if out:
-        print(f"gpu-check: to go on elsewhere: tar xzf gpu-check.tar.gz -C benchmarks/results (it is in {out})")
+        print(f"gpu-check: to go on elsewhere, in {out}: tar xzf gpu-check.tar.gz -C benchmarks/results, and the same")
+        print(f"gpu-check: with {COMPILED}: cat {COMPILED}.tar.gz.* | tar xz -C benchmarks/results")
     return int(any(outcome.status in ("failed", "out of time") for outcome in outcomes.values()))
 
 

@@ -25,7 +25,7 @@ from mkdocs.structure.pages import Page
 
 import kvpass
 from kvpass.eval.bench.report import markdown
-from kvpass.eval.gpu_check import kernel_markdown
+from kvpass.eval.gpu_check import kernel_markdown, smoke_markdown
 from kvpass.eval.tables import markdown_table
 from kvpass.policies.cake import TEMPERATURES
 
@@ -352,6 +352,8 @@ def _record(path: Path) -> list[str]:
         return [*command, markdown(found)]
     if "decode" in found:
         return [*command, *kernel_markdown(found)]
+    if "checks" in found:
+        return [smoke_markdown(found)]
     if "exit_status" in found:
         return [f"Exit status {found['exit_status']}: {found['said']}", ""]
     raise ValueError(f"{path}: no record of kvpass bench or make gpu-check")

@@ -216,6 +216,108 @@ def test_a_stage_is_not_begun_with_less_time_than_it_needs(tmp_path):
     assert [outcomes[name].status for name in ("long", "short")] == ["not run", "passed"]
 
 
+def test_what_was_begun_in_vain_comes_after_what_was_not_yet_begun(tmp_path, monkeypatch):
+    hangs = replace(python("tests", "import time; time.sleep(600)", seconds=2), least=1)
+    breaks = replace(python("broken", "raise SystemExit(3)"), least=1)
+    stages = [hangs, breaks, replace(python("figure", WRITE, "{}"), least=1)]
+    assert statuses(run_stages(stages, tmp_path, 2.5)) == {
+        "tests": "out of time",
+        "broken": "not run",
+        "figure": "not run",
+    }
+    again = run_stages([stages[0], *stages[1:]], tmp_path, 60)
+    assert list(statuses(again).items()) == [("broken", "failed"), ("figure", "passed"), ("tests", "out of time")]
+    third = run_stages(stages, tmp_path, 60)
+    assert list(statuses(third).items()) == [("broken", "failed"), ("figure", "kept"), ("tests", "out of time")]
+    monkeypatch.setattr(gpu_check, "source_digest", lambda: "changed")
+    assert list(run_stages(stages, tmp_path, 60)) == ["tests", "broken", "figure"], "new code, new tries"
+
+
+COMPILES = """
+import json, os, pathlib, sys
+folders = [pathlib.Path(os.environ[name]) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
+warm = [(folder / "kernel").exists() for folder in folders]
+for folder in folders:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kernel").write_bytes(os.urandom(3000))
+checks = [{"what": "lava: prompt", "error": 1e-3, "allowed": 2e-3, "ok": True}]
+json.dump({"complete": "again" not in sys.argv or all(warm), "checks": checks}, open(sys.argv[1], "w"))
+"""
+BREAKS_HALFWAY = """
+import json, sys
+record = {"us_per_layer": 5.0, "bytes": 1, "share_of_copy": 0.8}
+json.dump({"complete": False, "decode": [{"batch": 1, "uniform": record}]}, open(sys.argv[1], "w"))
+raise RuntimeError("CUDA error: an illegal memory access was encountered")
+"""
+
+
+def test_a_check_that_is_cut_short_goes_on_elsewhere(tmp_path, monkeypatch, capsys):
+    """End to end, with stages that pass, break halfway, hang and are not reached."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "device_name", lambda: "gpu")
+    monkeypatch.setattr(gpu_check, "PART_BYTES", 4000)
+    stages = [
+        python("smoke", COMPILES, "{}"),
+        python("kernels", BREAKS_HALFWAY, "{}"),
+        replace(python("tests", "import time; time.sleep(600)", seconds=3), least=1),
+        replace(python("qwen3-8b", COMPILES, "{}", "again"), least=10**6),
+    ]
+    for call, name in enumerate(("here", "there")):
+        root, out = tmp_path / name, tmp_path / f"out-{name}"
+        (root / "benchmarks" / "results").mkdir(parents=True)
+        out.mkdir()
+        monkeypatch.setattr(gpu_check, "ROOT", root)
+        monkeypatch.setattr(gpu_check, "STAGES", stages)
+        monkeypatch.setenv("OUT", str(out))
+        if call == 1:
+            came_back = tmp_path / "out-here"
+            packed = b"".join(path.read_bytes() for path in sorted(came_back.glob("compiled.tar.gz.*")))
+            (came_back / "compiled.tar.gz").write_bytes(packed)
+            for archive in ("gpu-check.tar.gz", "compiled.tar.gz"):
+                with tarfile.open(came_back / archive) as opened:
+                    opened.extractall(root / "benchmarks" / "results", filter="data")
+            stages[3] = replace(stages[3], least=1)
+        assert gpu_check.main([]) == 1
+        (folder,) = (root / "benchmarks" / "results").iterdir()
+        found = {
+            name: outcome["status"] for name, outcome in json.loads((folder / "outcomes.json").read_text()).items()
+        }
+        if call == 0:
+            assert list(found.items()) == [
+                ("smoke", "passed"), ("kernels", "failed"), ("tests", "out of time"), ("qwen3-8b", "not run")
+            ]  # fmt: skip
+            assert sorted(path.name for path in out.iterdir()) == [
+                "RESULTS.md", "compiled.tar.gz.0", "compiled.tar.gz.1", "gpu-check.tar.gz"
+            ]  # fmt: skip
+            with tarfile.open(out / "gpu-check.tar.gz") as archive:
+                assert not any("compiled" in name for name in archive.getnames())
+    assert list(found.items()) == [
+        ("qwen3-8b", "passed"), ("smoke", "kept"), ("kernels", "failed"), ("tests", "out of time")
+    ]  # fmt: skip
+    assert gpu_check.is_current(stages[3], folder / "qwen3-8b.json"), "it found what was compiled before"
+    text = (folder / "RESULTS.md").read_text()
+    assert "## kernels (incomplete)" in text and "| 1 | 5.0 | 80% | - |" in text
+    assert "| lava: prompt | 1.0e-03 | 2.0e-03 | yes |" in text
+    assert "CUDA error: an illegal memory access" in capsys.readouterr().out
+
+
+def test_more_compiled_code_than_can_be_sent_stays(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "PART_BYTES", 50)
+    folder, out = tmp_path / "results", tmp_path / "out"
+    (folder / "compiled").mkdir(parents=True)
+    out.mkdir()
+    (folder / "compiled" / "kernel").write_bytes(os.urandom(3000))
+    gpu_check.send_compiled(folder, out)
+    assert not list(out.iterdir()) and "too much to send" in capsys.readouterr().out
+
+
+def test_the_main_figures_fit_in_one_call():
+    names = [stage.name for stage in STAGES]
+    assert names[:3] == ["smoke", "kernels", "decode-128k"]
+    assert sum(stage.seconds for stage in STAGES[:3]) <= gpu_check.SECONDS
+    assert all(stage.least <= stage.seconds <= gpu_check.SECONDS for stage in STAGES)
+
+
 def test_without_a_gpu_the_check_says_so(capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
@@ -226,4 +328,7 @@ def test_without_a_gpu_the_check_says_so(capsys):
 def test_an_unknown_stage_is_refused(capsys):
     with pytest.raises(SystemExit):
         gpu_check.main(["--only", "kernel"])
-    assert "--only kernel: must be one of tests, kernels, graph-tests, decode-128k" in capsys.readouterr().err
+    assert (
+        "--only kernel: must be one of smoke, kernels, decode-128k, rows-128k, tests, graph-tests, "
+        in capsys.readouterr().err
+    )
