@@ -1,6 +1,6 @@
-"""Causal attention over a left-padded prompt, with the log-sum-exp that the window statistics need.
+"""Causal attention over a prompt in Triton, with the log-sum-exp that the window statistics need.
 
-Blocks start at each row's first real column, so a padded row gives bit for bit what it gives alone.
+For what the libraries' kernels do not take: see :func:`kvpass.kernels.prompt_attention.choose`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _attend_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["tokens", "sliding_window"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, start, sinks, scale, softcap, sliding_window, tokens,
+    q, k, v, out, lse, scale, softcap, sliding_window, tokens,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
@@ -101,59 +101,39 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     i_q = tl.num_programs(0) - 1 - tl.program_id(0)
     i_b = (tl.program_id(1) // HEADS).to(tl.int64)
     i_h = (tl.program_id(1) % HEADS).to(tl.int64)
-    pad = tl.load(start + i_b).to(tl.int32)
-    length = tokens - pad
     o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
-    p_out = out + (i_b * tokens * HEADS + i_h) * DV
-    p_lse = lse + (i_b * HEADS + i_h) * tokens
-
-    o_pad = i_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    m_pad = o_pad < tl.minimum(pad, tokens)
-    p_pad = p_out + o_pad[:, None].to(tl.int64) * (HEADS * DV) + o_dv[None, :]
-    b_zero = tl.zeros([BLOCK_Q, BLOCK_DV], dtype=tl.float32).to(out.dtype.element_ty)
-    tl.store(p_pad, b_zero, mask=m_pad[:, None] & (o_dv < DV)[None, :])
-    tl.store(p_lse + o_pad, tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32), mask=m_pad)
-
-    # From here on, row and column numbers count from the first real column.
-    if i_q * BLOCK_Q < length:
-        o_q = i_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        m_q = o_q < length
-        p_q = q + i_b * stride_qb + i_h * stride_qh + (pad + o_q[:, None]).to(tl.int64) * stride_qn + o_d[None, :]
-        # [BLOCK_Q, BLOCK_D]
-        b_q = tl.load(p_q, mask=m_q[:, None] & (o_d < D)[None, :], other=0.0)
-        p_k = k + i_b * stride_kb + (i_h // GROUP) * stride_kh + pad.to(tl.int64) * stride_kn
-        p_v = v + i_b * stride_vb + (i_h // GROUP) * stride_vh + pad.to(tl.int64) * stride_vn
-        b_out = tl.zeros([BLOCK_Q, BLOCK_DV], dtype=tl.float32)
-        b_max = tl.full([BLOCK_Q], FLOOR, dtype=tl.float32)
-        b_sum = tl.zeros([BLOCK_Q], dtype=tl.float32)
-        if sinks is not None:
-            b_sink = tl.load(sinks + i_h).to(tl.float32) * LOG2E
-            b_max = tl.maximum(b_max, b_sink)
-            b_sum = tl.exp2(b_sink - b_max)
-        last = tl.minimum((i_q + 1) * BLOCK_Q, length)
-        if sliding_window is not None:
-            # [first, last) holds every visible key and a few others; the mask is applied to all of it
-            first = tl.maximum(i_q * BLOCK_Q - sliding_window + 1, 0)
-        else:
-            # keys that every query of the block attends
-            first = i_q * BLOCK_Q // BLOCK_K * BLOCK_K
-            b_out, b_max, b_sum = _attend_keys(
-                b_q, b_out, b_max, b_sum, p_k, p_v, o_q, 0, first, length, scale, softcap, sliding_window,
-                stride_kn, stride_vn, D, DV, BLOCK_D, BLOCK_DV, BLOCK_K, False, PRECISION,
-            )  # fmt: skip
+    o_q = i_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    m_q = o_q < tokens
+    p_q = q + i_b * stride_qb + i_h * stride_qh + o_q[:, None].to(tl.int64) * stride_qn + o_d[None, :]
+    # [BLOCK_Q, BLOCK_D]
+    b_q = tl.load(p_q, mask=m_q[:, None] & (o_d < D)[None, :], other=0.0)
+    p_k = k + i_b * stride_kb + (i_h // GROUP) * stride_kh
+    p_v = v + i_b * stride_vb + (i_h // GROUP) * stride_vh
+    b_out = tl.zeros([BLOCK_Q, BLOCK_DV], dtype=tl.float32)
+    b_max = tl.full([BLOCK_Q], FLOOR, dtype=tl.float32)
+    b_sum = tl.zeros([BLOCK_Q], dtype=tl.float32)
+    last = tl.minimum((i_q + 1) * BLOCK_Q, tokens)
+    if sliding_window is not None:
+        # [first, last) holds every visible key and a few others; the mask is applied to all of it
+        first = tl.maximum(i_q * BLOCK_Q - sliding_window + 1, 0)
+    else:
+        # keys that every query of the block attends
+        first = i_q * BLOCK_Q // BLOCK_K * BLOCK_K
         b_out, b_max, b_sum = _attend_keys(
-            b_q, b_out, b_max, b_sum, p_k, p_v, o_q, first, last, length, scale, softcap, sliding_window,
-            stride_kn, stride_vn, D, DV, BLOCK_D, BLOCK_DV, BLOCK_K, True, PRECISION,
+            b_q, b_out, b_max, b_sum, p_k, p_v, o_q, 0, first, tokens, scale, softcap, sliding_window,
+            stride_kn, stride_vn, D, DV, BLOCK_D, BLOCK_DV, BLOCK_K, False, PRECISION,
         )  # fmt: skip
-        p_row = p_out + (pad + o_q[:, None]).to(tl.int64) * (HEADS * DV) + o_dv[None, :]
-        tl.store(p_row, (b_out / b_sum[:, None]).to(out.dtype.element_ty), mask=m_q[:, None] & (o_dv < DV)[None, :])
-        tl.store(p_lse + pad + o_q, (b_max + tl.log2(b_sum)) * LN2, mask=m_q)
+    b_out, b_max, b_sum = _attend_keys(
+        b_q, b_out, b_max, b_sum, p_k, p_v, o_q, first, last, tokens, scale, softcap, sliding_window,
+        stride_kn, stride_vn, D, DV, BLOCK_D, BLOCK_DV, BLOCK_K, True, PRECISION,
+    )  # fmt: skip
+    p_row = out + (i_b * tokens * HEADS + i_h) * DV + o_q[:, None].to(tl.int64) * (HEADS * DV) + o_dv[None, :]
+    tl.store(p_row, (b_out / b_sum[:, None]).to(out.dtype.element_ty), mask=m_q[:, None] & (o_dv < DV)[None, :])
+    tl.store(lse + (i_b * HEADS + i_h) * tokens + o_q, (b_max + tl.log2(b_sum)) * LN2, mask=m_q)
 
 
-def check_site(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, sinks: Tensor | None, queries: int | None = None
-) -> None:
+def check_site(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, queries: int | None = None) -> None:
     """Raise if the kernels of one attention op would read an argument wrongly.
 
     Args:
@@ -172,16 +152,15 @@ def check_site(
             raise ValueError(f"{name} has head dim {tensor.shape[3]}: must be in 1..{MAX_HEAD_DIM}")
     if q.dtype not in DTYPES:
         raise ValueError(f"q has dtype {q.dtype}: must be float32, float16 or bfloat16")
-    if start.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"start has dtype {start.dtype}: must be int32 or int64")
     expected = {
         "q": (q, q.shape, q.dtype),
         "k": (k, (b, kv_heads, n, d), q.dtype),
         "v": (v, (b, kv_heads, n, v.shape[3]), q.dtype),
-        "start": (start, (b,), start.dtype),
     }
-    if sinks is not None:
-        expected["sinks"] = (sinks, (heads,), sinks.dtype)
+    if start is not None:
+        if start.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"start has dtype {start.dtype}: must be int32 or int64")
+        expected["start"] = (start, (b,), start.dtype)
     check_tensors(expected, q.device, strided=("q", "k", "v"))
 
 
@@ -204,34 +183,26 @@ def configs_for(dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[Kerne
 
 
 def prefill_attention(
-    call: Attention, start: Tensor, sliding_window: int | None = None, config: KernelConfig | None = None
+    call: Attention, sliding_window: int | None = None, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of a left-padded prompt; FlashAttention-2 (Dao, arXiv 2307.08691).
+    """Causal attention of a prompt without padding; FlashAttention-2 (Dao, arXiv 2307.08691).
 
     Args:
-        call: q ``[B, H, N, D]`` fp32, fp16 or bf16, RoPE applied; any strides but a contiguous last dim (k and v
-            alike). D and Dv up to 256. Query head h reads KV head ``h // (H // K)``.
-        start: first real column of each row, int32 or int64 ``[B]``.
+        call: as in :func:`kvpass.kernels.prompt_attention.attend`; its sinks are not read.
         sliding_window: query i attends key j only if ``i - j < sliding_window``; >= 1.
         config: block sizes; None: chosen by :func:`kvpass.kernels.launch.launch`.
 
     Returns:
-        Output ``[B, H, N, Dv]`` in the dtype of q, stored as ``[B, N, H, Dv]``, zeros in padding; natural log-sum-exp
-        of each query's logits (sinks included) fp32 ``[B, H, N]``, ``-inf`` in padding.
-
-    Raises:
-        ValueError: an argument that is not supported.
+        Output ``[B, H, N, Dv]`` in the dtype of q, stored as ``[B, N, H, Dv]``; natural log-sum-exp of each query's
+        logits, fp32 ``[B, H, N]``.
     """
-    q, k, v, scale, softcap, sinks = call
-    check_site(q, k, v, start, sinks)
+    q, k, v, scale, softcap, _ = call
     b, heads, n, d = q.shape
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window={sliding_window}: must be at least 1")
     dv = v.shape[3]
     out = torch.empty(b, n, heads, dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, heads, n, dtype=torch.float32, device=q.device)
     arguments = {
-        "q": q, "k": k, "v": v, "out": out, "lse": lse, "start": start, "sinks": sinks,
+        "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tokens": n,
         **strides("bhn", q=q, k=k, v=v),
         "HEADS": heads, "GROUP": heads // k.shape[1], "D": d, "DV": dv,
@@ -239,52 +210,3 @@ def prefill_attention(
     }  # fmt: skip
     launch(_prefill_kernel, blocks(n, "BLOCK_Q", b * heads), arguments, configs_for(q.dtype, d, dv), TUNING_KEY, config)
     return out.transpose(1, 2), lse
-
-
-def flash_takes(q: Tensor, v: Tensor) -> bool:
-    """Return whether torch's FlashAttention supports the device, dtype, head dims and tokens of q and v.
-
-    One token is not supported: torch then turns the query heads of a group into rows, and padding cannot be a sequence
-    of its own.
-    """
-    return (
-        q.is_cuda
-        and q.shape[2] > 1
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[3] == v.shape[3]
-        and q.shape[3] % 8 == 0
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
-
-
-def flash_attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, sliding_window: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """:func:`prefill_attention` without softcap and sinks, by torch's FlashAttention (CUDA only).
-
-    The padding of a row is a sequence of its own, so neither a mask nor a length on the host is needed.
-
-    Raises:
-        ValueError: an argument that is not supported; FlashAttention needs fp16 or bf16, and D = Dv divisible by 8.
-            :func:`flash_takes` checks more.
-    """
-    check_site(q, k, v, start, None)
-    b, _, n, d = q.shape
-    if q.dtype == torch.float32:
-        raise ValueError("q has dtype torch.float32: FlashAttention takes float16 or bfloat16")
-    if v.shape[3] != d or d % 8:
-        raise ValueError(f"head dims D={d}, Dv={v.shape[3]}: FlashAttention needs D = Dv divisible by 8")
-    firsts = torch.arange(b, device=q.device) * n
-    inner = torch.stack([firsts, firsts + start.clamp(max=n)], 1).flatten()
-    bounds = torch.nn.functional.pad(inner, (0, 1), value=b * n).int()
-    left, right = (None, None) if sliding_window is None else (sliding_window - 1, 0)
-    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *tokens, bounds, bounds, n, n, 0.0, True, False, scale=scale, window_size_left=left, window_size_right=right
-    )
-    padding = torch.arange(n, device=q.device) < start[:, None]
-    # out has the strides of q
-    out = out.unflatten(0, (b, n)).contiguous().masked_fill_(padding[:, :, None, None], 0.0)
-    lse = lse.unflatten(1, (b, n)).transpose(0, 1).masked_fill(padding[:, None], float("-inf"))
-    return out.transpose(1, 2), lse.contiguous()

@@ -288,7 +288,7 @@ def value_norms(values: Tensor, start: Tensor, config: KernelConfig | None = Non
     Raises:
         ValueError: an argument that is not supported.
     """
-    check_site(values, values, values, start, None)
+    check_site(values, values, values, start)
     b, kv_heads, n, dv = values.shape
     norms = torch.empty(b, kv_heads, n, dtype=torch.float32, device=values.device)
     arguments = {
@@ -305,7 +305,7 @@ def _site(call: Attention, start: Tensor, lse: Tensor, rows: int) -> dict[str, A
     queries, keys = call.q, call.k
     b, heads, given, d = queries.shape
     n = keys.shape[2]
-    check_site(queries, keys, keys, start, None, queries=min(rows, n))
+    check_site(queries, keys, keys, start, queries=min(rows, n))
     if lse.shape != (b, heads, given) or lse.dtype != torch.float32 or (given > 1 and lse.stride(2) != 1):
         raise ValueError(
             f"lse is {lse.dtype} {tuple(lse.shape)} with strides {lse.stride()}: "

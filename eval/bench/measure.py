@@ -21,9 +21,13 @@ from transformers import PreTrainedModel
 
 KVPASS_OPERATORS = {"kvpass::observe_attention", "kvpass::cascade_step", "kvpass::pack"}
 """All that compression adds to a prefill, and the attention of the prompt."""
-ATTENTION_OPERATORS = {"aten::scaled_dot_product_attention", "aten::_flash_attention_forward"}
+ATTENTION_OPERATORS = {
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_flash_attention_forward",
+}
 ATTENTION_KERNEL = "_prefill_kernel"
-"""The Triton kernel that attends where FlashAttention does not take the site."""
+"""The Triton kernel that attends where neither cuDNN nor FlashAttention takes the site."""
 
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 _LEAST_SECONDS = 0.5
@@ -140,7 +144,7 @@ def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None
     """What compression adds to a prefill, measured in one profiled run.
 
     Counted is all that the operators of kvpass do but the attention itself: window statistics, scores, schedule,
-    selection, gather and pack, and the zeroing of padding in the output. On CUDA it is time of the device, kernel by
+    selection, gather and pack, and the copy of a padded prompt's output. On CUDA it is time of the device, kernel by
     kernel; on the CPU time of the thread that calls.
 
     Args:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvpass.operands import AppendBuffers, Attention, Candidates, Lines, PrefillBuffers
@@ -26,8 +27,7 @@ SPLIT_TOKENS = 8
 
 def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None = None) -> Tensor:
     """See :func:`kvpass.ops.reference.prompt_attention`."""
-    call = readable(call)
-    return _attend_prompt(call, _on(call.q, start), sliding_window)[0]
+    return attend_prompt(readable(call), start, sliding_window)[0]
 
 
 def observe_attention(
@@ -36,7 +36,7 @@ def observe_attention(
     """See :func:`kvpass.ops.reference.observe_attention`; one launch per statistic covers all rows."""
     call = readable(call)
     first = _on(call.q, start)
-    out, lse = _attend_prompt(call, first)
+    out, lse = attend_prompt(call, start)
     statistics = SiteStatistics(call, first, lse, policy.window)
 
     def observe(live: reference.Live, window: int) -> Observation:
@@ -128,13 +128,23 @@ def _on(tensor: Tensor, start: Tensor) -> Tensor:
     return start.to(tensor.device, non_blocking=True)
 
 
-def _attend_prompt(call: Attention, first: Tensor, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, N, Dv]`` and log-sum-exp fp32 ``[B, H, N]``, by FlashAttention if it supports the call."""
-    from kvpass.kernels.prefill_attention import flash_attention_varlen, flash_takes, prefill_attention
+def attend_prompt(call: Attention, start: Tensor, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, N, Dv]`` and log-sum-exp fp32 ``[B, H, N]``, zeros and ``-inf`` in padding.
 
-    if call.softcap is None and call.sinks is None and flash_takes(call.q, call.v):
-        return flash_attention_varlen(call.q, call.k, call.v, first, call.scale, sliding_window)
-    return prefill_attention(call, first, sliding_window)
+    Rows that begin at the same column are one call without their padding, so that no kernel must know of it.
+    """
+    from kvpass.kernels.prompt_attention import attend
+
+    b, h, n, _ = call.q.shape
+    groups = list(reference.row_groups(start))
+    if groups == [(slice(0, b), 0)]:
+        return attend(call, sliding_window)
+    out = call.q.new_zeros(b, n, h, call.v.shape[3]).transpose(1, 2)
+    lse = call.q.new_full((b, h, n), float("-inf"), dtype=torch.float32)
+    for rows, column in groups:
+        live = (rows, slice(None), slice(column, n))
+        out[live], lse[live] = attend(call.rows(rows, live[2]), sliding_window)
+    return out, lse
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,7 +104,7 @@ def call_everything(
     call = site(tokens)
     lse = torch.zeros(rows, heads, tokens)
     sliding = 17 if options else None
-    prefill_attention.prefill_attention(call, start, sliding)
+    prefill_attention.prefill_attention(call, sliding)
     window_statistics.window_statistics(call, start, lse, WINDOW, variance=options, entropy=options)
     window_statistics.column_sums(call, start, lse, tokens)
     window_statistics.value_norms(call.v, start)

@@ -22,6 +22,7 @@ from kvpass.kernels import (
     slot_lines,
     window_statistics,
 )
+from kvpass.kernels.prompt_attention import Machine
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, RingBuffers
 from kvpass.ops import cuda as device
 from kvpass.ops import evict, sliding
@@ -70,7 +71,7 @@ def check(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -
 def test_a_prefill_up_to_its_packed_pool(
     name: str, dtype: torch.dtype, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_attention, "flash_takes", lambda q, v: q.dtype == torch.bfloat16)
+    monkeypatch.setattr(Machine, "of", lambda device: Machine((8, 0), flash=True))
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
     entries = 6 if policy.needs_budget else TOKENS
     call = Attention(*site(TOKENS, dtype), 0.3)

@@ -1,24 +1,28 @@
-"""Prefill attention on Triton's interpreter, and the eager reference, against attention in double precision."""
+"""Attention of a prompt, the choice of its kernel, and the eager reference, against attention in double precision.
+
+Triton's kernel runs on the interpreter. For the operators of torch that need a GPU stands that of its CPU, which takes
+as many KV heads as query heads and no sliding window.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pairwise import quick
 
 pytest.importorskip("triton")
 
 from kvpass.kernels import prefill_attention as module
+from kvpass.kernels import prompt_attention
 from kvpass.kernels.launch import KernelConfig
-from kvpass.kernels.prefill_attention import flash_attention_varlen, flash_takes, prefill_attention
+from kvpass.kernels.prefill_attention import prefill_attention
+from kvpass.kernels.prompt_attention import Machine, attend, choose
 from kvpass.operands import Attention
+from kvpass.ops.cuda import attend_prompt
 from kvpass.ops.reference import causal_attention
 from numeric_checks import EPS, Exact, assert_rounded, exact_attention
 
@@ -119,12 +123,25 @@ def exact(
     return found.out, Exact(found.lse.value.masked_fill(padding, float("-inf")), found.lse.error)
 
 
+def attended(
+    call: Attention, start: Tensor, sliding_window: int | None = None, config: KernelConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """By Triton's kernel, also on a machine that has others."""
+
+    def triton(call: Attention, sliding_window: int | None) -> tuple[Tensor, Tensor]:
+        return prefill_attention(call, sliding_window, config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_attention, "_KERNELS", dict.fromkeys(prompt_attention._KERNELS, triton))
+        return attend_prompt(call, start.cpu(), sliding_window)
+
+
 @pytest.mark.parametrize("case", quick(CASES, [*CASES[:4], *CASES[5:18:2], CASES[18]]), ids=str)
 def test_output_and_lse_are_those_of_a_masked_softmax(case: Case) -> None:
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
     call, config = Attention(q, k, v, scale, case.softcap, sinks), case.config if DEVICE == "cpu" else None
-    out, lse = prefill_attention(call, start, case.sliding_window, config)
+    out, lse = attended(call, start, case.sliding_window, config)
     expected_out, expected_lse = exact(q, k, v, start, scale, case, sinks)
     assert out.dtype == q.dtype
     assert lse.dtype == torch.float32
@@ -138,7 +155,7 @@ def test_the_eager_reference_computes_the_same_of_each_row_alone(softcap: float 
     q, k, v, start, sinks = case.tensors()
     expected, _ = exact(q, k, v, start, 0.3, case, sinks)
     call = Attention(q, k, v, 0.3, softcap, sinks)
-    assert_rounded("kernel", prefill_attention(call, start)[0], expected)
+    assert_rounded("kernel", attended(call, start)[0], expected)
     out = torch.zeros_like(q)
     for row, first in enumerate(case.starts):
         live = slice(row, row + 1), slice(first, None)
@@ -152,10 +169,10 @@ def test_contract_4_padding_changes_no_bit(sliding_window: int | None) -> None:
     pads = torch.tensor([37, 8], device=DEVICE)
     call = Attention(q, k, v, 0.2)
     alone = [
-        prefill_attention(call.rows(slice(row, row + 1), slice(pad, None)), start[:1], sliding_window, config=SMALL)
+        attended(call.rows(slice(row, row + 1), slice(pad, None)), start[:1], sliding_window, SMALL)
         for row, pad in enumerate(pads.tolist())
     ]
-    out, lse = prefill_attention(call, pads, sliding_window, config=SMALL)
+    out, lse = attended(call, pads, sliding_window, SMALL)
     for row, pad in enumerate(pads.tolist()):
         assert torch.equal(out[row, :, pad:], alone[row][0][0])
         assert torch.equal(lse[row, :, pad:], alone[row][1][0])
@@ -163,7 +180,7 @@ def test_contract_4_padding_changes_no_bit(sliding_window: int | None) -> None:
 
 def test_equal_scores_average_the_values() -> None:
     q, k, v, start, _ = Case(50, 64).tensors()
-    out, lse = prefill_attention(Attention(q, torch.zeros_like(k), v, 1.0), start)
+    out, lse = attended(Attention(q, torch.zeros_like(k), v, 1.0), start)
     count = torch.arange(1, 51, dtype=torch.float64)
     rounding = EPS * (count**0.5 + 4)
     v = v.cpu().double().expand(out.shape)
@@ -175,22 +192,21 @@ def test_equal_scores_average_the_values() -> None:
 def test_large_logits_do_not_overflow() -> None:
     case = Case(40, 64, dtype=torch.float16)
     q, k, v, start, _ = case.tensors()
-    out, lse = prefill_attention(Attention(q * 30, k * 30, v, 1.0), start)
+    out, lse = attended(Attention(q * 30, k * 30, v, 1.0), start)
     expected_out, expected_lse = exact(q * 30, k * 30, v, start, 1.0, case)
     assert_rounded("out", out, expected_out)
     assert_rounded("lse", lse, expected_lse)
 
 
-@pytest.mark.parametrize("start_dtype", [torch.int32, torch.int64])
-def test_any_strides_and_the_layout_of_the_output(start_dtype: torch.dtype) -> None:
+def test_any_strides_and_the_layout_of_the_output() -> None:
     q, k, v, start, _ = Case(37, 64, heads=4, kv_heads=2, starts=(3, 0)).tensors()
     views = []
     for x in (q, k, v):
         wide = torch.randn(2, 9, 80, 200, device=DEVICE)
         views.append(wide[:, 1 : 1 + x.shape[1], ::2][:, :, 2:39, 5:69].copy_(x))
         assert not views[-1].is_contiguous()
-    out, lse = prefill_attention(Attention(*views, 0.125), start.to(start_dtype))
-    expected_out, expected_lse = prefill_attention(Attention(q, k, v, 0.125), start)
+    out, lse = attended(Attention(*views, 0.125), start)
+    expected_out, expected_lse = attended(Attention(q, k, v, 0.125), start)
     assert torch.equal(out, expected_out)
     assert torch.equal(lse, expected_lse)
     assert out.transpose(1, 2).is_contiguous()
@@ -198,8 +214,8 @@ def test_any_strides_and_the_layout_of_the_output(start_dtype: torch.dtype) -> N
 
 
 def broken(**changed: object) -> dict[str, object]:
-    q, k, v, start, _ = Case(8, 16).tensors()
-    given = {"q": q, "k": k, "v": v, "scale": 1.0, "start": start, **changed}
+    q, k, v, _, _ = Case(8, 16).tensors()
+    given = {"q": q, "k": k, "v": v, "scale": 1.0, **changed}
     call = Attention(**{name: given.pop(name) for name in Attention._fields if name in given})  # type: ignore[arg-type]
     return {"call": call, **given}
 
@@ -219,9 +235,6 @@ def broken(**changed: object) -> dict[str, object]:
         ({"k": torch.zeros(1, 1, 16, 8, device=DEVICE).mT}, r"k has strides \(.*, 8\): the last must be 1"),
         ({"k": torch.zeros(1, 1, 8, 16, device="meta")}, "k is on meta"),
         ({"v": torch.zeros(1, 1, 8, 257)}, r"v has head dim 257: must be in 1\.\.256"),
-        ({"start": torch.zeros(2, dtype=torch.int64)}, r"start is torch.int64 \[2\]: expected torch.int64 \[1\]"),
-        ({"start": torch.zeros(1, dtype=torch.int64, device="meta")}, "start is on meta"),
-        ({"start": torch.zeros(1)}, "start has dtype torch.float32"),
         ({"sinks": torch.zeros(3)}, r"sinks is torch.float32 \[3\]: expected torch.float32 \[2\]"),
         ({"sinks": torch.zeros(2, 3, device=DEVICE)[:, 0]}, r"sinks has strides \(3,\): must be contiguous"),
         ({"sliding_window": 0}, "sliding_window=0: must be at least 1"),
@@ -229,135 +242,212 @@ def broken(**changed: object) -> dict[str, object]:
 )
 def test_bad_input_is_refused_by_name_and_value(changed: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        prefill_attention(**broken(**changed))  # type: ignore[arg-type]
+        attend(**broken(**changed))  # type: ignore[arg-type]
 
 
-def varlen_attention(q, k, v, bounds_q, bounds_k, max_q, max_k, dropout, causal, debug, **options):  # type: ignore[no-untyped-def]
-    """What ``aten::_flash_attention_forward`` computes, one packed sequence after another."""
-    assert torch.equal(bounds_q, bounds_k)
-    assert bounds_q.dtype == torch.int32
-    assert (dropout, causal, debug) == (0.0, True, False)
-    out, lse = torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), float("nan"))
-    for first, last in zip(bounds_q[:-1].tolist(), bounds_q[1:].tolist(), strict=True):
-        assert last - first <= max_q == max_k
-        rows = torch.arange(last - first)
-        seen = rows[None] <= rows[:, None]
-        if options["window_size_left"] is not None:
-            assert options["window_size_right"] == 0
-            seen &= rows[:, None] - rows[None] <= options["window_size_left"]
-        each = [x[first:last].float().transpose(0, 1) for x in (q, k, v)]
-        group = q.shape[1] // k.shape[1]
-        each[1:] = [x.repeat_interleave(group, 0) for x in each[1:]]
-        out[first:last] = F.scaled_dot_product_attention(*each, attn_mask=seen, scale=options["scale"]).transpose(0, 1)
-        logits = (each[0] @ each[1].mT * options["scale"]).masked_fill(~seen, float("-inf"))
-        lse[:, first:last] = logits.logsumexp(2)
-    return out, lse, None, None, None
+HOPPER = Machine((9, 0), 91900, flash=True)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="the operator of torch runs on CUDA: see the next test but one")
-@pytest.mark.parametrize("sliding_window", [None, 7])
-def test_flash_attention_gets_the_padding_as_sequences_of_their_own(
-    sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
+def wanted_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One on which the kernel of this name takes a half-precision prompt of any length."""
+    machine = HOPPER if name == "cudnn" else HOPPER._replace(cudnn=0, flash=name == "flash")
+    monkeypatch.setattr(prompt_attention, "CUDNN_TOKENS", 2)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(Machine, "of", lambda device: machine)
+    else:
+        here = Machine.of
+        monkeypatch.setattr(Machine, "of", lambda device: machine._replace(capability=here(device).capability))
+
+
+def flash_for_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, reach: int | None = None) -> tuple[Tensor, Tensor]:
+    """By torch's own operator, as SDPA calls it on a CPU; in fp32, since in half precision it rounds the logits."""
+    dtype, group = q.dtype, q.shape[1] // k.shape[1]
+    q, k, v = q.float(), k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    mask, rows = None, torch.arange(q.shape[2])
+    if reach is not None:
+        distance = rows[:, None] - rows
+        mask = torch.zeros(distance.shape, dtype=q.dtype).masked_fill((distance < 0) | (distance > reach), -torch.inf)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = operator(q, k, v, is_causal=mask is None, attn_mask=mask, scale=scale)
+    return out.to(dtype), lse.contiguous()  # as those of the GPU come
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The operators that need a GPU, computed by torch's operator for the CPU; name and tokens of each call."""
+    calls: list[tuple[str, int]] = []
+
+    def cudnn(q, k, v, bias, with_lse, dropout, causal, debug, *, scale):  # type: ignore[no-untyped-def]
+        assert (bias, with_lse, dropout, causal, debug) == (None, True, 0.0, True, False)
+        calls.append(("cudnn", q.shape[2]))
+        out, lse = flash_for_cpu(q, k, v, scale)
+        laid_out = torch.empty_like(q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2))
+        return laid_out.copy_(out), lse[..., None], None, None, q.shape[2], k.shape[2], None, None, None
+
+    def flash(q, k, v, bounds_q, bounds_k, rows, columns, dropout, causal, debug, **options):  # type: ignore[no-untyped-def]
+        assert (bounds_q, bounds_k, dropout, causal, debug) == (None, None, 0.0, True, False)
+        assert rows == columns == q.shape[1] == k.shape[1]
+        assert options["window_size_right"] == (None if options["window_size_left"] is None else 0)
+        calls.append(("flash", rows))
+        each = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = flash_for_cpu(*each, options["scale"], options["window_size_left"])
+        return out.transpose(1, 2).contiguous(), lse, None, None, None
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn)
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    return calls
+
+
+LIBRARY_CASES = [
+    ("cudnn", Case(129, 64, heads=4, kv_heads=2, dtype=torch.float16)),
+    ("cudnn", Case(301, 128, heads=4, starts=(0, 172, 172), dtype=torch.float16)),
+    ("cudnn", Case(77, 64, heads=4, kv_heads=2, starts=(0, 13), dtype=torch.bfloat16, sinks=True)),
+    ("flash", Case(129, 64, heads=4, kv_heads=2, dtype=torch.bfloat16)),
+    ("flash", Case(70, 80, heads=4, starts=(0, 69, 3), dtype=torch.float16, sliding_window=7)),
+    ("flash", Case(70, 64, heads=4, starts=(3, 0), dtype=torch.float16, sliding_window=7, sinks=True)),
+    ("flash", Case(40, 64, heads=2, starts=(3,), dtype=torch.float16, sliding_window=40, sinks=True)),
+]
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("name", "case"), LIBRARY_CASES, ids=str)
+def test_a_kernel_of_a_library_gets_the_rows_without_their_padding(
+    name: str, case: Case, stand_ins: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(40, 64, heads=4, kv_heads=2, starts=(0, 11, 39), dtype=torch.float16, sliding_window=sliding_window)
-    q, k, v, start, _ = case.tensors()
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen_attention)
-    out, lse = flash_attention_varlen(q, k, v, start, 0.125, sliding_window)
-    expected_out, expected_lse = exact(q, k, v, start, 0.125, case)
+    wanted_machine(name, monkeypatch)
+    q, k, v, start, sinks = case.tensors()
+    scale = case.d**-0.5
+    out, lse = attend_prompt(Attention(q, k, v, scale, None, sinks), start.cpu(), case.sliding_window)
+    expected_out, expected_lse = exact(q, k, v, start, scale, case, sinks)
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    assert out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
     assert_rounded("out", out, expected_out)
     assert_rounded("lse", lse, expected_lse)
-    assert out.transpose(1, 2).is_contiguous()
-    assert lse.is_contiguous()
+    if DEVICE == "cpu":
+        assert stand_ins == [(name, case.n - first) for first in dict.fromkeys(case.starts)]
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="the operator of torch runs on CUDA")
-@pytest.mark.parametrize("rows", [1, 2])
-def test_flash_attention_of_queries_stored_by_head_is_stored_by_token(
-    rows: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["cudnn", "flash", "triton"])
+def test_without_padding_nothing_is_copied_or_written_again(
+    name: str, stand_ins: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(40, 64, heads=4, kv_heads=2, starts=(3, 0)[:rows], dtype=torch.float16)
-    q, k, v, start, _ = case.tensors()
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen_attention)
-    expected, _ = flash_attention_varlen(q, k, v, start, 0.125)
-    out, lse = flash_attention_varlen(q.contiguous(), k.contiguous(), v.contiguous(), start, 0.125)
+    wanted_machine(name, monkeypatch)
+    q, k, v, start, _ = Case(40, 64, heads=4, kv_heads=2, starts=(0, 0), dtype=torch.float16).tensors()
+    made: list[int] = []
+
+    def kernel(call: Attention, sliding_window: int | None) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:3])
+        made.extend((out.data_ptr(), lse.data_ptr()))
+        return out, lse
+
+    monkeypatch.setitem(prompt_attention._KERNELS, name, kernel)
+    out, lse = attend_prompt(Attention(q, k, v, 0.1), start)
+    assert made == [out.data_ptr(), lse.data_ptr()]
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_queries_stored_by_head_give_an_output_stored_by_token(
+    name: str, stand_ins: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted_machine(name, monkeypatch)
+    q, k, v, start, _ = Case(40, 64, heads=4, kv_heads=2, starts=(0,), dtype=torch.float16).tensors()
+    expected, _ = attend_prompt(Attention(q, k, v, 0.1), start)
+    out, _ = attend_prompt(Attention(q.contiguous(), k.contiguous(), v.contiguous(), 0.1), start)
     assert torch.equal(out, expected)
     assert out.transpose(1, 2).is_contiguous()
-    assert lse.is_contiguous()
 
 
-@pytest.mark.parametrize("sliding_window", [None, 7])
-def test_flash_attention_fits_the_schema_of_torch(sliding_window: int | None) -> None:
+@pytest.mark.parametrize(("name", "sliding_window"), [("cudnn", None), ("flash", None), ("flash", 7)])
+def test_the_calls_fit_the_schemas_of_torch(
+    name: str, sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted_machine(name, monkeypatch)
     q, k, v = (torch.empty(2, 40, heads, 64, dtype=torch.float16, device="meta") for heads in (4, 2, 2))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = flash_attention_varlen(q, k, v, torch.empty(2, dtype=torch.int64, device="meta"), 0.125, sliding_window)
+    call = Attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.125)
+    out, lse = attend_prompt(call, torch.tensor([3, 0]), sliding_window)
     assert (out.shape, out.dtype) == ((2, 4, 40, 64), torch.float16)
     assert (lse.shape, lse.dtype) == ((2, 4, 40), torch.float32)
 
 
-@pytest.fixture
-def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with a GPU of compute capability 8.0 and a torch that has FlashAttention."""
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+AMPERE = HOPPER._replace(capability=(8, 0))
+LONG = prompt_attention.CUDNN_TOKENS
+HALF, FULL = torch.bfloat16, torch.float32
 
 
-def taken(
-    tokens: int = 9, dim: int = 64, dv: int = 64, dtype: torch.dtype = torch.float16, storage_order: str = "cuda:0"
-) -> bool:
-    with FakeTensorMode():
-        q, v = (torch.empty(1, 4, tokens, size, dtype=dtype, device=storage_order) for size in (dim, dv))
-        return flash_takes(q, v)
-
-
-@pytest.mark.usefixtures("ampere")
 @pytest.mark.parametrize(
-    ("changed", "expected"),
+    ("machine", "tokens", "dtype", "dims", "softcap", "sliding_window", "expected"),
     [
-        ({}, True),
-        ({"tokens": 2, "dtype": torch.bfloat16, "dim": 40, "dv": 40}, True),
-        ({"tokens": 1}, False),
-        ({"dtype": torch.float32}, False),
-        ({"dv": 128}, False),
-        ({"dim": 100, "dv": 100}, False),
-        ({"storage_order": "cpu"}, False),
+        (HOPPER, LONG, HALF, (128, 128), None, None, "cudnn"),
+        (HOPPER, LONG, torch.float16, (64, 72), None, None, "cudnn"),
+        (HOPPER._replace(capability=(10, 0)), LONG, HALF, (128, 128), None, None, "cudnn"),
+        (HOPPER, LONG, HALF, (192, 128), None, None, "cudnn"),
+        (HOPPER._replace(cudnn=91000), LONG, HALF, (192, 128), None, None, "triton"),
+        (HOPPER, LONG - 1, HALF, (128, 128), None, None, "flash"),
+        (HOPPER, LONG, HALF, (128, 128), None, 512, "flash"),
+        (HOPPER, LONG, HALF, (256, 256), None, None, "flash"),
+        (HOPPER._replace(cudnn=0), LONG, HALF, (128, 128), None, None, "flash"),
+        (HOPPER._replace(cudnn=90000), LONG, HALF, (128, 128), None, None, "flash"),
+        (HOPPER._replace(flash_impl="FA3"), LONG, HALF, (128, 128), None, None, "flash"),
+        (HOPPER._replace(flash_impl="FA3"), LONG, HALF, (64, 128), None, None, "cudnn"),
+        (HOPPER._replace(capability=(12, 0)), LONG, HALF, (128, 128), None, None, "flash"),
+        (AMPERE, LONG, HALF, (128, 128), None, None, "flash"),
+        (AMPERE, 1, HALF, (40, 40), None, None, "flash"),
+        (AMPERE, LONG, HALF, (192, 128), None, None, "triton"),
+        (AMPERE, LONG, HALF, (100, 100), None, None, "triton"),
+        (AMPERE._replace(flash=False), LONG, HALF, (128, 128), None, None, "triton"),
+        (AMPERE._replace(capability=(7, 5)), LONG, torch.float16, (128, 128), None, None, "triton"),
+        (HOPPER, LONG, FULL, (128, 128), None, None, "triton"),
+        (HOPPER, LONG, HALF, (256, 256), 50.0, None, "triton"),
+        (HOPPER, LONG, HALF, (256, 256), 50.0, 4096, "triton"),
+        (Machine(), LONG, HALF, (128, 128), None, None, "triton"),
     ],
-    ids=str,
 )
-def test_what_flash_attention_takes(changed: dict[str, Any], expected: bool) -> None:
-    assert taken(**changed) is expected
+def test_the_kernel_of_each_machine_and_shape(  # type: ignore[no-untyped-def]
+    machine, tokens, dtype, dims, softcap, sliding_window, expected
+) -> None:
+    q, k, v = (
+        torch.empty(1, heads, tokens, dim, dtype=dtype, device="meta")
+        for heads, dim in ((8, dims[0]), (2, dims[0]), (2, dims[1]))
+    )
+    sinks = torch.empty(8, device="meta")
+    for call in (Attention(q, k, v, 0.1, softcap), Attention(q, k, v, 0.1, softcap, sinks)):
+        name, refused = choose(call, sliding_window, machine)
+        assert name == expected
+        order = ["flash", "cudnn", "triton"] if machine.flash_impl else ["cudnn", "flash", "triton"]
+        assert list(refused) == order[: order.index(name)] and all(refused.values())
 
 
-@pytest.mark.usefixtures("ampere")
-def test_flash_attention_needs_a_gpu_and_a_torch_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as older:
-        older.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        assert not taken()
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    assert not taken()
+def test_the_switches_of_torch_choose_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert Machine.of(cuda) == HOPPER
+    assert Machine.of(torch.device("cpu")) == Machine()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        assert Machine.of(cuda) == HOPPER._replace(cudnn=0)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        assert Machine.of(cuda) == HOPPER._replace(flash=False)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    assert Machine.of(cuda) == HOPPER._replace(flash_impl="FA3")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sliding_window", [None, 7, 64])
-def test_flash_attention_is_the_kernel_on_a_gpu(sliding_window: int | None) -> None:
-    q, k, v, start, _ = Case(300, 128, heads=8, kv_heads=2, starts=(0, 77), dtype=torch.float16).tensors()
-    for flash, ours in zip(
-        flash_attention_varlen(q, k, v, start, 0.1, sliding_window),
-        prefill_attention(Attention(q, k, v, 0.1), start, sliding_window),
-        strict=True,
-    ):
-        torch.testing.assert_close(flash, ours, atol=2e-3, rtol=2e-3)
-
-
 @pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case(8, 64), "q has dtype torch.float32: FlashAttention takes"),
-        (Case(8, 64, dv=32, dtype=torch.float16), "D=64, Dv=32"),
-        (Case(8, 100, dtype=torch.float16), "D=100, Dv=100"),
-    ],
-    ids=str,
+    ("name", "sliding_window", "sinks"),
+    [("cudnn", None, False), ("cudnn", None, True), ("flash", None, False), ("flash", 7, True), ("flash", 64, False)],
 )
-def test_flash_attention_refuses_what_it_cannot_take(case: Case, message: str) -> None:
-    q, k, v, start, _ = case.tensors()
-    with pytest.raises(ValueError, match=message):
-        flash_attention_varlen(q, k, v, start, 1.0)
+def test_a_kernel_of_a_library_is_ours_on_a_gpu(
+    name: str, sliding_window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "cudnn" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN is called from compute capability 9.0 on")
+    wanted_machine(name, monkeypatch)
+    case = Case(300, 128, heads=8, kv_heads=2, starts=(0, 77), dtype=torch.float16, sinks=sinks)
+    q, k, v, start, extra = case.tensors()
+    call = Attention(q, k, v, 0.1, None, extra)
+    found, ours = attend_prompt(call, start.cpu(), sliding_window), attended(call, start, sliding_window)
+    for one, other in zip(found, ours, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)

@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 
 from kvpass.kernels import window_statistics as module
 from kvpass.kernels.launch import KernelConfig
-from kvpass.kernels.prefill_attention import prefill_attention
 from kvpass.kernels.window_statistics import column_sums, value_norms, window_statistics
 from kvpass.operands import Attention
+from kvpass.ops.cuda import attend_prompt
 from kvpass.policies.observation import Observation
 from numeric_checks import EPS, Exact, assert_rounded, exact_attention
 
@@ -187,10 +187,10 @@ def test_every_statistic_is_that_of_the_attention(case: Case) -> None:
     compare_all(statistics, q, k, v, case, sinks)
 
 
-def test_with_the_lse_of_prefill_attention() -> None:
+def test_with_the_lse_of_the_attention_of_a_prompt() -> None:
     case = Case(70, 64, window=16, heads=4, kv_heads=2, starts=(0, 61, 13), softcap=4.0, sinks=True, rows=70)
     q, k, v, start, sinks = site(case)
-    _, lse = prefill_attention(Attention(q, k, v, case.d**-0.5, case.softcap, sinks), start)
+    _, lse = attend_prompt(Attention(q, k, v, case.d**-0.5, case.softcap, sinks), start.cpu())
     statistics = everything(q, k, v, start, lse, case.d**-0.5, case.window, softcap=case.softcap, rows=case.rows)
     compare_all(statistics, q, k, v, case, sinks)
 

@@ -1,0 +1,158 @@
+"""Causal attention over a prompt, by the fastest kernel that takes it.
+
+cuDNN and FlashAttention are called through torch; Triton does what neither takes. None of them knows of attention
+sinks: a sink is one more term of each softmax's denominator, so it follows from output and log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpass.kernels.checks import check_tensors
+from kvpass.kernels.prefill_attention import check_site, prefill_attention
+from kvpass.operands import Attention
+
+CUDNN_TOKENS = 16384
+"""From so many tokens on cuDNN is called: it makes a plan for each new length, which takes tens to hundreds of
+milliseconds, and what it saves grows with the square of the length."""
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Machine(NamedTuple):
+    """What the choice of a kernel depends on beside the call.
+
+    capability: of the device, (0, 0) for a CPU. cudnn: version of cuDNN that torch may use, 0 for none. flash: whether
+    torch may use FlashAttention. flash_impl: the one that ``torch.nn.attention.activate_flash_attention_impl`` put in
+    its place ("FA3", "FA4"), None for torch's own, FlashAttention-2.
+    """
+
+    capability: tuple[int, int] = (0, 0)
+    cudnn: int = 0
+    flash: bool = False
+    flash_impl: str | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Machine:
+        """Read it, torch's own switches (``enable_cudnn_sdp``, ``enable_flash_sdp``, ``sdpa_kernel``) included."""
+        if device.type != "cuda":
+            return cls()
+        switches = torch.backends.cuda
+        # torch itself counts cuDNN's attention as not deterministic
+        cudnn = switches.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+        return cls(
+            torch.cuda.get_device_capability(device),
+            torch.backends.cudnn.version() or 0 if cudnn else 0,
+            switches.is_flash_attention_available() and switches.flash_sdp_enabled(),
+            torch.nn.attention.current_flash_attention_impl(),
+        )
+
+
+def _cudnn_refuses(call: Attention, sliding_window: int | None, machine: Machine) -> str | None:
+    tokens, dims = call.q.shape[2], (call.q.shape[3], call.v.shape[3])
+    if machine.cudnn < 90100:
+        return "torch has no cuDNN from 9.1 on, or is told not to use it"
+    if machine.capability not in ((9, 0), (10, 0)):
+        return f"faster on compute capability 9.0 and 10.0 only, not on {machine.capability}"
+    if call.q.dtype not in _HALF:
+        return f"takes float16 and bfloat16, not {call.q.dtype}"
+    if call.softcap is not None or sliding_window is not None:
+        return "has no soft-capping and no sliding window"
+    if any(dim % 8 for dim in dims) or (max(dims) > 128 and (dims != (192, 128) or machine.cudnn < 91100)):
+        return f"takes head dims up to 128 that 8 divides, or (192, 128) from 9.11 on, not {dims} in {machine.cudnn}"
+    if tokens < CUDNN_TOKENS:
+        return f"does not pay below {CUDNN_TOKENS} tokens"
+    return None
+
+
+def _flash_refuses(call: Attention, sliding_window: int | None, machine: Machine) -> str | None:
+    dims = call.q.shape[3], call.v.shape[3]
+    if not machine.flash:
+        return "torch has no FlashAttention, or is told not to use it"
+    if machine.capability < (8, 0):
+        return f"needs compute capability 8.0, not {machine.capability}"
+    if call.q.dtype not in _HALF:
+        return f"takes float16 and bfloat16, not {call.q.dtype}"
+    if call.softcap is not None:
+        return "torch's entry has no soft-capping"
+    if dims[0] != dims[1] or dims[0] % 8:
+        return f"takes equal head dims that 8 divides, not {dims}"
+    return None
+
+
+def _cudnn(call: Attention, sliding_window: int | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        call.q, call.k, call.v, None, True, 0.0, True, False, scale=call.scale
+    )
+    return out, lse.reshape(call.q.shape[:3])
+
+
+def _flash(call: Attention, sliding_window: int | None) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in call[:3])
+    n = q.shape[1]
+    left, right = (None, None) if sliding_window is None else (sliding_window - 1, 0)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, n, n, 0.0, True, False,
+        scale=call.scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return out.transpose(1, 2), lse
+
+
+_KERNELS: dict[str, Callable[[Attention, int | None], tuple[Tensor, Tensor]]] = {
+    "cudnn": _cudnn,
+    "flash": _flash,
+    "triton": prefill_attention,
+}
+
+
+def choose(call: Attention, sliding_window: int | None, machine: Machine) -> tuple[str, dict[str, str]]:
+    """Choose the kernel for rows without padding; values are not read.
+
+    Args:
+        sliding_window: shorter than the prompt, or None.
+
+    Returns:
+        "cudnn", "flash" or "triton"; and why not, for each kernel that would have come first.
+    """
+    order = {"cudnn": _cudnn_refuses, "flash": _flash_refuses}
+    refused: dict[str, str] = {}
+    for name in reversed(order) if machine.flash_impl else order:
+        why = order[name](call, sliding_window, machine)
+        if why is None:
+            return name, refused
+        refused[name] = why
+    return "triton", refused
+
+
+def attend(call: Attention, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Causal attention of rows without padding.
+
+    Args:
+        call: q ``[B, H, N, D]`` fp32, fp16 or bf16, RoPE applied; any strides but a contiguous last dim (k and v
+            alike). D and Dv up to 256. Query head h reads KV head ``h // (H // K)``. sinks of any float dtype.
+        sliding_window: query i attends key j only if ``i - j < sliding_window``; >= 1.
+
+    Returns:
+        Output ``[B, H, N, Dv]`` in the dtype of q, stored as ``[B, N, H, Dv]``; natural log-sum-exp of each query's
+        logits (the sink included) fp32 ``[B, H, N]``.
+
+    Raises:
+        ValueError: an argument that is not supported.
+    """
+    check_site(call.q, call.k, call.v)
+    heads, n = call.q.shape[1:3]
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window={sliding_window}: must be at least 1")
+    near = sliding_window if sliding_window is not None and sliding_window < n else None
+    name, _ = choose(call, near, Machine.of(call.q.device))
+    out, lse = _KERNELS[name](call, near)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    if call.sinks is not None:
+        check_tensors({"sinks": (call.sinks, (heads,), call.sinks.dtype)}, call.q.device)
+        sinks = call.sinks.float()[:, None]
+        out.mul_(torch.sigmoid(lse - sinks)[..., None])
+        lse = torch.logaddexp(lse, sinks)
+    return out, lse
