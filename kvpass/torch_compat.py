@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
@@ -20,6 +23,7 @@ from torch._guards import ChainedSource, ShapeGuard, Source, TracingContext, tra
 from torch._inductor import config as inductor_config
 from torch._inductor import exc as inductor_exc
 from torch._inductor.codecache import CppCodeCache
+from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.compile_fx import compile_fx
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -55,6 +59,7 @@ __all__ = [
     "VariableTracker",
     "compile_fx",
     "compile_lock",
+    "compiled_for_any_length",
     "drop_shape_guards",
     "dynamo_disable",
     "dynamo_thread_locals",
@@ -99,6 +104,24 @@ def sizes_of_inputs(shapes: ShapeEnv) -> dict[sympy.Symbol, list[TensorPropertyS
 def shape_guards(shapes: ShapeEnv) -> Iterable[ShapeGuard]:
     """What the capture so far takes for granted of its sizes."""
     return shapes.guards
+
+
+@contextmanager
+def compiled_for_any_length() -> Iterator[None]:
+    """Let Inductor index with 64 bits where a size is a symbol.
+
+    It would take 32 bits where those do for the sizes of the first call, under a guard that they always do: an 8B model
+    would be compiled again beyond 149,796 tokens. Kernels over prompts wait for memory, not for their indices.
+    """
+    fits = SIMDScheduling.can_use_32bit_indexing
+
+    def for_every_size(numel: sympy.Expr, buffers: Iterable[Any]) -> bool:
+        buffers = list(buffers)
+        sizes = [numel, *(buffer.get_layout().storage_size() for buffer in buffers if buffer.has_tensor_output())]
+        return not any(sympy.sympify(size).free_symbols for size in sizes) and fits(numel, buffers)
+
+    with mock.patch.object(SIMDScheduling, "can_use_32bit_indexing", staticmethod(for_every_size)):
+        yield
 
 
 def drop_shape_guards(shapes: ShapeEnv, dropped: Collection[ShapeGuard]) -> None:

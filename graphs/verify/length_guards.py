@@ -26,8 +26,7 @@ _SHORT = range(2, 130)
 def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 2) -> int | None:
     """Return the most tokens the capture holds for; None when unlimited or captured for one length.
 
-    Call it before the graph is compiled: Inductor also bounds lengths, by the range of 32-bit indices, and compiles
-    again for longer ones.
+    Call it before the graph is compiled: Inductor has guards on lengths too, and compiles again where they fail.
 
     Args:
         shortest: tokens for which the capture must hold; one token is captured separately.

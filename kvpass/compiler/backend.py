@@ -35,7 +35,7 @@ from kvpass.graphs.rewrite_attention import batch_and_tokens, layout_of
 from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.operands import dynamic_dims
 from kvpass.progress import working
-from kvpass.torch_compat import compile_fx, inductor_config
+from kvpass.torch_compat import compile_fx, compiled_for_any_length, inductor_config
 
 MAX_CAPTURED_TOKENS = 8
 """Longest extension captured as a CUDA graph: draft tokens to verify, not a longer text."""
@@ -151,7 +151,8 @@ class PhaseCompiler:
         if self.compiler == "inductor":
             examples = [*inputs, *fakes]
             seconds = self._seconds(phase, sites)
-            with working(f"compiling {phase}, batch size {cache.batch_size} (up to about {seconds:.0f} s)"):
+            notice = f"compiling {phase}, batch size {cache.batch_size} (up to about {seconds:.0f} s)"
+            with working(notice), compiled_for_any_length():
                 compiled = compile_guarded(
                     partial(compile_fx, gm, examples, config_patches=INDUCTOR_CONFIG), examples, fake_mode.shape_env
                 )

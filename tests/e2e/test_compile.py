@@ -41,13 +41,18 @@ def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_and_200_steps_of_e
 
 
 def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch):
-    """Triton code is made for indices of 32 bits under a guard on the length; C++ code asks for none."""
-    codegen, asked = GraphLowering.codegen, []
+    """Triton code asks whether indices of 32 bits do, which would be a guard on the length; C++ code does not ask."""
+    codegen, asked, guards = GraphLowering.codegen, [], []
 
     def guarded(graph):
+        shapes = graph.sizevars.shape_env
+        known = len(shapes.guards)
         for buffer in graph.buffers:
             if buffer.has_tensor_output():
-                asked.append(SIMDScheduling.can_use_32bit_indexing(sympy_product(buffer.get_size()), [buffer]))
+                size = sympy_product(buffer.get_size())
+                fits = SIMDScheduling.can_use_32bit_indexing(size, [buffer])
+                asked.append((bool(size.free_symbols), fits))
+        guards.extend(shapes.guards[known:])
         return codegen(graph)
 
     monkeypatch.setattr(GraphLowering, "codegen", guarded)
@@ -57,7 +62,9 @@ def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch):
             out = fast(random_ids(2, tokens))
         fast(random_ids(2, 3), past_key_values=out.past_key_values)
         assert [record.phase for record in fast.report().compiled] == ["prefill", "extend"]
-    assert len(asked) > 20 and all(asked)
+    assert asked.count((True, False)) > 20, "64 bits for what grows with the text"
+    assert set(asked) == {(True, False), (False, True)}, "and 32 bits for all else"
+    assert not guards
 
 
 def test_contract_8_a_growing_tail_does_not_recompile():

@@ -300,6 +300,10 @@ def test_scoring_time_adds_up_what_is_not_attention():
     }  # fmt: skip
 
 
+def test_a_prompt_of_a_million_tokens_may_be_asked_for():
+    assert BenchSettings(model="llama-3.1-8b", contexts=(2**20,), systems=()).prompts == (2**20,)
+
+
 def test_kvpress_is_named_where_it_is_not_installed(monkeypatch):
     from kvpass.eval.bench import settings as bench_settings
 
