@@ -6,8 +6,8 @@ Before::
 
 After, prefill (once per layer, and one ``pack`` at the end of the graph)::
 
-    out, scores, traces, weight = kvpass.observe_attention(*call, start, layer, L, policy)
-    kvpass.cascade_step(*PrefillBuffers, *Candidates(k, v, scores, traces, weight, start), layer, policy)
+    out, scores, traces, weight = kvpass.observe_attention(*call, start, first, layer, L, policy)
+    kvpass.cascade_step(*PrefillBuffers, *Candidates(k, v, scores, traces, weight, first), layer, policy)
 
 After, decode and extend::
 
@@ -233,11 +233,13 @@ class Rewriter:
         return [self.state.get(f"{place.prefix}_{name}") for name in kind._fields]
 
     def _prune(self, site: Site, place: Place) -> Node:
-        start = self.state["start"]
-        observed = self._call("observe_attention", *site.call, start, place.layer, place.layers, self.policy.spec)
+        start, first = self.state["start"], self.state["first"]
+        observed = self._call(
+            "observe_attention", *site.call, start, first, place.layer, place.layers, self.policy.spec
+        )
         observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
         output, *seen = (self.gm.graph.call_function(operator.getitem, (observed, i)) for i in range(4))
-        candidates = (site.k, site.v, *seen, start)
+        candidates = (site.k, site.v, *seen, first)
         buffers = self._buffers(PrefillBuffers, place)
         self._call("cascade_step", *buffers, *candidates, place.layer, self.policy.spec)
         return output

@@ -189,7 +189,7 @@ class Candidates(NamedTuple):
     """Entries of one layer's prompt, with scores.
 
     k ``[B, K, N, D]``, v ``[B, K, N, V]``, scores fp32 ``[B, K, N]`` (``-inf``: not evictable), stats fp32
-    ``[2, B, K, N]``, weight fp64 ``[B]``; start: first real column of each row, int64 ``[B]``.
+    ``[2, B, K, N]``, weight fp64 ``[B]``; start: first real column of each row, int64 ``[B]``, on the same device.
     """
 
     k: Tensor

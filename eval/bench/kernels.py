@@ -326,6 +326,7 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
     q = shape.random(1, tokens, shape.heads, shape.dim).transpose(1, 2)
     k, v = (shape.random(1, tokens, shape.kv_heads, shape.dim).transpose(1, 2) for _ in range(2))
     start = torch.zeros(1, dtype=torch.int64)
+    first = start.to(shape.device)
     call = Attention(q, k, v, shape.dim**-0.5)
     group = LayerGroup(geometry=shape.geometry, layers=tuple(range(shape.layers)))
     operators = torch.ops.kvpass
@@ -335,8 +336,8 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
         store.begin_prefill([BUDGET], start, tokens, shape.dtype, shape.device)
         buffers = store.prefill_state.values()
         for layer in range(shape.layers):
-            _, *seen = operators.observe_attention(*call, start, layer, shape.layers, resolved.spec)
-            operators.cascade_step(*buffers, call.k, call.v, *seen, start, layer, resolved.spec)
+            _, *seen = operators.observe_attention(*call, start, first, layer, shape.layers, resolved.spec)
+            operators.cascade_step(*buffers, call.k, call.v, *seen, first, layer, resolved.spec)
         operators.pack(*buffers)
 
     return compress, lambda: operators.site(*call[:4])

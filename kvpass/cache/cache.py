@@ -89,6 +89,8 @@ class CompressedCache(Cache):
     def prefill_state(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Return the buffers that the prefill graph writes, allocated on first use.
 
+        ``start`` and ``first`` int64 ``[B]`` are the first real columns, on the CPU and on the device.
+
         Raises:
             ValueError: the budget cannot hold window + 1 entries of some row.
             CacheMismatchError: the graph has another layout.
@@ -96,7 +98,8 @@ class CompressedCache(Cache):
         if self.layout is None:
             self._allocate(layout, dtype, device)
         self._check_layout(layout)
-        return {**self._state([store.prefill_state for store in self.full_layers]), "start": self.start}
+        state = self._state([store.prefill_state for store in self.full_layers])
+        return {**state, "start": self.start, "first": self.start.to(device, non_blocking=True)}
 
     def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         n, window = self._prompt_columns, self.policy.window

@@ -1,8 +1,8 @@
 """``kvpass::`` operators on CUDA: kernels to read keys and values, plus the policies' tensor functions.
 
 Contracts as in :mod:`kvpass.ops.reference`. No operator reads a device value on the host: the start columns of a padded
-prompt are given on the CPU, everything else stays where it is. Only :func:`index_pool` reads one, once after a pool is
-packed. Kernels are imported when an operator first runs.
+prompt are given on the CPU too, everything else stays where it is. Only :func:`index_pool` reads one, once after a pool
+is packed. Kernels are imported when an operator first runs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None 
 
 
 def observe_attention(
-    call: Attention, start: Tensor, layer: int, num_layers: int, policy: Policy
+    call: Attention, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.observe_attention`; one launch per statistic covers all rows."""
     call = readable(call)
-    first = _on(call.q, start)
     out, lse = attend_prompt(call, start)
     statistics = SiteStatistics(call, first, lse, policy.window)
 
@@ -51,7 +50,7 @@ def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, po
     from kvpass.kernels.gather import assign_slots, gather_winners
 
     k, v = _last_dim_contiguous(candidates.k), _last_dim_contiguous(candidates.v)
-    candidates = candidates._replace(k=k, v=v, start=_on(k, candidates.start))
+    candidates = candidates._replace(k=k, v=v)
     keep, rank, storage_order = reference.reallocate_budgets(buffers, candidates, layer, policy)
     source = assign_slots(keep, buffers.slots[reference.OWNER])
     gather_winners(source, rank.int().contiguous(), storage_order.int().contiguous(), candidates, buffers, layer)
@@ -122,10 +121,6 @@ def readable(call: Attention) -> Attention:
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _on(tensor: Tensor, start: Tensor) -> Tensor:
-    return start.to(tensor.device, non_blocking=True)
 
 
 def attend_prompt(call: Attention, start: Tensor, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:

@@ -109,12 +109,12 @@ def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None 
 
 
 def observe_attention(
-    call: Attention, start: Tensor, layer: int, num_layers: int, policy: Policy
+    call: Attention, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention of one layer over the prompt, with the policy's scores and statistics.
 
     Args:
-        start: first real column, int64 ``[B]``.
+        start: first real column, int64 ``[B]``, on the CPU. first: the same on the device of the call.
     Returns:
         output ``[B, H, N, Dv]`` in the dtype of q (zeros in padding); scores fp32 ``[B, K, N]``, ``-inf`` in padding
         and window; stats fp32 ``[2, B, K, N]``: the attention mass (mean over window rows and group) and the first

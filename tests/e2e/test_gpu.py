@@ -101,7 +101,7 @@ def test_attention_of_a_prompt(dtype, dim, value_dim, softcap, with_sinks, slidi
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_what_a_policy_observes(dtype, name):
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
-    arguments = [Attention(*site(dtype), 0.2), STARTS, 1, LAYERS, policy]
+    arguments = [Attention(*site(dtype), 0.2), STARTS, STARTS.to(PLACE), 1, LAYERS, policy]
     expected = reference.observe_attention(*map(exact, arguments))
     found = device.observe_attention(*arguments)
     for what, one, other in zip(("output", "scores", "traces", "weight"), found, expected, strict=True):
@@ -131,8 +131,8 @@ def compress(backend, policy, entries: int, dtype: torch.dtype, dim: int, place:
     state = buffers(policy, entries, dtype, dim, place)
     for layer in range(LAYERS):
         call = Attention(*site(dtype, dim, dim, seed=layer), 0.2)
-        _, *observed = reference.observe_attention(exact(call), STARTS, layer, LAYERS, policy)
-        candidates = Candidates(*(x.to(place) for x in (call.k, call.v, *observed)), STARTS)
+        _, *observed = reference.observe_attention(exact(call), STARTS, STARTS, layer, LAYERS, policy)
+        candidates = Candidates(*(x.to(place) for x in (call.k, call.v, *observed, STARTS)))
         backend.cascade_step(state, candidates, layer, policy)
     backend.pack(state)
     return state
@@ -309,12 +309,12 @@ def test_a_decode_step_does_not_synchronise(graphs, family, policy):
 def test_no_layer_of_a_prefill_synchronises(name, dtype):
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
     entries = 20 if policy.needs_budget else TOKENS
-    call = Attention(*site(dtype), 0.2)
+    call, first = Attention(*site(dtype), 0.2), STARTS.to(PLACE)
 
     def prefill(state: PrefillBuffers) -> None:
         for layer in range(LAYERS):
-            _, *observed = torch.ops.kvpass.observe_attention(*call, STARTS, layer, LAYERS, policy.spec)
-            candidates = Candidates(call.k, call.v, *observed, STARTS)
+            _, *observed = torch.ops.kvpass.observe_attention(*call, STARTS, first, layer, LAYERS, policy.spec)
+            candidates = Candidates(call.k, call.v, *observed, first)
             torch.ops.kvpass.cascade_step(*state, *candidates, layer, policy.spec)
         torch.ops.kvpass.pack(*state)
 

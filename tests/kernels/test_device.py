@@ -57,7 +57,7 @@ def prefill(backend, policy, entries):
     buffers, outputs = state(policy, entries), []
     for layer in range(LAYERS):
         call = Attention(*site(layer), 0.3)
-        out, *seen = backend.observe_attention(call, STARTS, layer, LAYERS, policy)
+        out, *seen = backend.observe_attention(call, STARTS, STARTS, layer, LAYERS, policy)
         backend.cascade_step(buffers, Candidates(call.k, call.v, *seen, STARTS), layer, policy)
         outputs.append(out)
     backend.pack(buffers)
@@ -115,7 +115,7 @@ def test_the_keys_are_read_once_for_all_that_a_policy_asks_of_its_window(name, w
     launched = []
     monkeypatch.setattr(window_statistics, "launch", lambda kernel, *rest, **options: launched.append(kernel))
     policy = resolve(name, window=window, **OPTIONS.get(name, {}))
-    device.observe_attention(Attention(*site(0), 0.3), STARTS, 0, LAYERS, policy)
+    device.observe_attention(Attention(*site(0), 0.3), STARTS, STARTS, 0, LAYERS, policy)
     assert launched.count(window_statistics._window_kernel) == passes
 
 
@@ -123,7 +123,7 @@ def test_sums_over_rows_are_taken_once_for_rows_of_the_batch_that_begin_apart(mo
     launched = []
     monkeypatch.setattr(window_statistics, "launch", lambda kernel, *rest, **options: launched.append(kernel))
     policy = resolve("vatp", window=WINDOW, indicator="scissorhands")
-    device.observe_attention(Attention(*site(0), 0.3), STARTS, 0, LAYERS, policy)
+    device.observe_attention(Attention(*site(0), 0.3), STARTS, STARTS, 0, LAYERS, policy)
     assert launched.count(window_statistics._column_sum_kernel) == 1
 
 
@@ -134,7 +134,7 @@ def test_any_strides(tokens):
     sinks = torch.randn(KV_HEADS * GROUP, 3)[:, 1]
     by_column = [x.mT.contiguous().mT for x in site(0)]
     observed = [
-        device.observe_attention(Attention(*x, 0.3, sinks=given), STARTS, 0, LAYERS, policy)
+        device.observe_attention(Attention(*x, 0.3, sinks=given), STARTS, STARTS, 0, LAYERS, policy)
         for x, given in ((site(0), sinks.contiguous()), (by_column, sinks))
     ]
     for found, expected in zip(*observed, strict=True):

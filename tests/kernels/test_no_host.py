@@ -75,7 +75,8 @@ def test_a_prefill_up_to_its_packed_pool(
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
     entries = 6 if policy.needs_budget else TOKENS
     call = Attention(*site(TOKENS, dtype), 0.3)
-    out, scores, stats, weight = device.observe_attention(call, STARTS, 1, LAYERS, policy)
+    first = on_device(ROWS, dtype=torch.int64)
+    out, scores, stats, weight = device.observe_attention(call, STARTS, first, 1, LAYERS, policy)
     assert ("_prefill_kernel" in launched) == (dtype == torch.float32)
     check("output", out.transpose(1, 2), (ROWS, TOKENS, HEADS, DIM), dtype)
     check("scores", scores, (ROWS, KV_HEADS, TOKENS), torch.float32)
@@ -89,7 +90,7 @@ def test_a_prefill_up_to_its_packed_pool(
     window += [on_device(LAYERS, ROWS, KV_HEADS, CAPACITY, DIM, dtype=dtype) for _ in range(2)]
     bounds, limits = on_device(ROWS, LAYERS * KV_HEADS + 1, dtype=torch.int32), on_device(ROWS, dtype=torch.int64)
     buffers = PrefillBuffers(*pool, *tables, layer_weights, *window, bounds, limits)
-    device.cascade_step(buffers, Candidates(call.k, call.v, scores, stats, weight, STARTS), 1, policy)
+    device.cascade_step(buffers, Candidates(call.k, call.v, scores, stats, weight, first), 1, policy)
     device.pack(buffers)
     assert {"_gather_kernel", "_permute_kernel"} <= set(launched)
 

@@ -65,7 +65,7 @@ def test_opcheck_site_and_observe_attention():
     q, k, v = qkv()
     torch.library.opcheck(OPS.site.default, (q, k, v, SCALE))
     spec = resolve("lava", window=8).spec
-    args = (*Attention(q, k, v, SCALE), torch.tensor([0, 3]), 0, 2, spec)
+    args = (*Attention(q, k, v, SCALE), torch.tensor([0, 3]), torch.tensor([0, 3]), 0, 2, spec)
     torch.library.opcheck(OPS.observe_attention.default, args)
 
 
@@ -74,7 +74,7 @@ def test_opcheck_cascade_step_and_pack():
     policy = resolve("lava", window=8)
     entries, start = torch.tensor([6, 6]), torch.tensor([0, 3])
     state = without_nan(prefill_state(2, 2, 2, 8, 8, 40, entries, policy))
-    _, *seen = OPS.observe_attention.default(*Attention(q, k, v, SCALE), start, 0, 2, policy.spec)
+    _, *seen = OPS.observe_attention.default(*Attention(q, k, v, SCALE), start, start, 0, 2, policy.spec)
     torch.library.opcheck(OPS.cascade_step.default, (*state, *Candidates(k, v, *seen, start), 0, policy.spec))
     torch.library.opcheck(OPS.pack.default, tuple(state))
 
@@ -243,7 +243,7 @@ def test_a_full_pool_raises_instead_of_dropping_entries():
     q, k, v = qkv(b=1, n=20)
     start, entries = torch.tensor([0]), torch.tensor([8])
     state = prefill_state(1, 1, 2, 8, 8, 20, entries, policy, slots=5)
-    _, *seen = reference.observe_attention(Attention(q, k, v, SCALE), start, 0, 1, policy)
+    _, *seen = reference.observe_attention(Attention(q, k, v, SCALE), start, start, 0, 1, policy)
     with pytest.raises(RuntimeError, match="pool of 5 slots is full"):
         reference.cascade_step(state, Candidates(k, v, *seen, start), 0, policy)
 

@@ -366,7 +366,7 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
     state = pool_k, pool_v, slots, slot_stats, layer_weights, window_stats, tail_k, tail_v, offsets, share
     for layer in range(layers):
         call = Attention(q[layer], k[layer], v[layer], 0.5)
-        _, *seen = reference.observe_attention(call, start, layer, layers, policy)
+        _, *seen = reference.observe_attention(call, start, start, layer, layers, policy)
         reference.cascade_step(PrefillBuffers(*state), Candidates(call.k, call.v, *seen, start), layer, policy)
     keep = torch.zeros_like(want)
     keep[..., length - window :] = True
