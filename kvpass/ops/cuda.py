@@ -8,7 +8,7 @@ is packed. Kernels are imported when an operator first runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +42,27 @@ def observe_attention(
         q, k, v, scale, softcap, sinks = call.rows(*live)
         return KernelObservation(q, k, v, scale, window, layer, num_layers, softcap, sinks, site=statistics, live=live)
 
+    if policy.takes_padded_rows and len(set(start.tolist())) > 1:
+        n = call.k.shape[2]
+        together = replace(observe((slice(None), slice(0, n)), min(policy.window, n)), padding=first)
+        return out, *_judge_padded(together, first, policy)
     return out, *reference.judge_prompt(call.k, start, policy, observe)
+
+
+def _judge_padded(obs: Observation, first: Tensor, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`kvpass.ops.reference.judge_prompt`, rows of different padding together."""
+    b, kv_heads, n, _ = obs.keys.shape
+    m, real = obs.evictable, torch.arange(n, device=first.device) >= first[:, None, None]
+    found = policy.checked_score(obs)
+    scores = found.new_full((b, kv_heads, n), float("-inf"))
+    scores[..., :m] = torch.where(real[..., :m], found, float("-inf"))
+    stats = found.new_zeros(2, b, kv_heads, n)
+    stats[reference.MASS] = obs.mass
+    rule = policy.decode_rule()
+    if rule is not None:
+        stats[reference.DECODE_STATE] = torch.where(real, rule.start(obs), 0.0)
+    weight = policy.checked_weight(obs, torch.where(real[..., :m], found, 0.0))
+    return scores, stats, found.new_zeros(b, dtype=torch.float64) if weight is None else weight
 
 
 def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.policies.base import Policy
 from kvpass.policies.layer_splits import until
-from kvpass.policies.observation import Observation
+from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import check_int, option
 
 
@@ -21,6 +21,7 @@ class Full(Policy):
     name: ClassVar[str] = "full"
     needs_budget: ClassVar[bool] = False
 
+    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         return obs.keys.new_zeros(obs.keys.shape[0], obs.kv_heads, obs.evictable, dtype=torch.float32)
 
@@ -44,8 +45,9 @@ class Random(Policy):
 
     seed: int = option(0, check_int, 0, high=1 << 64)
 
+    @takes_padding
     def score(self, obs: Observation) -> Tensor:
-        position = torch.arange(obs.evictable, device=obs.keys.device)
+        position = obs.positions[..., : obs.evictable]
         head = torch.arange(obs.kv_heads, device=obs.keys.device)[:, None]
         bits = torch.full_like(head, self.seed & _MASK)
         for number in (torch.full_like(head, obs.layer), head, position):

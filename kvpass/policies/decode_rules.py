@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpass.policies.observation import Observation
+from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.scheduler import invert
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 
@@ -99,6 +99,7 @@ class DecodeRule:
 
     window: int = 0
 
+    @takes_padding
     def start(self, obs: Observation) -> Tensor:
         """Return the first decode state of every prompt entry, fp32 ``[B, K, N]``."""
         return obs.keys.new_zeros(obs.keys.shape[:3], dtype=torch.float32)
@@ -154,6 +155,7 @@ class Accumulated(DecodeRule):
     rows: int | None = None
     divisor: int = 1
 
+    @takes_padding
     def start(self, obs: Observation) -> Tensor:
         over_rows = obs.column_sum if self.rows is None else obs.recent_sum(self.rows)
         total = reduce_group(over_rows, obs.kv_heads, self.group) / self.divisor

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.policies.observation import Observation
+from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import Parity
 from kvpass.policies.released import cake_budgets, pyramid_budgets, truncated_budgets
 from kvpass.policies.scheduler import adaptive_budgets, fixed_budgets
@@ -33,6 +33,7 @@ class UniformLayers:
 
     parity: Parity = "paper"
 
+    @takes_padding
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         return None
 
@@ -55,12 +56,17 @@ class EntropyLayers:
 
     parity: Parity = "paper"
 
+    @takes_padding
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         s = scores.double().flatten(1)
         if s.shape[1] < 2:
             return s.new_zeros(s.shape[0])
         p = s / (s.sum(1, keepdim=True) + 1e-16)
-        return (-(p * (p + 1e-16).log()).sum(1) / math.log(s.shape[1])).clamp(min=0.0)
+        entropy = -(p * (p + 1e-16).log()).sum(1)
+        if isinstance(obs.available, int):
+            return (entropy / math.log(s.shape[1])).clamp(min=0.0)
+        count = obs.available.flatten() * obs.kv_heads
+        return torch.where(count < 2, 0.0, (entropy / count.clamp(min=2).double().log()).clamp(min=0.0))
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         if self.parity == "code":
@@ -84,6 +90,7 @@ class CakeLayers:
     tau2: float
     parity: Parity = "paper"
 
+    @takes_padding
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         h = obs.entropy[..., : obs.evictable].double().sum((1, 2))
         v = obs.variance[..., : obs.evictable].double().sum((1, 2))
@@ -126,6 +133,7 @@ class PyramidLayers:
     parity: Parity = "paper"
     short_uniform: bool = False
 
+    @takes_padding
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         if self.shape not in ("entropy", "gini"):
             return None
@@ -136,8 +144,14 @@ class PyramidLayers:
         if self.shape == "entropy":
             return -torch.xlogy(p, p).sum(2).mean(1).clamp(max=0.0)
         storage_order = torch.arange(1, obs.evictable + 1, dtype=torch.float64, device=a.device)
-        gini = (2 * storage_order - obs.evictable - 1).mul(p.sort(dim=2).values).sum(2) / obs.evictable
-        return (1 - gini).mean(1).clamp(min=0.0)
+        if isinstance(obs.available, int):
+            gini = (2 * storage_order - obs.evictable - 1).mul(p.sort(dim=2).values).sum(2) / obs.evictable
+            return (1 - gini).mean(1).clamp(min=0.0)
+        # the zeros of padding come first, so that the rank of a real column is its index less their number
+        rank = storage_order - (obs.evictable - obs.available)
+        count = obs.available[..., 0]
+        gini = (2 * rank - obs.available - 1).mul(p.sort(dim=2).values).sum(2) / count.clamp(min=1)
+        return torch.where(count[:, 0] < 2, 0.0, (1 - gini).mean(1).clamp(min=0.0))
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         layers = weights.shape[1]

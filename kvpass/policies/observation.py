@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 _ROW_BLOCK = 512
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def takes_padding(function: _Function) -> _Function:
+    """Mark a function of an :class:`Observation` that is right for rows of different :attr:`Observation.padding`.
+
+    In real columns it gives what it gives of the row without its padding. All statistics and the scores of the layer
+    are zero in padding; whatever it gives there is not read. If all functions of a policy are marked, rows of different
+    padding are judged together on CUDA, else one after the other.
+    """
+    function.takes_padding = True  # type: ignore[attr-defined]
+    return function
 
 
 def attention_weights(logits: Tensor, hidden: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
@@ -31,7 +44,7 @@ def attention_weights(logits: Tensor, hidden: Tensor, softcap: float | None, sin
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """One attention op after prefill; rows have equal length and no padding.
+    """One attention op after prefill.
 
     Attributes:
         queries: the last R prompt queries, RoPE applied, ``[B, H, R, D]``: all N when a prompt is prefilled, as many as
@@ -43,6 +56,8 @@ class Observation:
         layer: index of the attention op among those that share a pool. num_layers: their number.
         softcap: if given, logits become ``softcap * tanh(logits / softcap)``.
         sinks: one extra logit per query head, ``[H]``, which is part of the softmax and then dropped.
+        padding: columns before the first token of each row, int64 ``[B]``; None: rows have equal length and no padding,
+            as all functions find it that are not marked by :func:`takes_padding`.
 
     All statistics are fp32 for any input dtype, and are computed one KV head at a time, so that no ``[H, window, N]``
     tensor exists. ``a`` below is the causal softmax over all N keys, not renormalised.
@@ -57,6 +72,7 @@ class Observation:
     num_layers: int
     softcap: float | None = None
     sinks: Tensor | None = None
+    padding: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -76,6 +92,17 @@ class Observation:
     def evictable(self) -> int:
         """M, positions before the window."""
         return self.length - self.window
+
+    @property
+    def positions(self) -> Tensor:
+        """True positions, int64 ``[1, 1, N]``; with padding ``[B, 1, N]``, negative there."""
+        columns = torch.arange(self.length, device=self.keys.device)[None, None]
+        return columns if self.padding is None else columns - self.padding[:, None, None]
+
+    @property
+    def available(self) -> int | Tensor:
+        """M; with padding that of each row, int64 ``[B, 1, 1]``."""
+        return self.evictable if self.padding is None else (self.evictable - self.padding).clamp(min=0)[:, None, None]
 
     def attention(self, kv_head: int, first: int, last: int) -> Tensor:
         """Attention of prompt rows ``first <= i < last`` for one KV head, fp32 ``[B, G, rows, last]``.

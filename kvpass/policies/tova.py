@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, LastQuery
-from kvpass.policies.observation import Observation
+from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import check_bool, option
 
 
@@ -30,6 +30,7 @@ class Tova(Policy):
     window: int = 0
     evict_during_decode: bool = option(True, check_bool)
 
+    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         row = obs.last_row[..., : obs.evictable].mean(1, keepdim=True)
         return row.expand(-1, obs.kv_heads, -1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.kernels import window_statistics
 from kvpass.operands import AppendBuffers, Attention, Candidates, PrefillBuffers
 from kvpass.ops import cuda as device
 from kvpass.ops import reference
 from kvpass.policies import POLICIES, resolve
+from kvpass.policies.lava import Lava
 from numeric_checks import DecodeCase, assert_rounded, exact_attention
 
 LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
@@ -125,6 +127,76 @@ def test_sums_over_rows_are_taken_once_for_rows_of_the_batch_that_begin_apart(mo
     policy = resolve("vatp", window=WINDOW, indicator="scissorhands")
     device.observe_attention(Attention(*site(0), 0.3), STARTS, STARTS, 0, LAYERS, policy)
     assert launched.count(window_statistics._column_sum_kernel) == 1
+
+
+RAGGED = torch.tensor([0, 9, 32, 33, 35])
+"""First real columns; 28, 19, 1, 0 and 0 evictable entries, the last row shorter than the window."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, OPTIONS.get(name, {})) for name in sorted(POLICIES)),
+        ("vatp", {"sinks": 3}),
+        ("streaming_llm", {"window": 0, "sinks": 2}),
+        ("snapkv", {"layer_split": "cake", "tau1": 1.0, "tau2": 1.0}),
+        *(("pyramidkv", {"shape": shape}) for shape in ("entropy", "gini")),
+    ],
+    ids=str,
+)
+def test_rows_of_different_padding_are_judged_together_as_each_alone(name, options):
+    policy = resolve(name, **{"window": WINDOW, **options})
+    assert policy.takes_padded_rows
+    call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
+    expected = reference.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy)
+    found = device.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy)
+    for what, one, other in zip(("output", "scores", "stats", "weight"), found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4, msg=lambda text, what=what: f"{what}: {text}")
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts ATen operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def operators_of_judging(starts, policy, monkeypatch):
+    """Those of ``observe_attention`` without the attention itself, no kernel being launched."""
+    call, starts = Attention(*(x[:1].repeat(4, 1, 1, 1) for x in site(0)), 0.3), torch.tensor(starts)
+    attended = call.q, torch.zeros(call.q.shape[:3])
+    monkeypatch.setattr(device, "attend_prompt", lambda *_: attended)
+    monkeypatch.setattr(window_statistics, "launch", lambda *_, **__: None)
+    with CountOperators() as counter:
+        device.observe_attention(call, starts, starts, 0, LAYERS, policy)
+    return counter.count
+
+
+@pytest.mark.parametrize("name", sorted(OWN_SCORES))
+def test_paddings_do_not_multiply_the_operators_of_judging(name, monkeypatch):
+    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    one, two, four = (operators_of_judging(s, policy, monkeypatch) for s in ([9] * 4, [0, 0, 0, 9], [0, 3, 5, 9]))
+    assert two == four
+    assert four <= 2 * one
+
+
+def test_a_score_of_ones_own_never_sees_padding():
+    class OwnScore(Lava):
+        def score(self, obs):
+            assert obs.padding is None
+            seen.append(obs.length)
+            return torch.arange(obs.evictable).float().expand(1, obs.kv_heads, -1)
+
+    seen = []
+    call = Attention(*(x[:2] for x in site(0)), 0.3)
+    starts = torch.tensor([0, 9])
+    device.observe_attention(call, starts, starts, 0, LAYERS, OwnScore(window=WINDOW))
+    assert seen == [TOKENS, TOKENS - 9]
 
 
 @pytest.mark.parametrize("tokens", [1, 11])
