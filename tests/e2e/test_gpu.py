@@ -17,7 +17,7 @@ from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.policies import POLICIES, resolve
 from masked_oracle import kept_columns
-from numeric_checks import assert_close
+from numeric_checks import assert_best, assert_close, logits_before
 from tiny_models import left_pad, random_ids, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +29,8 @@ OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "scissorhan
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Norm of the difference over the norm of the fp32 reference; operands and output are rounded to the dtype."""
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+MARGIN = 1e-4
+"""Of fp32 logits that are as good as equal."""
 SITES = pytest.mark.parametrize(
     ("dim", "value_dim", "softcap", "with_sinks"),
     [
@@ -244,22 +246,24 @@ def test_contract_1_identity_on_cuda(backend, policy):
     ids = random_ids(2, 61).cuda()
     with torch.no_grad():
         assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
-    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
-    assert torch.equal(fast.generate(ids, max_new_tokens=12, do_sample=False), expected)
+    said = fast.generate(ids, max_new_tokens=12, do_sample=False)[:, 61:]
+    assert_best("answer", said, logits_before(model, ids, said), margin=MARGIN)
 
 
 @pytest.mark.parametrize("policy", ["lava", "cake", "h2o", "streaming_llm"])
 def test_cuda_keeps_and_says_what_the_cpu_does(policy):
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (61, 37)])
-    kept, said = [], []
-    for place in ("cpu", "cuda"):
+    kept: list[Tensor] = []
+    said: Tensor | None = None
+    for place in ("cuda", "cpu"):
         model = tiny_model("llama").to(place)
         fast = kvpass.compile(model, policy=policy, budget=16, window=8, backend="eager", **OPTIONS.get(policy, {}))
         given = {"attention_mask": mask.to(place)}
         kept.append(kept_columns(fast(ids.to(place), **given).past_key_values, ids.shape[1]).cpu())
-        said.append(fast.generate(ids.to(place), max_new_tokens=12, do_sample=False, **given).cpu())
+        if said is None:
+            said = fast.generate(ids.to(place), max_new_tokens=12, do_sample=False, **given)[:, ids.shape[1] :].cpu()
     assert torch.equal(*kept)
-    assert torch.equal(*said)
+    assert_best("answer", said, logits_before(fast, ids, said, attention_mask=mask), margin=MARGIN)
 
 
 @pytest.mark.parametrize("policy", ["lava", "snapkv"])
@@ -275,8 +279,7 @@ def test_a_padded_row_answers_as_it_does_alone(policy):
         alone = prompt[None].cuda()
         own = kept_columns(fast(alone).past_key_values, alone.shape[1]).cpu()
         assert torch.equal(kept[row, ..., ids.shape[1] - prompt.numel() :], own[0]), f"row {row} keeps other entries"
-        expected = fast.generate(alone, max_new_tokens=80, do_sample=False)[0, prompt.numel() :]
-        assert torch.equal(said[row], expected), f"row {row} says something else"
+        assert_best(f"row {row}", said[row : row + 1], logits_before(fast, alone, said[row : row + 1]), margin=MARGIN)
 
 
 # -- what only a device has --------------------------------------------------------------------------------------------

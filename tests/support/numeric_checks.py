@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,27 @@ from kvpass.operands import AppendBuffers, Attention
 def assert_close(label: str, actual: Tensor, expected: Tensor, *, atol: float, rtol: float = 0.0) -> None:
     """``torch.testing.assert_close`` whose message begins with the name of the tensor."""
     torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol, msg=lambda text: f"{label}: {text}")
+
+
+def logits_before(model: Any, ids: Tensor, said: Tensor, **given: Any) -> Tensor:
+    """Logits ``[B, T, vocabulary]`` that a model gives before each token of an answer ``[B, T]`` to ``ids``."""
+    with torch.no_grad():
+        out = model(ids, **given)
+        logits = [out.logits[:, -1:]]
+        for token in said[:, :-1].split(1, 1):
+            out = model(token, past_key_values=out.past_key_values)
+            logits.append(out.logits[:, -1:])
+    return torch.cat(logits, 1)
+
+
+def assert_best(label: str, said: Tensor, logits: Tensor, *, margin: float) -> None:
+    """Whether every token of an answer ``[B, T]`` has the largest logit, or one within the margin of it.
+
+    On a GPU a row's logits depend on the batch it is in, and where two are as good as equal either may be said.
+    """
+    short = logits.amax(-1) - logits.gather(-1, said[..., None])[..., 0]
+    worst = float(short.max())
+    assert worst <= margin, f"{label}: a token is {worst:.1e} below the best one, at {(short > margin).nonzero()[0]}"
 
 
 EPS = torch.finfo(torch.float32).eps
