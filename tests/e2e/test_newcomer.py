@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -39,9 +40,7 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "document.txt").write_text(DOCUMENT)
     subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
     for line in re.findall(r"^pip install ([^#\n]+)", README, re.MULTILINE):
-        wanted = [str(ROOT) if word == "." else word for word in line.split()]
-        if str(ROOT) in wanted:
-            wanted = [f"{ROOT}[plots]"]
+        wanted = [re.sub(r"^\.(?=\[|$)", str(ROOT), word) for word in shlex.split(line)]
         subprocess.run([folder / "env/bin/python", "-m", "pip", "install", "-q", *wanted], check=True)
     return folder
 
