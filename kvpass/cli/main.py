@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 
 import kvpass
+from kvpass.progress import working
 
 app = typer.Typer(
     help="KV cache compression for any decoder, through torch.compile.",
@@ -31,6 +33,12 @@ def _bad_values() -> Iterator[None]:
         line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(error))
         typer.echo(f"error: {line}", err=True)
         raise typer.Exit(2) from None
+
+
+def _import_libraries() -> None:
+    """Import torch and transformers under a spinner: it takes seconds."""
+    with working("importing torch and transformers"):
+        importlib.import_module("kvpass.api")
 
 
 @contextmanager
@@ -69,6 +77,7 @@ def demo(
     backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
 ) -> None:
     """Hide facts in a long text and ask the built-in model for them, with full and compressed caches."""
+    _import_libraries()
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.experiments.demo import Demo, DemoSettings
 
@@ -121,6 +130,7 @@ def bench(
     plots: Annotated[Path | None, typer.Option(help="Folder for pictures of time and memory against context.")] = None,
 ) -> None:
     """Time prefill and decode of kvpass and other caches at equal bytes, on random weights."""
+    _import_libraries()
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.bench.measure import save_json
     from kvpass.eval.bench.report import plot, tables
@@ -205,6 +215,7 @@ def evaluate(
     device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
 ) -> None:
     """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
+    _import_libraries()
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.eval.records import results_table
@@ -257,6 +268,7 @@ def curve(
     model: Annotated[str, typer.Option(help="'builtin', or a folder or hub name.")] = "builtin",
 ) -> None:
     """Draw accuracy against budget for all policies on the built-in model, question-aware and question-agnostic."""
+    _import_libraries()
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.experiments.curve import curve_settings, draw_curve
     from kvpass.eval.policy_spec import parse_policies, typed
@@ -293,6 +305,7 @@ def results(
     samples: Annotated[int, typer.Option(help="Questions a point of the curve.")] = 200,
 ) -> None:
     """Write the page of experiments on the built-in model: curve, needle grid, output loss, costs."""
+    _import_libraries()
     from kvpass.eval.experiments.results import Results, ResultsSettings
 
     with _interruptible(_goes_on(work)), _bad_values():
@@ -326,6 +339,7 @@ def compress(
     device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
 ) -> None:
     """Compress a document into a file that 'kvpass ask' answers questions from."""
+    _import_libraries()
     from kvpass.cli.documents import Document
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.policy_spec import parse_policies, typed
@@ -372,6 +386,7 @@ def ask(
     device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
 ) -> None:
     """Answer a question about a compressed document."""
+    _import_libraries()
     from kvpass.cli.documents import Document
     from kvpass.compiler.backend import check_compiler
     from kvpass.policies import policy_class

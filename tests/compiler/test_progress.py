@@ -7,9 +7,11 @@ import logging
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 import kvpass
 import kvpass.progress
+from kvpass.cli.main import app
 from tiny_models import random_ids, tiny_model
 
 
@@ -37,6 +39,13 @@ def test_the_first_call_of_a_batch_size_says_what_it_does(monkeypatch, logged):
     drawn, logged[:] = len(terminal.file.getvalue()), []
     fast(random_ids(2, 60))
     assert len(terminal.file.getvalue()) == drawn and logged == []
+
+
+def test_a_command_says_that_it_imports(monkeypatch):
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
+    monkeypatch.setattr(kvpass.progress, "progress_console", lambda: terminal)
+    assert CliRunner().invoke(app, ["demo", "--facts", "0"]).exit_code == 2
+    assert "importing torch and transformers" in terminal.file.getvalue()
 
 
 def test_after_a_warmup_calls_capture_and_compile_nothing(logged):
