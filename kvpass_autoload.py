@@ -1,8 +1,8 @@
 """Makes ``lm_eval --model kvpass`` work with lm-evaluation-harness 0.4.13, which has no plugins.
 
 torch calls :func:`hook` at the end of its own import (entry-point group ``torch.backends``), and the harness imports
-torch before it looks its model up. A module of its own, because importing any module of the package ``kvpass`` imports
-transformers, which no ``import torch`` of another program should have to wait for.
+torch before it looks its model up. A module of its own, so that ``import torch`` in another program runs nothing of the
+package ``kvpass``.
 """
 
 from __future__ import annotations

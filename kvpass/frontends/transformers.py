@@ -165,7 +165,7 @@ class CompressedModel(_Base):
         if ids is not None:
             check_ids(ids)
         if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.columns:
-            if cache.answer_end == ids[:, 0].tolist():
+            if cache.answer_end is not None and cache.answer_end == ids[:, 0].tolist():
                 warnings.warn(_DROPPED, stacklevel=2)
             given = kwargs.get("attention_mask")
             if given is None or given.shape[1] == ids.shape[1]:
