@@ -56,8 +56,8 @@ def test_a_bare_import_from_the_checkout_is_refused(name: str) -> None:
 
 @in_a_checkout
 def test_no_kernel_can_be_imported_under_a_bare_name() -> None:
-    assert (ROOT / "kernels" / "decode_cpu.py").exists()
-    statements = ("import kernels.decode_cpu", "from kernels import decode_cpu")
+    assert (ROOT / "kernels" / "cpu.py").exists()
+    statements = ("import kernels.cpu", "from kernels import cpu")
     tries = [f"try: {statement}\nexcept ImportError: print('refused')" for statement in statements]
     result = run_python("\n".join(tries), ROOT, safe_path=False)
     assert result.stdout.split() == ["refused"] * 2, result.stderr

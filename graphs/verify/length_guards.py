@@ -75,21 +75,6 @@ def _line_of(guard: ShapeGuard) -> str:
     return guard.sloc.maybe_user_loc or ""
 
 
-def check_length(longest: int | None, seen: int, tokens: int) -> None:
-    """Check that a decoder takes ``tokens`` more tokens after ``seen``.
-
-    Args:
-        longest: most tokens the decoder takes; None for any number.
-    Raises:
-        ValueError: it does not.
-    """
-    if longest is not None and seen + tokens > longest:
-        raise ValueError(
-            f"{tokens} tokens after {seen}: the decoder does not take more than {longest}, or does otherwise from "
-            "there on"
-        )
-
-
 def most_tokens(gm: GraphModule, node: Node, tokens: Dim) -> float:
     """Like :func:`longest_length` for any ``shortest``; infinite when the capture holds for any number.
 

@@ -24,7 +24,7 @@ from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.one_token import admit_one_token, several_tokens
 from kvpass.graphs.rewrite_attention import batch_and_tokens
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
-from kvpass.graphs.verify.length_guards import check_length, longest_length
+from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.table_ends import table_end
 from kvpass.policies.base import Policy
 from kvpass.progress import working
@@ -191,6 +191,21 @@ class CaptureCache:
         if tokens == 1:
             return next((key for key in self._captured if key[0] == rows and key[1] <= 1), (rows, 0))
         return rows, logits_to_keep if logits_to_keep < tokens else 0
+
+
+def check_length(longest: int | None, seen: int, tokens: int) -> None:
+    """Check that a decoder takes ``tokens`` more tokens after ``seen``.
+
+    Args:
+        longest: most tokens the decoder takes; None for any number.
+    Raises:
+        ValueError: it does not.
+    """
+    if longest is not None and seen + tokens > longest:
+        raise ValueError(
+            f"{tokens} tokens after {seen}: the decoder does not take more than {longest}, or does otherwise from "
+            "there on"
+        )
 
 
 def _capture(captured: Callable[..., Tensor], call: Call, ids: Tensor) -> None:

@@ -33,7 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import GraphFingerprint
 from kvpass.compiler.backend import PhaseCompiler, check_compiler
-from kvpass.compiler.capture import Capture
+from kvpass.compiler.capture import Capture, check_length
 from kvpass.compiler.transactions import append, continued, prefill
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
@@ -50,7 +50,7 @@ from kvpass.graphs.fx_utils import (
 )
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.input_lookups import input_lookups
-from kvpass.graphs.verify.length_guards import check_length, fixed_length, longest_length
+from kvpass.graphs.verify.length_guards import fixed_length, longest_length
 from kvpass.graphs.verify.offset_positions import counts_positions
 from kvpass.graphs.verify.same_capture import is_same_decoder, source_of, value_of
 from kvpass.graphs.verify.self_check import check_reduced_inputs_pass

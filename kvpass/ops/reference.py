@@ -18,7 +18,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
 
-__all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cpp` and :mod:`kvpass.ops.cuda` have them
+__all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` has them
     "attend_cache",
     "attend_slots",
     "cascade_step",

@@ -51,20 +51,24 @@ from kvpass.policies.base import Policy
 _LIBRARY = torch.library.Library("kvpass", "DEF")
 
 
+_MOST_TOKENS_IN_CPP = 8
+"""Above so many new tokens the work is matrix-matrix, and the per-head reference on BLAS is faster."""
+
+
 @cache
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"kvpass.ops.{name}")
+    return importlib.import_module(f"kvpass.{name}")
 
 
 def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
-    """Return the module that computes operators on ``tensor``: ``ops.cuda``, ``ops.cpp`` or ``ops.reference``.
+    """Return the module that computes operators on ``tensor``: ``ops.cuda``, ``kernels.cpu`` or ``ops.reference``.
 
     Args:
         impl: "cpp" or "eager", for tensors on a CPU; decided when a graph is compiled.
     """
     if tensor.is_cuda:
-        return _module("cuda")
-    return _module("cpp" if impl == "cpp" and tensor.is_cpu else "reference")
+        return _module("ops.cuda")
+    return _module("kernels.cpu" if impl == "cpp" and tensor.is_cpu else "ops.reference")
 
 
 # -- implementations --------------------------------------------------------------------------------------------------
@@ -90,7 +94,8 @@ def _pack(buffers: PrefillBuffers) -> None:
 
 
 def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
-    return implementation(call.q, impl).attend_cache(call, held, layer)
+    few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP
+    return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
 
 
 def _attend_evict(call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str) -> Tensor:

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass.cache import layers as store
-from kvpass.ops import cpp, evict, reference
+from kvpass.kernels import cpu
+from kvpass.ops import evict, reference
 from kvpass.policies.plan import plan
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
@@ -59,7 +60,7 @@ def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, polic
     calls = recording(monkeypatch)
     if impl == "cpp":
         for name in ("attend_slots", "evict_lowest", "pool_in_order"):
-            monkeypatch.setattr(reference, name, getattr(cpp, name))
+            monkeypatch.setattr(reference, name, getattr(cpu, name))
     fast = compiled(policy=policy, budget=BUDGET, backend="eager", **options)
     cache = fast(random_ids(1, tokens), logits_to_keep=1).past_key_values
     first = kept(cache, tokens)

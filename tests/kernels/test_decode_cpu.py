@@ -17,14 +17,13 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 
-from kvpass.kernels import cpu_library
-from kvpass.kernels.decode_cpu import attend_decode
+from kvpass.kernels import cpu
 from numeric_checks import DecodeCase, assert_rounded, decode_case
 from pairwise import pairwise
 
 
 def run(case: DecodeCase) -> Tensor:
-    return attend_decode(case.call, case.held, case.layer)
+    return cpu.attend_cache(case.call, case.held, case.layer)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -197,7 +196,7 @@ def test_empty_batch() -> None:
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_library, "attend_function", cpu_library.attend_function.__wrapped__)
+    monkeypatch.setattr(cpu, "attend_function", cpu.attend_function.__wrapped__)
     cpp_builder.cpp_compiler_search.cache_clear()
     try:
         with (
@@ -217,12 +216,12 @@ def test_narrower_instruction_sets(
     if arch == "x86-64-v3" and not torch.cpu._is_avx2_supported():
         pytest.skip("no AVX2")
     source, library = tmp_path / "decode.cpp", tmp_path / "decode.so"
-    source.write_text(cpu_library.attend_source(dtype), encoding="utf-8")
+    source.write_text(cpu.attend_source(dtype), encoding="utf-8")
     flags = ["-std=c++20", "-O3", f"-march={arch}", "-shared", "-fPIC", "-fopenmp"]
     subprocess.run([cpp_builder.get_cpp_compiler(), *flags, str(source), "-o", str(library)], check=True)
     function = ctypes.CDLL(str(library)).kvpass_attend_decode
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
-    monkeypatch.setattr(cpu_library, "attend_function", lambda _: function)
+    monkeypatch.setattr(cpu, "attend_function", lambda _: function)
     for group in (1, 2, 4, 7):
         case = decode_case(RAGGED, group=group, dim=80, value_dim=50, tokens=3, dtype=dtype, start=[0, 3], sinks=True)
         check(case)

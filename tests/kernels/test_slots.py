@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass.kernels import slots_cpu
+from kvpass.kernels import cpu
 from kvpass.operands import Attention, Entered, Lines
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
@@ -26,9 +26,9 @@ from numeric_checks import EPS, Exact, assert_rounded, exact_attention
 from pairwise import pairwise
 from tiny_models import compiled_once, left_pad, random_ids
 
-WAYS = {"cpu": slots_cpu.attend_slots, "triton": device.attend_slots}
-LOSERS = {"cpu": slots_cpu.evict_lowest, "triton": device.evict_lowest}
-POOLED = {"eager": pool_in_order, "cpu": slots_cpu.pool_in_order, "triton": device.pool_in_order}
+WAYS = {"cpu": cpu.attend_slots, "triton": device.attend_slots}
+LOSERS = {"cpu": cpu.evict_lowest, "triton": device.evict_lowest}
+POOLED = {"eager": pool_in_order, "cpu": cpu.pool_in_order, "triton": device.pool_in_order}
 both_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
@@ -222,7 +222,7 @@ def test_half_precision(way: Callable[..., Any]) -> None:
 
 
 def test_bfloat16_on_the_cpu() -> None:
-    check(slots_case(LENGTHS, group=4, dim=80, dtype=torch.bfloat16), slots_cpu.attend_slots)
+    check(slots_case(LENGTHS, group=4, dim=80, dtype=torch.bfloat16), cpu.attend_slots)
 
 
 @both_ways
@@ -278,7 +278,7 @@ def test_bad_arguments_are_named(way: Callable[..., Any], change: dict[str, Any]
         )
 
 
-@pytest.mark.parametrize("way", [slots.attend_slots, slots_cpu.attend_slots], ids=["eager", "cpu"])
+@pytest.mark.parametrize("way", [slots.attend_slots, cpu.attend_slots], ids=["eager", "cpu"])
 def test_a_line_without_an_empty_slot(way: Callable[..., Any]) -> None:
     case = slots_case(LENGTHS)
     case.position[1, 2] = ABSENT
@@ -292,7 +292,7 @@ def test_a_segment_longer_than_its_part_of_a_line() -> None:
     case = slots_case(LENGTHS)
     before = case.tail_k.clone()
     with pytest.raises(ValueError, match=r"rise within 0.*by at most 60"):
-        slots_cpu.attend_slots(*replace(case, position=case.position[..., 10:].contiguous(), entered=None).arguments)
+        cpu.attend_slots(*replace(case, position=case.position[..., 10:].contiguous(), entered=None).arguments)
     assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 

@@ -1,0 +1,349 @@
+"""C++ kernels for the CPU: ragged decode attention, and attention to reused slots with eviction.
+
+Compiled once through ``CppCodeCache``: same compiler, flags, instruction set, OpenMP runtime and on-disk cache as
+Inductor's own CPU kernels, so torch's thread settings apply to them too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from kvpass.kernels.checks import check_heads
+from kvpass.operands import AppendBuffers, Attention, Lines
+from kvpass.torch_compat import CppCodeCache, inductor_exc
+
+_ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of some tensors."""
+
+_ATTEND_CALL = struct.Struct("=40q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 17 pointers, 11 sizes, 9 strides, 3 of lines, scale, softcap."""
+
+_CACHE_NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
+_SLOT_NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
+_POOL_NAMES = ("pool_k", "pool_v", "offsets")
+_ENTERED_NAMES = ("storage_order", "decode_state", "norm", "now")
+_EVICT_NAMES = ("worth", "position", "decode_state", "quota")
+_ORDER_NAMES = ("attention", "position", "storage_order")
+_POOLS = (None, "avg", "max")
+_GROUPS = ("mean", "max", "sum")
+
+
+class Fault(IntEnum):
+    """Error code of ``kvpass_attend_decode``; nothing was written."""
+
+    OFFSETS = 1
+    START = 2
+    NO_SLOT = 3
+
+
+def source(name: str, defines: str = "") -> str:
+    """Return the C++ text of a file with our includes inserted; Inductor's cache key is its hash."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return defines + re.sub(r'#include "(\w+\.h)"\n', lambda found: source(found[1]), text)
+
+
+def attend_source(dtype: torch.dtype) -> str:
+    """Return the text of decode_cpu.cpp for entries of ``dtype``.
+
+    Raises:
+        ValueError: there is no kernel for ``dtype``.
+    """
+    if dtype not in _ENTRY_TYPES:
+        raise ValueError(f"q has dtype {dtype}: CPU decode attention takes float32, bfloat16 or float16")
+    return source("decode_cpu.cpp", f"#define ENTRY {_ENTRY_TYPES[dtype]}\n")
+
+
+def build(text: str) -> Any:
+    """Compile a source, or load it from Inductor's cache; the first build takes about a second.
+
+    Raises:
+        RuntimeError: there is no C++ compiler, or it fails.
+    """
+    try:
+        return CppCodeCache.load(text, "cpu")
+    except (inductor_exc.InvalidCxxCompiler, inductor_exc.CppCompileError) as error:
+        raise RuntimeError(
+            "cannot compile CPU decode attention: a C++ compiler is needed (install g++ or set CXX), "
+            f'or use backend="eager". {error}'
+        ) from error
+
+
+@functools.cache
+def attend_function(dtype: torch.dtype) -> Callable[[bytes], int]:
+    """Return ``kvpass_attend_decode`` for entries of ``dtype``; it takes a packed ``Call`` and returns 0 or a fault.
+
+    Raises:
+        ValueError: there is no kernel for ``dtype``.
+        RuntimeError: as :func:`build`.
+    """
+    function = build(attend_source(dtype)).kvpass_attend_decode
+    function.argtypes = [ctypes.c_char_p]
+    function.restype = ctypes.c_int64
+    return cast("Callable[[bytes], int]", function)
+
+
+def call_attend(
+    call: Attention,
+    buffers: Sequence[Tensor | None],
+    sizes: tuple[int, int, int, int, int],
+    line: Sequence[Tensor | None] = (None,) * 6,
+    line_sizes: tuple[int, int, int] = (0, 0, 0),
+) -> tuple[Tensor, int, int]:
+    """Pack the arguments, already checked, and call the kernel.
+
+    Args:
+        buffers: pool_k, pool_v, offsets, tail_k, tail_v, tail_start; None for those that do not exist.
+        sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer.
+        line: position, storage_order, decode_state, norm, now and weights; for reused slots.
+        line_sizes: row and head stride of position, slots of a line.
+
+    Returns:
+        output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`Fault` or 0; the row with the fault.
+    """
+    q, k, v, scale, softcap, sinks = call
+    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    rows, heads, tokens, key_dim = q.shape
+    kv_heads, value_dim = k.shape[1], v.shape[3]
+    if sinks is not None:
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected {(heads,)}")
+        sinks = sinks.to("cpu", torch.float32).contiguous()
+    out = torch.empty_strided(
+        (rows, heads, tokens, value_dim),
+        (tokens * heads * value_dim, value_dim, heads * value_dim, 1),
+        dtype=q.dtype,
+    )
+    tensors = (q, k, v, *buffers, sinks, out, *line)
+    fault = attend_function(q.dtype)(
+        _ATTEND_CALL.pack(
+            *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
+            rows,
+            heads,
+            kv_heads,
+            tokens,
+            key_dim,
+            value_dim,
+            *sizes,
+            *q_strides[:3],
+            *k_strides[:3],
+            *v_strides[:3],
+            *line_sizes,
+            scale,
+            0.0 if softcap is None else softcap,
+        )
+    )
+    return out, fault % 4, fault // 4
+
+
+def check_layout(names: Sequence[str], given: Sequence[Tensor], expected: Layouts) -> None:
+    """Raise at the first tensor with an unexpected shape or dtype; whole lists are compared, for speed.
+
+    Raises:
+        ValueError: names the tensor.
+    """
+    found: Layouts = [(x.shape, x.dtype) for x in given]
+    if found != expected:
+        for name, pair, wanted in zip(names, found, expected, strict=True):
+            for what, has, must in zip(("shape", "dtype"), pair, wanted, strict=True):
+                if has != must:
+                    raise ValueError(f"{name} has {what} {has}: expected {must}")
+
+
+def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
+    """Append the new entries of one layer to its tail, then attend pool segment and tail.
+
+    New token t of row b attends to ``pool[b, offsets[b, layer*K + head] : offsets[b, layer*K + head + 1]]`` and to the
+    tail slots ``tail_start[b] .. used + t``. One softmax over both, in fp32: online (Milakov and Gimelshein,
+    arXiv:1805.02867), with the log-sum-exp merge over chunks of FlashDecoding (Dao et al. 2023).
+
+    All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16). q, k and v may have any
+    strides, but are copied if the last dim is not contiguous; the buffers are contiguous.
+
+    Returns:
+        [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
+
+    Raises:
+        ValueError: used + T > C, or an argument that would be read out of bounds; nothing was written.
+        RuntimeError: there is no C++ compiler.
+    """
+    q, k, v = call[:3]
+    pool_k, pool_v, offsets, tail_k, tail_v, tail_start, tail_used = held[:7]
+    rows, heads, tokens, key_dim = q.shape
+    _, kv_heads, _, value_dim = v.shape
+    layers, _, _, slots, _ = tail_k.shape
+    entries = pool_k.shape[1]
+    used = int(tail_used)
+    if used < 0 or used + tokens > slots:
+        raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
+    check_heads(heads, kv_heads)
+    dtype = q.dtype
+    given = [k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start]
+    expected: Layouts = [
+        ((rows, kv_heads, tokens, key_dim), dtype),
+        ((rows, kv_heads, tokens, value_dim), dtype),
+        ((rows, entries, key_dim), dtype),
+        ((rows, entries, value_dim), dtype),
+        ((layers, rows, kv_heads, slots, key_dim), dtype),
+        ((layers, rows, kv_heads, slots, value_dim), dtype),
+        ((rows, layers * kv_heads + 1), torch.int32),
+        ((rows,), torch.int64),
+    ]
+    check_layout(_CACHE_NAMES, given, expected)
+    packed = [x.is_contiguous() for x in given[2:]]
+    if not all(packed):
+        raise ValueError(f"{_CACHE_NAMES[2 + packed.index(False)]} is not contiguous")
+    if not all([x.is_cpu for x in (q, *given)]):
+        raise ValueError("q, k, v, pool, tail, offsets and tail_start must all be on the CPU")
+    pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
+    sizes = (entries, layers * kv_heads + 1, slots, used, layer)
+    out, fault, row = call_attend(call, pools, sizes)
+    if fault == Fault.OFFSETS:
+        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
+    if fault == Fault.START:
+        raise ValueError(f"tail_start[{row}]={int(tail_start[row])}: must be in 0..{used}")
+    return out
+
+
+def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:
+    """CPU version of :func:`kvpass.ops.slots.attend_slots`; slots without an entry are not read.
+
+    All tensors are on the CPU and contiguous, with two exceptions: q, k and v may have any strides (they are copied if
+    the last dim is not contiguous), and position may repeat over rows and KV heads.
+
+    Raises:
+        ValueError: a line has no empty slot, or an argument would be read out of bounds; nothing was written.
+        RuntimeError: there is no C++ compiler.
+    """
+    q, k, v = call[:3]
+    pool_k, pool_v, offsets, tail_k, tail_v, position, entered = lines
+    rows, heads, _, key_dim = q.shape
+    _, kv_heads, _, value_dim = v.shape
+    layers, _, _, slots, _ = tail_k.shape
+    width = position.shape[2]
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
+    check_heads(heads, kv_heads)
+    dtype = q.dtype
+    given = [q, k, v, tail_k, tail_v, position]
+    line_shape = (rows, kv_heads, width)
+    expected: Layouts = [
+        ((rows, heads, 1, key_dim), dtype),
+        ((rows, kv_heads, 1, key_dim), dtype),
+        ((rows, kv_heads, 1, value_dim), dtype),
+        ((layers, rows, kv_heads, slots, key_dim), dtype),
+        ((layers, rows, kv_heads, slots, value_dim), dtype),
+        (line_shape, torch.int32),
+    ]
+    names: tuple[str, ...] = _SLOT_NAMES
+    contiguous = [tail_k, tail_v]
+    entries, pool_width = 0, 0
+    if pool_k is not None and pool_v is not None and offsets is not None:
+        entries, pool_width = pool_k.shape[1], width - slots
+        names += _POOL_NAMES
+        given += [pool_k, pool_v, offsets]
+        expected += [((rows, entries, key_dim), dtype), ((rows, entries, value_dim), dtype)]
+        expected += [((rows, layers * kv_heads + 1), torch.int32)]
+        contiguous += [pool_k, pool_v, offsets]
+    if entered is not None:
+        names += _ENTERED_NAMES
+        given += entered
+        expected += [(line_shape, torch.int32), (line_shape, torch.float32), (line_shape, torch.float32)]
+        expected += [((rows,), torch.int64)]
+        contiguous += [position, *entered]
+    check_layout(names, given, expected)
+    if width - slots != pool_width or pool_width < 0:
+        raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")
+    if not all([x.is_contiguous() for x in contiguous]) or position.stride(2) != 1:
+        raise ValueError("pool, tail, offsets and what a line remembers must be contiguous")
+    if not all([x.is_cpu for x in given]):
+        raise ValueError("all tensors must be on the CPU")
+    weights = None if entered is None else torch.empty(rows, heads, width, dtype=torch.float32)
+    line = (position, *(entered or (None,) * 4), weights)
+    sizes = (entries, layers * kv_heads + 1, slots, slots, layer)
+    line_sizes = (position.stride(0), position.stride(1), width)
+    buffers = (pool_k, pool_v, offsets, tail_k, tail_v, None)
+    out, fault, row = call_attend(call, buffers, sizes, line, line_sizes)
+    if fault == Fault.OFFSETS:
+        most = f"by at most {width - slots}, the slots of a line before the tail's"
+        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}, {most}")
+    if fault == Fault.NO_SLOT:
+        raise ValueError(f"a KV head of row {row}, layer {layer} has no empty slot among {width}")
+    return out, weights
+
+
+@functools.cache
+def _function(name: str, pointers: int, numbers: int) -> Callable[..., None]:
+    function = getattr(build(source("slots_cpu.cpp")), name)
+    function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * numbers
+    function.restype = None
+    return cast("Callable[..., None]", function)
+
+
+def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:
+    """CPU version of :func:`kvpass.ops.slots.evict_lowest`; all tensors on the CPU and contiguous.
+
+    Raises:
+        ValueError: an argument would be read out of bounds; nothing was written.
+        RuntimeError: there is no C++ compiler.
+    """
+    rows, kv_heads, width = line = position.shape
+    given = [worth, position, decode_state, quota]
+    expected: Layouts = [(line, torch.float32), (line, torch.int32), (line, torch.float32)]
+    check_layout(_EVICT_NAMES, given, [*expected, ((rows, kv_heads), torch.int64)])
+    worth = worth.contiguous()
+    if not all([x.is_contiguous() and x.is_cpu for x in given[1:]]) or not worth.is_cpu:
+        raise ValueError("position, decode_state and quota must be contiguous, and all tensors on the CPU")
+    keep = torch.empty(line, dtype=torch.bool)
+    tensors = (worth, position, decode_state, quota, keep)
+    run = _function("kvpass_evict_lowest", 5, 3)
+    run(*[x.data_ptr() for x in tensors], rows * kv_heads, width, window)
+    return keep
+
+
+def pool_in_order(
+    attention: Tensor,
+    position: Tensor,
+    storage_order: Tensor,
+    window: int,
+    pool: str | None,
+    kernel_size: int,
+    group: str,
+) -> Tensor:
+    """CPU version of :func:`kvpass.policies.decode_rules.pool_in_order`.
+
+    All tensors are on the CPU and contiguous; position and storage_order are int32.
+
+    Raises:
+        ValueError: an argument would be read out of bounds.
+        RuntimeError: there is no C++ compiler.
+    """
+    rows, kv_heads, width = line = position.shape
+    heads = attention.shape[1]
+    given = [attention, position, storage_order]
+    expected: Layouts = [((rows, heads, width), torch.float32), (line, torch.int32), (line, torch.int32)]
+    check_layout(_ORDER_NAMES, given, expected)
+    check_heads(heads, kv_heads)
+    if not all([x.is_contiguous() and x.is_cpu for x in given]):
+        raise ValueError("attention, position and storage_order must be contiguous and on the CPU")
+    worth = torch.empty(line, dtype=torch.float32)
+    how = (window, _POOLS.index(pool), kernel_size, _GROUPS.index(group))
+    run = _function("kvpass_pool_in_order", 4, 7)
+    run(*[x.data_ptr() for x in (*given, worth)], rows * kv_heads, heads // kv_heads, width, *how)
+    return worth
