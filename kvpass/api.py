@@ -17,6 +17,7 @@ from kvpass.cache.metadata import CacheMetadata
 from kvpass.cache.serialization import read_cache_file, typed
 from kvpass.compiler.backend import Compiler, PhaseCompiler, check_compiler
 from kvpass.compiler.capture import CaptureCache
+from kvpass.compiler.parts import Regions, check_regions
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends import options as o
 from kvpass.frontends.arguments import check_model
@@ -92,6 +93,7 @@ def compile(
     backend: Compiler = "inductor",
     recompress: Recompress = "never",
     cuda_graphs: bool = True,
+    compile_regions: Regions = "auto",
     **policy_options: Any,
 ) -> CompressedModel:
     """Return a copy of a decoder that compresses its KV cache after every prompt.
@@ -116,6 +118,10 @@ def compile(
             that evict while decoding keep their size and need no recompression.
         cuda_graphs: on CUDA, capture decode steps once per cache and replay them. A custom decode rule must then read
             no value on the host.
+        compile_regions: True: compile each distinct part of the decoder between two attention layers once and call it
+            for every layer, so that compilation does not grow with depth. False: each phase as one graph. ``"auto"``:
+            parts, but decode steps of models of up to 8 layers on the CPU whole. A
+            graph that has no parts is compiled whole; the report says why.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
             the model's name and budget when both are left out; give them where none are published.
     Raises:
@@ -148,6 +154,7 @@ def compile(
             PhaseCompiler(
                 compiler=compiler,
                 layers=model.config.get_text_config().num_hidden_layers,
+                regions=check_regions(compile_regions),
                 cuda_graphs=cuda_graphs,
             )
         ),

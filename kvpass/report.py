@@ -150,7 +150,7 @@ class Report:
             lines.append("parity='code': released rules, which may keep more or fewer entries than the budget")
         lines += [
             f"compiled {record.phase} (batch {record.batch}, {record.compiler}): {record.sites} attention sites "
-            f"rewritten, {record.seconds:.1f} s"
+            f"rewritten, {record.shape}, {record.seconds:.1f} s"
             for record in self.compiled
         ]
         return Group(table, *lines)

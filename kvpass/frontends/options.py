@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, TypedDict
 
 from kvpass.compiler.backend import Compiler
+from kvpass.compiler.parts import Regions
 from kvpass.config import Budget
 from kvpass.policies.cake import Indicator
 from kvpass.policies.layer_splits import Parity, Shape
@@ -45,6 +46,7 @@ class Options(TypedDict, total=False):
     backend: Compiler
     recompress: Recompress
     cuda_graphs: bool
+    compile_regions: Regions
 
 
 class EvictingOptions(Options, total=False):

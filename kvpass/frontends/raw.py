@@ -34,6 +34,7 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import GraphFingerprint
 from kvpass.compiler.backend import PhaseCompiler, check_compiler
 from kvpass.compiler.capture import Capture, check_length
+from kvpass.compiler.parts import check_regions
 from kvpass.compiler.transactions import append, continued, prefill
 from kvpass.config import Budget
 from kvpass.errors import CacheMismatchError
@@ -106,8 +107,8 @@ def kvpass_backend(
     """Dynamo backend registered as ``"kvpass"``.
 
     Args:
-        options: ``policy``, ``budget``, ``compiler`` (``"inductor"`` or ``"eager"``), ``cuda_graphs`` as
-            ``kvpass.compile`` has it, and options of the policy.
+        options: ``policy``, ``budget``, ``compiler`` (``"inductor"`` or ``"eager"``), ``cuda_graphs`` and
+            ``compile_regions`` as ``kvpass.compile`` has them, and options of the policy.
     Raises:
         UnsupportedAttentionError: an attention call is not understood (Dynamo wraps it in BackendCompilerFailed).
         ValueError: the capture is for one length of several tokens, for some lengths, or for as many rows as tokens.
@@ -115,10 +116,11 @@ def kvpass_backend(
     given = dict(options or {})
     budget, cuda_graphs = given.pop("budget", None), given.pop("cuda_graphs", True)
     compiler = check_compiler("compiler", given.pop("compiler", "inductor"))
+    regions = check_regions(given.pop("compile_regions", "auto"))
     policy = check_registered(resolve(given.pop("policy", "lava"), **given))
     resolved = resolve_budget(policy, budget)
     _check_sizes(gm)
-    phases = PhaseCompiler(compiler=compiler, cuda_graphs=cuda_graphs)
+    phases = PhaseCompiler(compiler=compiler, regions=regions, cuda_graphs=cuda_graphs)
     captures = _CAPTURES.setdefault(_first_weight(gm), [])
     module = RawModule(Capture(gm, example_inputs, phases), policy, resolved, captures)
     module.decoder.admit_one_token()

@@ -40,7 +40,8 @@ def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_and_200_steps_of_e
     assert not counters["graph_break"]
 
 
-def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch):
+@pytest.mark.parametrize("regions", [False, True])
+def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch, regions):
     """Triton code asks whether indices of 32 bits do, which would be a guard on the length; C++ code does not ask."""
     codegen, asked, guards = GraphLowering.codegen, [], []
 
@@ -56,14 +57,15 @@ def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch):
         return codegen(graph)
 
     monkeypatch.setattr(GraphLowering, "codegen", guarded)
-    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=20, window=8)
+    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=20, window=8, compile_regions=regions)
     with inductor_config.patch(fx_graph_cache=False):
         for tokens in (61, 9, 2):
             out = fast(random_ids(2, tokens))
         fast(random_ids(2, 3), past_key_values=out.past_key_values)
         assert [record.phase for record in fast.report().compiled] == ["prefill", "extend"]
     assert asked.count((True, False)) > 20, "64 bits for what grows with the text"
-    assert set(asked) == {(True, False), (False, True)}, "and 32 bits for all else"
+    others = set() if regions else {(False, True)}  # outputs of our operators, which are between the parts
+    assert set(asked) == {(True, False), *others}, "and 32 bits for all else"
     assert not guards
 
 

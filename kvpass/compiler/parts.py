@@ -1,0 +1,59 @@
+"""Compile a graph in parts: each distinct part once, called with the parameters of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
+
+from torch.fx import GraphModule
+
+from kvpass.graphs.bind_state import placeholders
+from kvpass.graphs.fx_utils import recorded
+from kvpass.graphs.split import Part, join, split_graph
+
+Regions = Literal["auto"] | bool
+"""Whether graphs are compiled in parts; "auto" decides by phase, number of layers and device."""
+
+CompileOne = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+"""Compiles a graph for these fake inputs."""
+
+FEW_LAYERS = 8
+"""Up to so many layers a decode step on the CPU is compiled whole: to call a part takes tens of microseconds."""
+
+
+def check_regions(given: object) -> Regions:
+    """Return the option ``compile_regions`` as given.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if given == "auto" or isinstance(given, bool):
+        return given
+    raise ValueError(f"compile_regions={given!r}: must be True, False or 'auto'")
+
+
+def compile_parts(gm: GraphModule, examples: Sequence[Any], compile_one: CompileOne) -> tuple[Callable[..., Any], int]:
+    """Compile a rewritten graph in parts; return what runs the whole, and how many parts were compiled.
+
+    Args:
+        examples: fake inputs of the graph.
+    Raises:
+        CannotSplitError: it has no parts.
+    """
+    pieces = split_graph(gm)
+    given = dict(zip(placeholders(gm), examples, strict=True))
+    functions: dict[Hashable, Callable[..., Any]] = {}
+    for piece in pieces:
+        if isinstance(piece, Part) and piece.key not in functions:
+            inputs = [given.get(node, recorded(node)) for node in piece.inputs]
+            functions[piece.key] = _ours(compile_one(piece.gm, inputs))
+    return join(gm, pieces, functions).forward, len(functions)
+
+
+def _ours(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, by a name that FX can write into code."""
+
+    def part(*inputs: Any) -> Any:
+        return compiled(*inputs)
+
+    return part
