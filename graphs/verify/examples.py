@@ -6,6 +6,7 @@ mask, ``text_length`` for a whole graph.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ _BY_AXIS = set(
 )
 """Aten operators on a tensor, an axis and indices along it."""
 
+_LOOKUPS = {*_BY_AXIS, *"embedding take index index_put unsafe_index index_put_impl".split()}
+"""Aten operators that look something up."""
 
 _MAX_TEXT_TOKENS = 4096
 """Longest example of a text; what a graph does only beyond is not seen."""
@@ -179,10 +182,18 @@ class LookupsInRange(TorchDispatchMode):
     """Looks at indices ahead of the call: one out of range is an error on the CPU, but the end of a process on CUDA."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for index, rows in _looked_up(func.overloadpacket.__name__.strip("_"), args):
+        name = _name_of_lookup(func)
+        for index, rows in _looked_up(name, args) if name else ():
             if index.numel() and not (int(index.min()) >= -rows and int(index.max()) < rows):
                 raise IndexError(f"one of {int(index.min())} to {int(index.max())} is looked up among {rows}")
         return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _name_of_lookup(func: torch._ops.OpOverload) -> str:
+    """Of an operator that :func:`_looked_up` knows, the name without underscores; "" of any other."""
+    name = func.overloadpacket.__name__.strip("_")
+    return name if name in _LOOKUPS else ""
 
 
 def _looked_up(name: str, args: Any) -> Iterator[tuple[Tensor, int]]:
@@ -193,7 +204,7 @@ def _looked_up(name: str, args: Any) -> Iterator[tuple[Tensor, int]]:
         yield args[1], args[0].numel()
     elif name in _BY_AXIS and args[0].ndim:
         yield args[2], args[0].shape[args[1]]
-    elif name in ("index", "index_put", "unsafe_index", "index_put_impl"):
+    elif name not in _BY_AXIS:
         axis = 0
         for index in args[1]:
             if index is not None and index.dtype != torch.bool:

@@ -195,6 +195,7 @@ class _Offsets:
         self.gm = copy_graph(gm)
         self._originals = dict(zip(self.gm.graph.nodes, gm.graph.nodes, strict=True))
         self.batch, self.tokens = batch_and_tokens(self.gm)
+        self._flat = self.batch * self.tokens
         flow = DataFlow(self.gm)
         live = flow.sources([self.gm.graph.output_node()])
         self.fed = fed_by_inputs(live)
@@ -214,6 +215,7 @@ class _Offsets:
                     known[key] = shifted if len(self.seen.users) > before else None
                 if (shifted := known.get(key)) is not None:
                     self.beside.setdefault(user, {})[operand] = shifted
+        self._axes: dict[Node, tuple[int, bool] | None] = {}
         self.flow = DataFlow(self.gm)
         self.added = {node for node in self.flow.nodes if node not in self._originals}
         wanted = {*live, *self.flow.sources([new for beside in self.beside.values() for new in beside.values()])}
@@ -224,6 +226,15 @@ class _Offsets:
         if operand in self.fed or operand.op in ("placeholder", "get_attr"):
             return False
         return bool(symbols_of(shape_of(operand) or ()) & symbols_of([self.tokens]))
+
+    def axis(self, node: Node) -> tuple[int, bool] | None:
+        """The axis of a result that holds the tokens, and whether it holds those of all rows; None of any other."""
+        if node not in self._axes:
+            shape = shape_of(node) or ()
+            axes = [(axis, False) for axis, dim in enumerate(shape) if dim == self.tokens]
+            axes += [(axis, True) for axis, dim in enumerate(shape) if dim == self._flat != self.tokens]
+            self._axes[node] = axes[0] if len(axes) == 1 else None
+        return self._axes[node]
 
     def sizes(self, length: int) -> SizeMap:
         """Values of the symbols for an example of so many tokens."""
@@ -329,19 +340,21 @@ class _Lockstep:
                     raise _DiffersError(node) from None
         if node not in self.fed:
             return
-        if not all(self._is_same(node, whole, run) for run in self.parts):
+        views = [self._views(node, whole, run) for run in self.parts]
+        if not all(map(_agree, views)):
             self.suspects.add(node)
-        elif isinstance(whole, Tensor) and whole.is_floating_point() and self._axis(node) is not None:
+        elif isinstance(whole, Tensor) and whole.is_floating_point() and self.offsets.axis(node) is not None:
             self.confirmed.add(node)
-            for run in self.parts:
-                self._give_exact(node, whole, run)
+            for exact, part in filter(None, views):
+                if 0 not in part.stride():
+                    part.copy_(exact)
 
     def _fits_with_offsets(self, node: Node, whole: Any, beside: Mapping[Node, Node]) -> bool:
         """Whether all pieces are right when positions go on from the tokens seen; else nothing has happened.
 
         The offset is preferred where an example shows no difference: another length may.
         """
-        if self._axis(node) is None or not self.offsets.fits.get(node, True):
+        if self.offsets.axis(node) is None or not self.offsets.fits.get(node, True):
             return False
         written = mutated_inputs(node)
         before = [[run.env[operand].clone() for operand in written] for run in self.parts]
@@ -363,22 +376,16 @@ class _Lockstep:
         run.env.update(shifted)
         try:
             run.call(node)
-            return self._is_same(node, whole, run)
+            return _agree(self._views(node, whole, run))
         except EvaluationError:
             return False
         finally:
             run.env.update(known)
 
-    def _axis(self, node: Node) -> tuple[int, bool] | None:
-        """The axis of a result that holds the tokens, and whether it holds those of all rows; None of any other."""
-        shape = shape_of(node) or ()
-        axes = [(axis, False) for axis, dim in enumerate(shape) if dim == self.tokens]
-        axes += [(axis, True) for axis, dim in enumerate(shape) if dim == self.batch * self.tokens != self.tokens]
-        return axes[0] if len(axes) == 1 else None
-
-    def _views(self, node: Node, whole: Tensor, run: _Run) -> tuple[Tensor, Tensor] | None:
-        """What the whole text has for the tokens of a piece, and what the piece has."""
-        if (found := self._axis(node)) is None:
+    def _views(self, node: Node, whole: Any, run: _Run) -> tuple[Tensor, Tensor] | None:
+        """What the whole text has for the tokens of a piece, and what the piece has; None where it has no tokens."""
+        found = self.offsets.axis(node) if isinstance(whole, Tensor) else None
+        if found is None:
             return None
         (axis, flat), part = found, run.env[node]
         if flat:
@@ -388,29 +395,19 @@ class _Lockstep:
             return None
         return whole.narrow(axis, run.seen, run.length), part
 
-    def _is_same(self, node: Node, whole: Any, run: _Run) -> bool:
-        """Whether a piece has what the whole text has there, as far as that can be compared."""
-        views = self._views(node, whole, run) if isinstance(whole, Tensor) else None
-        return views is None or _is_close(*views)
-
-    def _give_exact(self, node: Node, whole: Tensor, run: _Run) -> None:
-        views = self._views(node, whole, run)
-        if views is not None and 0 not in views[1].stride():
-            views[1].copy_(views[0])
-
     def _check(self, nodes: Iterable[Any]) -> None:
         for node in nodes:
             whole = self.whole.env[node]
             if whole.is_floating_point() and bool(whole.isnan().any()):
                 raise _no_example(node, "the example gives NaN")
-            if not all(self._is_same(node, whole, run) for run in self.parts):
+            if not all(_agree(self._views(node, whole, run)) for run in self.parts):
                 raise _DiffersError(self._origin(node))
 
     def _check_output(self, output: Node) -> None:
         for node in dict.fromkeys(leaf for leaf in tree_leaves(output.args[0]) if isinstance(leaf, Node)):
             if node in self.fed and isinstance(self.whole.env[node], Tensor):
                 self._check([node])
-                if self._axis(node) is None and not self._holds_some_tokens(node):
+                if self.offsets.axis(node) is None and not self._holds_some_tokens(node):
                     raise _DiffersError(self._origin(node))
 
     def _holds_some_tokens(self, node: Node) -> bool:
@@ -439,11 +436,18 @@ class _Lockstep:
         return found
 
 
+def _agree(views: tuple[Tensor, Tensor] | None) -> bool:
+    """Whether a piece has what the whole text has there, as far as that can be compared."""
+    return views is None or _is_close(*views)
+
+
 def _is_close(expected: Tensor, found: Tensor) -> bool:
     if expected.shape != found.shape:
         return False
-    if torch.equal(expected, found) or not (expected.is_floating_point() or expected.is_complex()):
-        return torch.equal(expected, found)
+    if torch.equal(expected, found):
+        return True
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return False
     largest = float(expected.abs().nan_to_num(nan=0.0, posinf=0.0).max())
     tolerance = max(_TOLERANCE, 4 * torch.finfo(expected.dtype).eps) * largest
     wide = torch.complex128 if expected.is_complex() else torch.float64
