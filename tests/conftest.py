@@ -12,6 +12,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is imported
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes, each of which imports torch
+# Dynamo otherwise looks for garbage after every capture.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,6 +31,10 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
+
+# After every capture Dynamo flushes the caches of the processor, to measure how long its guards take for a log that
+# nobody reads here: a fifth of the time of a small capture.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 # Machines differ and are shared, so no example has a time limit; everybody gets the same examples.
 hypothesis.settings.register_profile("kvpass", deadline=None, derandomize=True)
