@@ -29,7 +29,7 @@ _LIBRARIES = (
 _KNOWN = ("kvpass", "abc", "builtins")
 _UNREADABLE = uuid.uuid4().bytes
 _PACKAGE = Path(str(kvpass.__file__)).parent
-_SOURCES = {".py", ".cpp", ".h"}
+_SOURCES = {".py", ".cpp", ".h", ".json"}
 _FOLDERS = (".", "kernels", "graphs", "eval")
 """Of the package; the last three are links to folders beside it, into which a search does not descend."""
 

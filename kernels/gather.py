@@ -27,9 +27,6 @@ SCRATCH_SHARE = 8
 SECTOR_BYTES = 32
 """Bytes that one read of device memory fetches: the least width of a part."""
 
-_CONFIGS = (KernelConfig.of(4, 1, BLOCK_E=32),)
-_PACK_CONFIGS = (KernelConfig.of(4, 1, BLOCK_E=128),)
-
 
 @triton.jit(do_not_specialize=["layer", "rows", "entries", "columns"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
@@ -167,7 +164,7 @@ def gather_winners(
         "layer": layer, "rows": rows, "entries": entries, "columns": columns, "K": kv_heads, "D": dim, "DV": value_dim,
         "BD": block_dim(dim), "BDV": block_dim(value_dim),
     }  # fmt: skip
-    launch(_gather_kernel, blocks(entries, "BLOCK_E", rows), arguments, _CONFIGS, config=config)
+    launch(_gather_kernel, blocks(entries, "BLOCK_E", rows), arguments, "gather", config)
 
 
 def _part_width(pool_k: Tensor, pool_v: Tensor) -> int:
@@ -217,6 +214,6 @@ def _permute_part(
         "pool": pool, "permutation": permutation, "scratch": scratch, "entries": entries, "first": first,
         "width": width, "D": dim, "BW": triton.next_power_of_2(width),
     }  # fmt: skip
-    launch(_permute_kernel, blocks(entries, "BLOCK_E", rows), arguments, _PACK_CONFIGS, config=config)
+    launch(_permute_kernel, blocks(entries, "BLOCK_E", rows), arguments, "permute", config)
     part = scratch[: rows * entries * width].view(rows, entries, width)
     pool[:, :, first : first + width].copy_(part)

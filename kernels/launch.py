@@ -1,13 +1,13 @@
-"""Block configurations of Triton kernels, and the launcher that chooses one.
+"""Block configurations of Triton kernels, and the launcher that looks one up.
 
 The contract of a kernel file (prefill_attention.py is an example):
 
 * kernels take every block size as a ``tl.constexpr`` argument, named as in the ``blocks`` of their configs;
-* each kernel has a small tuple of :class:`KernelConfig`. A launcher takes ``config: KernelConfig | None = None`` and
-  passes it to :func:`launch` with the configs that suit the shape. A given config is used as it is (tests pin it this
-  way). Otherwise the interpreter takes the first one, and CUDA the fastest by ``triton.autotune``, timed once per key
-  and dtype and cached on disk. Keys hold head dims and the like, never batch or prompt length, so that all rows round
-  alike;
+* ``configs.json`` pins one :class:`KernelConfig` for each case (a kernel, with what its registers and shared memory
+  depend on) and architecture. A launcher names the case and passes it to :func:`launch`, with the
+  ``config: KernelConfig | None = None`` that it takes itself: a given one is used as it is (tests and ``kvpass bench
+  --tune`` do so). Nothing is measured at run time, and a case holds dtypes and head dims, never batch or prompt length:
+  all rows and all machines of an architecture round alike, and so keep the same entries;
 * no launcher reads a tensor's value on the host, so that ``tests/kernels/test_compile_ahead.py`` can call it without a
   device and compile what it would launch.
 """
@@ -15,33 +15,37 @@ The contract of a kernel file (prefill_attention.py is an example):
 from __future__ import annotations
 
 import functools
-import threading
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction
+
+TABLE = Path(__file__).with_name("configs.json")
+"""The table of configs; it says itself where its figures come from."""
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Block sizes (in the order and under the names of the kernel's arguments), warps and pipeline stages.
-
-    Attributes:
-        least_arch: lowest compute capability (80, 90...) with enough registers.
-    """
+    """Block sizes (under the names of the kernel's arguments), warps and pipeline stages."""
 
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int
-    least_arch: int = 80
 
     @classmethod
-    def of(cls, num_warps: int, num_stages: int, *, least_arch: int = 80, **blocks: int) -> KernelConfig:
-        return cls(tuple(blocks.items()), num_warps, num_stages, least_arch)
+    def of(cls, num_warps: int, num_stages: int, **blocks: int) -> KernelConfig:
+        return cls(tuple(blocks.items()), num_warps, num_stages)
+
+    @classmethod
+    def parse(cls, text: str) -> KernelConfig:
+        """Return the config that ``str`` gave as text, such as ``BLOCK_S=64 warps=4 stages=2``."""
+        numbers = {name: int(number) for name, _, number in (part.partition("=") for part in text.split())}
+        return cls.of(numbers.pop("warps"), numbers.pop("stages"), **numbers)
 
     def __getitem__(self, block: str) -> int:
         return dict(self.blocks)[block]
@@ -50,29 +54,34 @@ class KernelConfig:
         return " ".join([*(f"{n}={s}" for n, s in self.blocks), f"warps={self.num_warps} stages={self.num_stages}"])
 
 
-_TUNING = threading.Lock()
-"""One call tunes at a time: Triton's autotuner stores the call's arguments as its attributes."""
+@functools.cache
+def table() -> dict[str, dict[int, KernelConfig]]:
+    """Return the config of each case and architecture (80 is compute capability 8.0)."""
+    cases = json.loads(TABLE.read_text(encoding="utf-8"))["cases"]
+    return {
+        case: {int(arch): KernelConfig.parse(text) for arch, text in of_archs.items()}
+        for case, of_archs in cases.items()
+    }
 
 
-def is_interpreted(kernel: Any) -> bool:
-    """Return whether the kernel was decorated under ``TRITON_INTERPRET=1``."""
-    return not isinstance(kernel, JITFunction)
+def pinned(case: str, architecture: int) -> KernelConfig:
+    """Return a case's config for an architecture: its own, else that of the nearest lower one, else of the lowest."""
+    configs = table()[case]
+    return configs[max((known for known in configs if known <= architecture), default=min(configs))]
 
 
 @functools.cache
-def _suited(configs: tuple[KernelConfig, ...], device: torch.device) -> tuple[KernelConfig, ...]:
-    """Return the configs that fit the device's registers, else the last one; cached."""
+def architecture_of(device: torch.device) -> int:
+    """Return 90 for compute capability 9.0, and so on; 0 for what is no CUDA device (Triton's interpreter)."""
+    if device.type != "cuda":
+        return 0
     major, minor = torch.cuda.get_device_capability(device)
-    return tuple(config for config in configs if config.least_arch <= 10 * major + minor) or configs[-1:]
+    return 10 * major + minor
 
 
-@functools.cache
-def _tuned(kernel: Any, configs: tuple[KernelConfig, ...], key: tuple[str, ...]) -> Any:
-    choices = [
-        triton.Config(dict(config.blocks), num_warps=config.num_warps, num_stages=config.num_stages)
-        for config in configs
-    ]
-    return triton.autotune(configs=choices, key=list(key), cache_results=True)(kernel)
+def kind(dtype: torch.dtype) -> str:
+    """Return the part of a case that stands for the dtype: dots of fp32 run on other units than those of 16 bits."""
+    return "float" if dtype == torch.float32 else "half"
 
 
 def blocks(size: int, block: str, programs: int) -> Callable[[Mapping[str, int]], tuple[int, int]]:
@@ -85,29 +94,14 @@ def strides(dims: str, **tensors: Tensor) -> dict[str, int]:
     return {f"stride_{name}{dim}": x.stride(i) for name, x in tensors.items() for i, dim in enumerate(dims)}
 
 
-def launch(
-    kernel: Any,
-    grid: Any,
-    arguments: Mapping[str, Any],
-    configs: tuple[KernelConfig, ...],
-    key: tuple[str, ...] = (),
-    config: KernelConfig | None = None,
-) -> None:
-    """Run a kernel on its tensors' device, with the given config or the best of ``configs``.
+def launch(kernel: Any, grid: Any, arguments: Mapping[str, Any], case: str, config: KernelConfig | None = None) -> None:
+    """Run a kernel on its tensors' device, with the given config or the one that the table pins for the case.
 
     Args:
         grid: a tuple, or a function from the dict of all arguments (blocks included) to a tuple.
-        arguments: all arguments except the blocks. The kernel must be safe to run twice, since tuning repeats it.
-        key: names of the arguments whose values decide which config is fastest.
+        arguments: all arguments except the blocks.
     """
     tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
-    if config is None:
-        configs = configs[:1] if is_interpreted(kernel) else _suited(configs, tensor.device)
-        config = configs[0] if len(configs) == 1 else None
+    config = config or pinned(case, architecture_of(tensor.device))
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
-        if config is None:
-            with _TUNING:
-                _tuned(kernel, configs, key)[grid](**arguments)
-        else:
-            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-            kernel[grid](**arguments, **dict(config.blocks), **options)
+        kernel[grid](**arguments, **dict(config.blocks), num_warps=config.num_warps, num_stages=config.num_stages)

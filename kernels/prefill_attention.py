@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_heads, check_tensors
-from kvpass.kernels.launch import KernelConfig, blocks, launch, strides
+from kvpass.kernels.launch import KernelConfig, blocks, kind, launch, strides
 from kvpass.operands import Attention
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -20,24 +20,7 @@ FLOOR = tl.constexpr(-1e30)
 """Initial running maximum: finite, so a block without visible keys adds exp2(-inf - FLOOR) = 0."""
 
 MAX_HEAD_DIM = 256
-TUNING_KEY = ("D", "DV", "GROUP", "softcap", "sliding_window")
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-# Keyed by the wider head-dim block. fp32 dots run on FMA units with operands in registers, so blocks are small.
-HALF_CONFIGS = {
-    64: (KernelConfig.of(8, 3, BLOCK_Q=128, BLOCK_K=64), KernelConfig.of(4, 3, BLOCK_Q=64, BLOCK_K=64)),
-    128: (
-        KernelConfig.of(8, 2, least_arch=90, BLOCK_Q=128, BLOCK_K=64),
-        KernelConfig.of(8, 2, BLOCK_Q=128, BLOCK_K=32),
-        KernelConfig.of(4, 3, BLOCK_Q=64, BLOCK_K=32),
-    ),
-    256: (KernelConfig.of(8, 2, BLOCK_Q=64, BLOCK_K=64), KernelConfig.of(8, 2, BLOCK_Q=64, BLOCK_K=32)),
-}
-FLOAT_CONFIGS = {
-    64: (KernelConfig.of(8, 1, BLOCK_Q=64, BLOCK_K=32),),
-    128: (KernelConfig.of(8, 1, BLOCK_Q=32, BLOCK_K=16),),
-    256: (KernelConfig.of(8, 1, BLOCK_Q=16, BLOCK_K=16),),
-}
 
 
 @triton.jit
@@ -174,12 +157,14 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def configs_for(dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[KernelConfig, ...]:
-    """Return the configs that fit in registers and shared memory; unaligned rows need more registers to load."""
-    wide = max(64, block_dim(key_dim), block_dim(value_dim))
-    if dtype == torch.float32:
-        return FLOAT_CONFIGS[wide]
-    return HALF_CONFIGS[wide][1 if key_dim % 16 or value_dim % 16 else 0 :]
+def dims_case(dtype: torch.dtype, *dims: int) -> str:
+    """Return the part of a case that stands for dtype and head dims: the widest block decides what fits."""
+    return f"{kind(dtype)} {max(64, *map(block_dim, dims))}"
+
+
+def is_aligned(*dims: int) -> bool:
+    """Return whether rows of these head dims are loaded in whole vectors; others need more registers."""
+    return all(dim % 16 == 0 for dim in dims)
 
 
 def prefill_attention(
@@ -190,7 +175,7 @@ def prefill_attention(
     Args:
         call: as in :func:`kvpass.kernels.prompt_attention.attend`; its sinks are not read.
         sliding_window: query i attends key j only if ``i - j < sliding_window``; >= 1.
-        config: block sizes; None: chosen by :func:`kvpass.kernels.launch.launch`.
+        config: block sizes; None: the pinned ones.
 
     Returns:
         Output ``[B, H, N, Dv]`` in the dtype of q, stored as ``[B, N, H, Dv]``; natural log-sum-exp of each query's
@@ -208,5 +193,7 @@ def prefill_attention(
         "HEADS": heads, "GROUP": heads // k.shape[1], "D": d, "DV": dv,
         "BLOCK_D": block_dim(d), "BLOCK_DV": block_dim(dv), "PRECISION": precision(q.dtype),
     }  # fmt: skip
-    launch(_prefill_kernel, blocks(n, "BLOCK_Q", b * heads), arguments, configs_for(q.dtype, d, dv), TUNING_KEY, config)
+    unaligned = q.dtype != torch.float32 and not is_aligned(d, dv)
+    case = f"prefill {dims_case(q.dtype, d, dv)}" + " unaligned" * unaligned
+    launch(_prefill_kernel, blocks(n, "BLOCK_Q", b * heads), arguments, case, config)
     return out.transpose(1, 2), lse

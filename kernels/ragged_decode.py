@@ -22,28 +22,19 @@ from kvpass.kernels.cached_attention import (
     merge_partials,
     shared_arguments,
 )
-from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.launch import KernelConfig, kind, launch
 from kvpass.operands import AppendBuffers, Attention
 
 TAIL_TILE = 64
 """Tail slots per program."""
 
-_CONFIGS = (
-    KernelConfig.of(4, 2, BLOCK_S=64),
-    KernelConfig.of(4, 3, BLOCK_S=32),
-)
-_CONFIGS_FP32 = (KernelConfig.of(8, 2, BLOCK_S=32),)
-_MERGE_CONFIGS = (KernelConfig.of(4, 1, BLOCK_P=32),)
 
-
-def _choose(
-    dtype: torch.dtype, key_block: int, value_block: int, query_rows: int
-) -> tuple[tuple[KernelConfig, ...], int]:
-    """Return the configs and the query rows per block: all rows, up to what fits in registers."""
+def _block_rows(dtype: torch.dtype, key_block: int, value_block: int, query_rows: int) -> int:
+    """Return the query rows per block: all rows, up to what fits in registers."""
     if dtype == torch.float32:
-        return _CONFIGS_FP32, 16
+        return 16
     most = 64 if key_block + value_block <= 128 else 32
-    return _CONFIGS, min(most, max(16, triton.next_power_of_2(query_rows)))
+    return min(most, max(16, triton.next_power_of_2(query_rows)))
 
 
 @triton.jit(do_not_specialize=["layer", "rows", "entries", "slots", "tokens", "num_tiles", "tail_tiles"])
@@ -173,7 +164,7 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     Args:
         call: K divides H; q, k and v with any strides but a contiguous last dim.
         held: contiguous; the tiles come from ``tile_map`` and may have any length.
-        layer: index of the layer in tiles and tail. config: block sizes; None for the default.
+        layer: index of the layer in tiles and tail. config: block sizes; None: the pinned ones.
 
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
@@ -197,16 +188,16 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     partial_ml = torch.empty(2, num_partials, query_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     shared = shared_arguments(call, held, layer)
-    configs, block_rows = _choose(q.dtype, shared["BD"], shared["BDV"], query_rows)
+    block_rows = _block_rows(q.dtype, shared["BD"], shared["BDV"], query_rows)
     tiling = {
         "partial": partial, "partial_ml": partial_ml, "num_tiles": num_tiles, "tail_tiles": tail_tiles,
         "TAIL_TILE": TAIL_TILE,
     }  # fmt: skip
     grid = (num_partials, triton.cdiv(query_rows, block_rows))
     arguments = {**shared, **tiling, "tiles": tiles, "BLOCK_R": block_rows}
-    launch(_attend_tile, grid, arguments, configs, ("K", "D", "DV", "BLOCK_R"), config)
+    launch(_attend_tile, grid, arguments, f"decode {kind(q.dtype)}", config)
     again = "tail_used layer rows tokens K G DV BDV".split()
     of_shared = {name: shared[name] for name in again}
     merge = {**tiling, **of_shared, "tile_offsets": tile_offsets, "sinks": sinks, "out": out}
-    launch(_merge_tiles, (rows * tokens * heads,), merge, _MERGE_CONFIGS)
+    launch(_merge_tiles, (rows * tokens * heads,), merge, "merge")
     return out.transpose(1, 2)

@@ -15,24 +15,17 @@ from torch import Tensor
 
 from kvpass.kernels.cached_attention import absorb_entries, append_entries, check_call, shared_arguments
 from kvpass.kernels.launch import KernelConfig, blocks, launch
-from kvpass.kernels.prefill_attention import LOG2E, block_dim
+from kvpass.kernels.prefill_attention import LOG2E, block_dim, is_aligned
 from kvpass.operands import AppendBuffers, Attention
 
-_CONFIGS = (
-    KernelConfig.of(8, 2, BLOCK_R=128, BLOCK_S=32),
-    KernelConfig.of(8, 2, BLOCK_R=64, BLOCK_S=64),
-)
-_CONFIGS_WIDE = (KernelConfig.of(8, 2, BLOCK_R=64, BLOCK_S=32),)
-_CONFIGS_FP32 = (KernelConfig.of(8, 2, BLOCK_R=16, BLOCK_S=32),)
 
-
-def _choose(dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[KernelConfig, ...]:
-    """Return the configs whose blocks fit in registers, with the addresses of unaligned rows."""
+def _case(dtype: torch.dtype, key_dim: int, value_dim: int) -> str:
+    """Return the case: what fits in registers, with the addresses of unaligned rows."""
     if dtype == torch.float32:
-        return _CONFIGS_FP32
+        return "extend float"
     if block_dim(key_dim) + block_dim(value_dim) > 256:
-        return _CONFIGS_WIDE
-    return _CONFIGS[:1] if key_dim % 16 or value_dim % 16 else _CONFIGS
+        return "extend half wide"
+    return "extend half" if is_aligned(key_dim, value_dim) else "extend half unaligned"
 
 
 @triton.jit(do_not_specialize=["layer", "rows", "layers", "entries", "slots", "tokens"])
@@ -119,7 +112,6 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
     shared = shared_arguments(call, held, layer)
     arguments = {**shared, "layers": layers, "offsets": offsets, "sinks": sinks, "out": out}
     query_rows = heads // kv_heads * tokens
-    configs = _choose(q.dtype, shared["D"], shared["DV"])
     grid = blocks(query_rows, "BLOCK_R", rows * kv_heads)
-    launch(_attend_queries, grid, arguments, configs, ("K", "D", "DV"), config)
+    launch(_attend_queries, grid, arguments, _case(q.dtype, shared["D"], shared["DV"]), config)
     return out.transpose(1, 2)

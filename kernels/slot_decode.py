@@ -26,7 +26,7 @@ from kvpass.kernels.cached_attention import (
     check_call,
     merge_partials,
 )
-from kvpass.kernels.launch import KernelConfig, launch, strides
+from kvpass.kernels.launch import KernelConfig, kind, launch, strides
 from kvpass.kernels.prefill_attention import FLOOR, block_dim
 from kvpass.kernels.slot_lines import first_empty
 from kvpass.operands import Attention, Lines
@@ -35,13 +35,6 @@ TILE = 64
 """Slots per program."""
 NEWEST = tl.constexpr(1 << 30)
 """Added to a new entry's position to make it the last in storage order."""
-
-_CONFIGS = (
-    KernelConfig.of(4, 2, BLOCK_S=64, BLOCK_L=1024),
-    KernelConfig.of(4, 3, BLOCK_S=32, BLOCK_L=1024),
-)
-_CONFIGS_FP32 = (KernelConfig.of(8, 2, BLOCK_S=32, BLOCK_L=1024),)
-_FINISH_CONFIGS = (KernelConfig.of(4, 1, BLOCK_P=32, BLOCK_L=1024),)
 
 
 @triton.jit(do_not_specialize=["stride_pb", "stride_ph", "layer", "rows", "entries", "slots", "width", "pool_tiles"])
@@ -185,7 +178,7 @@ def attend_slots(
         call: K divides H; q, k and v with any strides but a contiguous last dim.
         lines: contiguous; but position may repeat over rows and KV heads if the entry is not recorded. A slot with
             position -1 is free. A recorded entry has a pool, decode_state 0 and a storage_order after all others.
-        layer: index of the layer in offsets and tail. config: block sizes of the first launch; None for the default.
+        layer: index of the layer in offsets and tail. config: of the first launch; None: the pinned one.
 
     Returns:
         ``[B, H, 1, Dv]`` in the dtype of q, stored as ``[B, 1, H, Dv]``; if the entry is recorded, the attention over
@@ -224,10 +217,9 @@ def attend_slots(
         "BD": block_dim(key_dim), "TILE": TILE, "BLOCK_R": block_rows, "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip
     grid = (num_tiles, num_lines, triton.cdiv(group, block_rows))
-    configs = _CONFIGS_FP32 if q.dtype == torch.float32 else _CONFIGS
-    launch(_attend_slots, grid, attend, configs, ("K", "D", "DV", "BLOCK_R"), config)
+    launch(_attend_slots, grid, attend, f"slots {kind(q.dtype)}", config)
     finish = {**shared, **line, "num_tiles": num_tiles, "sinks": sinks, "out": out}
-    launch(_finish_slots, (rows * heads,), finish, _FINISH_CONFIGS)
+    launch(_finish_slots, (rows * heads,), finish, "finish slots")
     return out.transpose(1, 2), weights
 
 

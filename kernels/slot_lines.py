@@ -15,15 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_heads, check_tensors
-from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.launch import launch
 
 EMPTY = tl.constexpr(-1)
 """Position of a free slot."""
 HIGHEST_KEY = tl.constexpr((1 << 63) - 1)
 
-_EVICT_CONFIGS = (KernelConfig.of(4, 1, BLOCK_L=1024),)
-_RANK_CONFIGS = (KernelConfig.of(4, 1, BLOCK_S=64, BLOCK_L=128),)
-_POOL_CONFIGS = (KernelConfig.of(4, 1, BLOCK_S=128),)
 _LINE_BLOCK = 1024
 
 
@@ -122,7 +119,7 @@ def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: T
     keep = torch.empty(line, dtype=torch.int8, device=position.device)
     tensors = {name: tensor for name, (tensor, _, _) in expected.items()}
     arguments = {**tensors, "keep": keep, "width": width, "window": window}
-    launch(_evict_lowest, (rows * kv_heads,), arguments, _EVICT_CONFIGS)
+    launch(_evict_lowest, (rows * kv_heads,), arguments, "evict")
     return keep.view(torch.bool)
 
 
@@ -233,7 +230,7 @@ def pool_in_order(
     def grid(given: dict[str, int]) -> tuple[int, int]:
         return rows * kv_heads, triton.cdiv(width, given["BLOCK_S"])
 
-    launch(_rank_kernel, grid, {**tensors, **shared, "window": window}, _RANK_CONFIGS)
+    launch(_rank_kernel, grid, {**tensors, **shared, "window": window}, "rank")
     how = {"POOL": pool, "KERNEL": 1 if pool is None else kernel_size, "GROUP": group}
-    launch(_pool_kernel, grid, {**shared, "worth": worth, **how}, _POOL_CONFIGS)
+    launch(_pool_kernel, grid, {**shared, "worth": worth, **how}, "pool")
     return worth

@@ -19,30 +19,11 @@ from kvpass.kernels.prefill_attention import (
     LOG2E,
     block_dim,
     check_site,
+    dims_case,
     logits_base2,
     precision,
 )
 from kvpass.operands import Attention
-
-# Keyed by the head-dim block. The loop covers only the window, so row blocks should not be larger.
-HALF_WINDOW_CONFIGS = {
-    64: (KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=16)),
-    128: (KernelConfig.of(4, 3, BLOCK_K=128, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=128, BLOCK_R=16)),
-    256: (KernelConfig.of(4, 2, BLOCK_K=64, BLOCK_R=32), KernelConfig.of(4, 2, BLOCK_K=64, BLOCK_R=16)),
-}
-HALF_SUM_CONFIGS = {
-    64: (KernelConfig.of(8, 3, BLOCK_K=128, BLOCK_R=64),),
-    128: (KernelConfig.of(8, 3, BLOCK_K=128, BLOCK_R=64),),
-    256: (KernelConfig.of(8, 2, BLOCK_K=128, BLOCK_R=64),),
-}
-FLOAT_CONFIGS = {
-    64: (KernelConfig.of(4, 1, BLOCK_K=32, BLOCK_R=16),),
-    128: (KernelConfig.of(4, 1, BLOCK_K=32, BLOCK_R=16),),
-    256: (KernelConfig.of(4, 1, BLOCK_K=16, BLOCK_R=16),),
-}
-WINDOW_KEY = ("D", "GROUP", "softcap", "rows")
-SUM_KEY = ("D", "GROUP", "softcap")
-NORM_CONFIGS = (KernelConfig.of(4, 1, BLOCK_K=64),)
 
 
 @triton.jit
@@ -204,16 +185,6 @@ class WindowStatistics:
     entropy: Tensor | None = None
 
 
-def window_configs(dtype: torch.dtype, key_dim: int) -> tuple[KernelConfig, ...]:
-    """Return the configs of window statistics that fit in registers and shared memory."""
-    return (FLOAT_CONFIGS if dtype == torch.float32 else HALF_WINDOW_CONFIGS)[max(64, block_dim(key_dim))]
-
-
-def sum_configs(dtype: torch.dtype, key_dim: int) -> tuple[KernelConfig, ...]:
-    """Return the configs of column sums that fit in registers and shared memory."""
-    return (FLOAT_CONFIGS if dtype == torch.float32 else HALF_SUM_CONFIGS)[max(64, block_dim(key_dim))]
-
-
 def window_statistics(
     call: Attention,
     start: Tensor,
@@ -235,7 +206,7 @@ def window_statistics(
         lse: natural log-sum-exp of the same R queries, fp32 ``[B, H, R]``, as attention gave it.
         window: rows that observe; 0 means the last row alone.
         variance, entropy: which statistics to compute beside the mean.
-        config: block sizes; None: chosen by :func:`kvpass.kernels.launch.launch`.
+        config: block sizes; None: the pinned ones.
 
     Raises:
         ValueError: an argument that is not supported.
@@ -252,7 +223,7 @@ def window_statistics(
     }
     arguments = {**site, "mean": mean, **extras, "rows": max(window, 1)}
     grid = blocks(n, "BLOCK_K", b * keys.shape[1])
-    launch(_window_kernel, grid, arguments, window_configs(keys.dtype, d), WINDOW_KEY, config)
+    launch(_window_kernel, grid, arguments, f"window {dims_case(keys.dtype, d)}", config)
     return WindowStatistics(mean, **extras)
 
 
@@ -274,7 +245,8 @@ def column_sums(
     b, heads, n, d = *call.q.shape[:2], keys.shape[2], keys.shape[3]
     sums = torch.empty(b, heads, n, dtype=torch.float32, device=keys.device)
     arguments = {**site, "out": sums, "rows": rows}
-    launch(_column_sum_kernel, blocks(n, "BLOCK_K", b * heads), arguments, sum_configs(keys.dtype, d), SUM_KEY, config)
+    case = f"column sums {dims_case(keys.dtype, d)}"
+    launch(_column_sum_kernel, blocks(n, "BLOCK_K", b * heads), arguments, case, config)
     return sums
 
 
@@ -296,7 +268,7 @@ def value_norms(values: Tensor, start: Tensor, config: KernelConfig | None = Non
         **strides("bhn", v=values),
         "KV_HEADS": kv_heads, "DV": dv, "BLOCK_DV": block_dim(dv),
     }  # fmt: skip
-    launch(_value_norm_kernel, blocks(n, "BLOCK_K", b * kv_heads), arguments, NORM_CONFIGS, config=config)
+    launch(_value_norm_kernel, blocks(n, "BLOCK_K", b * kv_heads), arguments, "value norms", config)
     return norms
 
 

@@ -128,9 +128,21 @@ def bench(
         None
     ),
     plots: Annotated[Path | None, typer.Option(help="Folder for pictures of time and memory against context.")] = None,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune", help="Instead: measure the kernels' block sizes on this CUDA device, write them into their table."
+        ),
+    ] = False,
 ) -> None:
     """Time prefill and decode of kvpass and other caches at equal bytes, on random weights."""
     _import_libraries()
+    if tune:
+        from kvpass.eval.bench.tune import tune as tune_kernels
+
+        with _interruptible("nothing is written before the end"), _bad_values():
+            Console().print(f"written: {tune_kernels(Console())}", highlight=False)
+        return
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.bench.measure import save_json
     from kvpass.eval.bench.report import plot, tables

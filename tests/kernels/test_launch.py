@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvpass.kernels import launch as module
 from kvpass.kernels.launch import KernelConfig, launch
 
-CONFIG = KernelConfig.of(4, 2, BLOCK=16)
+LOWER, HIGHER = KernelConfig.of(4, 2, BLOCK=16), KernelConfig.of(8, 3, BLOCK=64)
+TABLE = {"case": {80: LOWER, 90: HIGHER}}
 
 
 class Kernel:
@@ -41,40 +42,53 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return current
 
 
-@pytest.mark.parametrize(("storage_order", "expected"), [("cpu", 0), ("cuda:0", 0), ("cuda:1", 1)])
-@pytest.mark.parametrize("config", [None, CONFIG])
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "table", lambda: TABLE)
+
+
+@pytest.mark.parametrize(("place", "expected"), [("cpu", 0), ("cuda:0", 0), ("cuda:1", 1)])
+@pytest.mark.parametrize("config", [None, LOWER])
 def test_a_kernel_runs_where_its_tensors_are(
-    storage_order: str, expected: int, config: KernelConfig | None, current: list[int]
+    place: str, expected: int, config: KernelConfig | None, current: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "architecture_of", lambda device: 80)
     kernel = Kernel(current)
     with FakeTensorMode():
-        arguments = {"tokens": 3, "sinks": None, "q": torch.empty(3, device=storage_order)}
-        launch(kernel, (7,), arguments, (CONFIG,), config=config)
+        arguments = {"tokens": 3, "sinks": None, "q": torch.empty(3, device=place)}
+        launch(kernel, (7,), arguments, "case", config)
     ((device, grid, given),) = kernel.launches
     assert (device, grid) == (expected, (7,))
     assert given == {**arguments, "BLOCK": 16, "num_warps": 4, "num_stages": 2}
     assert current == [0], "another device is current afterwards"
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((8, 0), [16]), ((9, 0), [64, 16]), ((7, 5), [16])])
-def test_a_config_that_needs_more_registers_than_the_device_has_is_left_out(
-    capability: tuple[int, int], expected: list[int], current: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((8, 0), LOWER), ((8, 9), LOWER), ((9, 0), HIGHER), ((12, 0), HIGHER), ((7, 5), LOWER), (None, LOWER)],
+)
+def test_an_architecture_without_a_row_takes_the_nearest_lower_one(
+    capability: tuple[int, int] | None, expected: KernelConfig, current: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs = (KernelConfig.of(8, 2, least_arch=90, BLOCK=64), CONFIG)
-    offered: list[list[int]] = []
-    module._suited.cache_clear()
+    """And what is below all of them, or no CUDA device, takes the lowest; a config that is given is used as it is."""
+    module.architecture_of.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(module, "is_interpreted", lambda kernel: False)
-
-    def tuned(kernel: Any, choices: tuple[KernelConfig, ...], key: tuple[str, ...]) -> Any:
-        offered.append([config["BLOCK"] for config in choices])
-        return kernel
-
-    monkeypatch.setattr(module, "_tuned", tuned)
     kernel = Kernel(current)
     with FakeTensorMode():
-        launch(kernel, (7,), {"q": torch.empty(3, device="cuda:0")}, configs)
-        launch(kernel, (7,), {"q": torch.empty(3, device="cuda:0")}, configs, config=configs[0])
-    (_, _, chosen), (_, _, pinned) = kernel.launches
-    assert (offered or [[chosen["BLOCK"]]])[0] == expected
-    assert pinned["BLOCK"] == 64, "what is asked for is used as it is"
+        q = torch.empty(3, device="cpu" if capability is None else "cuda:0")
+        launch(kernel, (7,), {"q": q}, "case")
+        launch(kernel, (7,), {"q": q}, "case", HIGHER)
+    module.architecture_of.cache_clear()
+    (_, _, chosen), (_, _, given) = kernel.launches
+    assert (chosen["BLOCK"], chosen["num_warps"]) == (expected["BLOCK"], expected.num_warps)
+    assert given["BLOCK"] == 64
+
+
+def test_the_table_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    found = module.table()
+    assert all({80, 90, 100} <= set(configs) for configs in found.values()), "a case lacks an architecture"
+    for configs in found.values():
+        for config in configs.values():
+            assert KernelConfig.parse(str(config)) == config
+            assert [name for name, _ in config.blocks] == [name for name, _ in configs[80].blocks]

@@ -1,0 +1,170 @@
+"""Measure block sizes of kvpass's kernels on a CUDA device and pin the fastest: ``kvpass bench --tune``.
+
+From the pinned config of a case, one number at a time is changed as long as that is faster. One shape stands for all
+lengths and batches. The table then has a row for the device's architecture, whose spills
+``tests/kernels/test_compile_ahead.py`` checks; commit it, or kept sets differ from those of other machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from kvpass.eval.bench.kernels import WINDOW, WORST_ERROR, Shape, TimedCase, ragged_lengths, time_graph
+from kvpass.eval.environment import machine, versions
+from kvpass.operands import AppendBuffers, Attention, Lines
+from kvpass.ops.cuda import index_pool
+
+LEAST_GAIN = 0.03
+"""Share of the time that a config must save to be taken: less is noise."""
+MOST_STAGES = 4
+WARPS = (2, 4, 8)
+LEAST_BLOCK = 16
+
+Workload = Callable[..., Any]
+"""Runs a kernel with the given ``config``, None for the pinned one."""
+
+
+def workloads(
+    place: str = "cuda", tokens: int = 8192, rows: int = 8, budget: int = 1024, dims: Sequence[int] = (64, 128, 256)
+) -> Iterator[tuple[str, Workload]]:
+    """Yield each case that is worth measuring, with its work on random inputs; those of one case at a time are held.
+
+    Args:
+        tokens: of the prompt, batch 1. rows: of a decode step. budget: entries per KV head there. dims: head dims.
+    """
+    from kvpass.kernels.launch import kind
+    from kvpass.kernels.prefill_attention import dims_case, prefill_attention
+    from kvpass.kernels.ragged_decode import attend_ragged
+    from kvpass.kernels.ragged_extend import attend_extend
+    from kvpass.kernels.slot_decode import attend_slots
+    from kvpass.kernels.window_statistics import column_sums, window_statistics
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for dim in dims:
+            shape = Shape(layers=1, dim=dim, dtype=dtype, place=place)
+            call, case = new_tokens(shape, 1, tokens), dims_case(dtype, dim)
+            yield f"prefill {case}", partial(prefill_attention, call)
+            start, lse = torch.zeros(1, dtype=torch.int64, device=shape.device), prefill_attention(call)[1]
+            yield f"window {case}", partial(window_statistics, call, start, lse, WINDOW)
+            yield f"column sums {case}", partial(column_sums, call, start, lse, tokens)
+        shape = Shape(layers=1, dtype=dtype, place=place)
+        cache = TimedCase.make(shape, ragged_lengths(shape, rows, budget))
+        tables = index_pool(cache.held.offsets, shape.kv_heads, cache.held.pool_k.shape[1])
+        held = AppendBuffers(*cache.held[:7], *tables)
+        yield f"decode {kind(dtype)}", partial(attend_ragged, cache.call, held, 0)
+        yield f"extend {kind(dtype)}", partial(attend_extend, new_tokens(shape, rows, WINDOW), held, 0)
+        position = torch.arange(budget, dtype=torch.int32, device=shape.device).expand(rows, shape.kv_heads, -1)
+        keys, values = (shape.random(1, rows, shape.kv_heads, budget, shape.dim) for _ in range(2))
+        yield (
+            f"slots {kind(dtype)}",
+            partial(attend_slots, cache.call, Lines(None, None, None, keys, values, position), 0),
+        )
+
+
+def result(found: Any) -> Tensor:
+    """Return the tensor of a workload's result by which configs are compared, fp32."""
+    found = getattr(found, "mean", found) if not isinstance(found, Tensor) else found
+    return (found[0] if isinstance(found, tuple) else found).float()
+
+
+def new_tokens(shape: Shape, rows: int, tokens: int) -> Attention:
+    """Return random queries, keys and values."""
+    q, k, v = (
+        shape.random(rows, tokens, heads, shape.dim).transpose(1, 2)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    return Attention(q, k, v, shape.dim**-0.5)
+
+
+def neighbours(config: Any) -> Iterator[Any]:
+    """Yield the configs that differ in one number: a block or the warps by a factor of two, the stages by one."""
+    from kvpass.kernels.launch import KernelConfig
+
+    sizes, warps, stages = dict(config.blocks), config.num_warps, config.num_stages
+    for name, size in sizes.items():
+        for other in (2 * size, size // 2):
+            if other >= LEAST_BLOCK:
+                yield KernelConfig.of(warps, stages, **{**sizes, name: other})
+    yield from (KernelConfig.of(other, stages, **sizes) for other in (2 * warps, warps // 2) if other in WARPS)
+    yield from (KernelConfig.of(warps, o, **sizes) for o in (stages + 1, stages - 1) if 1 <= o <= MOST_STAGES)
+
+
+def fastest(config: Any, seconds: Callable[[Any], float | None]) -> Any:
+    """Return the config that no neighbour beats, from ``config`` on.
+
+    Args:
+        seconds: time of a config, None for one that cannot run; it is asked once each.
+
+    Raises:
+        RuntimeError: ``config`` itself cannot run.
+    """
+    least = seconds(config)
+    if least is None:
+        raise RuntimeError(f"the pinned config {config} does not run on this device")
+    tried, best = {config}, config
+    while True:
+        for near in neighbours(best):
+            if near not in tried:
+                tried.add(near)
+                found = seconds(near)
+                if found is not None and found < least * (1 - LEAST_GAIN):
+                    best, least = near, found
+                    break
+        else:
+            return best
+
+
+def time_config(work: Workload, expected: Tensor, config: Any) -> float | None:
+    """Median seconds of the work; None if the config needs more than the device has, or gives something else."""
+    from triton.errors import TritonError
+
+    try:
+        found = result(work(config=config))
+    except TritonError:
+        return None
+    error = float((found - expected).norm() / expected.norm())
+    return time_graph(partial(work, config=config)) if error <= WORST_ERROR else None
+
+
+def write_row(path: Path, architecture: int, chosen: dict[str, str], measured_on: str) -> None:
+    """Write the configs of an architecture into the table, and what they were measured on."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for case, config in chosen.items():
+        of_archs = {**content["cases"][case], str(architecture): config}
+        content["cases"][case] = dict(sorted(of_archs.items(), key=lambda item: int(item[0])))
+    content["measured"][str(architecture)] = measured_on
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def tune(console: Console) -> Path:
+    """Measure every case on the current CUDA device; return the table, which now has a row for it.
+
+    Raises:
+        ValueError: there is no CUDA device, or the table cannot be written.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("tune: this machine has no CUDA device")
+    from kvpass.kernels.launch import TABLE, architecture_of, pinned, table
+
+    if not os.access(TABLE, os.W_OK):
+        raise ValueError(f"tune: the table {str(TABLE)!r} cannot be written; install kvpass from a checkout")
+    device = torch.device("cuda", torch.cuda.current_device())
+    architecture = architecture_of(device)
+    chosen = {}
+    with torch.no_grad():
+        for case, work in workloads():
+            config = pinned(case, architecture)
+            chosen[case] = str(fastest(config, partial(time_config, work, result(work()))))
+            console.print(f"{case}: {chosen[case]}", highlight=False)
+    write_row(TABLE, architecture, chosen, f"{machine(device)['name']}, triton {versions()['triton']}")
+    table.cache_clear()
+    return TABLE
