@@ -73,39 +73,43 @@ def absorb_entries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def begin_merge(sinks, i_h, BDV: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Initialise maximum, mass and output of a query head, from its sink if given."""
+def begin_merge(sinks, o_h, BLOCK_M: tl.constexpr, BDV: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Initialise maximum, mass and output of query rows, whose query heads are o_h, from their sinks if given."""
     if sinks is None:
-        b_m = tl.full([1], FLOOR, tl.float32)
-        b_l = tl.zeros([1], tl.float32)
+        b_m = tl.full([BLOCK_M], FLOOR, tl.float32)
+        b_l = tl.zeros([BLOCK_M], tl.float32)
     else:
-        b_m = tl.zeros([1], tl.float32) + tl.load(sinks + i_h).to(tl.float32) * LOG2E
-        b_l = tl.full([1], 1.0, tl.float32)
-    return b_m, b_l, tl.zeros([BDV], tl.float32)
+        b_m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + o_h).to(tl.float32) * LOG2E
+        b_l = tl.full([BLOCK_M], 1.0, tl.float32)
+    return b_m, b_l, tl.zeros([BLOCK_M, BDV], tl.float32)
 
 
 @triton.jit
 def merge_partials(  # type: ignore[no-untyped-def]
     b_m, b_l, b_acc, partial, partial_ml, num_partials, o_partial, m_p, DV: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results o_partial of one query row, where m_p, by log-sum-exp.
+    """Merge the partial results o_partial ``[BLOCK_P, BLOCK_M]`` of some query rows, where m_p, by log-sum-exp.
 
-    ``partial`` holds num_partials outputs not divided by their mass; ``partial_ml`` their maxima, then their masses.
+    They are read past the first-level cache, which may hold older values of what other programs wrote. ``partial``
+    holds num_partials outputs not divided by their mass; ``partial_ml`` their maxima, then their masses.
     """
     o_e = tl.arange(0, BDV)
-    # [BLOCK_P]
-    b_m_tile = tl.load(partial_ml + o_partial, mask=m_p, other=float("-inf"))
-    # [BLOCK_P]
-    b_l_tile = tl.load(partial_ml + num_partials + o_partial, mask=m_p, other=0.0)
-    # [BLOCK_P, BDV]
+    # [BLOCK_P, BLOCK_M]
+    b_m_tile = tl.load(partial_ml + o_partial, mask=m_p, other=float("-inf"), cache_modifier=".cg")
+    # [BLOCK_P, BLOCK_M]
+    b_l_tile = tl.load(partial_ml + num_partials + o_partial, mask=m_p, other=0.0, cache_modifier=".cg")
+    # [BLOCK_P, BLOCK_M, BDV]
     b_tile = tl.load(
-        partial + o_partial[:, None] * DV + o_e[None, :], mask=m_p[:, None] & (o_e < DV)[None, :], other=0.0
+        partial + o_partial[:, :, None] * DV + o_e[None, None, :],
+        mask=m_p[:, :, None] & (o_e < DV)[None, None, :],
+        other=0.0,
+        cache_modifier=".cg",
     )
     b_m_new = tl.maximum(b_m, tl.max(b_m_tile, 0))
     b_alpha = tl.exp2(b_m - b_m_new)
-    b_w = tl.exp2(b_m_tile - b_m_new)
+    b_w = tl.exp2(b_m_tile - b_m_new[None, :])
     b_l = b_l * b_alpha + tl.sum(b_w * b_l_tile, 0)
-    b_acc = b_acc * b_alpha + tl.sum(b_w[:, None] * b_tile, 0)
+    b_acc = b_acc * b_alpha[:, None] + tl.sum(b_w[:, :, None] * b_tile, 0)
     return b_m_new, b_l, b_acc
 
 
@@ -154,7 +158,7 @@ def check_call(
     sizes = {
         **{"B": rows, "L": layers, "K": kv_heads, "D": key_dim, "V": value_dim, "C": slots},
         **{"E": 0 if pool_k is None else pool_k.shape[1], "X": 0 if tiles is None else tiles.shape[1]},
-        **{"P": layers * kv_heads + 1, "Y": rows * kv_heads + 1},
+        **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "Y": rows * kv_heads + 1},
     }
     expected = {
         "q": (q, q.shape, q.dtype),

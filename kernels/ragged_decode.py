@@ -1,8 +1,9 @@
 """Attention of a few new tokens to a compressed cache on CUDA.
 
 Split-KV decoding (FlashDecoding, Dao et al. 2023): the cache of each KV head (ragged pool, dense tail, new tokens) is
-cut into tiles, one program each. A second launch merges their partial results. There is no host synchronisation, and no
-workspace outlives the call.
+cut into tiles, one program each. The last of them to finish merges their partial results, in the order of the tiles, so
+which one it is does not show. It also sets the counter of finished programs back to zero: a CUDA graph can replay the
+launch. There is no host synchronisation, and no workspace but the counters outlives the call.
 
 Legend as in ``cached_attention.py``; P partial results.
 """
@@ -37,15 +38,45 @@ def _block_rows(dtype: torch.dtype, key_block: int, value_block: int, query_rows
     return min(most, max(16, triton.next_power_of_2(query_rows)))
 
 
+@triton.jit
+def _merge_tiles(  # type: ignore[no-untyped-def]
+    partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_tile, pool_tiles, first_tail, count,
+    K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results of KV head i_h of one row: pool_tiles of them from first_tile, then those of the tail.
+
+    Tile number j of all is partial result ``first_tail + j`` from pool_tiles on.
+    """
+    o_e = tl.arange(0, BDV)
+    for i_m in range(0, G * tokens, BLOCK_M):
+        o_m = i_m + tl.arange(0, BLOCK_M)
+        m_m = o_m < G * tokens
+        o_h = i_h * G + o_m % G
+        b_m, b_l, b_acc = begin_merge(sinks, o_h, BLOCK_M, BDV)
+        for i_p in range(0, count, BLOCK_P):
+            o_p = i_p + tl.arange(0, BLOCK_P)
+            m_p = (o_p < count)[:, None] & m_m[None, :]
+            o_tile = tl.where(o_p < pool_tiles, first_tile + o_p, first_tail + o_p).to(tl.int64)
+            b_m, b_l, b_acc = merge_partials(
+                b_m, b_l, b_acc, partial, partial_ml, num_partials * G * tokens,
+                o_tile[:, None] * G * tokens + o_m[None, :], m_p, DV, BDV,
+            )  # fmt: skip
+        b_out = b_acc / tl.where(m_m, b_l, 1.0)[:, None]
+        p_row = p_out + (o_m // G * (K * G) + o_h).to(tl.int64) * DV
+        m_out = m_m[:, None] & (o_e < DV)[None, :]
+        tl.store(p_row[:, None] + o_e[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+
+
 @triton.jit(do_not_specialize=["layer", "rows", "entries", "slots", "tokens", "num_tiles", "tail_tiles"])
 def _attend_tile(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, tiles, tail_k, tail_v, tail_start, tail_used, partial, partial_ml, stride_qb, stride_qh,
-    stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, entries,
-    slots, tokens, num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    q, k, v, pool_k, pool_v, tiles, tile_offsets, arrivals, tail_k, tail_v, tail_start, tail_used, sinks, partial,
+    partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    scale, softcap, layer, rows, entries, slots, tokens, num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Attend one tile of pool or tail and store its partial result.
+    """Attend one tile of pool or tail and store its partial result; the last program of a KV head merges them.
 
     Stores acc ``[P, G*T, Dv]`` not divided by l, and ``(m, l)`` ``[2, P, G*T]`` in base 2. Programs 0..num_tiles-1
     handle the layer's pool tiles; after them come tail_tiles programs for each (row, head). The program whose tail tile
@@ -116,39 +147,21 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         m_acc = m_r[:, None] & (o_e < DV)[None, :]
         tl.store(partial + o_partial[:, None] * DV + o_e[None, :], b_acc, mask=m_acc)
 
-
-@triton.jit(do_not_specialize=["layer", "rows", "tokens", "num_tiles", "tail_tiles"])
-def _merge_tiles(  # type: ignore[no-untyped-def]
-    partial, partial_ml, tile_offsets, tail_used, sinks, out, layer, rows, tokens, num_tiles, tail_tiles,
-    K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """Merge the partial results of one query row (pool tiles and live tail tiles) by log-sum-exp."""
-    i_o = tl.program_id(0)
-    i_h = i_o % (K * G)
-    i_t = i_o // (K * G) % tokens
-    i_segment = i_o // (K * G) // tokens * K + i_h // G
-    i_r = i_t * G + i_h % G
-    num_partials = num_tiles + rows.to(tl.int64) * K * tail_tiles
-
-    p_offsets = tile_offsets + layer.to(tl.int64) * (rows * K + 1) + i_segment
-    first_tile = tl.load(p_offsets)
-    pool_tiles = tl.load(p_offsets + 1) - first_tile
-    live_tail_tiles = tl.load(tail_used).to(tl.int32) // TAIL_TILE + 1
-    count = pool_tiles + tl.minimum(live_tail_tiles, tail_tiles)
-
-    o_e = tl.arange(0, BDV)
-    b_m, b_l, b_acc = begin_merge(sinks, i_h, BDV)
-    for i_p in range(0, count, BLOCK_P):
-        o_p = i_p + tl.arange(0, BLOCK_P)
-        m_p = o_p < count
-        o_tail = num_tiles + i_segment * tail_tiles + o_p - pool_tiles
-        o_partial = tl.where(o_p < pool_tiles, first_tile + o_p, o_tail).to(tl.int64) * G * tokens + i_r
-        b_m, b_l, b_acc = merge_partials(
-            b_m, b_l, b_acc, partial, partial_ml, num_partials * G * tokens, o_partial, m_p, DV, BDV
-        )
-    b_out = b_acc / b_l
-    tl.store(out + i_o.to(tl.int64) * DV + o_e, b_out.to(out.dtype.element_ty), mask=o_e < DV)
+        i_segment = i_b * K + i_h
+        p_offsets = tile_offsets + layer.to(tl.int64) * (rows * K + 1) + i_segment
+        first_tile = tl.load(p_offsets)
+        pool_tiles = tl.load(p_offsets + 1) - first_tile
+        count = pool_tiles + tl.minimum(used // TAIL_TILE + 1, tail_tiles)
+        tl.debug_barrier()  # the stores of all threads, then the count
+        before = tl.atomic_add(arrivals + i_segment, 1, sem="acq_rel")
+        if before == count * tl.num_programs(1) - 1:
+            tl.store(arrivals + i_segment, 0)
+            o_tail = num_tiles + i_segment * tail_tiles - pool_tiles
+            p_out = out + i_b.to(tl.int64) * tokens * K * G * DV
+            _merge_tiles(
+                partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_tile, pool_tiles, o_tail, count, K,
+                G, DV, BDV, BLOCK_P, BLOCK_M,
+            )  # fmt: skip
 
 
 def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
@@ -163,7 +176,8 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
 
     Args:
         call: K divides H; q, k and v with any strides but a contiguous last dim.
-        held: contiguous; the tiles come from ``tile_map`` and may have any length.
+        held: contiguous; the tiles come from ``tile_map`` and may have any length. arrivals are zero, and are so again
+            afterwards; calls that may run at the same time must not share them.
         layer: index of the layer in tiles and tail. config: block sizes; None: the pinned ones.
 
     Returns:
@@ -173,9 +187,9 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     q, _, v, _, _, sinks = call
-    tail_k, tiles, tile_offsets = held.tail_k, held.tiles, held.tile_offsets
-    if tiles is None or tile_offsets is None:
-        raise ValueError("tiles and tile_offsets are None: kernels on CUDA need the tile map of the pool")
+    tail_k, (tiles, tile_offsets, arrivals) = held.tail_k, held[7:]
+    if tiles is None or tile_offsets is None or arrivals is None:
+        raise ValueError("tiles, tile_offsets or arrivals are None: kernels on CUDA need the tile map of the pool")
     rows, heads, tokens, _ = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots = tail_k.shape[3]
@@ -189,15 +203,11 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     shared = shared_arguments(call, held, layer)
     block_rows = _block_rows(q.dtype, shared["BD"], shared["BDV"], query_rows)
-    tiling = {
+    arguments = {
+        **shared, "tiles": tiles, "tile_offsets": tile_offsets, "arrivals": arrivals, "sinks": sinks, "out": out,
         "partial": partial, "partial_ml": partial_ml, "num_tiles": num_tiles, "tail_tiles": tail_tiles,
-        "TAIL_TILE": TAIL_TILE,
+        "TAIL_TILE": TAIL_TILE, "BLOCK_R": block_rows,
     }  # fmt: skip
     grid = (num_partials, triton.cdiv(query_rows, block_rows))
-    arguments = {**shared, **tiling, "tiles": tiles, "BLOCK_R": block_rows}
     launch(_attend_tile, grid, arguments, f"decode {kind(q.dtype)}", config)
-    again = "tail_used layer rows tokens K G DV BDV".split()
-    of_shared = {name: shared[name] for name in again}
-    merge = {**tiling, **of_shared, "tile_offsets": tile_offsets, "sinks": sinks, "out": out}
-    launch(_merge_tiles, (rows * tokens * heads,), merge, "merge")
     return out.transpose(1, 2)

@@ -132,14 +132,15 @@ def _finish_slots(  # type: ignore[no-untyped-def]
     i_h = i_line % K
     num_partials = tl.num_programs(0).to(tl.int64) * num_tiles
     o_e = tl.arange(0, BDV)
-    b_m, b_l, b_acc = begin_merge(sinks, i_o % (K * G), BDV)
+    b_m, b_l, b_acc = begin_merge(sinks, i_o % (K * G), 1, BDV)
     for i_p in range(0, num_tiles, BLOCK_P):
         o_p = i_p + tl.arange(0, BLOCK_P)
-        m_p = o_p < num_tiles
-        o_partial = (i_line.to(tl.int64) * num_tiles + o_p) * G + i_o % G
+        m_p = (o_p < num_tiles)[:, None]
+        o_partial = ((i_line.to(tl.int64) * num_tiles + o_p) * G + i_o % G)[:, None]
         b_m, b_l, b_acc = merge_partials(b_m, b_l, b_acc, partial, partial_ml, num_partials, o_partial, m_p, DV, BDV)
-    b_out = b_acc / b_l
-    tl.store(out + i_o.to(tl.int64) * DV + o_e, b_out.to(out.dtype.element_ty), mask=o_e < DV)
+    b_out = b_acc / b_l[:, None]
+    p_out = out + i_o.to(tl.int64) * DV + o_e[None, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=(o_e < DV)[None, :])
 
     if weights is not None:
         p_offsets = offsets + i_b.to(tl.int64) * segments + layer * K + i_h

@@ -2,7 +2,7 @@
 
 Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim, L layers of one KV
 geometry, E pool slots, C tail slots, W window (at least 1), P = L*K + 1 bounds of segments, S slots of a line, R slots
-of a ring, X tiles.
+of a ring, X tiles, A = B*K, Y = A + 1.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ BUFFERS = {
     # division of the pool among CUDA programs
     "tiles": Buffer("L X 4", _I32, append="r"),
     "tile_offsets": Buffer("L Y", _I32, append="r"),
+    "arrivals": Buffer("A", _I32, append="r"),  # written, but as before at the end of each call
     # policies that evict while decoding
     "table": Buffer("2 L B K S", _I32, evict="w", saved="evicting"),
     "decode_state": Buffer("2 L B K S", _F32, evict="w", saved="evicting"),
@@ -116,8 +117,8 @@ class PrefillBuffers(NamedTuple):
 class AppendBuffers(NamedTuple):
     """Cache of a policy that only appends.
 
-    offsets cut the pool into segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries; tiles and
-    tile_offsets on CUDA only.
+    offsets cut the pool into segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA
+    only: the tiles of the pool, and counters by which the last program of a KV head finds out that it is the last.
     """
 
     pool_k: Tensor
@@ -129,6 +130,7 @@ class AppendBuffers(NamedTuple):
     tail_used: Tensor
     tiles: Tensor | None = None
     tile_offsets: Tensor | None = None
+    arrivals: Tensor | None = None
 
 
 class EvictBuffers(NamedTuple):

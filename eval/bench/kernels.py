@@ -175,8 +175,8 @@ def kvpass_kernel(case: TimedCase) -> Attend:
     """The kernel of this package."""
     from kvpass.kernels.ragged_decode import attend_ragged
 
-    tiles, tile_offsets = index_pool(case.held.offsets, case.call.k.shape[1], case.held.pool_k.shape[1])
-    held = case.held._replace(tiles=tiles, tile_offsets=tile_offsets)
+    tables = index_pool(case.held.offsets, case.call.k.shape[1], case.held.pool_k.shape[1])
+    held = AppendBuffers(*case.held[:7], *tables)
     return lambda layer: attend_ragged(case.call, held, layer)
 
 

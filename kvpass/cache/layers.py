@@ -53,6 +53,7 @@ class FullAttentionLayers:
     next_position: Tensor
     tiles: Tensor
     tile_offsets: Tensor
+    arrivals: Tensor
 
     def __init__(self, group: LayerGroup, policy: Policy) -> None:
         self.group = group
@@ -138,12 +139,13 @@ class FullAttentionLayers:
     def _index_pool(self) -> None:
         """Make the tables by which CUDA kernels divide the pool; the CPU and ``attend_evict`` need none."""
         if self.offsets.is_cuda and not self.evicts:
-            self.tiles, self.tile_offsets = index_pool(self.offsets, self.geometry.kv_heads, self.pool_k.shape[1])
+            tables = index_pool(self.offsets, self.geometry.kv_heads, self.pool_k.shape[1])
+            self.tiles, self.tile_offsets, self.arrivals = tables
 
     @property
     def _tables(self) -> list[str]:
         """Names of the tables that :meth:`_index_pool` made."""
-        return [name for name in ("tiles", "tile_offsets") if hasattr(self, name)]
+        return [name for name in ("tiles", "tile_offsets", "arrivals") if hasattr(self, name)]
 
     def _begin_evicting(self, prompt: PrefillBuffers) -> None:
         """Make the tables for eviction while decoding: slots of entries, quota of each head."""

@@ -84,10 +84,11 @@ def pack(buffers: PrefillBuffers) -> None:
     gather.pack(buffers)
 
 
-def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tensor]:
+def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
     """Divide a packed pool among the programs of :func:`attend_cache`.
 
-    See :func:`kvpass.kernels.tile_map.tile_map`.
+    Returns the tables of :func:`kvpass.kernels.tile_map.tile_map`, and zeros to count the programs of each row and KV
+    head, int32 ``[B*K]``.
 
     Args:
         slots: E of the pool, which decides the size of a tile.
@@ -95,7 +96,8 @@ def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tens
     from kvpass.kernels.tile_map import tile_map, tile_of
 
     layers = (offsets.shape[1] - 1) // kv_heads
-    return tile_map(offsets, kv_heads, tile_of(slots // layers))
+    counters = torch.zeros(offsets.shape[0] * kv_heads, dtype=torch.int32, device=offsets.device)
+    return *tile_map(offsets, kv_heads, tile_of(slots // layers)), counters
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:

@@ -186,6 +186,31 @@ def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens)
         assert torch.equal(after, written), f"tail of {name}"
 
 
+def test_the_last_program_merges_what_all_others_stored() -> None:
+    """Programs finish in any order: a replayed step gives the same bits each time, and leaves its counters at zero."""
+    lengths = torch.randint(0, 900, (32, LAYERS * KV_HEADS), generator=torch.Generator().manual_seed(0))
+    offsets = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).int().to(PLACE)
+    pool = [torch.randn(32, int(offsets.max()), 128, dtype=torch.bfloat16, device=PLACE) for _ in range(2)]
+    tail = [torch.randn(LAYERS, 32, KV_HEADS, 300, 128, dtype=torch.bfloat16, device=PLACE) for _ in range(2)]
+    q, k, v = (
+        torch.randn(32, heads, 1, 128, dtype=torch.bfloat16, device=PLACE)
+        for heads in (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
+    )
+    start, used = torch.zeros(32, dtype=torch.int64, device=PLACE), torch.tensor(290, device=PLACE)
+    tables = device.index_pool(offsets, KV_HEADS, pool[0].shape[1])
+    call, held = Attention(q, k, v, 0.1), AppendBuffers(*pool, offsets, *tail, start, used, *tables)
+    expected = device.attend_cache(call, held, 1)
+    check("output", expected, reference.attend_cache(exact(call), exact(held), 1), ERROR[torch.bfloat16])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = device.attend_cache(call, held, 1)
+    for _ in range(1000):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, expected)
+    assert held.arrivals is not None and not held.arrivals.any()
+
+
 @HALVES
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (5.0, True)])
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -117,7 +117,8 @@ def call_everything(
     gather.pack(buffers)
 
     used = torch.zeros((), dtype=torch.int64)
-    held = AppendBuffers(*pool, offsets, *tail, start, used, *tile_map.tile_map(offsets, kv_heads))
+    arrivals = torch.zeros(rows * kv_heads, dtype=torch.int32)
+    held = AppendBuffers(*pool, offsets, *tail, start, used, *tile_map.tile_map(offsets, kv_heads), arrivals)
     for count in (1, 16):
         ragged_decode.attend_ragged(site(count), held, 1)
     ragged_extend.attend_extend(site(17), held, 1)

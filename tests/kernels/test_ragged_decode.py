@@ -19,7 +19,7 @@ from kvpass.ops import reference
 from numeric_checks import DecodeCase, Exact, assert_rounded, decode_case
 from pairwise import each_value, quick
 
-SPLIT = KernelConfig.of(4, 2, BLOCK_S=16)
+SPLIT = KernelConfig.of(4, 2, BLOCK_S=16, BLOCK_P=4, BLOCK_M=2)
 EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
 
 
@@ -33,7 +33,8 @@ def eager(case: DecodeCase) -> Tensor:
 
 def tiled(case: DecodeCase, tile: int = 64) -> AppendBuffers:
     tiles, tile_offsets = tile_map(case.offsets, case.k.shape[1], tile)
-    return case.held._replace(tiles=tiles, tile_offsets=tile_offsets)
+    arrivals = torch.zeros(case.k.shape[0] * case.k.shape[1], dtype=torch.int32)
+    return case.held._replace(tiles=tiles, tile_offsets=tile_offsets, arrivals=arrivals)
 
 
 def ragged(case: DecodeCase, tile: int = 32, config: KernelConfig | None = SPLIT) -> Tensor:
@@ -169,6 +170,17 @@ def test_any_tile_length_and_the_usual_config(tile: int) -> None:
     assert_rounded("extend, usual config", extend(copied(case), config=None), expected)
 
 
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 17])
+def test_any_number_of_tiles_is_merged_by_the_last_of_them(count: int) -> None:
+    """Tails of one tile and of two; the other heads and rows have other numbers of tiles, or none in the pool."""
+    for used in (TAIL_TILE - 1, TAIL_TILE):
+        lengths = [[16 * (count - 1), 0], [1, 40]]
+        case = decode_case(
+            lengths, group=3, tokens=2, slots=TAIL_TILE + 9, used=used, start=[0, 60], dim=16, sinks=True
+        )
+        check(case, [lambda given: ragged(given, 16)])
+
+
 @pytest.mark.parametrize(("group", "tokens"), [pytest.param(70, 1, marks=pytest.mark.exhaustive), (20, 4)])
 def test_more_query_rows_than_a_block(group: int, tokens: int) -> None:
     check(decode_case([[20, 3]], group=group, tokens=tokens, dim=16))
@@ -190,10 +202,12 @@ def test_steps_one_after_another_are_one_long_step() -> None:
     """Tokens appended one by one, read back from the tail, give what all of them at once give."""
     case = decode_case(LENGTHS, tokens=4, slots=TAIL_TILE + 6, used=TAIL_TILE - 2, dim=16)
     expected = exact(case)
+    held = tiled(case, 32)
     for token in range(4):
         at = slice(token, token + 1)
         step = replace(case, **{name: getattr(case, name)[:, :, at] for name in "qkv"})
-        found = ragged(step) if token % 2 else extend(step)
+        found = extend(step) if token == 1 else attend_ragged(step.call, held, step.layer, SPLIT)
+        assert not held.arrivals.any(), f"token {token}: the counters are not ready for the next step"
         assert_rounded(f"token {token}", found, Exact(expected.value[:, :, at], expected.error[:, :, at]))
         case.tail_used += 1
 
@@ -229,11 +243,13 @@ def test_tables_of_another_cache() -> None:
     case = decode_case(LENGTHS)
     with pytest.raises(ValueError, match="offsets is"):
         extend(replace(case, offsets=case.offsets.long()))
-    with pytest.raises(ValueError, match="tiles and tile_offsets are None"):
+    with pytest.raises(ValueError, match="tiles, tile_offsets or arrivals are None"):
         attend_ragged(case.call, case.held, case.layer)
     held = tiled(case)
     with pytest.raises(ValueError, match="tile_offsets is"):
         attend_ragged(case.call, held._replace(tile_offsets=held.tile_offsets[:, 1:]), case.layer)
+    with pytest.raises(ValueError, match="arrivals is"):
+        attend_ragged(case.call, held._replace(arrivals=held.arrivals[1:]), case.layer)
     with pytest.raises(ValueError, match="tiles is"):
         attend_ragged(case.call, held._replace(tiles=held.tiles[1:]), case.layer)
 
