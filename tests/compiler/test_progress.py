@@ -32,7 +32,7 @@ def logged():
 def test_the_first_call_of_a_batch_size_says_what_it_does(monkeypatch, logged):
     terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
     monkeypatch.setattr(kvpass.progress, "progress_console", lambda: terminal)
-    fast = kvpass.compile(tiny_model("llama"), policy="lava", budget=40, backend="eager")
+    fast = kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=40, backend="eager")
     fast(random_ids(2, 50))
     assert "capturing the decoder, batch size 2" in terminal.file.getvalue()
     assert any(line.startswith("capturing the decoder, batch size 2: ") for line in logged)
@@ -49,7 +49,7 @@ def test_a_command_says_that_it_imports(monkeypatch):
 
 
 def test_after_a_warmup_calls_capture_and_compile_nothing(logged):
-    fast = kvpass.compile(tiny_model("llama"), policy="lava", budget=40, backend="eager")
+    fast = kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=40, backend="eager")
     fast.warmup([1, 2], turns=True)
     with pytest.raises(ValueError, match="nothing to report"):
         fast.report()
@@ -63,7 +63,7 @@ def test_after_a_warmup_calls_capture_and_compile_nothing(logged):
 
 @pytest.mark.parametrize("bad", [{"batch_sizes": [0]}, {"batch_sizes": ["1"]}, {"prompt_tokens": 1}])
 def test_a_warmup_of_no_row_or_one_token_is_an_error(bad):
-    fast = kvpass.compile(tiny_model("llama"), policy="lava", budget=40, backend="eager")
+    fast = kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=40, backend="eager")
     with pytest.raises(ValueError, match=r"batch_sizes=.*must be an int|prompt_tokens=1: must be an int"):
         fast.warmup(**bad)
 

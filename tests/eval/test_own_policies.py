@@ -46,7 +46,7 @@ def module(tmp_path, monkeypatch):
 
 def test_compile_and_the_command_line_import_it(module):
     path = list(sys.path)
-    fast = kvpass.compile(tiny_model("llama"), policy=f"{module}:Latest", budget=40, backend="eager", sign=-1)
+    fast = kvpass.compile(tiny_model("llama", layers=1), policy=f"{module}:Latest", budget=40, backend="eager", sign=-1)
     fast(random_ids(1, 60))
     assert fast.policy.sign == -1 and fast.report().policy.name == "latest" and sys.path == path
     spec, full = parse_policies(f"{module}:Latest:sign=2,window=8,full")

@@ -124,9 +124,12 @@ def test_a_raw_module_is_not_given_numbers_beyond_its_tables():
         assert session.cache.columns == 40
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ids_beyond_the_embedding_do_not_end_the_process():
-    """With several threads an exception of compiled code cannot be caught: it ends the process."""
+    """With several threads an exception of compiled code cannot be caught: it ends the process.
+
+    The check is that of the test above: it is made before any compiler's code is called.
+    """
     code = f"""
 import sys
 sys.path.append({str(SUPPORT)!r})

@@ -52,14 +52,14 @@ def test_a_first_step_that_is_not_captured_leaves_the_cache_as_it_was(stance, to
 
 
 def test_another_backend_forced_on_everything_is_an_error():
-    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS)
+    fast = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS)
     with torch.compiler.set_stance("default", force_backend="eager"), pytest.raises(RuntimeError, match=NOT_RUN):
         fast(random_ids(1, 60))
     assert fast(random_ids(1, 60)).past_key_values.columns == 60
 
 
 def test_a_disabled_compiler_is_an_error():
-    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS)
+    fast = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS)
     with torch._dynamo.config.patch(disable=True), pytest.raises(RuntimeError, match=f"{NOT_RUN}|no compiled frames"):
         fast(random_ids(1, 60))
 
