@@ -220,9 +220,10 @@ def main(exhaustive: bool) -> None:
         print(json.dumps(row), flush=True)
 
 
-def run_compiler(folder: Path, *options: str) -> list[dict[str, Any]]:
+def run_compiler(*options: str) -> list[dict[str, Any]]:
+    """What each launch needs. Triton's own cache serves a kernel that has not changed since an earlier run."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(folder), "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run([sys.executable, __file__, *options], env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
@@ -247,8 +248,8 @@ else:
     import pytest
 
     @pytest.mark.slow
-    def test_every_kernel_compiles(tmp_path: Path) -> None:
-        rows = run_compiler(tmp_path)
+    def test_every_kernel_compiles() -> None:
+        rows = run_compiler()
         check(rows)
         assert {row["arch"] for row in rows} == {80, 90, 100}
         source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kernels").glob("*.py"))
@@ -257,8 +258,8 @@ else:
 
     @pytest.mark.exhaustive
     @pytest.mark.timeout(3600)
-    def test_every_case_compiles(tmp_path: Path) -> None:
-        rows = run_compiler(tmp_path, "exhaustive")
+    def test_every_case_compiles() -> None:
+        rows = run_compiler("exhaustive")
         check(rows)
         assert {row["arch"] for row in rows} == set(SHARED_KIB)
         table = json.loads((ROOT / "kernels" / "configs.json").read_text(encoding="utf-8"))["cases"]
