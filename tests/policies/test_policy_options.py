@@ -20,7 +20,7 @@ from kvpass.policies.layer_splits import EntropyLayers
 from kvpass.policies.observation import Observation
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.tova import Tova
-from tiny_models import random_ids, tiny_model
+from tiny_models import compiled_once, random_ids, tiny_model
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TAUS = {"tau1": 1.0, "tau2": 1.0}
@@ -209,7 +209,7 @@ def test_a_score_that_breaks_its_contract(registry):
             return wanted[0](obs)
 
     ids, good = random_ids(1, 40), resolve("snapkv", window=4)
-    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), policy="odd", budget=12, window=4, backend="eager")
+    _, fast = compiled_once(layers=2, policy="odd", budget=12, window=4, backend="eager")
     tensors = torch.randn(3, 1, 1, 2, 40, 8)
     for score, given in (
         (lambda obs: good.score(obs)[:, :1], r"\[1, 1, 36\]"),
@@ -249,9 +249,7 @@ def test_a_layer_split_that_breaks_its_contract(wrong, registry):
         def layers(self):
             return Odd()
 
-    fast = kvpass.compile(
-        tiny_model("llama", num_hidden_layers=2), policy="uneven", budget=12, window=4, backend="eager"
-    )
+    _, fast = compiled_once(layers=2, policy="uneven", budget=12, window=4, backend="eager")
     cache = fast(random_ids(1, 40)).past_key_values
     assert cache.lengths.sum(2).tolist() == [[2 * 4, 2 * (4 + 16)]]
     decision = kvpass.plan("uneven", *torch.randn(3, 2, 1, 2, 40, 8), budget=12, window=4)
