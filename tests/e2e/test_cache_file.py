@@ -52,16 +52,16 @@ def continuation(fast, cache):
     return torch.cat(logits, 1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fast():
-    return compiled()
+    return shared()
 
 
 @pytest.fixture(scope="module")
-def saved(fast, tmp_path_factory):
+def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "cache.kv"
     ids, mask = prompt()
-    fast.compress(ids, mask).save(path)
+    shared().compress(ids, mask).save(path)
     return path
 
 
