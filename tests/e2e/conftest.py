@@ -1,23 +1,24 @@
-"""A small model, and two compressed copies: one with room for everything, one with little."""
+"""A small model, and its compressed copy with room for everything, or with little; all shared with other tests."""
 
 from __future__ import annotations
 
 import pytest
 
-import kvpass
-from tiny_models import tiny_model
+from tiny_models import compiled_once
+
+SMALL = {"layers": 2, "backend": "eager", "policy": "lava", "window": 8}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def model():
-    return tiny_model("llama", layers=2)
+    return compiled_once(budget=10**6, **SMALL)[0]
 
 
-@pytest.fixture(scope="session")
-def fast(model):
-    return kvpass.compile(model, budget=10**6, window=8, backend="eager")
+@pytest.fixture
+def fast():
+    return compiled_once(budget=10**6, **SMALL)[1]
 
 
-@pytest.fixture(scope="session")
-def tight(model):
-    return kvpass.compile(model, budget=16, window=8, backend="eager")
+@pytest.fixture
+def tight():
+    return compiled_once(budget=16, **SMALL)[1]

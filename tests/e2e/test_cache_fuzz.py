@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import kvpass
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
-from tiny_models import left_pad, random_ids, tiny_model
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 STEPS = 14
 BUDGET, WINDOW = 14, 5
@@ -29,9 +29,10 @@ PROMPTS = [1, 2, 3, 6, 14, 17, 30]
 """Prompt lengths: within the window, within the budget, above it."""
 
 
-def machine(family, policy, recompress="never", **changes):
-    """The state machine for one model, compiled when the first test runs."""
-    options = {"evict_during_decode": False} if policy == "streaming_llm" else {}
+def machine(family, policy, recompress="never", layers=2, **changes):
+    """The state machine for one model; a model without ``changes`` is shared with other tests."""
+    options = {"backend": "eager", "recompress": recompress, "policy": policy, "budget": BUDGET, "window": WINDOW}
+    options |= {"evict_during_decode": False} if policy == "streaming_llm" else {}
 
     class Lives(RuleBasedStateMachine):
         steps = 0
@@ -40,18 +41,13 @@ def machine(family, policy, recompress="never", **changes):
         @initialize()
         def compile_once(self):
             cls = type(self)
-            if cls.fast is None:
-                cls.model = tiny_model(family, **changes)
+            if not changes:
+                cls.model, cls.fast = compiled_once(family, layers=layers, **options)
+            elif cls.fast is None:
+                cls.model = tiny_model(family, layers=layers, **changes)
+                cls.fast = kvpass.compile(cls.model, **options)
+            if cls.oracle is None:
                 cls.oracle = MaskedOracle(cls.model)
-                cls.fast = kvpass.compile(
-                    cls.model,
-                    policy=policy,
-                    budget=BUDGET,
-                    window=WINDOW,
-                    backend="eager",
-                    recompress=recompress,
-                    **options,
-                )
             self.caches: list[tuple[kvpass.CompressedCache, Transcript]] = []
             self.folder = tempfile.TemporaryDirectory()
 
@@ -181,18 +177,17 @@ def machine(family, policy, recompress="never", **changes):
 
 
 MACHINES = {
-    "lava": machine("llama", "lava", num_hidden_layers=2),
-    "lava, every turn": machine("llama", "lava", "every_turn", num_hidden_layers=2),
-    "one layer, when full": machine("llama", "streaming_llm", "when_full", num_hidden_layers=1),
+    "lava": machine("llama", "lava"),
+    "lava, every turn": machine("llama", "lava", "every_turn"),
+    "one layer, when full": machine("llama", "streaming_llm", "when_full", layers=1),
     "ring": machine(
         "gemma3",
         "ada_snapkv",
         "when_full",
-        num_hidden_layers=2,
         sliding_window=7,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    "evicts": machine("llama", "h2o", num_hidden_layers=2),
+    "evicts": machine("llama", "h2o"),
 }
 
 
