@@ -42,6 +42,15 @@ def held_by_module(gm: GraphModule) -> list[int]:
     return [place for place, source in enumerate(sources) if source.guard_source.is_unspecialized_nn_module()]
 
 
+def input_named(gm: GraphModule, name: str) -> int | None:
+    """Return the index of the input that is the argument of that name; None where the graph does not use it."""
+    for place, node in enumerate(placeholders(gm)):
+        source = node._dynamo_source  # type: ignore[attr-defined]
+        if isinstance(source, LocalSource) and source.local_name == name:
+            return place
+    return None
+
+
 def backend_mode() -> FakeTensorMode:
     """Return the fake mode of the current Dynamo trace."""
     context = TracingContext.try_get()

@@ -154,6 +154,11 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
     return records
 
 
+def dump_graph(name: str, gm: GraphModule) -> None:
+    """Dump a graph as ``<name>``, as :func:`run_passes` does."""
+    _dump_artifact(name, partial(gm.print_readable, print_output=False))
+
+
 def _disabled() -> set[str]:
     """Return the names of passes that the user disabled.
 

@@ -155,7 +155,8 @@ class Place:
     layers: int
 
 
-def _places(layout: Layout) -> dict[int, Place]:
+def places_of(layout: Layout) -> dict[int, Place]:
+    """Return where the KV entries of each attention op are stored, by its index in execution order."""
     found = {}
     for ring, groups in ((False, layout.pools), (True, layout.rings)):
         for index, group in enumerate(groups):
@@ -185,7 +186,7 @@ class Rewriter:
 
         One ``pack`` per pool is added at the end.
         """
-        places = _places(self.layout)
+        places = places_of(self.layout)
         count = self._each(lambda site, place: self._fill_ring(site, place) if place.ring else self._prune(site, place))
         with self.gm.graph.inserting_before(self.gm.graph.output_node()):
             for place in places.values():
@@ -216,7 +217,7 @@ class Rewriter:
         return self._each(attend)
 
     def _each(self, rewrite: Callable[[Site, Place], Node]) -> int:
-        sites, places = find_sites(self.gm), _places(self.layout)
+        sites, places = find_sites(self.gm), places_of(self.layout)
         for site in sites:
             with self.gm.graph.inserting_before(site.node):
                 output = rewrite(site, places[site.layer])

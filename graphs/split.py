@@ -68,6 +68,17 @@ def split_graph(gm: GraphModule) -> list[Part | Node]:
             pieces[-1].append(node)
         else:
             pieces.append([node])
+    return make_parts(gm, pieces)
+
+
+def make_parts(gm: GraphModule, pieces: Sequence[Node | list[Node]]) -> list[Part | Node]:
+    """Return a part for each list of nodes, and single nodes as they are.
+
+    Args:
+        pieces: all calls of the graph, in an order in which they can run.
+    Raises:
+        CannotSplitError: as :func:`split_graph`.
+    """
     whole = [piece if isinstance(piece, Node) else _with_sizes(piece) for piece in pieces]
     sizes = {symbol: node for node in placeholders(gm) if is_scalar(node) for symbol in symbols_in(node)}
     inputs = [_inputs(piece, sizes) for piece in whole]

@@ -72,9 +72,9 @@ def _attend_keys(  # type: ignore[no-untyped-def]
     return b_out, b_max, b_sum
 
 
-@triton.jit(do_not_specialize=["tokens", "sliding_window"])
+@triton.jit(do_not_specialize=["tokens", "queries", "sliding_window"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, scale, softcap, sliding_window, tokens,
+    q, k, v, out, lse, scale, softcap, sliding_window, tokens, queries,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
@@ -86,9 +86,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     i_h = (tl.program_id(1) % HEADS).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
-    o_q = i_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    m_q = o_q < tokens
-    p_q = q + i_b * stride_qb + i_h * stride_qh + o_q[:, None].to(tl.int64) * stride_qn + o_d[None, :]
+    o_r = i_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    m_q = o_r < queries
+    p_q = q + i_b * stride_qb + i_h * stride_qh + o_r[:, None].to(tl.int64) * stride_qn + o_d[None, :]
+    begin = tokens - queries + i_q * BLOCK_Q  # column of the first query
+    o_q = tokens - queries + o_r
     # [BLOCK_Q, BLOCK_D]
     b_q = tl.load(p_q, mask=m_q[:, None] & (o_d < D)[None, :], other=0.0)
     p_k = k + i_b * stride_kb + (i_h // GROUP) * stride_kh
@@ -96,13 +98,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     b_out = tl.zeros([BLOCK_Q, BLOCK_DV], dtype=tl.float32)
     b_max = tl.full([BLOCK_Q], FLOOR, dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_Q], dtype=tl.float32)
-    last = tl.minimum((i_q + 1) * BLOCK_Q, tokens)
+    last = tl.minimum(begin + BLOCK_Q, tokens)
     if sliding_window is not None:
         # [first, last) holds every visible key and a few others; the mask is applied to all of it
-        first = tl.maximum(i_q * BLOCK_Q - sliding_window + 1, 0)
+        first = tl.maximum(begin - sliding_window + 1, 0)
     else:
         # keys that every query of the block attends
-        first = i_q * BLOCK_Q // BLOCK_K * BLOCK_K
+        first = begin // BLOCK_K * BLOCK_K
         b_out, b_max, b_sum = _attend_keys(
             b_q, b_out, b_max, b_sum, p_k, p_v, o_q, 0, first, tokens, scale, softcap, sliding_window,
             stride_kn, stride_vn, D, DV, BLOCK_D, BLOCK_DV, BLOCK_K, False, PRECISION,
@@ -111,9 +113,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         b_q, b_out, b_max, b_sum, p_k, p_v, o_q, first, last, tokens, scale, softcap, sliding_window,
         stride_kn, stride_vn, D, DV, BLOCK_D, BLOCK_DV, BLOCK_K, True, PRECISION,
     )  # fmt: skip
-    p_row = out + (i_b * tokens * HEADS + i_h) * DV + o_q[:, None].to(tl.int64) * (HEADS * DV) + o_dv[None, :]
+    p_row = out + (i_b * queries * HEADS + i_h) * DV + o_r[:, None].to(tl.int64) * (HEADS * DV) + o_dv[None, :]
     tl.store(p_row, (b_out / b_sum[:, None]).to(out.dtype.element_ty), mask=m_q[:, None] & (o_dv < DV)[None, :])
-    tl.store(lse + (i_b * HEADS + i_h) * tokens + o_q, (b_max + tl.log2(b_sum)) * LN2, mask=m_q)
+    tl.store(lse + (i_b * HEADS + i_h) * queries + o_r, (b_max + tl.log2(b_sum)) * LN2, mask=m_q)
 
 
 def check_site(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, queries: int | None = None) -> None:
@@ -178,22 +180,22 @@ def prefill_attention(
         config: block sizes; None: the pinned ones.
 
     Returns:
-        Output ``[B, H, N, Dv]`` in the dtype of q, stored as ``[B, N, H, Dv]``; natural log-sum-exp of each query's
-        logits, fp32 ``[B, H, N]``.
+        Output ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``; natural log-sum-exp of each query's
+        logits, fp32 ``[B, H, T]``.
     """
     q, k, v, scale, softcap, _ = call
-    b, heads, n, d = q.shape
-    dv = v.shape[3]
-    out = torch.empty(b, n, heads, dv, dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, heads, n, dtype=torch.float32, device=q.device)
+    b, heads, t, d = q.shape
+    n, dv = v.shape[2:]
+    out = torch.empty(b, t, heads, dv, dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, heads, t, dtype=torch.float32, device=q.device)
     arguments = {
         "q": q, "k": k, "v": v, "out": out, "lse": lse,
-        "scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tokens": n,
+        "scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tokens": n, "queries": t,
         **strides("bhn", q=q, k=k, v=v),
         "HEADS": heads, "GROUP": heads // k.shape[1], "D": d, "DV": dv,
         "BLOCK_D": block_dim(d), "BLOCK_DV": block_dim(dv), "PRECISION": precision(q.dtype),
     }  # fmt: skip
     unaligned = q.dtype != torch.float32 and not is_aligned(d, dv)
     case = f"prefill {dims_case(q.dtype, d, dv)}" + " unaligned" * unaligned
-    launch(_prefill_kernel, blocks(n, "BLOCK_Q", b * heads), arguments, case, config)
+    launch(_prefill_kernel, blocks(t, "BLOCK_Q", b * heads), arguments, case, config)
     return out.transpose(1, 2), lse

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.kernels.checks import check_tensors
 from kvpass.kernels.prefill_attention import check_site, prefill_attention
-from kvpass.operands import Attention
+from kvpass.operands import Attended, Attention
 
 CUDNN_TOKENS = 16384
 """From so many tokens on cuDNN is called: it makes a plan for each new length, which takes tens to hundreds of
@@ -52,7 +52,7 @@ class Machine(NamedTuple):
 
 
 def _cudnn_refuses(call: Attention, sliding_window: int | None, machine: Machine) -> str | None:
-    tokens, dims = call.q.shape[2], (call.q.shape[3], call.v.shape[3])
+    tokens, dims = call.k.shape[2], (call.q.shape[3], call.v.shape[3])
     if machine.cudnn < 90100:
         return "torch has no cuDNN from 9.1 on, or is told not to use it"
     if machine.capability not in ((9, 0), (10, 0)):
@@ -84,18 +84,25 @@ def _flash_refuses(call: Attention, sliding_window: int | None, machine: Machine
 
 
 def _cudnn(call: Attention, sliding_window: int | None) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        call.q, call.k, call.v, None, True, 0.0, True, False, scale=call.scale
-    )
-    return out, lse.reshape(call.q.shape[:3])
+    """cuDNN's causal mask begins at the first key, so keys before the queries are attended apart."""
+
+    def attend(columns: slice, causal: bool) -> Attended:
+        k, v = call.k[:, :, columns], call.v[:, :, columns]
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            call.q, k, v, None, True, 0.0, causal, False, scale=call.scale
+        )
+        return Attended(out, lse.reshape(call.q.shape[:3]))
+
+    before = call.k.shape[2] - call.q.shape[2]
+    own = attend(slice(before, None), True)
+    return own if before == 0 else attend(slice(before), False).merged(own)
 
 
 def _flash(call: Attention, sliding_window: int | None) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in call[:3])
-    n = q.shape[1]
     left, right = (None, None) if sliding_window is None else (sliding_window - 1, 0)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, n, n, 0.0, True, False,
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(  # its causal mask ends at the last query and key
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False,
         scale=call.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return out.transpose(1, 2), lse
@@ -131,19 +138,20 @@ def attend(call: Attention, sliding_window: int | None = None) -> tuple[Tensor, 
     """Causal attention of rows without padding.
 
     Args:
-        call: q ``[B, H, N, D]`` fp32, fp16 or bf16, RoPE applied; any strides but a contiguous last dim (k and v
-            alike). D and Dv up to 256. Query head h reads KV head ``h // (H // K)``. sinks of any float dtype.
+        call: q ``[B, H, T, D]`` fp32, fp16 or bf16, the last T of N rows, RoPE applied; any strides but a contiguous
+            last dim (k and v alike). D and Dv up to 256. Query head h reads KV head ``h // (H // K)``. sinks of any
+            float dtype.
         sliding_window: query i attends key j only if ``i - j < sliding_window``; >= 1.
 
     Returns:
-        Output ``[B, H, N, Dv]`` in the dtype of q, stored as ``[B, N, H, Dv]``; natural log-sum-exp of each query's
-        logits (the sink included) fp32 ``[B, H, N]``.
+        Output ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``; natural log-sum-exp of each query's
+        logits (the sink included) fp32 ``[B, H, T]``.
 
     Raises:
         ValueError: an argument that is not supported.
     """
-    check_site(call.q, call.k, call.v)
-    heads, n = call.q.shape[1:3]
+    check_site(call.q, call.k, call.v, queries=1)
+    heads, n = call.q.shape[1], call.k.shape[2]
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window={sliding_window}: must be at least 1")
     near = sliding_window if sliding_window is not None and sliding_window < n else None

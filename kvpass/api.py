@@ -18,6 +18,7 @@ from kvpass.cache.serialization import read_cache_file, typed
 from kvpass.compiler.backend import Compiler, PhaseCompiler, check_compiler
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.parts import Regions, check_regions
+from kvpass.config import Block
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends import options as o
 from kvpass.frontends.arguments import check_model
@@ -94,6 +95,7 @@ def compile(
     recompress: Recompress = "never",
     cuda_graphs: bool = True,
     compile_regions: Regions = "auto",
+    prefill_block: Block = "auto",
     **policy_options: Any,
 ) -> CompressedModel:
     """Return a copy of a decoder that compresses its KV cache after every prompt.
@@ -122,6 +124,9 @@ def compile(
             for every layer, so that compilation does not grow with depth. False: each phase as one graph. ``"auto"``:
             parts, but decode steps of models of up to 8 layers on the CPU whole. A
             graph that has no parts is compiled whole; the report says why.
+        prefill_block: tokens of a block, at least 2. Each layer runs over a prompt in such blocks, so that their
+            activations and not those of the whole prompt take memory; what is kept does not depend on it. ``"auto"``:
+            on the CPU 1024 tokens over all rows of a batch, on CUDA 8192, at least 128 of each row.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
             the model's name and budget when both are left out; give them where none are published.
     Raises:
@@ -160,6 +165,7 @@ def compile(
         ),
         one_length="longrope" in ropes,
     )
+    compiled.prefill_block = prefill_block
     return compiled
 
 

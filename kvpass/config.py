@@ -14,6 +14,9 @@ import numpy as np
 MAX_ENTRIES = 2**31 - 1
 """Largest prompt length, since positions are int32. A larger budget also keeps everything."""
 
+Block = Literal["auto"] | int
+"""Tokens of a block in which a prompt is prefilled, at least 2."""
+
 _BYTE_UNITS = {
     "b": 1,
     "kb": 10**3,

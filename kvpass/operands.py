@@ -170,6 +170,7 @@ class RingBuffers(NamedTuple):
 class Attention(NamedTuple):
     """Attention op over new tokens: q ``[B, H, T, D]``, k ``[B, K, T, D]``, v ``[B, K, T, V]``.
 
+    In prefill q may hold the last T of N tokens only: then k is ``[B, K, N, D]``, v ``[B, K, N, V]``.
     ``softcap``: logits become ``softcap * tanh(logit / softcap)``. ``sinks`` ``[H]``: one more logit per query head, in
     the denominator only.
     """
@@ -185,6 +186,24 @@ class Attention(NamedTuple):
         """Return the call for some rows of the batch and some tokens."""
         part = (rows, slice(None), columns)
         return self._replace(q=self.q[part], k=self.k[part], v=self.v[part])
+
+    def from_column(self, rows: slice, first: int) -> Attention:
+        """Return the call for some rows of the batch, without the columns before ``first``; q must have one after."""
+        before = max(first - (self.k.shape[2] - self.q.shape[2]), 0)
+        return self._replace(q=self.q[rows, :, before:], k=self.k[rows, :, first:], v=self.v[rows, :, first:])
+
+
+class Attended(NamedTuple):
+    """Attention of some queries to some keys: output ``[.., T, V]`` and natural log-sum-exp fp32 ``[.., T]``."""
+
+    out: Tensor
+    lse: Tensor
+
+    def merged(self, other: Attended) -> Attended:
+        """Return the attention of the same queries to the keys of both; softmax in fp32."""
+        lse = torch.logaddexp(self.lse, other.lse)
+        out = self.out * (self.lse - lse).exp()[..., None] + other.out * (other.lse - lse).exp()[..., None]
+        return Attended(out.to(self.out.dtype), lse)
 
 
 class Candidates(NamedTuple):

@@ -24,7 +24,7 @@ from kvpass.cache.prompt_record import LayersRecord, PromptRecord, by_layer, lay
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.sliding_layers import SlidingWindowLayers
-from kvpass.config import Budget, Geometry, Layout
+from kvpass.config import Block, Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
@@ -50,6 +50,7 @@ class CompressedCache(Cache):
         begun_by: the capture of a raw module that prefilled it.
         reusable: calls continue on a copy and do not change this cache.
         answer_end: last token of each row of the answer that ``generate`` last gave from a copy of this cache.
+        block: tokens of a block in which its prompt is prefilled; None: those of the model.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
         full_layers: the layers that share the budget, a group for each KV geometry. sliding_layers: the layers with a
             sliding window.
@@ -62,6 +63,7 @@ class CompressedCache(Cache):
         self._filled_by = owner.state
         self.policy = policy
         self.budget = budget
+        self.block: Block | None = None
         self._forget()
 
     def _forget(self) -> None:

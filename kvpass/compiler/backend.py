@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -20,8 +20,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.cache.cache import CompressedCache
+from kvpass.compiler.blocks import BlockedPrefill, lengths_allowed, nothing_seen, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
-from kvpass.compiler.parts import FEW_LAYERS, Regions, compile_parts
+from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_parts
 from kvpass.compiler.transactions import Call, Phase
 from kvpass.config import Layout
 from kvpass.graphs.bind_state import (
@@ -33,10 +34,12 @@ from kvpass.graphs.bind_state import (
 )
 from kvpass.graphs.late_guards import compile_guarded
 from kvpass.graphs.one_token import one_token_inputs, one_token_pass
-from kvpass.graphs.passes import PassRecord, capture_passes, phase_passes, run_passes
-from kvpass.graphs.rewrite_attention import batch_and_tokens, layout_of
+from kvpass.graphs.passes import PassRecord, capture_passes, dump_graph, phase_passes, run_passes
+from kvpass.graphs.rewrite_attention import batch_and_tokens, find_sites, layout_of
 from kvpass.graphs.split import CannotSplitError
+from kvpass.graphs.split_layers import split_layers
 from kvpass.graphs.verify.input_lookups import input_lookups
+from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.operands import dynamic_dims
 from kvpass.progress import working
 from kvpass.torch_compat import compile_fx, compiled_for_any_length, inductor_config
@@ -79,7 +82,8 @@ class CompileRecord:
 
     Attributes:
         policy: its spec. sites: attention ops. parts: how many were compiled that are called in turn; 1: the whole
-            graph. whole_because: why not in parts; "" where that was not tried. seconds: of passes and compilation.
+            graph. whole_because: why not in parts, or prompts not in blocks; "" where that was not tried. seconds: of
+            passes and compilation.
     """
 
     policy: str
@@ -97,16 +101,31 @@ class CompileRecord:
     def shape(self) -> str:
         """``"3 parts"``, or ``"one graph"`` and why."""
         if self.parts > 1:
-            return f"{self.parts} parts"
+            return f"{self.parts} parts" + (f", no blocks, since {self.whole_because}" if self.whole_because else "")
         return f"one graph, since {self.whole_because}" if self.whole_because else "one graph"
 
 
-@dataclass(frozen=True)
+@dataclass
 class CanonicalGraph:
-    """A captured graph with ``kvpass::site`` nodes, and the records of the passes that made them."""
+    """A captured graph with ``kvpass::site`` nodes.
+
+    Attributes:
+        passes: records of the passes that made it. blocked: it as a prefill in blocks, when that was compiled.
+    """
 
     gm: GraphModule
     passes: Sequence[PassRecord]
+    blocked: BlockedPrefill | None = None
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A compiled phase: what runs it, in how many parts, records of passes, and why it is whole."""
+
+    run: Runner
+    parts: int
+    passes: Sequence[PassRecord]
+    whole_because: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +170,84 @@ class PhaseCompiler:
         return COLD_SECONDS_PER_OP * sites if last is None else last
 
     def compile(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> Runner:
-        """Rewrite a copy of the graph for calls like ``call`` and compile it.
+        """Compile a copy of the graph for calls like ``call``.
 
         Must run in the Dynamo trace that captured the graph.
 
         Args:
-            inputs: of the captured graph, fake; the state of the cache follows them.
+            inputs: of the captured graph, fake.
         """
-        began = time.perf_counter()
-        cache, phase, policy = call.cache, call.phase, call.cache.policy
+        began, cache, phase = time.perf_counter(), call.cache, call.phase
+        made, why_not = None, ""
+        if phase == "prefill" and not call.one_token_prompt and self.regions is not False:
+            try:
+                made = self._in_blocks(captured, inputs, call)
+            except CannotSplitError as reason:
+                why_not = str(reason)
+        made = made or self._rewritten(captured, inputs, call)
+        self.records.append(
+            CompileRecord(
+                policy=cache.policy.spec,
+                phase=phase,
+                batch=cache.batch_size,
+                sites=len(find_sites(captured.gm)),
+                layout=layout_of(captured.gm)[0],
+                parts=made.parts,
+                whole_because=made.whole_because or why_not,
+                seconds=time.perf_counter() - began,
+                compiler=self.compiler,
+                passes=(*captured.passes, *made.passes),
+            )
+        )
+        return made.run
+
+    def _shown(self, call: Call, sites: int) -> AbstractContextManager[None]:
+        """Show that a phase is being compiled.
+
+        Args:
+            sites: attention ops that are compiled.
+        """
+        if self.compiler == "eager":
+            return nullcontext()
+        seconds = self._seconds(call.phase, sites)
+        return working(f"compiling {call.phase}, batch size {call.cache.batch_size} (up to about {seconds:.0f} s)")
+
+    def _in_blocks(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> _Made:
+        """Split a captured graph into layers and compile their parts, once for all policies.
+
+        Raises:
+            CannotSplitError: it has no layers.
+        """
+        passes: list[PassRecord] = []
+        if captured.blocked is None:
+            gm, mode = copy_graph(captured.gm), backend_mode()
+            label = f"prefill.{len(self.records):02d}"
+            nodes, fakes = add_state_placeholders(gm, {"seen": nothing_seen(layout_of(gm)[2])}, {}, mode)
+            passes = run_passes(gm, [partial(offset_positions_pass, seen=nodes["seen"])], label=label)
+            began = time.perf_counter()
+            split = split_layers(gm, nodes["seen"])
+            seconds = time.perf_counter() - began
+            passes.append(PassRecord(name="split_layers", sites=len(split.layers), seconds=seconds, op_diff=""))
+            for index, part in enumerate({part.key: part for part in split.parts}.values()):
+                dump_graph(f"{label}.part_{index}", part.gm)
+            with self._shown(call, MOST_PARTS), compiled_for_any_length():
+                compile_one = self._compile_one(mode.shape_env)
+                functions = compile_distinct(gm, split.parts, [*inputs, *fakes], compile_one)
+            captured.blocked = BlockedPrefill(gm, split, functions, lengths_allowed(gm, mode.shape_env))
+        decoder = captured.blocked
+        lookups = input_lookups(captured.gm) if decoder.device.type == "cpu" else ()
+
+        def run(call: Call, *inputs: Any) -> Any:
+            for lookup in lookups:
+                lookup.check(inputs)
+            call.begin()
+            return [decoder(call.cache, inputs, tokens_of(call.block, call.cache.batch_size, decoder.device))]
+
+        return _Made(run, len(decoder.functions), passes)
+
+    def _rewritten(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> _Made:
+        """Rewrite a graph to take the state of the call's cache as inputs, and compile it whole or in parts."""
+        phase = call.phase
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
 
@@ -168,7 +256,7 @@ class PhaseCompiler:
                 return cache.prefill_state(layout, dtype, device)
             return cache.cached_state(layout, dtype)
 
-        state = state_of(cache)
+        state = state_of(call.cache)
         fake_mode = backend_mode()
         nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state), fake_mode)
         tokens = batch_and_tokens(captured.gm)[1]
@@ -176,32 +264,17 @@ class PhaseCompiler:
         if (phase == "decode" or call.one_token_prompt) and not isinstance(tokens, int):
             inputs = one_token_inputs(inputs, tokens, fake_mode)
             one_token = partial(one_token_pass, inputs=[*inputs, *fakes], mode=fake_mode)
-        passes = phase_passes(phase, nodes, layout, policy, one_token, cpp=self.compiler == "inductor")
+        passes = phase_passes(phase, nodes, layout, call.cache.policy, one_token, cpp=self.compiler == "inductor")
         rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
         sites = rewritten[-1].sites
         in_parts = self.regions is True or (self.regions == "auto" and self._pays(phase, sites, device))
-        seconds = self._seconds(phase, MOST_PARTS if in_parts else sites)
-        notice = f"compiling {phase}, batch size {cache.batch_size} (up to about {seconds:.0f} s)"
-        with working(notice) if self.compiler == "inductor" else nullcontext(), compiled_for_any_length():
+        with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():
             compiled, parts, whole_because = self._compiled(gm, [*inputs, *fakes], fake_mode.shape_env, in_parts)
-        self.records.append(
-            CompileRecord(
-                policy=policy.spec,
-                phase=phase,
-                batch=cache.batch_size,
-                sites=sites,
-                layout=layout,
-                parts=parts,
-                whole_because=whole_because,
-                seconds=time.perf_counter() - began,
-                compiler=self.compiler,
-                passes=(*captured.passes, *rewritten),
-            )
-        )
         lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
         repeated = phase != "prefill" and not call.observed
         if device.type == "cuda" and repeated and self.cuda_graphs and self.compiler == "inductor":
-            return self._graphed(captured, compiled, state_of, device)
+            graphed = self._graphed(captured, compiled, state_of, device)
+            return _Made(graphed, parts, rewritten, whole_because)
 
         def run(call: Call, *inputs: Any) -> Any:
             state = state_of(call.cache).values()
@@ -210,18 +283,21 @@ class PhaseCompiler:
             call.begin()
             return compiled(*inputs, *state)
 
-        return run
+        return _Made(run, parts, rewritten, whole_because)
 
-    def _compiled(
-        self, gm: GraphModule, examples: Sequence[Any], shapes: ShapeEnv | None, in_parts: bool
-    ) -> tuple[Callable[..., Any], int, str]:
-        """Return a graph in compiled code, in how many parts, and why it is whole where it should be in parts."""
-
+    def _compile_one(self, shapes: ShapeEnv | None) -> CompileOne:
         def compile_one(part: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if self.compiler == "eager":
                 return part.forward
             return compile_guarded(partial(compile_fx, part, inputs, config_patches=INDUCTOR_CONFIG), inputs, shapes)
 
+        return compile_one
+
+    def _compiled(
+        self, gm: GraphModule, examples: Sequence[Any], shapes: ShapeEnv | None, in_parts: bool
+    ) -> tuple[Callable[..., Any], int, str]:
+        """Return a graph in compiled code, in how many parts, and why it is whole where it should be in parts."""
+        compile_one = self._compile_one(shapes)
         if not in_parts:
             return compile_one(gm, examples), 1, ""
         try:

@@ -41,13 +41,22 @@ def compile_parts(gm: GraphModule, examples: Sequence[Any], compile_one: Compile
         CannotSplitError: it has no parts.
     """
     pieces = split_graph(gm)
+    parts = [piece for piece in pieces if isinstance(piece, Part)]
+    functions = compile_distinct(gm, parts, examples, compile_one)
+    return join(gm, pieces, functions).forward, len(functions)
+
+
+def compile_distinct(
+    gm: GraphModule, parts: Sequence[Part], examples: Sequence[Any], compile_one: CompileOne
+) -> dict[Hashable, Callable[..., Any]]:
+    """Compile each distinct part of a graph that has results; return the functions by key."""
     given = dict(zip(placeholders(gm), examples, strict=True))
     functions: dict[Hashable, Callable[..., Any]] = {}
-    for piece in pieces:
-        if isinstance(piece, Part) and piece.key not in functions:
-            inputs = [given.get(node, recorded(node)) for node in piece.inputs]
-            functions[piece.key] = _ours(compile_one(piece.gm, inputs))
-    return join(gm, pieces, functions).forward, len(functions)
+    for part in parts:
+        if part.outputs and part.key not in functions:
+            inputs = [given.get(node, recorded(node)) for node in part.inputs]
+            functions[part.key] = _ours(compile_one(part.gm, inputs))
+    return functions
 
 
 def _ours(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import PromptRecord
+from kvpass.config import Block
 from kvpass.errors import CacheMismatchError
 
 R = TypeVar("R")
@@ -28,6 +29,7 @@ class Call:
         one_token_prompt: the prompt of a prefill is one token.
         has_begun: the graph of the call was started. If not, the decoder ran without the cache.
         only_capture: capture the graph and do not run it.
+        block: tokens of a block of a prompt, "auto" or at least 2.
     """
 
     cache: CompressedCache
@@ -36,6 +38,7 @@ class Call:
     one_token_prompt: bool = False
     has_begun: bool = False
     only_capture: bool = False
+    block: Block = "auto"
 
     def begin(self) -> None:
         """Note that the graph starts; an interruption from here on may leave overwritten entries."""
@@ -59,16 +62,17 @@ def prefill(
     start: Tensor,
     columns: int,
     run: Callable[[Call], R],
+    block: Block = "auto",
 ) -> R:
     """Fill the cache with a prompt; on any exception the cache is empty.
 
     Args:
         start: first real column of each row, int64 ``[B]`` on the CPU. columns: N. run: captures the graph of the call
-            if needed, and runs it.
+            if needed, and runs it. block: as in :class:`Call`.
     """
     try:
         cache.begin_prefill(start, columns)
-        call = Call(cache, "prefill", one_token_prompt=columns == 1)
+        call = Call(cache, "prefill", one_token_prompt=columns == 1, block=block)
         result = run(call)
         call.check_begun()
         cache.finish_prefill()

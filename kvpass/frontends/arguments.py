@@ -42,7 +42,6 @@ _OF_GENERATE = {
     "assistant_model": _ASSISTED,
     "prompt_lookup_num_tokens": _ASSISTED,
     "assistant_early_exit": _ASSISTED,
-    "prefill_chunk_size": "a prompt is prefilled whole: what a chunk alone would keep is not its budget; leave it out",
 }
 """Unsupported arguments of ``generate``, with a reason for each."""
 
@@ -186,6 +185,11 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
         value = kwargs.get(name, getattr(configured, name, None))
         if value is not None and value is not False:
             raise ValueError(f"generate argument {name!r} is not supported: {reason}")
+    if getattr(default, "prefill_chunk_size", None) is not None:
+        raise ValueError(
+            "prefill_chunk_size in model.generation_config is not supported: give it to generate, or prefill_block to "
+            "kvpass.compile"
+        )
     if getattr(configured, "is_assistant", None):
         raise ValueError(
             "assistant_model: a kvpass model cannot draft for another one, its compressed cache cannot be cropped to "

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, TypedDict
 
 from kvpass.compiler.backend import Compiler
 from kvpass.compiler.parts import Regions
-from kvpass.config import Budget
+from kvpass.config import Block, Budget
 from kvpass.policies.cake import Indicator
 from kvpass.policies.layer_splits import Parity, Shape
 from kvpass.policies.rules import Recompress
@@ -47,6 +47,7 @@ class Options(TypedDict, total=False):
     recompress: Recompress
     cuda_graphs: bool
     compile_regions: Regions
+    prefill_block: Block
 
 
 class EvictingOptions(Options, total=False):

@@ -213,7 +213,7 @@ class RawModule:
             cache, longest = CompressedCache(self.policy, self.budget, owner), module.longest
             check_length(longest, 0, tokens)
             start = module._start(active.attention_mask, tokens)
-            result = prefill(cache, start, tokens, lambda call: module.decoder(call, *inputs))
+            result = prefill(cache, start, tokens, lambda call: module.decoder(call, *inputs), block=tokens)
             cache.begun_by = module
         else:
             self._check_owner(active.cache, owner)

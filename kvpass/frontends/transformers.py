@@ -18,9 +18,10 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.cache.copying import copied_only
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.prompt_record import PromptRecord
+from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.transactions import Call, append, continued, prefill
-from kvpass.config import Budget
+from kvpass.config import Block, Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import check_cache, check_forward, check_generate, check_ids, unsupported_argument
 from kvpass.frontends.options import BudgetLike, PolicyName
@@ -43,13 +44,14 @@ class Runtime:
     """Rules and captures of a compiled model.
 
     ``identity``: fingerprint for its caches. ``one_length``: all rows must have one length, because the rotary
-    frequencies follow the longest row.
+    frequencies follow the longest row. ``block``: tokens of a block of a prompt.
     """
 
     rules: Rules
     captures: CaptureCache
     identity: ModelFingerprint
     one_length: bool = False
+    block: Block = "auto"
     last_prompt: PromptRecord | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
@@ -153,13 +155,15 @@ class CompressedModel(_Base):
         A reusable cache (see :meth:`compress`) is not changed; a call that begins with the last token of the answer
         before, which is not in such a cache, gets a ``UserWarning``.
 
+        ``prefill_chunk_size`` is taken as ``prefill_block`` of this call: what is kept is that of the whole prompt.
+
         Raises:
-            ValueError: assisted generation, since rejected drafts could not be rolled back; a prefill in chunks, since
-                only the first chunk would be a prompt; a cache of another kind, given or asked for by
-                ``cache_implementation`` (one that the checkpoint configures is replaced by ours); or the configuration
-                has ``use_cache=False`` and the call does not set it.
+            ValueError: assisted generation, since rejected drafts could not be rolled back; a cache of another kind,
+                given or asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by
+                ours); or the configuration has ``use_cache=False`` and the call does not set it.
         """
         check_generate(kwargs, generation_config, self.generation_config)
+        generation_config = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
         if ids is not None:
@@ -175,6 +179,19 @@ class CompressedModel(_Base):
         if isinstance(cache, CompressedCache) and cache.reusable:
             cache.answer_end = getattr(output, "sequences", output)[:, -1].tolist()
         return output
+
+    def _take_chunk_size(self, config: Any, kwargs: dict[str, Any]) -> Any:
+        """Move ``prefill_chunk_size`` from the arguments of ``generate`` into the cache of the prompt."""
+        tokens = kwargs.pop("prefill_chunk_size", getattr(config, "prefill_chunk_size", None))
+        if tokens is None:
+            return config
+        cache = kwargs.get("past_key_values")
+        kwargs["past_key_values"] = cache = _new_cache(self._kvpass, None) if cache is None else cache
+        cache.block = self._checked_block(tokens, "prefill_chunk_size")
+        if getattr(config, "prefill_chunk_size", None) is not None:
+            config = copy.deepcopy(config)
+            config.prefill_chunk_size = None
+        return config
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare as transformers does, but ask for the logits of the last position only.
@@ -245,6 +262,21 @@ class CompressedModel(_Base):
     def budget(self) -> Budget | None:
         """How much of each prompt is kept; None for a policy that keeps everything."""
         return self._kvpass.rules.budget
+
+    @property
+    def prefill_block(self) -> Block:
+        """Tokens of a block of later prompts, as ``kvpass.compile`` takes it; can be set, nothing is compiled again."""
+        return self._kvpass.block
+
+    @prefill_block.setter
+    def prefill_block(self, block: Block) -> None:
+        self._kvpass.block = self._checked_block(block, "prefill_block")
+
+    def _checked_block(self, block: object, name: str) -> Block:
+        found = check_block(block, name)
+        if found != "auto" and self._kvpass.captures.compiler.regions is False:
+            raise ValueError(f"{name}={block}: needs the parts that compile_regions=False rules out")
+        return found
 
     def set_budget(self, budget: BudgetLike) -> None:
         """Set the budget of later prompts; compiled graphs stay valid, since they do not depend on it.
@@ -329,7 +361,8 @@ def _prefill(
     if position_ids is not None:
         _check_ascending(positions, start)
 
-    return prefill(cache, start, ids.shape[1], _graph(model, ids, positions, logits_to_keep))
+    run = _graph(model, ids, positions, logits_to_keep)
+    return prefill(cache, start, ids.shape[1], run, cache.block or model._kvpass.block)
 
 
 def _continue(

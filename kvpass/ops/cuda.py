@@ -25,32 +25,33 @@ SPLIT_TOKENS = 8
 """Up to so many new tokens the pool is split among programs; above, query blocks are enough."""
 
 
-def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None = None) -> Tensor:
-    """See :func:`kvpass.ops.reference.prompt_attention`."""
-    return attend_prompt(readable(call), start, sliding_window)[0]
-
-
 def observe_attention(
     call: Attention, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`kvpass.ops.reference.observe_attention`; one launch per statistic covers all rows."""
-    call = readable(call)
+    """See :func:`kvpass.ops.reference.observe_attention`."""
     out, lse = attend_prompt(call, start)
-    statistics = SiteStatistics(call, first, lse, policy.window)
+    return out, *judge(call, lse, start, first, layer, num_layers, policy)
 
-    def observe(live: reference.Live, window: int) -> Observation:
-        q, k, v, scale, softcap, sinks = call.rows(*live)
-        return KernelObservation(q, k, v, scale, window, layer, num_layers, softcap, sinks, site=statistics, live=live)
+
+def judge(
+    call: Attention, lse: Tensor, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`kvpass.ops.reference.judge`; one launch per statistic covers all rows."""
+    call = readable(call)
+    site = SiteStatistics(call, first, lse, policy.window)
+
+    def observe(rows: slice, column: int, window: int) -> Observation:
+        given = (*call.from_column(rows, column)[:4], window, layer, num_layers, call.softcap, call.sinks)
+        return KernelObservation(*given, site=site, rows=rows, column=column)
 
     if policy.takes_padded_rows and len(set(start.tolist())) > 1:
-        n = call.k.shape[2]
-        together = replace(observe((slice(None), slice(0, n)), min(policy.window, n)), padding=first)
-        return out, *_judge_padded(together, first, policy)
-    return out, *reference.judge_prompt(call.k, start, policy, observe)
+        together = replace(observe(slice(None), 0, min(policy.window, call.k.shape[2])), padding=first)
+        return _judge_padded(together, first, policy)
+    return reference.judge_rows(call.k, start, policy, observe)
 
 
 def _judge_padded(obs: Observation, first: Tensor, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`kvpass.ops.reference.judge_prompt`, rows of different padding together."""
+    """As :func:`kvpass.ops.reference.judge_rows`, rows of different padding together."""
     b, kv_heads, n, _ = obs.keys.shape
     m, real = obs.evictable, torch.arange(n, device=first.device) >= first[:, None, None]
     found = policy.checked_score(obs)
@@ -146,21 +147,24 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
 
 
 def attend_prompt(call: Attention, start: Tensor, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, N, Dv]`` and log-sum-exp fp32 ``[B, H, N]``, zeros and ``-inf`` in padding.
+    """See :func:`kvpass.ops.reference.attend_prompt`; also the log-sum-exp fp32 ``[B, H, T]``, ``-inf`` in padding.
 
     Rows that begin at the same column are one call without their padding, so that no kernel must know of it.
     """
     from kvpass.kernels.prompt_attention import attend
 
-    b, h, n, _ = call.q.shape
+    call = readable(call)
+    b, h, t, _ = call.q.shape
+    before = call.k.shape[2] - t
     groups = list(reference.row_groups(start))
     if groups == [(slice(0, b), 0)]:
         return attend(call, sliding_window)
-    out = call.q.new_zeros(b, n, h, call.v.shape[3]).transpose(1, 2)
-    lse = call.q.new_full((b, h, n), float("-inf"), dtype=torch.float32)
+    out = call.q.new_zeros(b, t, h, call.v.shape[3]).transpose(1, 2)
+    lse = call.q.new_full((b, h, t), float("-inf"), dtype=torch.float32)
     for rows, column in groups:
-        live = (rows, slice(None), slice(column, n))
-        out[live], lse[live] = attend(call.rows(rows, live[2]), sliding_window)
+        if column < before + t:
+            live = (rows, slice(None), slice(max(column - before, 0), t))
+            out[live], lse[live] = attend(call.from_column(rows, column), sliding_window)
     return out, lse
 
 
@@ -169,8 +173,8 @@ class SiteStatistics:
     """Statistics of all rows of an attention op, computed at first use; fp32, zero in padding.
 
     Attributes:
-        call: over the whole prompt. first: first real column, int64 ``[B]``. lse: log-sum-exp ``[B, H, N]``. window:
-            rows that observe. sums: column sums by number of rows.
+        call: over the whole prompt, q holding the last R rows. first: first real column, int64 ``[B]``. lse:
+            log-sum-exp of these rows, ``[B, H, R]``. window: rows that observe. sums: column sums by number of rows.
     """
 
     call: Attention
@@ -215,14 +219,9 @@ class SiteStatistics:
         return self.sums[rows]
 
 
-def _slice(statistic: Tensor, live: reference.Live) -> Tensor:
-    rows, columns = live
-    return statistic[rows, :, columns]
-
-
 def _sliced(statistic: Callable[[SiteStatistics], Tensor]) -> Any:
     """Return a property: the part of a statistic ``[B, heads, N]`` for an observation's rows and columns."""
-    return property(lambda obs: _slice(statistic(obs.site), obs.live))
+    return property(lambda obs: statistic(obs.site)[obs.rows, :, obs.column :])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -230,7 +229,8 @@ class KernelObservation(Observation):
     """Observation whose statistics are slices of those of the whole attention op."""
 
     site: SiteStatistics
-    live: reference.Live
+    rows: slice
+    column: int
 
     mean = _sliced(lambda site: site.mean)
     variance = _sliced(lambda site: site.spread[1])
@@ -240,4 +240,4 @@ class KernelObservation(Observation):
     column_sum = _sliced(lambda site: site.recent_sum(site.call.k.shape[2]))
 
     def recent_sum(self, rows: int) -> Tensor:
-        return _slice(self.site.recent_sum(rows), self.live)
+        return self.site.recent_sum(rows)[self.rows, :, self.column :]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpass.operands import AppendBuffers, Attention, Candidates, PrefillBuffers
+from kvpass.operands import AppendBuffers, Attended, Attention, Candidates, PrefillBuffers
 from kvpass.ops.slots import attend_slots, evict_lowest
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
@@ -20,17 +20,16 @@ from kvpass.policies.observation import Observation, attention_weights
 
 __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` has them
     "attend_cache",
+    "attend_prompt",
     "attend_slots",
     "cascade_step",
     "evict_lowest",
+    "judge",
     "observe_attention",
     "pack",
     "pool_in_order",
-    "prompt_attention",
 ]
 
-Live = tuple[slice, slice]
-"""Rows of the batch that begin at the same column, and their real columns."""
 _ROW_BLOCK = 512
 _EMPTY = -1
 OWNER, RANK, POSITION, STORAGE_ORDER = 0, 1, 2, 3
@@ -53,88 +52,116 @@ def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def causal_attention(call: Attention, sliding_window: int | None = None) -> Tensor:
-    """Causal attention ``[B, H, N, Dv]`` of rows without padding, over all tokens of the call.
+    """Causal attention ``[B, H, T, Dv]`` of rows without padding, over all N keys of the call.
 
     The group dimension is a stride-0 view of K and V, so nothing is repeated in memory.
     """
     q, k, v, scale, softcap, sinks = call
-    kv_heads = k.shape[1]
-    bounded = sliding_window is not None and sliding_window < q.shape[2]
-    if bounded or softcap is not None or sinks is not None:
-        return _blocked_attention(call, q.shape[2] if sliding_window is None else sliding_window)
+    kv_heads, n = k.shape[1:3]
+    bounded = sliding_window is not None and sliding_window < n
+    later = q.shape[2] < n and k.shape[3] != v.shape[3]  # torch's operator does not tell its log-sum-exp
+    if bounded or softcap is not None or sinks is not None or later:
+        return _blocked_attention(call, n if sliding_window is None else sliding_window)
     if kv_heads == q.shape[1]:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return _causal_sdpa(q, k, v, scale)
     group = q.shape[1] // kv_heads
     rows = [
-        F.scaled_dot_product_attention(
+        _causal_sdpa(
             q_row.unflatten(0, (kv_heads, group)),
             k_row.unsqueeze(1).expand(-1, group, -1, -1),
             v_row.unsqueeze(1).expand(-1, group, -1, -1),
-            is_causal=True,
-            scale=scale,
+            scale,
         ).flatten(0, 1)
         for q_row, k_row, v_row in zip(q, k, v, strict=True)
     ]
     return torch.stack(rows)
 
 
+def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of the last T of N tokens; what they attend before them, and among themselves, is merged."""
+    before = k.shape[2] - q.shape[2]
+    if before == 0:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    past = Attended(*attend(q, k[:, :, :before], v[:, :, :before], scale=scale))
+    own = Attended(*attend(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale))
+    return past.merged(own).out
+
+
 def _blocked_attention(call: Attention, reach: int) -> Tensor:
     """As :func:`causal_attention` in plain steps, in fp32, one block of rows of one KV head at a time."""
     q, k, v, scale, softcap, sinks = call
-    n, kv_heads = q.shape[2], k.shape[1]
+    n, kv_heads = k.shape[2], k.shape[1]
+    before = n - q.shape[2]
     group = q.shape[1] // kv_heads
     columns = torch.arange(n, device=q.device)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     for kv_head in range(kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        for first in range(0, n, _ROW_BLOCK):
+        for first in range(before, n, _ROW_BLOCK):
             last = min(first + _ROW_BLOCK, n)
-            near = slice(max(first - reach + 1, 0), last)
-            logits = q[:, heads, first:last].float() @ k[:, kv_head, None, near].float().mT * scale
+            near, rows = slice(max(first - reach + 1, 0), last), slice(first - before, last - before)
+            logits = q[:, heads, rows].float() @ k[:, kv_head, None, near].float().mT * scale
             distance = columns[first:last, None] - columns[near]
             hidden = (distance < 0) | (distance >= reach)
             extra = None if sinks is None else sinks[heads, None, None]
             attention = attention_weights(logits, hidden, softcap, extra)
-            out[:, heads, first:last] = (attention @ v[:, kv_head, None, near].float()).to(q.dtype)
+            out[:, heads, rows] = (attention @ v[:, kv_head, None, near].float()).to(q.dtype)
     return out
 
 
-def prompt_attention(call: Attention, start: Tensor, sliding_window: int | None = None) -> Tensor:
-    """Causal attention of a left-padded prompt; zeros in columns before ``start``, int64 ``[B]``."""
-    b, h, n, _ = call.q.shape
-    out = call.q.new_zeros(b, n, h, call.v.shape[3]).transpose(1, 2)
+def attend_prompt(call: Attention, start: Tensor, sliding_window: int | None = None) -> tuple[Tensor, None]:
+    """Causal attention of the last T tokens of a left-padded prompt.
+
+    Args:
+        start: first real column of each row, int64 ``[B]``, on the CPU.
+    Returns:
+        output ``[B, H, T, Dv]`` in the dtype of q, zeros in padding; and what :func:`judge` needs of it, here nothing.
+    """
+    b, h, t, _ = call.q.shape
+    before = call.k.shape[2] - t
+    out = call.q.new_zeros(b, t, h, call.v.shape[3]).transpose(1, 2)
     for rows, column in row_groups(start):
-        out[rows, :, column:] = causal_attention(call.rows(rows, slice(column, n)), sliding_window)
-    return out
+        if column < before + t:
+            real = causal_attention(call.from_column(rows, column), sliding_window)
+            out[rows, :, max(column - before, 0) :] = real
+    return out, None
 
 
 def observe_attention(
     call: Attention, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention of one layer over the prompt, with the policy's scores and statistics.
+    """:func:`attend_prompt`'s output for a whole prompt, and what :func:`judge` returns."""
+    return attend_prompt(call, start)[0], *judge(call, None, start, first, layer, num_layers, policy)
+
+
+def judge(
+    call: Attention, lse: None, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The policy's scores and statistics of one layer of a prompt.
 
     Args:
+        call: q holds the last rows, as many as the policy reads. lse: of these rows, from :func:`attend_prompt`.
         start: first real column, int64 ``[B]``, on the CPU. first: the same on the device of the call.
     Returns:
-        output ``[B, H, N, Dv]`` in the dtype of q (zeros in padding); scores fp32 ``[B, K, N]``, ``-inf`` in padding
-        and window; stats fp32 ``[2, B, K, N]``: the attention mass (mean over window rows and group) and the first
-        decode state; weight fp64 ``[B]``.
+        scores fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats fp32 ``[2, B, K, N]``: the attention mass
+        (mean over window rows and group) and the first decode state; weight fp64 ``[B]``.
     """
 
-    def observe(live: Live, window: int) -> Observation:
-        q, k, v, scale, softcap, sinks = call.rows(*live)
+    def observe(rows: slice, column: int, window: int) -> Observation:
+        q, k, v, scale, softcap, sinks = call.from_column(rows, column)
         return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks)
 
-    return prompt_attention(call, start), *judge_prompt(call.k, start, policy, observe)
+    return judge_rows(call.k, start, policy, observe)
 
 
-def judge_prompt(
-    k: Tensor, start: Tensor, policy: Policy, observe: Callable[[Live, int], Observation]
+def judge_rows(
+    k: Tensor, start: Tensor, policy: Policy, observe: Callable[[slice, int, int], Observation]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores, stats and layer weight of one layer; rows with equal start are processed together.
 
     Args:
-        observe: function of (location of the rows' real columns, window) that returns the policy's input.
+        observe: function of (rows, their first real column, window) that returns the policy's input.
     """
     b, kv_heads, n, _ = k.shape
     scores = k.new_full((b, kv_heads, n), float("-inf"), dtype=torch.float32)
@@ -143,7 +170,7 @@ def judge_prompt(
     weight = k.new_zeros(b, dtype=torch.float64)
     for rows, column in row_groups(start):
         window = min(policy.window, n - column)
-        obs = observe((rows, slice(column, n)), window)
+        obs = observe(rows, column, window)
         site_scores = policy.checked_score(obs)
         scores[rows, :, column : n - window] = site_scores
         stats[MASS, rows, :, column:] = obs.mass

@@ -76,7 +76,7 @@ def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
 
 def _site(call: Attention, sliding_window: int | None = None) -> Tensor:
     start = torch.zeros(call.q.shape[0], dtype=torch.int64)
-    return implementation(call.q).prompt_attention(call, start, sliding_window)
+    return implementation(call.q).attend_prompt(call, start, sliding_window)[0]
 
 
 def _observe_attention(
@@ -110,7 +110,7 @@ def _observe_held(
 
 def _fill_ring(call: Attention, ring: RingBuffers, start: Tensor, layer: int) -> Tensor:
     sliding.keep_newest(ring, call.k, call.v, torch.arange(call.k.shape[2], device=call.k.device), layer)
-    return implementation(call.q).prompt_attention(call, start, ring.ring_k.shape[3])
+    return implementation(call.q).attend_prompt(call, start, ring.ring_k.shape[3])[0]
 
 
 def _columns_held(seen: Tensor, first: Tensor, slots: int) -> Tensor:

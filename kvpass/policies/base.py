@@ -151,6 +151,14 @@ class Policy(ABC):
         """
         return torch.where((available <= entries)[:, None], entries[:, None], kept)
 
+    @property
+    def query_rows(self) -> int | None:
+        """How many of the last prompt queries the policy reads besides the window's and the last; None: all of them.
+
+        Prefill in blocks keeps so many queries of a layer until the policy has judged it.
+        """
+        return None
+
     @cached_property
     def spec(self) -> str:
         """Canonical text form, used in op arguments; ``kvpass.policies.from_spec`` reads it."""

@@ -19,6 +19,7 @@ class Full(Policy):
     """Keep every entry of the prompt; there is no budget."""
 
     name: ClassVar[str] = "full"
+    query_rows = 0
     needs_budget: ClassVar[bool] = False
 
     @takes_padding
@@ -42,6 +43,7 @@ class Random(Policy):
     """
 
     name: ClassVar[str] = "random"
+    query_rows = 0
 
     seed: int = option(0, check_int, 0, high=1 << 64)
 

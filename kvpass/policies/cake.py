@@ -88,6 +88,7 @@ class Cake(Policy):
     """
 
     name: ClassVar[str] = "cake"
+    query_rows = 0
 
     pool: Pool = option("avg", check_literal, Pool)
     kernel_size: int = option(5, check_odd)

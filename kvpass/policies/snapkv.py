@@ -28,6 +28,10 @@ class WindowAttention(Policy):
     kernel_size: int = option(7, check_odd)
     group: Group = option("mean", check_literal, Group)
 
+    @property
+    def query_rows(self) -> int | None:
+        return 0
+
     @takes_padding
     def score(self, obs: Observation) -> Tensor:
         mean = reduce_group(obs.mean[..., : obs.evictable], obs.kv_heads, self.group)

@@ -59,6 +59,10 @@ class Vatp(WindowAttention):
         first = obs.positions[..., :m] < self.sinks
         return torch.where(first, torch.finfo(torch.float32).max, worth)
 
+    @property
+    def query_rows(self) -> int | None:
+        return {"snapkv": 0, "h2o": None, "scissorhands": SCISSORHANDS_ROWS}[self.indicator]
+
     def decode_rule(self) -> DecodeRule | None:
         if self.indicator == "snapkv" or not self.evict_during_decode:
             return None

@@ -109,13 +109,13 @@ def test_peak_kv_alive_during_prefill_is_the_pool_and_about_one_layer(monkeypatc
                 alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
             pools.append(sum(tensor.untyped_storage().nbytes() for tensor in pool(*args)))
             peaks.append(sum(size for ref, size in alive.values() if not ref.expired()))
-            if name == "observe_attention":
+            if name == "judge":
                 layer_sizes.append(args[0].k.nbytes + args[0].v.nbytes)
             return original(*args)
 
         monkeypatch.setattr(reference, name, counted)
 
-    watch("observe_attention", lambda call, *_: (call.k, call.v), lambda *_: ())
+    watch("judge", lambda call, *_: (call.k, call.v), lambda *_: ())
     held = operator.attrgetter("pool_k", "pool_v", "tail_k", "tail_v")
     watch("cascade_step", lambda _, candidates, *__: (candidates.k, candidates.v), lambda buffers, *_: held(buffers))
     watch("pack", lambda *_: (), held)
@@ -133,10 +133,12 @@ def test_passes_are_dumped_before_and_after_with_op_counts(tmp_path, monkeypatch
     out = fast(random_ids(1, 50))
     fast(random_ids(1, 1), past_key_values=out.past_key_values)
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"prefill.00.00.rewrite_prefill.before.txt", "decode.01.02.rewrite_cached.after.txt"} <= names
-    assert "kvpass.site" in (tmp_path / "prefill.00.00.rewrite_prefill.before.txt").read_text()
-    after = (tmp_path / "prefill.00.00.rewrite_prefill.after.txt").read_text()
-    assert "torch.ops.kvpass.cascade_step.default(kvpass_store0_pool_k" in after
+    parts = [f"prefill.00.part_{part}.txt" for part in range(3)]  # before, around and after the attention of one layer
+    assert {*parts, "prefill.00.00.offset_positions.before.txt", "decode.01.02.rewrite_cached.after.txt"} <= names
+    assert "kvpass.site" in (tmp_path / "prefill.00.00.offset_positions.before.txt").read_text()
+    assert "torch.nn.functional.embedding" in (tmp_path / parts[0]).read_text()
+    after = (tmp_path / "decode.01.02.rewrite_cached.after.txt").read_text()
+    assert "torch.ops.kvpass.attend_cache.default(" in after and "kvpass_store0_pool_k" in after
     ops = (tmp_path / "decode.01.02.rewrite_cached.ops.txt").read_text()
     assert "kvpass.attend_cache.default: 0 -> 1 (+1)" in ops and "kvpass.site.default: 1 -> 0 (-1)" in ops
 
@@ -152,5 +154,5 @@ def test_the_structured_trace_carries_the_graphs(tmp_path):
         trace_log.removeHandler(handler)
         handler.close()
     text = "".join(path.read_text() for path in tmp_path.iterdir())
-    for kind in ("after", "ops"):
-        assert f'"kvpass.prefill.00.00.rewrite_prefill.{kind}"' in text
+    for name in ("00.offset_positions.after", "00.offset_positions.ops", "part_0"):
+        assert f'"kvpass.prefill.00.{name}"' in text

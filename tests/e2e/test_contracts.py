@@ -267,9 +267,9 @@ def test_contract_7_the_report_proves_that_compression_ran():
     report = fast.report().to_dict()
     assert [(record["phase"], record["sites"]) for record in report["compiled"]] == [("prefill", 2), ("decode", 2)]
     assert report["nbytes"] == fast(random_ids(1, PROMPT)).past_key_values.nbytes
-    rewrite = report["compiled"][0]["passes"][-1]
-    assert "kvpass.cascade_step.default: 0 -> 2 (+2)" in rewrite["op_diff"]
-    assert "kvpass.pack.default: 0 -> 1 (+1)" in rewrite["op_diff"]
+    prefill, decode = (record["passes"][-1] for record in report["compiled"])
+    assert (prefill["name"], prefill["sites"]) == ("split_layers", 2)
+    assert "kvpass.attend_cache.default: 0 -> 2 (+2)" in decode["op_diff"]
 
 
 def test_contract_7_what_is_not_understood_fails_closed_with_path_and_reason():

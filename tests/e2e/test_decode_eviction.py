@@ -49,7 +49,7 @@ def recording(monkeypatch):
 
         monkeypatch.setattr(module, name, recorded)
 
-    watch(reference, "observe_attention")
+    watch(reference, "judge")
     watch(evict, "attend_evict")
     return calls
 

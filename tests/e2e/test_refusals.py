@@ -17,7 +17,6 @@ from transformers import (
     DynamicCache,
     EncoderDecoderCache,
     FalconMambaConfig,
-    GenerationConfig,
     MambaConfig,
     OpenAIGPTConfig,
     T5Config,
@@ -31,12 +30,6 @@ from transformers import (
 import kvpass
 from numeric_checks import assert_close
 from tiny_models import left_pad, random_ids, tiny_model
-
-
-def test_a_prompt_is_not_prefilled_in_chunks(tight):
-    for options in ({"prefill_chunk_size": 8}, {"generation_config": GenerationConfig(prefill_chunk_size=8)}):
-        with pytest.raises(ValueError, match="'prefill_chunk_size' is not supported: a prompt is prefilled whole"):
-            tight.generate(random_ids(1, 40), max_new_tokens=2, **options)
 
 
 def test_contract_7_a_decoder_that_is_no_single_graph_is_refused():

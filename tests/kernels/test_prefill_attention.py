@@ -223,7 +223,8 @@ def broken(**changed: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"k": torch.zeros(1, 1, 9, 16)}, "q has 8 rows: must be 9"),
+        ({"k": torch.zeros(1, 1, 9, 16)}, r"v is torch.float32 \[1, 1, 8, 16\]: expected .* \[1, 1, 9, 16\]"),
+        ({"q": torch.zeros(1, 1, 9, 16)}, r"q has 9 rows: must be in 1\.\.8"),
         ({"k": torch.zeros(1, 1, 8, 32)}, r"k is torch.float32 \[1, 1, 8, 32\]: expected .* \[1, 1, 8, 16\]"),
         ({"v": torch.zeros(1, 2, 8, 16)}, "v is"),
         (
@@ -259,16 +260,20 @@ def wanted_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Machine, "of", lambda device: machine._replace(capability=here(device).capability))
 
 
-def flash_for_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, reach: int | None = None) -> tuple[Tensor, Tensor]:
-    """By torch's own operator, as SDPA calls it on a CPU; in fp32, since in half precision it rounds the logits."""
+def flash_for_cpu(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, reach: int | None = None, first: int = 0, causal: bool = True
+) -> tuple[Tensor, Tensor]:
+    """By torch's own operator, as SDPA calls it on a CPU; in fp32, since in half precision it rounds the logits.
+
+    Args:
+        first: column of the first query. reach: how far it sees back; None: to the beginning.
+    """
     dtype, group = q.dtype, q.shape[1] // k.shape[1]
     q, k, v = q.float(), k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
-    mask, rows = None, torch.arange(q.shape[2])
-    if reach is not None:
-        distance = rows[:, None] - rows
-        mask = torch.zeros(distance.shape, dtype=q.dtype).masked_fill((distance < 0) | (distance > reach), -torch.inf)
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = operator(q, k, v, is_causal=mask is None, attn_mask=mask, scale=scale)
+    distance = first + torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    hidden = (distance < 0) | (distance > (k.shape[2] if reach is None else reach))
+    mask = torch.zeros(distance.shape, dtype=q.dtype).masked_fill(hidden & causal, -torch.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
     return out.to(dtype), lse.contiguous()  # as those of the GPU come
 
 
@@ -278,19 +283,19 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     calls: list[tuple[str, int]] = []
 
     def cudnn(q, k, v, bias, with_lse, dropout, causal, debug, *, scale):  # type: ignore[no-untyped-def]
-        assert (bias, with_lse, dropout, causal, debug) == (None, True, 0.0, True, False)
+        assert (bias, with_lse, dropout, debug) == (None, True, 0.0, False)
         calls.append(("cudnn", q.shape[2]))
-        out, lse = flash_for_cpu(q, k, v, scale)
+        out, lse = flash_for_cpu(q, k, v, scale, causal=causal)
         laid_out = torch.empty_like(q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2))
         return laid_out.copy_(out), lse[..., None], None, None, q.shape[2], k.shape[2], None, None, None
 
     def flash(q, k, v, bounds_q, bounds_k, rows, columns, dropout, causal, debug, **options):  # type: ignore[no-untyped-def]
         assert (bounds_q, bounds_k, dropout, causal, debug) == (None, None, 0.0, True, False)
-        assert rows == columns == q.shape[1] == k.shape[1]
+        assert (rows, columns) == (q.shape[1], k.shape[1])
         assert options["window_size_right"] == (None if options["window_size_left"] is None else 0)
         calls.append(("flash", rows))
         each = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = flash_for_cpu(*each, options["scale"], options["window_size_left"])
+        out, lse = flash_for_cpu(*each, options["scale"], options["window_size_left"], columns - rows)
         return out.transpose(1, 2).contiguous(), lse, None, None, None
 
     if DEVICE == "cpu":
@@ -308,6 +313,30 @@ LIBRARY_CASES = [
     ("flash", Case(70, 64, heads=4, starts=(3, 0), dtype=torch.float16, sliding_window=7, sinks=True)),
     ("flash", Case(40, 64, heads=2, starts=(3,), dtype=torch.float16, sliding_window=40, sinks=True)),
 ]
+
+
+LAST_CASES = [
+    ("triton", Case(129, 64, heads=4, kv_heads=2, softcap=3.0)),
+    ("triton", Case(129, 64, heads=4, kv_heads=2, starts=(0, 80, 40), sliding_window=20)),
+    *LIBRARY_CASES[:5],
+]
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("last", [1, 33, 60])
+@pytest.mark.parametrize(("name", "case"), LAST_CASES, ids=str)
+def test_queries_of_the_last_tokens_attend_what_they_do_in_the_whole_prompt(
+    name: str, case: Case, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name != "triton":
+        wanted_machine(name, monkeypatch)
+    q, k, v, start, sinks = case.tensors()
+    scale = case.d**-0.5
+    call = Attention(q[:, :, -last:], k, v, scale, case.softcap, sinks)
+    out, lse = attend_prompt(call, start.cpu(), case.sliding_window)
+    expected_out, expected_lse = exact(q, k, v, start, scale, case, sinks)
+    for name, found, expected in (("out", out, expected_out), ("lse", lse, expected_lse)):
+        assert_rounded(name, found, Exact(expected.value[:, :, -last:], expected.error[:, :, -last:]))
 
 
 @pytest.mark.usefixtures("stand_ins")

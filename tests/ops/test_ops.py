@@ -12,7 +12,7 @@ import kvpass.ops.schemas  # noqa: F401
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, RecompressBuffers
 from kvpass.ops import evict, reference, slots
 from kvpass.policies import resolve
-from numeric_checks import DecodeCase, assert_rounded, exact_attention
+from numeric_checks import DecodeCase, Exact, assert_rounded, exact_attention
 
 OPS = torch.ops.kvpass
 SCALE = 0.3
@@ -146,9 +146,11 @@ def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, op
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
-def test_prompt_attention_of_padded_rows(heads, options):
+@pytest.mark.parametrize("dv", [8, 6])
+@pytest.mark.parametrize("last", [23, 20, 11, 1])
+def test_prompt_attention_of_the_last_tokens_of_padded_rows(heads, options, dv, last):
     h, kv = heads
-    q, k, v = qkv(h=h, k=kv, n=23, dv=6)
+    q, k, v = qkv(h=h, k=kv, n=23, dv=dv)
     start = torch.tensor([5, 0])  # rows in any order
     sinks = torch.linspace(-1, 2, h) if options.get("sinks") else None
     softcap = options.get("softcap")
@@ -158,8 +160,8 @@ def test_prompt_attention_of_padded_rows(heads, options):
     expected = exact_attention(
         q, keys, values, SCALE, hidden=~seen[:, None], softcap=softcap, sinks=None if sinks is None else sinks[:, None]
     )
-    out = reference.prompt_attention(Attention(q, k, v, SCALE, softcap, sinks), start)
-    assert_rounded("out", out, expected.out)
+    out = reference.attend_prompt(Attention(q[:, :, -last:], k, v, SCALE, softcap, sinks), start)[0]
+    assert_rounded("out", out, Exact(expected.out.value[:, :, -last:], expected.out.error[:, :, -last:]))
 
 
 @pytest.mark.parametrize("impl", ["eager", "cpp"])

@@ -1,0 +1,268 @@
+"""Split the decoder of a prompt into layers, each of which can run over one block of tokens after the other.
+
+Before, in a decoder of L layers::
+
+    x = embedding(ids); cos = ...(positions); [q, k, v = ...(x); out = kvpass.site(q, k, v); x = x + ...(out)] * L; ...
+
+After::
+
+    begin:  x, cos                          once, for all tokens
+    layer:  before: q, k, v = ...(x, cos)   site: out = attention(q, k, v)   after: x = x + ...(out)
+
+A layer ends where the values that later ones need take the fewest bytes: mostly the residual stream alone. Nothing but
+attention relates tokens to tokens, as ``self_check`` showed; only positions may be looked at together, in ``begin``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from kvpass.graphs.bind_state import input_named, placeholders
+from kvpass.graphs.fx_utils import (
+    Dim,
+    dim_of,
+    is_module_tensor,
+    is_scalar,
+    mutated_inputs,
+    recorded,
+    shape_of,
+    storage_of,
+    symbols_of,
+)
+from kvpass.graphs.rewrite_attention import SITE, Site, batch_and_tokens, find_sites
+from kvpass.graphs.split import CannotSplitError, Part, make_parts
+
+_MANY = 1024
+"""The number of tokens for which bytes are compared."""
+_TOO_MANY = 1e15
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention op, with what comes before and after it until the next layer.
+
+    Attributes:
+        results: values that later layers need, or what the decoder returns. read_last: values of earlier layers that no
+            later one needs.
+    """
+
+    before: Part
+    site: Site
+    after: Part
+    results: tuple[Node, ...] = ()
+    read_last: frozenset[Node] = frozenset()
+
+
+@dataclass(frozen=True)
+class SplitPrompt:
+    """A decoder in layers.
+
+    Attributes:
+        begin: the part that runs once. result: what the decoder returns. axes: token axis of values that have one.
+    """
+
+    begin: Part
+    layers: Sequence[Layer]
+    result: Node
+    axes: Mapping[Node, int]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.begin, *(part for layer in self.layers for part in (layer.before, layer.after))]
+
+
+def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
+    """Split a canonical graph, which is changed: values that pass between layers are recorded as contiguous.
+
+    Args:
+        seen: the input from which a decoder counts its positions.
+    Raises:
+        CannotSplitError: a value that is not one for each token is needed in two layers, a layer writes into a tensor
+            of another, or the decoder returns something else than logits.
+    """
+    tokens = batch_and_tokens(gm)[1]
+    if not isinstance(tokens, sympy.Symbol):
+        raise CannotSplitError("the decoder was captured for one number of tokens")
+    given = [
+        node for node in placeholders(gm) if not is_module_tensor(node) and not is_scalar(node) and node is not seen
+    ]
+    _read_length_from_input(gm, tokens)
+    place = input_named(gm, "position_ids")
+    position_ids = [] if place is None else [placeholders(gm)[place]]
+    sites, result = find_sites(gm), _logits(gm)
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call_") and not is_scalar(node)]
+    hidden = _reached(calls, set(given) - set(position_ids))
+    positional = _reached(calls, {*position_ids, seen}) - hidden
+    once = _needed_for(positional)
+    order = [node for node in calls if node not in once]
+    cuts = _cuts(order, hidden, tokens)
+    layer_of = dict.fromkeys(calls, -1)
+    for layer, (first, end) in enumerate(pairwise([*cuts, len(order)])):
+        layer_of.update(dict.fromkeys(order[first:end], layer))
+    _check_writes(gm, layer_of)
+
+    between = [node for node in calls if any(layer_of.get(user, -1) > layer_of[node] for user in _users(node))]
+    axes = {node: axis for node in placeholders(gm) if (axis := _token_axis(node, tokens)) is not None}
+    for node in between:
+        axis, value = _token_axis(node, tokens), recorded(node)
+        if axis is not None:
+            axes[node] = axis
+        alike = node in hidden if axis is None else node not in hidden | positional
+        if not isinstance(value, Tensor) or alike:
+            raise CannotSplitError(f"{node.name} is needed in two layers and is not one value for each token")
+        with value.fake_mode:  # type: ignore[attr-defined]
+            node.meta["example_value"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    if _token_axis(result, tokens) is not None:
+        axes[result] = 1
+
+    pieces: list[Node | list[Node]] = [[node for node in calls if layer_of[node] == -1]]
+    for site, (first, end) in zip(sites, pairwise([*cuts, len(order)]), strict=True):
+        middle = order.index(site.node)
+        pieces += [order[first:middle], site.node, order[middle + 1 : end]]
+    parts: list[Any] = make_parts(gm, pieces)
+    if any(node.op.startswith("call_") for node in parts[0].inputs):
+        raise CannotSplitError("sizes of positions are read from a layer")
+    layers = [Layer(*three) for three in zip(parts[1::3], sites, parts[3::3], strict=True)]
+    return SplitPrompt(parts[0], _with_lives(layers, {*between, result}), result, axes)
+
+
+def _read_length_from_input(gm: GraphModule, tokens: Dim) -> None:
+    """Replace the prompt's length, where it is read from the size of a tensor, by the input that is the length."""
+    lengths = [node for node in gm.graph.nodes if is_scalar(node) and _is_length(node, tokens)]
+    for node in lengths:
+        if node.op.startswith("call_") and lengths[0].op == "placeholder":
+            node.replace_all_uses_with(lengths[0])
+            gm.graph.erase_node(node)
+
+
+def _is_length(node: Node, tokens: Dim) -> bool:
+    value = recorded(node)
+    return isinstance(value, torch.SymInt) and dim_of(value) == tokens
+
+
+def _logits(gm: GraphModule) -> Node:
+    """Return the only result of a graph, ``[B, tokens, vocabulary]``."""
+    results = gm.graph.output_node().all_input_nodes
+    if len(results) != 1 or len(shape_of(results[0]) or ()) != 3:
+        raise CannotSplitError("the decoder does not return logits alone")
+    return results[0]
+
+
+def _reached(calls: Sequence[Node], inputs: Collection[Node]) -> set[Node]:
+    """Return the inputs, and the calls whose elements or shapes depend on theirs."""
+    shared: dict[object, list[Node]] = defaultdict(list)
+    for node in calls:
+        shared[storage_of(node)].append(node)
+    writes = [(node, storage_of(operand)) for node in calls for operand in mutated_inputs(node)]
+    found, before = set(inputs), 0
+    while len(found) > before:
+        before = len(found)
+        for node in calls:
+            if any(operand in found and not is_scalar(operand) for operand in node.all_input_nodes):
+                found.add(node)
+        for node, storage in writes:
+            found.update(shared[storage] if node in found else ())
+    return found
+
+
+def _needed_for(targets: Collection[Node]) -> set[Node]:
+    """Return the targets and all calls that they need."""
+    found, left = set[Node](), list(targets)
+    while left:
+        node = left.pop()
+        if node not in found and node.op.startswith("call_"):
+            found.add(node)
+            left += [operand for operand in node.all_input_nodes if not is_scalar(operand)]
+    return found
+
+
+def _users(node: Node) -> Iterator[Node]:
+    """Yield the users of a node, and in place of sizes that are read from it the users of these."""
+    for user in node.users:
+        if is_scalar(user):
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _cuts(order: Sequence[Node], hidden: Collection[Node], tokens: Dim) -> list[int]:
+    """Return where layers begin: at the fewest bytes of values that are needed later, as late as possible.
+
+    The first begins when there is an embedding.
+    """
+    place = {node: index for index, node in enumerate(order)}
+    added = [0.0] * (len(order) + 2)
+    for index, node in enumerate(order):
+        last = max((place.get(user, len(order)) for user in _users(node)), default=index)
+        size = _bytes(node, hidden, tokens)
+        added[index + 1] += size
+        added[last + 1] -= size
+    alive = list(accumulate(added))
+    sites = [index for index, node in enumerate(order) if node.target is SITE]
+    embedding = next(i for i, node in enumerate(order) if node in hidden and _is_float(node))
+    return [
+        max(range(first + 1, last + 1), key=lambda place: (-alive[place], place))
+        for first, last in pairwise([embedding, *sites])
+    ]
+
+
+def _is_float(node: Node) -> bool:
+    value = recorded(node)
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _bytes(node: Node, hidden: Collection[Node], tokens: Dim) -> float:
+    """Return the bytes of a value for many tokens; a lot for one that cannot pass between layers."""
+    value, shape = recorded(node), shape_of(node)
+    if value is None:
+        return 0
+    if shape is None or (node not in hidden and symbols_of([tokens]) & symbols_of(shape)):
+        return _TOO_MANY
+    sizes = [
+        dim if isinstance(dim, int) else int(dim.xreplace(dict.fromkeys(dim.free_symbols, _MANY))) for dim in shape
+    ]
+    return math.prod(sizes) * value.itemsize
+
+
+def _check_writes(gm: GraphModule, layer_of: Mapping[Node, int]) -> None:
+    """Raise if a call writes into a tensor that an input or another layer holds too."""
+    holders: dict[object, set[int]] = defaultdict(set)
+    for node in gm.graph.nodes:
+        holders[storage_of(node)].add(layer_of.get(node, -2))
+    for node, layer in layer_of.items():
+        if any(holders[storage_of(operand)] != {layer} for operand in mutated_inputs(node)):
+            raise CannotSplitError(f"{node.name} writes into a tensor of another part")
+
+
+def _token_axis(node: Node, tokens: Dim) -> int | None:
+    """Return the axis of a tensor that has an index for each token, None if no size depends on their number."""
+    symbols = symbols_of([tokens])
+    axes = [axis for axis, dim in enumerate(shape_of(node) or ()) if symbols & symbols_of([dim])]
+    if not axes:
+        return None
+    if len(axes) > 1 or (shape_of(node) or ())[axes[0]] != tokens:
+        raise CannotSplitError(f"{node.name} has no axis of one index for each token")
+    return axes[0]
+
+
+def _with_lives(layers: Sequence[Layer], kept: Collection[Node]) -> list[Layer]:
+    """Note which of the kept values each layer makes, and which it reads last."""
+    found, later = [], set[Node]()
+    for layer in reversed(layers):
+        site = layer.site
+        made = {*layer.before.outputs, site.node, *layer.after.outputs}
+        read = {*layer.before.inputs, *layer.after.inputs, *site.node.all_input_nodes} - made
+        results = tuple(node for node in kept if node in made)
+        found.append(replace(layer, results=results, read_last=frozenset((read & set(kept)) - later)))
+        later |= read
+    return found[::-1]

@@ -1,0 +1,310 @@
+"""Prefill layer by layer, and each layer in blocks of tokens.
+
+For each layer: for each block of the prompt, the part before attention, attention to everything up to the block, the
+part after it, written into the residual stream. Then the policy judges the layer's keys and values as a whole, so the
+kept entries do not depend on the blocks. Besides the residual stream and the pool, only one layer's keys and values and
+the activations of one block are held.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.profiler import record_function
+
+from kvpass.cache.cache import CompressedCache
+from kvpass.config import Block
+from kvpass.graphs.bind_state import placeholders, size_reader
+from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
+from kvpass.graphs.rewrite_attention import Place, Site, batch_and_tokens, layout_of, places_of
+from kvpass.graphs.split import Part
+from kvpass.graphs.split_layers import Layer, SplitPrompt
+from kvpass.operands import Attention, Candidates, PrefillBuffers, RingBuffers
+from kvpass.ops.schemas import implementation
+from kvpass.ops.sliding import keep_newest
+from kvpass.torch_compat import shape_guards, symbol_bounds
+
+AUTO_TOKENS = {"cpu": 1024, "cuda": 8192}
+"""Tokens of a block over all rows of a batch, by default. On two CPU cores 1024 was fastest (256 to 16384 tried, a
+decoder with an MLP of 8192); that of CUDA is a guess."""
+FEWEST_TOKENS = 128
+"""Tokens of a block of each row, by default, for any batch size."""
+
+
+def check_block(given: object, name: str = "prefill_block") -> Block:
+    """Return the option ``prefill_block``, or of another name, as given.
+
+    Raises:
+        ValueError: it is neither "auto" nor an int from 2 on.
+    """
+    if given == "auto" or (isinstance(given, int) and not isinstance(given, bool) and given >= 2):
+        return given
+    raise ValueError(f"{name}={given!r}: must be 'auto' or a number of tokens, an int >= 2")
+
+
+def tokens_of(block: Block, rows: int, device: torch.device) -> int:
+    """Return how many tokens of each of the rows are in a block."""
+    return max(AUTO_TOKENS[device.type] // rows, FEWEST_TOKENS) if block == "auto" else block
+
+
+def edges_of(tokens: int, block: int) -> list[int]:
+    """Return where blocks begin, and the end; no block is a single token, unless the prompt is one."""
+    edges = list(range(0, tokens, block))
+    if len(edges) > 1 and tokens - edges[-1] == 1:
+        edges.pop()
+    return [*edges, tokens]
+
+
+def nothing_seen(device: torch.device) -> Tensor:
+    """Return the tokens before a prompt, from which decoders that count positions go on."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def lengths_allowed(gm: GraphModule, shapes: ShapeEnv | None) -> Callable[[int], bool]:
+    """Return whether the decoder is the same one for so many tokens: a function of their number.
+
+    To be called in the trace, which knows for which lengths the capture holds.
+    """
+    tokens = batch_and_tokens(gm)[1]
+    assert shapes is not None and isinstance(tokens, sympy.Symbol), "split_layers has looked"
+    lowest = symbol_bounds(shapes, tokens).lower
+    guards = [guard.expr for guard in shape_guards(shapes) if guard.expr.free_symbols == {tokens}]
+
+    @functools.cache
+    def allowed(length: int) -> bool:
+        at = {tokens: sympy.Integer(length)}
+        return length >= lowest and all(guard.xreplace(at) == sympy.true for guard in guards)
+
+    return allowed
+
+
+class _Columns:
+    """Tensors of blocks of tokens, put together along axis 2.
+
+    Args:
+        first, end: columns that are held.
+    """
+
+    def __init__(self, first: int, end: int) -> None:
+        self.first, self.end = first, end
+        self._held: Tensor | None = None
+
+    def put(self, begin: int, x: Tensor) -> None:
+        """Add the columns from ``begin`` on, without those that are not held."""
+        x = x[:, :, max(self.first - begin, 0) :]
+        begin, count = max(begin, self.first), self.end - self.first
+        if x.shape[2] == count:
+            self._held = x
+        elif x.shape[2] > 0:
+            if self._held is None:
+                self._held = x.new_empty(*x.shape[:2], count, *x.shape[3:])
+            self._held[:, :, begin - self.first : begin - self.first + x.shape[2]] = x
+
+    @property
+    def began(self) -> bool:
+        return self._held is not None
+
+    def until(self, end: int) -> Tensor:
+        """Return the columns before ``end``, which must be there."""
+        assert self._held is not None
+        return self._held[:, :, : end - self.first]
+
+
+class BlockedPrefill:
+    """A decoder that prefills prompts layer by layer, each layer in blocks of tokens.
+
+    Args:
+        gm: the graph that was split; its last input is what :func:`nothing_seen` returns. functions: of the parts, by
+            key. allowed: from :func:`lengths_allowed`.
+    """
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        split: SplitPrompt,
+        functions: Mapping[Hashable, Callable[..., Any]],
+        allowed: Callable[[int], bool],
+    ) -> None:
+        self.split, self.functions, self.allowed = split, functions, allowed
+        self.inputs = placeholders(gm)
+        self.constants = {
+            node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"
+        }
+        tokens = batch_and_tokens(gm)[1]
+        self.tokens = size_reader(gm, tokens)
+        self.lengths = {node for node in self.inputs if is_scalar(node) and dim_of(recorded(node)) == tokens}
+        self.layout, self.dtype, self.device = layout_of(gm)
+        self.places = places_of(self.layout)
+
+    def edges(self, tokens: int, block: int) -> list[int]:
+        """Return where blocks begin, and the end: one block where the decoder is another one for so few tokens."""
+        edges = edges_of(tokens, block)
+        return edges if all(self.allowed(end - first) for first, end in pairwise(edges)) else [0, tokens]
+
+    def __call__(self, cache: CompressedCache, inputs: Sequence[Any], block: int) -> Tensor:
+        """Fill the cache with a prompt, and return the logits.
+
+        Args:
+            inputs: of the captured graph. block: tokens of a block, at least 2.
+        """
+        prompt = _Prompt(self, cache, inputs)
+        edges = self.edges(prompt.tokens, block)
+        prompt.begin()
+        *layers, last = self.split.layers
+        for layer in layers:
+            prompt.run(layer, edges)
+        result = self.split.result
+        if result in self.split.axes:
+            prompt.run(last, edges)
+        else:
+            prompt.run(last, self._last_edges(edges, block, int(recorded(result).shape[1])), only_last=True)
+        prompt.pack()
+        logits: Tensor = prompt.values[result]
+        return logits
+
+    def _last_edges(self, edges: list[int], block: int, logits: int) -> list[int]:
+        """Where blocks of the last layer begin: the last one holds all tokens of which there are logits."""
+        tokens = edges[-1]
+        before = tokens - max(tokens - edges[-2], logits + 1)
+        return [*self.edges(before, block), tokens] if before > 1 else [0, tokens]
+
+
+class _Prompt:
+    """A prompt that is being prefilled.
+
+    Attributes:
+        values: inputs, and what passes between layers.
+    """
+
+    def __init__(self, decoder: BlockedPrefill, cache: CompressedCache, inputs: Sequence[Any]) -> None:
+        self.decoder, self.policy = decoder, cache.policy
+        self.tokens = decoder.tokens(inputs)
+        self.state = cache.prefill_state(decoder.layout, decoder.dtype, decoder.device)
+        self.start, self.first = self.state["start"], self.state["first"]
+        given = [*inputs, nothing_seen(decoder.device)]
+        self.values: dict[Node, Any] = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
+        self.ops = implementation(self.first)
+
+    def begin(self) -> None:
+        """Run what comes before all layers."""
+        self.values.update(self._call(self.decoder.split.begin, 0, self.tokens, {}))
+
+    def run(self, layer: Layer, edges: Sequence[int], only_last: bool = False) -> None:
+        """Run a layer, and let the policy judge its entries.
+
+        Args:
+            edges: where blocks begin, and the end. only_last: what comes after attention is needed of the last block.
+        """
+        site, place, n = layer.site, self.decoder.places[layer.site.layer], self.tokens
+        read = self._rows_read(place)
+        queries, lses, keys, values = _Columns(n - read, n), _Columns(n - read, n), _Columns(0, n), _Columns(0, n)
+        for first, end in pairwise(edges):
+            made = self._call(layer.before, first, end, {})
+            q, k, v = (self._part(node, first, end, made) for node in (site.q, site.k, site.v))
+            keys.put(first, k)
+            values.put(first, v)
+            if only_last and end <= n - read and end < n:
+                continue
+            call = self._attention(site, q, keys.until(end), values.until(end))
+            made[site.node], lse = self.ops.attend_prompt(call, self.start, site.sliding_window)
+            queries.put(first, q)
+            if lse is not None:
+                lses.put(first, lse)
+            if end == n or not only_last:
+                made |= self._call(layer.after, first, end, made)
+                self._store(layer, first, end, made)
+        for node in layer.read_last:
+            self.values.pop(node, None)
+        k, v = keys.until(n), values.until(n)
+        if place.ring:
+            keep_newest(self._buffers(RingBuffers, place), k, v, torch.arange(n, device=k.device), place.layer)
+            return
+        call = self._attention(site, queries.until(n), k, v)
+        lse = lses.until(n) if lses.began else None
+        self._judge(call, lse, place)
+
+    def _judge(self, call: Attention, lse: Tensor | None, place: Place) -> None:
+        policy = self.policy
+        with record_function("kvpass::judge"):
+            scores, stats, weight = self.ops.judge(call, lse, self.start, self.first, place.layer, place.layers, policy)
+            candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
+            self.ops.cascade_step(self._buffers(PrefillBuffers, place), candidates, place.layer, policy)
+
+    def pack(self) -> None:
+        """Bring the entries of each pool into their order."""
+        with record_function("kvpass::pack"):
+            for place in self.decoder.places.values():
+                if not place.ring and place.layer == 0:
+                    self.ops.pack(self._buffers(PrefillBuffers, place))
+
+    def _rows_read(self, place: Place) -> int:
+        """How many of the last queries are judged by."""
+        policy = self.policy
+        rows = self.tokens if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
+        return 0 if place.ring else min(rows, self.tokens)
+
+    def _attention(self, site: Site, q: Tensor, k: Tensor, v: Tensor) -> Attention:
+        sinks = None if site.sinks is None else self.values[site.sinks]
+        return Attention(q, k, v, site.scale, site.softcap, sinks)
+
+    def _buffers(self, kind: Any, place: Place) -> Any:
+        return kind(*(self.state[f"{place.prefix}_{name}"] for name in kind._fields))
+
+    def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
+        """Run a part for some tokens.
+
+        Args:
+            made: values of these tokens.
+        """
+        if not part.outputs:
+            return {}
+        given = [self._part(node, first, end, made) for node in part.inputs]
+        return dict(zip(part.outputs, self.decoder.functions[part.key](*given), strict=True))
+
+    def _part(self, node: Node, first: int, end: int, made: Mapping[Node, Tensor]) -> Any:
+        """A value for some tokens."""
+        if node in made:
+            return made[node]
+        if node in self.decoder.lengths:
+            return end - first
+        axis, value = self.decoder.split.axes.get(node), self.values[node]
+        if axis is None or end - first == self.tokens:
+            return value
+        return value.narrow(axis, first, end - first).contiguous()
+
+    def _store(self, layer: Layer, first: int, end: int, made: Mapping[Node, Tensor]) -> None:
+        """Keep results of some tokens for the layers that follow."""
+        axes = self.decoder.split.axes
+        for node in layer.results:
+            value, axis = made[node], axes.get(node)
+            if axis is None or end - first == self.tokens:
+                self.values[node] = value.contiguous()
+                continue
+            if first == 0:
+                shape = list(value.shape)
+                shape[axis] = self.tokens
+                self.values[node] = self._room(layer, shape, value)
+            self.values[node].narrow(axis, first, end - first).copy_(value)
+
+    def _room(self, layer: Layer, shape: list[int], like: Tensor) -> Tensor:
+        """A tensor for a result of a layer: where it is the only one, a value that is read for the last time."""
+        results = [node for node in layer.results if node in self.decoder.split.axes]
+        held = [x.untyped_storage().data_ptr() for x in self.values.values() if isinstance(x, Tensor)]
+        for node in layer.read_last if len(results) == 1 else ():
+            old = self.values[node]
+            if (
+                list(old.shape) == shape
+                and old.dtype == like.dtype
+                and held.count(old.untyped_storage().data_ptr()) == 1
+            ):
+                return old
+        return like.new_empty(shape)

@@ -1,0 +1,161 @@
+"""Prompts in blocks of tokens: the same logits and kept entries for any block, and no activations of a whole prompt."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+from transformers import GenerationConfig
+
+import kvpass
+from kvpass.compiler import backend
+from kvpass.policies import POLICIES
+from numeric_checks import assert_close
+from pairwise import each_value, quick
+from tiny_models import FAMILIES, compiled_once, left_pad, random_ids, tiny_model
+
+WHOLE = 10**6
+TAUS = {"tau1": 1.5, "tau2": 0.7}
+OPTIONS = {"cake": TAUS, "full": {"budget": None}, "vatp": {"indicator": "scissorhands"}}
+UNUSUAL = ["gpt_oss", "gemma2", "bloom", "diffllama", "gptj", "qwen3_moe", "deepseek_v3", "gpt2"]
+"""Sinks, soft-capping and rings, ALiBi, two ops a layer, rotary tables in each layer, experts, latents, a table."""
+
+
+def prefilled(fast, block, ids, mask=None, **options):
+    """Logits and cache of a prompt in blocks, and logits of the next tokens."""
+    fast.prefill_block = block
+    try:
+        out = fast(ids, mask, **options)
+        more = fast(random_ids(len(ids), 3, seed=9), past_key_values=out.past_key_values)
+    finally:
+        fast.prefill_block = "auto"
+    return out.logits, out.past_key_values, more.logits
+
+
+def assert_same(fast, block, ids, mask=None, **options):
+    logits, cache, more = prefilled(fast, block, ids, mask, **options)
+    expected, whole, expected_more = prefilled(fast, WHOLE, ids, mask, **options)
+    assert torch.equal(cache.positions, whole.positions)
+    real = slice(None) if mask is None else mask[:, -logits.shape[1] :].bool()
+    assert_close("logits", logits[real], expected[real], atol=2e-5)
+    assert_close("next logits", more, expected_more, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES, UNUSUAL))
+def test_blocks_give_the_logits_of_the_uncompiled_model(family):
+    model, fast = compiled_once(family, budget=WHOLE, window=8, backend="eager")
+    ids = random_ids(2, 61)
+    with torch.no_grad():
+        expected = model(torch.cat([ids, random_ids(2, 3, seed=9)], 1)).logits
+    for block in (13, 60):
+        logits, _, more = prefilled(fast, block, ids)
+        assert_close("logits", torch.cat([logits, more], 1), expected, atol=1e-4)
+    assert [record.whole_because for record in fast.report().compiled] == [""] * 2
+
+
+@each_value(policy=sorted(POLICIES), block=(2, 13, 100))
+def test_a_policy_keeps_the_same_entries_for_any_block(policy, block):
+    options = {"budget": 24, "window": 8, **OPTIONS.get(policy, {})}
+    _, fast = compiled_once("llama", layers=3, policy=policy, backend="eager", **options)
+    ids, mask = left_pad([random_ids(1, tokens, seed=tokens)[0] for tokens in (150, 61, 150)])
+    assert_same(fast, block, ids, mask)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.tuples(st.integers(2, 70), st.integers(2, 70)),
+    block=st.integers(2, 80),
+    logits_to_keep=st.sampled_from([0, 1, 5]),
+    policy=st.sampled_from(["lava", "h2o"]),
+)
+def test_lengths_paddings_and_blocks(lengths, block, logits_to_keep, policy):
+    _, fast = compiled_once("gemma2", layers=2, policy=policy, budget=16, window=4, backend="eager")
+    ids, mask = left_pad([random_ids(1, tokens, seed=tokens)[0] for tokens in lengths])
+    assert_same(fast, block, ids, mask, logits_to_keep=logits_to_keep)
+
+
+def test_compiled_blocks_of_a_long_prompt():
+    model, fast = compiled_once("llama", layers=2, budget=WHOLE, window=8)
+    ids = random_ids(1, 1300)
+    with torch.no_grad():
+        expected = model(ids).logits
+    assert_close("logits", prefilled(fast, 512, ids)[0], expected, atol=1e-4)
+    compiled = len(fast.report().compiled)
+    for block in (100, "auto"):
+        assert_close("logits", prefilled(fast, block, ids)[0], expected, atol=1e-4)
+    assert len(fast.report().compiled) == compiled
+
+
+def test_another_policy_compiles_no_part_of_the_prefill_again(monkeypatch):
+    compiled, compile_fx = [], backend.compile_fx
+    monkeypatch.setattr(backend, "compile_fx", lambda *a, **k: compiled.append(a) or compile_fx(*a, **k))
+    fast = kvpass.compile(tiny_model("llama", layers=2), policy="snapkv", budget=16, window=8)
+    fast(random_ids(1, 40))
+    fast.set_policy("h2o", 16, window=8)
+    fast(random_ids(1, 40))
+    assert len(compiled) == 4
+    (record,) = fast.report().compiled
+    assert (record.phase, record.parts) == ("prefill", 4)
+
+
+def peak_bytes(run):
+    """Most bytes of CPU tensors that a function holds at once, besides those that were there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_prompt_takes_the_memory_of_the_stream_of_a_layer_s_entries_and_of_a_block(backend):
+    model = tiny_model("llama", layers=2, intermediate_size=4096)
+    fast = kvpass.compile(model, budget=16, window=8, backend=backend, prefill_block=64)
+    tokens, config = 2000, model.config
+    stream, entries = config.hidden_size, 2 * config.num_key_value_heads * config.head_dim
+    tables = 2 * config.head_dim  # rotary, which are small beside the stream of a model of usual size
+
+    def peak(tokens):
+        ids = random_ids(1, tokens)
+        return peak_bytes(lambda: fast(ids, logits_to_keep=1))
+
+    fast(random_ids(1, 130))
+    grown = (peak(tokens) - peak(64)) / (tokens - 64)
+    assert grown < 1.15 * 4 * (stream + entries + tables)
+    fast.prefill_block = WHOLE
+    assert peak(tokens) / tokens > 2 * 4 * config.intermediate_size
+
+
+def test_generate_takes_a_chunk_size_as_a_block(monkeypatch):
+    _, fast = compiled_once("llama", layers=2, budget=24, window=8, backend="eager")
+    ids = random_ids(2, 80)
+    expected = fast.generate(ids, max_new_tokens=6)
+    seen, run = [], fast._kvpass.captures.run
+    monkeypatch.setattr(fast._kvpass.captures, "run", lambda call, *a: seen.append(call.block) or run(call, *a))
+    for options in ({"prefill_chunk_size": 11}, {"generation_config": GenerationConfig(prefill_chunk_size=11)}):
+        seen.clear()
+        config = options.get("generation_config")
+        found = fast.generate(ids, **{"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0, **options})
+        assert torch.equal(found, expected) and seen[0] == 11
+        assert config is None or config.prefill_chunk_size == 11
+    assert fast.prefill_block == "auto"
+
+
+@pytest.mark.parametrize("block", [0, 1, -4, 2.0, True, "all", None])
+def test_a_block_that_is_no_number_of_tokens_is_refused(block):
+    message = "must be 'auto' or a number of tokens, an int >= 2"
+    with pytest.raises(ValueError, match=f"prefill_block={block!r}: {message}"):
+        kvpass.compile(tiny_model("llama", layers=2), budget=40, prefill_block=block)
+    if block is not None:
+        _, fast = compiled_once("llama", layers=2, budget=24, window=8, backend="eager")
+        with pytest.raises(ValueError, match=f"prefill_chunk_size={block!r}: {message}"):
+            fast.generate(random_ids(1, 30), prefill_chunk_size=block)
+
+
+def test_blocks_need_parts():
+    with pytest.raises(ValueError, match="prefill_block=64: needs the parts that compile_regions=False rules out"):
+        kvpass.compile(tiny_model("llama", layers=2), budget=40, prefill_block=64, compile_regions=False)
