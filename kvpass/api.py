@@ -102,7 +102,8 @@ def compile(
 
     Parameters and buffers are shared with ``model``, which does not change; modules and config are new objects. The
     copy has the model's own class, so ``generate``, pipelines and plain calls work as before. Graphs are compiled on
-    first use, one per phase and batch size. ``model.set_policy`` and ``model.set_budget`` change policy and budget.
+    first use: one per phase for one row, and one for any larger number of rows. ``model.set_policy`` and
+    ``model.set_budget`` change policy and budget.
 
     Args:
         model: a causal language model of transformers, in eval mode.

@@ -47,10 +47,12 @@ class Buffer:
         """Dimension of the batch rows."""
         return self.sizes.index("B")
 
-    @property
-    def dynamic(self) -> set[int]:
-        """Dimensions that change with the prompt: symbols in graphs, which then do not recompile."""
-        return {dim for dim, size in enumerate(self.sizes) if size in "ECSX"}
+    def dynamic(self, rows: int) -> set[int]:
+        """Dimensions that are symbols in graphs, which then do not recompile.
+
+        They change with the prompt, and with the number of rows unless it is 1, for which there are graphs of its own.
+        """
+        return {dim for dim, size in enumerate(self.sizes) if size in ("ECSXBAY" if rows > 1 else "ECSX")}
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the sizes as numbers."""
@@ -261,7 +263,10 @@ def saved_buffers(*, evicts: bool) -> list[str]:
     return [name for name, buffer in BUFFERS.items() if buffer.saved in kinds]
 
 
-def dynamic_dims(state: Iterable[str]) -> dict[str, set[int]]:
+_SHARED = {"start": Buffer("B", _I64), "first": Buffer("B", _I64), "seen": Buffer("", _I64)}
+"""Inputs that all buffers share."""
+
+
+def dynamic_dims(state: Iterable[str], rows: int) -> dict[str, set[int]]:
     """Return dynamic dimensions of cache tensors by name, with prefixes such as ``store0_`` or ``ring0_``."""
-    known = {name: BUFFERS.get(name.partition("_")[2]) for name in state}
-    return {name: set() if buffer is None else buffer.dynamic for name, buffer in known.items()}
+    return {name: (_SHARED.get(name) or BUFFERS[name.partition("_")[2]]).dynamic(rows) for name in state}

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvpass.cache.prompt_record import PromptRecord, by_layer, layer_ids
-from kvpass.compiler.backend import CompileRecord
+from kvpass.compiler.backend import CompileRecord, rows_text
 from kvpass.config import Budget
 from kvpass.policies.base import Policy
 
@@ -149,7 +149,7 @@ class Report:
         if self.policy.parity == "code":
             lines.append("parity='code': released rules, which may keep more or fewer entries than the budget")
         lines += [
-            f"compiled {record.phase} (batch {record.batch}, {record.compiler}): {record.sites} attention sites "
+            f"compiled {record.phase} of {rows_text(record.batch)} ({record.compiler}): {record.sites} attention sites "
             f"rewritten, {record.shape}, {record.seconds:.1f} s"
             for record in self.compiled
         ]

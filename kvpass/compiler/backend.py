@@ -76,12 +76,18 @@ def check_compiler(option: str, name: str) -> Compiler:
     raise ValueError(f"{option}={name!r}: must be one of {', '.join(COMPILERS)}")
 
 
+def rows_text(rows: int) -> str:
+    """Return for how many rows a graph is compiled that a call of so many needs: "1 row", or "2 or more rows"."""
+    return "1 row" if rows == 1 else "2 or more rows"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileRecord:
     """One compiled graph.
 
     Attributes:
-        policy: its spec. sites: attention ops. parts: how many were compiled that are called in turn; 1: the whole
+        policy: its spec. batch: rows of the call that needed it; a graph for several serves any number of them, if the
+            model allows it. sites: attention ops. parts: how many were compiled that are called in turn; 1: the whole
             graph. whole_because: why not in parts, or prompts not in blocks; "" where that was not tried. seconds: of
             passes and compilation.
     """
@@ -210,7 +216,7 @@ class PhaseCompiler:
         if self.compiler == "eager":
             return nullcontext()
         seconds = self._seconds(call.phase, sites)
-        return working(f"compiling {call.phase}, batch size {call.cache.batch_size} (up to about {seconds:.0f} s)")
+        return working(f"compiling {call.phase} of {rows_text(call.cache.batch_size)} (up to about {seconds:.0f} s)")
 
     def _in_blocks(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> _Made:
         """Split a captured graph into layers and compile their parts, once for all policies.
@@ -258,7 +264,7 @@ class PhaseCompiler:
 
         state = state_of(call.cache)
         fake_mode = backend_mode()
-        nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state), fake_mode)
+        nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state, call.cache.batch_size), fake_mode)
         tokens = batch_and_tokens(captured.gm)[1]
         one_token = None
         if (phase == "decode" or call.one_token_prompt) and not isinstance(tokens, int):

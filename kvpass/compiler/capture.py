@@ -1,4 +1,4 @@
-"""Dynamo captures of decoders, and the captures of one model, keyed by (batch size, logits_to_keep)."""
+"""Dynamo captures of decoders, and the captures of one model: for one row and for several, by logits_to_keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import transformers.utils
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.compiler.backend import PhaseCompiler, Runner
+from kvpass.compiler.backend import PhaseCompiler, Runner, rows_text
 from kvpass.compiler.transactions import Call, Phase
 from kvpass.graphs.bind_state import backend_mode, fake_inputs, placeholders
 from kvpass.graphs.fx_utils import recorded
@@ -186,8 +186,11 @@ class CaptureCache:
             )
 
     def _key(self, ids: Tensor, logits_to_keep: int) -> tuple[int, int]:
-        """Rows and number of logits (0 = all): what a capture is for. One token takes any that has its logits."""
-        rows, tokens = ids.shape
+        """Rows (2: any number from 2 on) and number of logits (0 = all): what a capture is for.
+
+        One token takes any that has its logits.
+        """
+        rows, tokens = min(len(ids), 2), ids.shape[1]
         if tokens == 1:
             return next((key for key in self._captured if key[0] == rows and key[1] <= 1), (rows, 0))
         return rows, logits_to_keep if logits_to_keep < tokens else 0
@@ -212,7 +215,7 @@ def _capture(captured: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
     """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
     capturing = replace(call, only_capture=True)
     try:
-        with working(f"capturing the decoder, batch size {len(ids)}"):
+        with working(f"capturing the decoder for {rows_text(len(ids))}"):
             _called(captured, capturing, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
     except _OnlyCaptured:
         return
@@ -231,9 +234,10 @@ def _counted(ids: Tensor) -> Tensor:
 
 def _called(captured: Callable[..., Tensor], call: Call, ids: Tensor, positions: Tensor) -> Tensor:
     tokens = ids.shape[1]
-    if tokens > 1:
-        for tensor in (ids, positions):
-            maybe_mark_dynamic(tensor, 1)
+    for tensor in (ids, positions):
+        for axis, size in enumerate(tensor.shape):
+            if size > 1:
+                maybe_mark_dynamic(tensor, axis)
     token = _CALL.set(call)
     try:
         with _ONE_CALL:

@@ -227,7 +227,7 @@ class CompressedModel(_Base):
         return cache
 
     def warmup(self, batch_sizes: Iterable[int] = (1,), *, prompt_tokens: int = 64, turns: bool = False) -> None:
-        """Capture and compile now what ``generate`` would on its first call with each batch size.
+        """Capture and compile now what ``generate`` would on its first call of one row, and of several (2 serves any).
 
         Args:
             prompt_tokens: length of the made-up prompts, at least 2; what is compiled serves any length.

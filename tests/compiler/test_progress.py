@@ -29,13 +29,13 @@ def logged():
     logger.setLevel(level)
 
 
-def test_the_first_call_of_a_batch_size_says_what_it_does(monkeypatch, logged):
+def test_the_first_call_of_several_rows_says_what_it_does(monkeypatch, logged):
     terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
     monkeypatch.setattr(kvpass.progress, "progress_console", lambda: terminal)
     fast = kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=40, backend="eager")
     fast(random_ids(2, 50))
-    assert "capturing the decoder, batch size 2" in terminal.file.getvalue()
-    assert any(line.startswith("capturing the decoder, batch size 2: ") for line in logged)
+    assert "capturing the decoder for 2 or more rows" in terminal.file.getvalue()
+    assert any(line.startswith("capturing the decoder for 2 or more rows: ") for line in logged)
     drawn, logged[:] = len(terminal.file.getvalue()), []
     fast(random_ids(2, 60))
     assert len(terminal.file.getvalue()) == drawn and logged == []
@@ -53,7 +53,7 @@ def test_after_a_warmup_calls_capture_and_compile_nothing(logged):
     fast.warmup([1, 2], turns=True)
     with pytest.raises(ValueError, match="nothing to report"):
         fast.report()
-    assert any("batch size 2" in line for line in logged)
+    assert any("2 or more rows" in line for line in logged)
     logged.clear()
     for rows in (1, 2):
         out = fast.generate(random_ids(rows, 70), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)

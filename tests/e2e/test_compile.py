@@ -60,8 +60,8 @@ def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch, 
     fast = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=20, window=8, compile_regions=regions)
     with inductor_config.patch(fx_graph_cache=False):
         for tokens in (61, 9, 2):
-            out = fast(random_ids(2, tokens))
-        fast(random_ids(2, 3), past_key_values=out.past_key_values)
+            out = fast(random_ids(1, tokens))
+        fast(random_ids(1, 3), past_key_values=out.past_key_values)
         assert [record.phase for record in fast.report().compiled] == ["prefill", "extend"]
     assert asked.count((True, False)) > 20, "64 bits for what grows with the text"
     others = set() if regions else {(False, True)}  # outputs of our operators, which are between the parts
@@ -156,3 +156,21 @@ def test_the_structured_trace_carries_the_graphs(tmp_path):
     text = "".join(path.read_text() for path in tmp_path.iterdir())
     for name in ("00.offset_positions.after", "00.offset_positions.ops", "part_0"):
         assert f'"kvpass.prefill.00.{name}"' in text
+
+
+def test_two_rows_or_more_share_their_graphs():
+    model = tiny_model("llama", layers=2)
+    fast = kvpass.compile(model, budget=10**6, window=8)
+    counts = []
+    for rows in (2, 3, 7, 1):
+        ids, new = random_ids(rows, 41), random_ids(rows, 6, seed=1)
+        out, logits = fast(ids), []
+        for piece in (new[:, :1], new[:, 1:2], new[:, 2:]):
+            logits.append(out.logits)
+            out = fast(piece, past_key_values=out.past_key_values)
+        with torch.no_grad():
+            expected = model(torch.cat([ids, new], 1)).logits
+        assert_close("logits", torch.cat([*logits, out.logits], 1), expected, atol=1e-4)
+        counts.append(len(fast.report().compiled))
+    assert counts == [3, 3, 3, 6]
+    assert "compiled decode of 2 or more rows (inductor)" in str(fast.report())
