@@ -28,16 +28,15 @@ from kvpass.operands import Attention
 
 @triton.jit
 def _attention_rows(  # type: ignore[no-untyped-def]
-    b_k, p_q, p_lse, o_k, o_r, m_r, scale, softcap, stride_qn,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    b_k, p_q, p_lse, o_k, o_r, m_r, scale, softcap, D: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return probabilities ``[BLOCK_K, BLOCK_R]`` of keys o_k for queries o_r; zero outside m_r."""
+    """Return probabilities ``[BLOCK_K, BLOCK_R]`` of keys o_k for the queries at p_q, of rows o_r; zero outside m_r."""
     o_d = tl.arange(0, BLOCK_D)
-    m_qd = (o_d < D)[:, None] & m_r[None, :]
     # [BLOCK_D, BLOCK_R]
-    b_q = tl.load(p_q + o_r[None, :].to(tl.int64) * stride_qn + o_d[:, None], mask=m_qd, other=0.0)
+    b_q = tl.load(p_q[None, :] + o_d[:, None], mask=(o_d < D)[:, None] & m_r[None, :], other=0.0)
     # [BLOCK_R]; without a query, exp(0 - inf) = 0
-    b_lse = tl.load(p_lse + o_r, mask=m_r, other=float("inf"))
+    b_lse = tl.load(p_lse, mask=m_r, other=float("inf"))
     # [BLOCK_K, BLOCK_R]
     b_logits = logits_base2(tl.dot(b_k, b_q, input_precision=PRECISION), scale, softcap)
     b_probs = tl.exp2(b_logits - (b_lse * LOG2E)[None, :])
@@ -47,10 +46,10 @@ def _attention_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_columns(p_out, b_column, o_k, pad, tokens):  # type: ignore[no-untyped-def]
-    """Store a statistic of real columns o_k, and zeros to padding columns o_k."""
-    tl.store(p_out + pad + o_k, b_column, mask=o_k < tokens - pad)
-    tl.store(p_out + o_k, tl.zeros_like(b_column), mask=o_k < tl.minimum(pad, tokens))
+def _store_columns(p_out, b_column, o_k, m_out, pad, tokens):  # type: ignore[no-untyped-def]
+    """Store a statistic of real columns o_k, and zeros to padding columns o_k, where m_out."""
+    tl.store(p_out + pad + o_k, b_column, mask=m_out & (o_k < tokens - pad))
+    tl.store(p_out + o_k, tl.zeros_like(b_column), mask=m_out & (o_k < tl.minimum(pad, tokens)))
 
 
 @triton.jit(do_not_specialize=["tokens", "queries", "rows"])
@@ -58,9 +57,15 @@ def _window_kernel(  # type: ignore[no-untyped-def]
     q, k, lse, start, mean, variance, entropy, scale, softcap, tokens, queries, rows,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_lb, stride_lh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Compute window statistics of a block of keys, read once, for a KV head's query heads."""
+    """Compute window statistics of a block of keys, read once, for a KV head's query heads.
+
+    One product takes the block and up to BLOCK_R query rows: as many rows of the window as fit, of as many heads.
+    """
+    ROWS_FIT: tl.constexpr = WINDOW_BLOCK if WINDOW_BLOCK < BLOCK_R else BLOCK_R
+    HEADS: tl.constexpr = GROUP_BLOCK if GROUP_BLOCK < BLOCK_R // ROWS_FIT else BLOCK_R // ROWS_FIT
+    ROWS: tl.constexpr = ROWS_FIT if ROWS_FIT * HEADS > 16 else 16 // HEADS
     i_k = tl.program_id(0)
     i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     i_kh = (tl.program_id(1) % KV_HEADS).to(tl.int64)
@@ -72,39 +77,47 @@ def _window_kernel(  # type: ignore[no-untyped-def]
     p_k = k + i_b * stride_kb + i_kh * stride_kh + (pad + o_k[:, None]).to(tl.int64) * stride_kn + o_d[None, :]
     # [BLOCK_K, BLOCK_D]
     b_k = tl.load(p_k, mask=(o_k < length)[:, None] & (o_d < D)[None, :], other=0.0)
-    for i_g in range(GROUP):
-        i_h = i_kh * GROUP + i_g
+    o_c = tl.arange(0, HEADS * ROWS)
+    for i_g in range(0, GROUP, HEADS):
+        o_g = i_g + o_c // ROWS
+        o_h = i_kh * GROUP + o_g
         # q holds the last rows of the prompt; shift it so that rows, like columns, count from the first real one
-        p_q = q + i_b * stride_qb + i_h * stride_qh + (queries - length).to(tl.int64) * stride_qn
-        p_lse = lse + i_b * stride_lb + i_h * stride_lh + (queries - length)
-        b_mean = tl.zeros([BLOCK_K], dtype=tl.float32)
-        b_squares = tl.zeros([BLOCK_K], dtype=tl.float32)
-        b_entropy = tl.zeros([BLOCK_K], dtype=tl.float32)
-        for first in range(length - rows, length, BLOCK_R):
-            o_r = first + tl.arange(0, BLOCK_R)
-            m_r = o_r < length
-            b_probs = _attention_rows(
-                b_k, p_q, p_lse, o_k, o_r, m_r, scale, softcap, stride_qn, D, BLOCK_D, True, PRECISION
-            )
+        p_q = q + i_b * stride_qb + o_h * stride_qh + (queries - length).to(tl.int64) * stride_qn
+        p_lse = lse + i_b * stride_lb + o_h * stride_lh + (queries - length)
+        b_mean = tl.zeros([BLOCK_K, HEADS], dtype=tl.float32)
+        b_squares = tl.zeros([BLOCK_K, HEADS], dtype=tl.float32)
+        b_entropy = tl.zeros([BLOCK_K, HEADS], dtype=tl.float32)
+        for first in range(length - rows, length, ROWS):
+            o_r = first + o_c % ROWS
+            m_c = (o_g < GROUP) & (o_r < length)
+            b_rows = _attention_rows(
+                b_k, p_q + o_r.to(tl.int64) * stride_qn, p_lse + o_r, o_k, o_r, m_c, scale, softcap, D, BLOCK_D, True,
+                PRECISION,
+            )  # fmt: skip
+            # [BLOCK_K, HEADS, ROWS]
+            b_probs = tl.reshape(b_rows, [BLOCK_K, HEADS, ROWS])
             # Merge mean and squared deviations of this block into those of the rows before it (Chan et al. 1979).
             before = (first - (length - rows)).to(tl.float32)
-            here = tl.minimum(length - first, BLOCK_R).to(tl.float32)
-            b_here = tl.sum(b_probs, 1) / here
+            here = tl.minimum(length - first, ROWS).to(tl.float32)
+            b_here = tl.sum(b_probs, 2) / here
             b_shift = b_here - b_mean
             b_mean += b_shift * (here / (before + here))
             if variance is not None:
-                b_deviation = tl.where(m_r[None, :], b_probs - b_here[:, None], 0.0)
-                b_squares += tl.sum(b_deviation * b_deviation, 1)
+                m_row = (first + tl.arange(0, ROWS) < length)[None, None, :]
+                b_deviation = tl.where(m_row, b_probs - b_here[:, :, None], 0.0)
+                b_squares += tl.sum(b_deviation * b_deviation, 2)
                 b_squares += b_shift * b_shift * (before * here / (before + here))
             if entropy is not None:
-                b_entropy -= tl.sum(b_probs * tl.log(b_probs + 1e-10), 1)
-        at = (i_b * KV_HEADS * GROUP + i_h) * tokens
-        _store_columns(mean + at, b_mean, o_k, pad, tokens)
+                b_entropy -= tl.sum(b_probs * tl.log(b_probs + 1e-10), 2)
+        # [1, HEADS]
+        o_g = i_g + tl.arange(0, HEADS)[None, :]
+        at = (i_b * KV_HEADS * GROUP + i_kh * GROUP + o_g) * tokens
+        _store_columns(mean + at, b_mean, o_k[:, None], o_g < GROUP, pad, tokens)
         if variance is not None:
             b_variance = b_squares / tl.maximum(rows - 1, 1).to(tl.float32)
-            _store_columns(variance + at, b_variance, o_k, pad, tokens)
+            _store_columns(variance + at, b_variance, o_k[:, None], o_g < GROUP, pad, tokens)
         if entropy is not None:
-            _store_columns(entropy + at, b_entropy, o_k, pad, tokens)
+            _store_columns(entropy + at, b_entropy, o_k[:, None], o_g < GROUP, pad, tokens)
 
 
 @triton.jit(do_not_specialize=["tokens", "queries", "rows"])
@@ -134,22 +147,20 @@ def _column_sum_kernel(  # type: ignore[no-untyped-def]
     inner = tl.minimum(first + tl.cdiv(partial, BLOCK_R) * BLOCK_R, length)
     for row in range(first, inner, BLOCK_R):
         o_r = row + tl.arange(0, BLOCK_R)
-        b_sum += tl.sum(
-            _attention_rows(
-                b_k, p_q, p_lse, o_k, o_r, o_r < length, scale, softcap, stride_qn, D, BLOCK_D, True, PRECISION
-            ),
-            1,
-        )
+        b_probs = _attention_rows(
+            b_k, p_q + o_r.to(tl.int64) * stride_qn, p_lse + o_r, o_k, o_r, o_r < length, scale, softcap, D, BLOCK_D,
+            True, PRECISION,
+        )  # fmt: skip
+        b_sum += tl.sum(b_probs, 1)
     for row in range(inner, length, BLOCK_R):
         o_r = row + tl.arange(0, BLOCK_R)
-        b_sum += tl.sum(
-            _attention_rows(
-                b_k, p_q, p_lse, o_k, o_r, o_r < length, scale, softcap, stride_qn, D, BLOCK_D, False, PRECISION
-            ),
-            1,
-        )
+        b_probs = _attention_rows(
+            b_k, p_q + o_r.to(tl.int64) * stride_qn, p_lse + o_r, o_k, o_r, o_r < length, scale, softcap, D, BLOCK_D,
+            False, PRECISION,
+        )  # fmt: skip
+        b_sum += tl.sum(b_probs, 1)
     at = (i_b * KV_HEADS * GROUP + i_h) * tokens
-    _store_columns(out + at, b_sum, o_k, pad, tokens)
+    _store_columns(out + at, b_sum, o_k, o_k < tokens, pad, tokens)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -221,7 +232,9 @@ def window_statistics(
         "variance": torch.empty_like(mean) if variance else None,
         "entropy": torch.empty_like(mean) if entropy else None,
     }
-    arguments = {**site, "mean": mean, **extras, "rows": max(window, 1)}
+    rows = max(window, 1)
+    fit = {"GROUP_BLOCK": triton.next_power_of_2(site["GROUP"]), "WINDOW_BLOCK": triton.next_power_of_2(rows)}
+    arguments = {**site, **fit, "mean": mean, **extras, "rows": rows}
     grid = blocks(n, "BLOCK_K", b * keys.shape[1])
     launch(_window_kernel, grid, arguments, f"window {dims_case(keys.dtype, d)}", config)
     return WindowStatistics(mean, **extras)

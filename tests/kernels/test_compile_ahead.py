@@ -35,6 +35,8 @@ HEAD_DIMS = {
 USUAL = {"rows": 2, "kv_heads": 8, "group": 4, "tokens": 133}
 ONES = dict.fromkeys(USUAL, 1)
 WINDOW = 32
+WINDOWS = (8, WINDOW, 200)
+"""Of statistics: products of many heads, of four, of one."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ def call_everything(
     lse = torch.zeros(rows, heads, tokens)
     sliding = 17 if options else None
     prefill_attention.prefill_attention(call, sliding)
-    window_statistics.window_statistics(call, start, lse, WINDOW, variance=options, entropy=options)
+    for window in WINDOWS:
+        window_statistics.window_statistics(call, start, lse, window, variance=options, entropy=options)
     window_statistics.column_sums(call, start, lse, tokens)
     window_statistics.value_norms(call.v, start)
 

@@ -185,6 +185,16 @@ def test_paddings_do_not_multiply_the_operators_of_judging(name, monkeypatch):
     assert four <= 2 * one
 
 
+MOST_OPERATORS = {"cake": 46, "h2o": 26, "lava": 43, "snapkv": 23, "streaming_llm": 27, "vatp": 40}
+"""ATen operators by which a layer's prompt is scored, beside attention and our kernels; views count too."""
+
+
+@pytest.mark.parametrize("name", sorted(OWN_SCORES))
+def test_scoring_takes_no_more_operators_than_it_did(name, monkeypatch):
+    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    assert operators_of_judging([0] * 4, policy, monkeypatch) <= MOST_OPERATORS[name]
+
+
 def test_a_score_of_ones_own_never_sees_padding():
     class OwnScore(Lava):
         def score(self, obs):
