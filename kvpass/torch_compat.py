@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._dynamo.guards import GlobalStateGuard, dict_version
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._dynamo import config as dynamo_config
 from torch._dynamo import disable as dynamo_disable
 from torch._dynamo import eval_frame, maybe_mark_dynamic
 from torch._dynamo.convert_frame import compile_lock
@@ -16,7 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnaly
 from torch._dynamo.source import GlobalSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.symbolic_convert import tls as dynamo_thread_locals
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._functorch import predispatch
 from torch._guards import ChainedSource, ShapeGuard, Source, TracingContext, tracing
@@ -41,6 +44,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GlobalSource",
+    "GlobalStateGuard",
     "LocalSource",
     "ShapeGuard",
     "Source",
@@ -60,8 +64,10 @@ __all__ = [
     "compile_fx",
     "compile_lock",
     "compiled_for_any_length",
+    "dict_version",
     "drop_shape_guards",
     "dynamo_disable",
+    "dynamo_settings",
     "dynamo_thread_locals",
     "eval_frame",
     "get_unwrapped",
@@ -70,6 +76,7 @@ __all__ = [
     "int_oo",
     "is_functorch_wrapped_tensor",
     "maybe_mark_dynamic",
+    "modes_are_active",
     "predispatch",
     "set_symbol_bounds",
     "shape_guards",
@@ -77,6 +84,7 @@ __all__ = [
     "symbol_bounds",
     "symbol_is_type",
     "trace_structured",
+    "traced_effects",
     "tracing",
     "tree_leaves",
 ]
@@ -104,6 +112,36 @@ def sizes_of_inputs(shapes: ShapeEnv) -> dict[sympy.Symbol, list[TensorPropertyS
 def shape_guards(shapes: ShapeEnv) -> Iterable[ShapeGuard]:
     """What the capture so far takes for granted of its sizes."""
     return shapes.guards
+
+
+def dynamo_settings() -> tuple[Any, ...]:
+    """Settings of the process by which Dynamo may run a function eagerly, or with another backend."""
+    return eval_frame._stance, dynamo_config.disable
+
+
+def modes_are_active() -> bool:
+    """Whether a mode of torch functions or of dispatch sees the operators of a call."""
+    return bool(_len_torch_function_stack() or _len_torch_dispatch_stack())
+
+
+def traced_effects() -> bool:
+    """Whether the traced call leaves objects changed that it did not make. To be called in the trace."""
+    effects = dynamo_thread_locals.current_tx.output.side_effects
+    return any(
+        effects.is_modified(variable)
+        and not isinstance(variable.mutation_type, AttributeMutationNew | ValueMutationNew)
+        and not _restores(variable, effects.store_attr_mutations.get(variable, {}))
+        for variable in effects.id_to_variable.values()
+    )
+
+
+def _restores(variable: VariableTracker, stored: Mapping[str, VariableTracker]) -> bool:
+    """Whether what a call stores in an object is there already, as after transformers has set and reset a variable."""
+    changed = getattr(variable, "value", None)
+    return bool(stored) and all(
+        value.is_python_constant() and getattr(changed, name, variable) is value.as_python_constant()
+        for name, value in stored.items()
+    )
 
 
 @contextmanager

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import transformers.utils
-from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from kvpass.compiler.backend import PhaseCompiler, Runner, rows_text
+from kvpass.compiler.repeated_step import GraphCall, RepeatedStep, given_places
 from kvpass.compiler.transactions import Call, Phase
-from kvpass.graphs.bind_state import backend_mode, fake_inputs, placeholders
+from kvpass.graphs.bind_state import backend_mode, fake_inputs, input_named, placeholders
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.one_token import admit_one_token, several_tokens
 from kvpass.graphs.rewrite_attention import batch_and_tokens
@@ -30,7 +31,6 @@ from kvpass.policies.base import Policy
 from kvpass.progress import working
 from kvpass.torch_compat import (
     BackendCompilerFailed,
-    LocalSource,
     TorchRuntimeError,
     TracingContext,
     Unsupported,
@@ -39,7 +39,7 @@ from kvpass.torch_compat import (
     tracing,
 )
 
-Forward = Callable[..., Any]
+Forward = types.MethodType
 """``forward`` of a causal language model of transformers."""
 
 
@@ -122,6 +122,8 @@ class CaptureCache:
 
     Args:
         compiler: makes the phases of every capture.
+    Attributes:
+        repeated: the last decode step of each capture since the last call of several tokens.
     """
 
     def __init__(self, compiler: PhaseCompiler) -> None:
@@ -129,6 +131,7 @@ class CaptureCache:
         self._ends = _Ends()
         self._captured: dict[tuple[int, int], Callable[..., Tensor]] = {}
         self._hooks: tuple[int, ...] = ()
+        self.repeated: dict[tuple[int, int], RepeatedStep] = {}
 
     @property
     def longest(self) -> int | None:
@@ -152,12 +155,22 @@ class CaptureCache:
         seen = 0 if call.phase == "prefill" else call.cache.columns
         check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
         self._check_positions(seen, positions)
-        captured = self._captured[self._key(ids, logits_to_keep)]
+        key = self._key(ids, logits_to_keep)
+        if ids.shape[1] > 1:
+            self.repeated.clear()
+        elif (repeated := self.repeated.get(key)) is not None and repeated.holds((ids, positions)):
+            return repeated(call, (ids, positions))
+        captured = self._captured[key]
         try:
-            return _called(captured, call, ids, positions)
+            logits = _called(captured, call, ids, positions)
         except _OneTokenAlone:  # the decoder is another one after its first call: with a table that it made there
             _capture(captured, call, _several(ids))
-            return _called(captured, call, ids, positions)
+            logits = _called(captured, call, ids, positions)
+        made, module = call.made, forward.__self__
+        if call.phase == "decode" and made is not None and any(value is logits for value in made.outputs):
+            assert isinstance(module, nn.Module)
+            self.repeated[key] = RepeatedStep(module, made, (ids, positions), logits)
+        return logits
 
     def _prepare(self, call: Call, forward: Forward, ids: Tensor, logits_to_keep: int, hooks: tuple[int, ...]) -> None:
         """Capture and compile what a call needs, without running it.
@@ -166,6 +179,7 @@ class CaptureCache:
         """
         if hooks != self._hooks:
             self._captured.clear()
+            self.repeated.clear()
             self._hooks = hooks
         key = self._key(ids, logits_to_keep)
         if key not in self._captured:
@@ -283,14 +297,17 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, e
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         call = _CALL.get()
         call.cache.recheck_fingerprint()
-        decoder = Capture(gm, example_inputs, compiler)
+        decoder, given = Capture(gm, example_inputs, compiler), given_places(gm)
         _find_ends(decoder.graph.gm, max(logits_to_keep + 1, 2), ends)
 
         def run(*inputs: Any) -> Any:
             call = _CALL.get()
             if call.only_capture:
                 raise _OnlyCaptured
-            return decoder(call, *inputs)
+            outputs = decoder(call, *inputs)
+            if given is not None:
+                call.made = GraphCall(decoder, inputs, outputs, given)
+            return outputs
 
         decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
         decoder.admit_one_token()
@@ -311,13 +328,8 @@ def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> None:
         raise _OneTokenAlone("the decoder is another one for one token than for several")
     sizes = (size for size in map(recorded, inputs) if isinstance(size, torch.SymInt))
     ends.columns.update(most for size in sizes if (most := longest_length(gm, size, shortest)) is not None)
-    end = table_end(gm, [node for node in inputs if _is_named(node, "position_ids")])
+    end = table_end(gm, [inputs[place] for place in [input_named(gm, "position_ids")] if place is not None])
     ends.positions.update([] if end is None else [end])
-
-
-def _is_named(node: Node, name: str) -> bool:
-    source = node._dynamo_source  # type: ignore[attr-defined]
-    return isinstance(source, LocalSource) and source.local_name == name
 
 
 def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

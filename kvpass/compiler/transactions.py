@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import PromptRecord
+from kvpass.compiler.repeated_step import GraphCall
 from kvpass.config import Block
 from kvpass.errors import CacheMismatchError
 
@@ -30,6 +31,7 @@ class Call:
         has_begun: the graph of the call was started. If not, the decoder ran without the cache.
         only_capture: capture the graph and do not run it.
         block: tokens of a block of a prompt, "auto" or at least 2.
+        made: the call of the graph, where it can be made again without Dynamo.
     """
 
     cache: CompressedCache
@@ -39,6 +41,7 @@ class Call:
     has_begun: bool = False
     only_capture: bool = False
     block: Block = "auto"
+    made: GraphCall | None = None
 
     def begin(self) -> None:
         """Note that the graph starts; an interruption from here on may leave overwritten entries."""

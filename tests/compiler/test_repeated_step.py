@@ -1,0 +1,206 @@
+"""Decode steps that run without Dynamo's guards, and the changes between two of them that are noticed all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import kvpass
+from tiny_models import random_ids, tiny_model
+
+OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
+
+
+def begun(model=None, steps=2, **options):
+    """A compiled model and a cache after a prompt and some decode steps."""
+    fast = kvpass.compile(model or tiny_model("llama", layers=1), **OPTIONS | options)
+    cache = fast(random_ids(1, 60)).past_key_values
+    for seed in range(steps):
+        fast(random_ids(1, 1, seed=seed), past_key_values=cache)
+    return fast, cache
+
+
+def step(fast, cache):
+    return fast(random_ids(1, 1, seed=9), past_key_values=cache).logits
+
+
+def lookups(function):
+    """How often Dynamo evaluates guards."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return sum(event.name == "TorchDynamo Cache Lookup" for event in profile.events())
+
+
+def test_only_the_first_step_after_a_prompt_asks_dynamo():
+    fast, cache = begun(steps=0)
+    assert [lookups(lambda: step(fast, cache)) for _ in range(3)] == [1, 0, 0]
+    cache = fast(random_ids(1, 50)).past_key_values
+    assert [lookups(lambda: step(fast, cache)) for _ in range(2)] == [1, 0]
+
+
+def test_steps_give_what_dynamo_would_have_run():
+    (fast, cache), (other, same) = begun(), begun()
+    for seed in range(3):
+        other._kvpass.captures.repeated.clear()
+        token = random_ids(1, 1, seed=seed)
+        expected = other(token, past_key_values=same).logits
+        assert torch.equal(fast(token, past_key_values=cache).logits, expected)
+
+
+def test_two_caches_take_turns():
+    fast, one = begun()
+    _, two = begun(steps=1)
+    two = fast(random_ids(1, 40, seed=5)).past_key_values
+    alone, expected = begun()
+    for _ in range(3):
+        step(fast, two)
+        assert torch.equal(step(fast, one), step(alone, expected))
+
+
+def replace_parameter(fast):
+    fast.lm_head.weight = nn.Parameter(torch.zeros_like(fast.lm_head.weight))
+
+
+def replace_module(fast):
+    head = nn.Linear(fast.lm_head.in_features, fast.lm_head.out_features, bias=False)
+    head.weight.data.zero_()
+    fast.lm_head = head
+
+
+def move_parameter(fast):
+    fast.lm_head.weight.data = torch.zeros_like(fast.lm_head.weight)
+
+
+@pytest.mark.parametrize("change", [replace_parameter, replace_module, move_parameter])
+def test_the_next_step_has_what_was_replaced(change):
+    fast, cache = begun()
+    assert step(fast, cache).any()
+    change(fast)
+    assert not step(fast, cache).any()
+
+
+def test_another_dtype_is_refused():
+    fast, cache = begun()
+    fast.to(torch.float64)
+    with pytest.raises(kvpass.CacheMismatchError):
+        step(fast, cache)
+
+
+def change_number(fast):
+    fast.model.norm.variance_epsilon = 10.0
+
+
+def change_configuration(fast):
+    fast.lm_head.config.scale = 3.0
+
+
+def change_dictionary(fast):
+    fast.lm_head.scales["here"] = 3.0
+
+
+def change_plain_tensor(fast):
+    fast.lm_head.shift = torch.ones(1)
+
+
+class Scaled(nn.Module):
+    """Attributes that are no parameters, buffers or modules."""
+
+    def __init__(self, inner, config):
+        super().__init__()
+        self.inner, self.config, self.scales, self.shift = inner, config, {"here": 1.0}, torch.zeros(1)
+
+    def forward(self, x):
+        return self.inner(x) * self.config.scale * self.scales["here"] + self.shift
+
+
+def scaled_model():
+    model = tiny_model("llama", layers=1)
+    model.config.scale = 1.0
+    model.lm_head = Scaled(model.lm_head, model.config).eval()
+    return model
+
+
+@pytest.mark.parametrize("change", [change_number, change_configuration, change_dictionary, change_plain_tensor])
+def test_the_next_step_sees_what_was_changed(change):
+    model = scaled_model()
+    (fast, cache), (other, same) = begun(model), begun(model)
+    before = step(fast, cache.clone())
+    change(fast)
+    change(other)
+    other._kvpass.captures.repeated.clear()
+    after = step(fast, cache)
+    assert not torch.allclose(after, before)
+    assert torch.equal(after, step(other, same)), "what Dynamo runs"
+
+
+def test_compiled_code_is_not_given_data_of_another_dtype():
+    fast, cache = begun(scaled_model(), backend="inductor")
+    before = step(fast, cache.clone())
+    fast.lm_head.shift.data = torch.ones(1, dtype=torch.float64)
+    torch.testing.assert_close(step(fast, cache), before.double() + 1)
+
+
+class Listed(nn.Module):
+    """A tensor in a list, where replacing it writes no attribute."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.shifts = inner, [torch.zeros(1)]
+
+    def forward(self, x):
+        return self.inner(x) + self.shifts[0]
+
+
+def test_a_decoder_with_tensors_in_a_list_is_always_called_by_dynamo():
+    model = tiny_model("llama", layers=1)
+    model.lm_head = Listed(model.lm_head).eval()
+    fast, cache = begun(model)
+    before = step(fast, cache.clone())
+    fast.lm_head.shifts[0] = torch.ones(1)
+    assert torch.equal(step(fast, cache), before + 1)
+
+
+def test_generate_repeats_its_steps():
+    fast = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS)
+    fast.generate(random_ids(1, 40), max_new_tokens=4, do_sample=False)
+    assert lookups(lambda: fast.generate(random_ids(1, 40), max_new_tokens=8, do_sample=False)) == 2
+
+
+def test_autocast_that_begins_between_steps():
+    fast, cache = begun()
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(kvpass.CacheMismatchError):
+        step(fast, cache)  # keys would be bfloat16
+
+
+def test_a_mode_of_functions_sees_the_step():
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    fast, cache = begun()
+    with Seen():
+        assert lookups(lambda: step(fast, cache)) > 0
+
+
+class Marked(nn.Module):
+    """An attribute that every call writes."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.last = inner, ""
+
+    def forward(self, x):
+        self.last = "called"
+        return self.inner(x)
+
+
+def test_a_decoder_that_writes_to_its_attributes_is_always_called_by_dynamo():
+    model = tiny_model("llama", layers=1)
+    model.lm_head = Marked(model.lm_head).eval()
+    fast, cache = begun(model)
+    for _ in range(2):
+        fast.lm_head.last = ""
+        step(fast, cache)
+        assert fast.lm_head.last == "called"
