@@ -25,7 +25,7 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.config import Block
 from kvpass.graphs.bind_state import placeholders, size_reader
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
-from kvpass.graphs.rewrite_attention import Place, Site, batch_and_tokens, layout_of, places_of
+from kvpass.graphs.rewrite_attention import Place, batch_and_tokens, layout_of, places_of
 from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
 from kvpass.operands import Attention, Candidates, PrefillBuffers, RingBuffers
@@ -168,7 +168,7 @@ class BlockedPrefill:
         else:
             prompt.run(last, self._last_edges(edges, block, int(recorded(result).shape[1])), only_last=True)
         prompt.pack()
-        logits: Tensor = prompt.values[result]
+        logits: Tensor = prompt.known[result]
         return logits
 
     def _last_edges(self, edges: list[int], block: int, logits: int) -> list[int]:
@@ -182,7 +182,7 @@ class _Prompt:
     """A prompt that is being prefilled.
 
     Attributes:
-        values: inputs, and what passes between layers.
+        known: inputs, and what passes between layers, by node.
     """
 
     def __init__(self, decoder: BlockedPrefill, cache: CompressedCache, inputs: Sequence[Any]) -> None:
@@ -191,12 +191,12 @@ class _Prompt:
         self.state = cache.prefill_state(decoder.layout, decoder.dtype, decoder.device)
         self.start, self.first = self.state["start"], self.state["first"]
         given = [*inputs, nothing_seen(decoder.device)]
-        self.values: dict[Node, Any] = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
+        self.known: dict[Node, Any] = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
         self.ops = implementation(self.first)
 
     def begin(self) -> None:
         """Run what comes before all layers."""
-        self.values.update(self._call(self.decoder.split.begin, 0, self.tokens, {}))
+        self.known.update(self._call(self.decoder.split.begin, 0, self.tokens, {}))
 
     def run(self, layer: Layer, edges: Sequence[int], only_last: bool = False) -> None:
         """Run a layer, and let the policy judge its entries.
@@ -214,7 +214,8 @@ class _Prompt:
             values.put(first, v)
             if only_last and end <= n - read and end < n:
                 continue
-            call = self._attention(site, q, keys.until(end), values.until(end))
+            sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
+            call = Attention(q, keys.until(end), values.until(end), site.scale, site.softcap, sinks)
             made[site.node], lse = self.ops.attend_prompt(call, self.start, site.sliding_window)
             queries.put(first, q)
             if lse is not None:
@@ -223,14 +224,12 @@ class _Prompt:
                 made |= self._call(layer.after, first, end, made)
                 self._store(layer, first, end, made)
         for node in layer.read_last:
-            self.values.pop(node, None)
-        k, v = keys.until(n), values.until(n)
+            self.known.pop(node, None)
         if place.ring:
-            keep_newest(self._buffers(RingBuffers, place), k, v, torch.arange(n, device=k.device), place.layer)
-            return
-        call = self._attention(site, queries.until(n), k, v)
-        lse = lses.until(n) if lses.began else None
-        self._judge(call, lse, place)
+            columns = torch.arange(n, device=call.k.device)
+            keep_newest(self._buffers(RingBuffers, place), call.k, call.v, columns, place.layer)
+        else:
+            self._judge(call._replace(q=queries.until(n)), lses.until(n) if lses.began else None, place)
 
     def _judge(self, call: Attention, lse: Tensor | None, place: Place) -> None:
         policy = self.policy
@@ -252,10 +251,6 @@ class _Prompt:
         rows = self.tokens if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
         return 0 if place.ring else min(rows, self.tokens)
 
-    def _attention(self, site: Site, q: Tensor, k: Tensor, v: Tensor) -> Attention:
-        sinks = None if site.sinks is None else self.values[site.sinks]
-        return Attention(q, k, v, site.scale, site.softcap, sinks)
-
     def _buffers(self, kind: Any, place: Place) -> Any:
         return kind(*(self.state[f"{place.prefix}_{name}"] for name in kind._fields))
 
@@ -276,7 +271,7 @@ class _Prompt:
             return made[node]
         if node in self.decoder.lengths:
             return end - first
-        axis, value = self.decoder.split.axes.get(node), self.values[node]
+        axis, value = self.decoder.split.axes.get(node), self.known[node]
         if axis is None or end - first == self.tokens:
             return value
         return value.narrow(axis, first, end - first).contiguous()
@@ -287,20 +282,20 @@ class _Prompt:
         for node in layer.results:
             value, axis = made[node], axes.get(node)
             if axis is None or end - first == self.tokens:
-                self.values[node] = value.contiguous()
+                self.known[node] = value.contiguous()
                 continue
             if first == 0:
                 shape = list(value.shape)
                 shape[axis] = self.tokens
-                self.values[node] = self._room(layer, shape, value)
-            self.values[node].narrow(axis, first, end - first).copy_(value)
+                self.known[node] = self._room(layer, shape, value)
+            self.known[node].narrow(axis, first, end - first).copy_(value)
 
     def _room(self, layer: Layer, shape: list[int], like: Tensor) -> Tensor:
         """A tensor for a result of a layer: where it is the only one, a value that is read for the last time."""
         results = [node for node in layer.results if node in self.decoder.split.axes]
-        held = [x.untyped_storage().data_ptr() for x in self.values.values() if isinstance(x, Tensor)]
+        held = [x.untyped_storage().data_ptr() for x in self.known.values() if isinstance(x, Tensor)]
         for node in layer.read_last if len(results) == 1 else ():
-            old = self.values[node]
+            old = self.known[node]
             if (
                 list(old.shape) == shape
                 and old.dtype == like.dtype
