@@ -8,6 +8,8 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import kvpass
 from numeric_checks import assert_close
@@ -181,6 +183,20 @@ def test_a_replaced_forward_that_may_change_something_is_refused(change, message
     change(model)
     with pytest.raises(ValueError, match=message):
         kvpass.compile(model, **OPTIONS)
+
+
+def test_a_model_that_is_sharded_over_processes_is_refused(tmp_path):
+    model = tiny_model("llama", num_hidden_layers=2)
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        projection = model.model.layers[1].self_attn.q_proj
+        projection.weight = torch.nn.Parameter(distribute_tensor(projection.weight, mesh, [Shard(0)]))
+        with pytest.raises(ValueError, match="LlamaForCausalLM is sharded over processes"):
+            kvpass.compile(model, **OPTIONS)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # -- raw modules -------------------------------------------------------------------------------------------------------
