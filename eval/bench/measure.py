@@ -19,7 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 from transformers import PreTrainedModel
 
-KVPASS_OPERATORS = {"kvpass::observe_attention", "kvpass::cascade_step", "kvpass::pack"}
+KVPASS_OPERATORS = {
+    *("kvpass::column_sums", "kvpass::judge", "kvpass::cascade_step", "kvpass::pack"),
+    "kvpass::observe_attention",  # of a graph that is not in blocks
+}
 """All that compression adds to a prefill, and the attention of the prompt."""
 ATTENTION_OPERATORS = {
     "aten::scaled_dot_product_attention",

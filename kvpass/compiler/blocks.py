@@ -207,12 +207,13 @@ class _Prompt:
         site, place, n = layer.site, self.decoder.places[layer.site.layer], self.tokens
         read = self._rows_read(place)
         queries, lses, keys, values = _Columns(n - read, n), _Columns(n - read, n), _Columns(0, n), _Columns(0, n)
+        summing, summed = self.policy.sums_columns and not place.ring, None
         for first, end in pairwise(edges):
             made = self._call(layer.before, first, end, {})
             q, k, v = (self._part(node, first, end, made) for node in (site.q, site.k, site.v))
             keys.put(first, k)
             values.put(first, v)
-            if only_last and end <= n - read and end < n:
+            if only_last and end <= n - read and end < n and not summing:
                 continue
             sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
             call = Attention(q, keys.until(end), values.until(end), site.scale, site.softcap, sinks)
@@ -220,6 +221,11 @@ class _Prompt:
             queries.put(first, q)
             if lse is not None:
                 lses.put(first, lse)
+            if summing:
+                with record_function("kvpass::column_sums"):
+                    sums = self.ops.column_sums(call, lse, self.start, self.first)
+                    summed = sums.new_zeros(*sums.shape[:2], n) if summed is None else summed
+                    summed[..., :end] += sums
             if end == n or not only_last:
                 made |= self._call(layer.after, first, end, made)
                 self._store(layer, first, end, made)
@@ -229,13 +235,17 @@ class _Prompt:
             columns = torch.arange(n, device=call.k.device)
             keep_newest(self._buffers(RingBuffers, place), call.k, call.v, columns, place.layer)
         else:
-            self._judge(call._replace(q=queries.until(n)), lses.until(n) if lses.began else None, place)
+            lse = lses.until(n) if lses.began else None
+            self._judge(call._replace(q=queries.until(n)), lse, place, summed)
 
-    def _judge(self, call: Attention, lse: Tensor | None, place: Place) -> None:
+    def _judge(self, call: Attention, lse: Tensor | None, place: Place, summed: Tensor | None) -> None:
         policy = self.policy
         with record_function("kvpass::judge"):
-            scores, stats, weight = self.ops.judge(call, lse, self.start, self.first, place.layer, place.layers, policy)
-            candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
+            scores, stats, weight = self.ops.judge(
+                call, lse, self.start, self.first, place.layer, place.layers, policy, summed
+            )
+        candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
+        with record_function("kvpass::cascade_step"):
             self.ops.cascade_step(self._buffers(PrefillBuffers, place), candidates, place.layer, policy)
 
     def pack(self) -> None:

@@ -33,12 +33,26 @@ def observe_attention(
     return out, *judge(call, lse, start, first, layer, num_layers, policy)
 
 
+def column_sums(call: Attention, lse: Tensor, start: Tensor, first: Tensor) -> Tensor:
+    """See :func:`kvpass.ops.reference.column_sums`."""
+    from kvpass.kernels import window_statistics
+
+    return window_statistics.column_sums(readable(call), first, lse, call.q.shape[2])
+
+
 def judge(
-    call: Attention, lse: Tensor, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy
+    call: Attention,
+    lse: Tensor,
+    start: Tensor,
+    first: Tensor,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    summed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.judge`; one launch per statistic covers all rows."""
     call = readable(call)
-    site = SiteStatistics(call, first, lse, policy.window)
+    site = SiteStatistics(call, first, lse, policy.window, {} if summed is None else {call.k.shape[2]: summed})
 
     def observe(rows: slice, column: int, window: int) -> Observation:
         given = (*call.from_column(rows, column)[:4], window, layer, num_layers, call.softcap, call.sinks)

@@ -23,6 +23,7 @@ __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` ha
     "attend_prompt",
     "attend_slots",
     "cascade_step",
+    "column_sums",
     "evict_lowest",
     "judge",
     "observe_attention",
@@ -135,14 +136,38 @@ def observe_attention(
     return attend_prompt(call, start)[0], *judge(call, None, start, first, layer, num_layers, policy)
 
 
+def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Tensor:
+    """Attention of the last T tokens of a left-padded prompt, summed over them: fp32 ``[B, H, N]``, zeros in padding.
+
+    Args:
+        lse, start, first: as in :func:`judge`.
+    """
+    b, h, _, _ = call.q.shape
+    sums = call.q.new_zeros(b, h, call.k.shape[2], dtype=torch.float32)
+    for rows, column in row_groups(start):
+        if column < sums.shape[2]:
+            q, k, v, scale, softcap, sinks = call.from_column(rows, column)
+            obs = Observation(q, k, v, scale, 0, 0, 1, softcap, sinks)
+            sums[rows, :, column:] = obs.recent_sum(q.shape[2])
+    return sums
+
+
 def judge(
-    call: Attention, lse: None, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy
+    call: Attention,
+    lse: None,
+    start: Tensor,
+    first: Tensor,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    summed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The policy's scores and statistics of one layer of a prompt.
 
     Args:
         call: q holds the last rows, as many as the policy reads. lse: of these rows, from :func:`attend_prompt`.
         start: first real column, int64 ``[B]``, on the CPU. first: the same on the device of the call.
+        summed: :func:`column_sums` of the whole prompt, if they are known.
     Returns:
         scores fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats fp32 ``[2, B, K, N]``: the attention mass
         (mean over window rows and group) and the first decode state; weight fp64 ``[B]``.
@@ -150,7 +175,8 @@ def judge(
 
     def observe(rows: slice, column: int, window: int) -> Observation:
         q, k, v, scale, softcap, sinks = call.from_column(rows, column)
-        return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks)
+        total = None if summed is None else summed[rows, :, column:]
+        return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, summed=total)
 
     return judge_rows(call.k, start, policy, observe)
 

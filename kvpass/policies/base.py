@@ -155,9 +155,17 @@ class Policy(ABC):
     def query_rows(self) -> int | None:
         """How many of the last prompt queries the policy reads besides the window's and the last; None: all of them.
 
-        Prefill in blocks keeps so many queries of a layer until the policy has judged it.
+        So many queries of a layer are kept until the policy has scored it.
         """
         return None
+
+    @property
+    def sums_columns(self) -> bool:
+        """Whether the policy reads ``obs.column_sum``, which is then summed while the prompt is attended.
+
+        It need not say so if it has all queries.
+        """
+        return False
 
     @cached_property
     def spec(self) -> str:

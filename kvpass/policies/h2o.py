@@ -34,6 +34,8 @@ class H2O(Policy):
     """
 
     name: ClassVar[str] = "h2o"
+    query_rows = 0
+    sums_columns = True
 
     pool: Pool = option(None, check_literal, Pool)
     kernel_size: int = option(7, check_odd)

@@ -58,6 +58,7 @@ class Observation:
         sinks: one extra logit per query head, ``[H]``, which is part of the softmax and then dropped.
         padding: columns before the first token of each row, int64 ``[B]``; None: rows have equal length and no padding,
             as all functions find it that are not marked by :func:`takes_padding`.
+        summed: :attr:`column_sum`, if it was computed before.
 
     All statistics are fp32 for any input dtype, and are computed one KV head at a time, so that no ``[H, window, N]``
     tensor exists. ``a`` below is the causal softmax over all N keys, not renormalised.
@@ -73,6 +74,7 @@ class Observation:
     softcap: float | None = None
     sinks: Tensor | None = None
     padding: Tensor | None = None
+    summed: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -169,7 +171,7 @@ class Observation:
     @cached_property
     def column_sum(self) -> Tensor:
         """Sum of a over all N rows, ``[B, H, N]``."""
-        return self.recent_sum(self.length)
+        return self.recent_sum(self.length) if self.summed is None else self.summed
 
     def recent_sum(self, rows: int) -> Tensor:
         """Sum of a over the last ``rows`` of the N rows, ``[B, H, N]``, streamed in blocks of rows."""

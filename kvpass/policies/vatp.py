@@ -61,7 +61,11 @@ class Vatp(WindowAttention):
 
     @property
     def query_rows(self) -> int | None:
-        return {"snapkv": 0, "h2o": None, "scissorhands": SCISSORHANDS_ROWS}[self.indicator]
+        return SCISSORHANDS_ROWS if self.indicator == "scissorhands" else 0
+
+    @property
+    def sums_columns(self) -> bool:
+        return self.indicator == "h2o"
 
     def decode_rule(self) -> DecodeRule | None:
         if self.indicator == "snapkv" or not self.evict_during_decode:

@@ -49,7 +49,7 @@ def recording(monkeypatch):
 
         monkeypatch.setattr(module, name, recorded)
 
-    watch(reference, "judge")
+    watch(reference, "attend_prompt")
     watch(evict, "attend_evict")
     return calls
 

@@ -12,7 +12,8 @@ from kvpass.ops import cuda as device
 from kvpass.ops import reference
 from kvpass.policies import POLICIES, resolve
 from kvpass.policies.lava import Lava
-from numeric_checks import DecodeCase, assert_rounded, exact_attention
+from kvpass.policies.observation import Observation
+from numeric_checks import DecodeCase, assert_close, assert_rounded, exact_attention
 
 LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "scissorhands"}}
@@ -27,6 +28,26 @@ def site(seed, tokens=TOKENS, dtype=torch.float32):
     return [
         torch.randn(rows, tokens, heads, dim, generator=generator, dtype=dtype).transpose(1, 2) for heads, dim in shapes
     ]
+
+
+@pytest.mark.parametrize("backend", [reference, device], ids=["eager", "device"])
+def test_column_sums_of_blocks_add_up_to_those_of_the_prompt(backend):
+    call = Attention(*site(0), 0.3)
+    total = torch.zeros(*call.q.shape[:3])
+    for first, end in ((0, 7), (7, 20), (20, TOKENS)):
+        block = Attention(call.q[:, :, first:end], call.k[:, :, :end], call.v[:, :, :end], 0.3)
+        lse = backend.attend_prompt(block, STARTS)[1]
+        total[..., :end] += backend.column_sums(block, lse, STARTS, STARTS)
+    for row, column in enumerate(STARTS.tolist()):
+        alone = call.from_column(slice(row, row + 1), column)
+        expected = Observation(*alone[:4], WINDOW, 0, LAYERS).column_sum
+        assert_close("sums", total[row, :, column:], expected[0], atol=1e-5)
+    policy = resolve("h2o", window=WINDOW)
+    last = call._replace(q=call.q[:, :, -WINDOW:])
+    lse = backend.attend_prompt(last, STARTS)[1]
+    found = backend.judge(last, lse, STARTS, STARTS, 0, LAYERS, policy, total)
+    for x, y in zip(found, reference.judge(call, None, STARTS, STARTS, 0, LAYERS, policy), strict=True):
+        assert_close("h2o", x, y, atol=1e-5)
 
 
 def exact_prompt(q, k, v, scale, sliding_window=TOKENS, **options):

@@ -23,7 +23,7 @@ def test_the_text_states_what_was_kept():
     text = str(found)
     assert "kvpass: snapkv, budget 16" in text and "prompt tokens: 60, 33" in text
     assert f"entries kept: {2 * 16 * 4} of {(60 + 33) * 4}" in text and str(cache.nbytes) in text
-    assert "compiled prefill (batch 2, eager): 2 attention sites rewritten" in text
+    assert "compiled prefill of 2 or more rows (eager): 2 attention sites rewritten" in text
     assert "may keep more or fewer" not in text
     assert "may keep more or fewer" in str(report(policy="lava", budget=16, parity="code")[0])
 
