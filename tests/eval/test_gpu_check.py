@@ -69,7 +69,7 @@ def test_a_stage_out_of_time_is_ended_with_all_it_started_and_what_it_wrote_stay
     )
     pid = tmp_path / "pid"
     begun = time.monotonic()
-    outcomes = run_stages([python("slow", program, "{}", str(pid), seconds=4)], tmp_path, 100)
+    outcomes = run_stages([python("slow", program, "{}", str(pid), seconds=2)], tmp_path, 100)
     assert time.monotonic() - begun < 60
     assert statuses(outcomes) == {"slow": "out of time"}
     assert json.loads((tmp_path / "slow.json").read_text()) == {"complete": False, "some": 1}
@@ -98,7 +98,7 @@ def test_a_stage_out_of_time_says_what_it_knows(tmp_path, capsys, started):
         "except KeyboardInterrupt:\n"
         "    print('2 failed so far')"
     )
-    outcomes = run_stages([python("tests", program, seconds=4)], tmp_path, 100)
+    outcomes = run_stages([python("tests", program, seconds=2)], tmp_path, 100)
     assert statuses(outcomes) == {"tests": "out of time"}
     assert (tmp_path / "tests.log").read_text() == "begun\n2 failed so far\n"
     assert "2 failed so far" in capsys.readouterr().out
@@ -217,10 +217,10 @@ def test_a_stage_is_not_begun_with_less_time_than_it_needs(tmp_path):
 
 
 def test_what_was_begun_in_vain_comes_after_what_was_not_yet_begun(tmp_path, monkeypatch):
-    hangs = replace(python("tests", "import time; time.sleep(600)", seconds=2), least=1)
+    hangs = replace(python("tests", "import time; time.sleep(600)", seconds=1), least=1)
     breaks = replace(python("broken", "raise SystemExit(3)"), least=1)
     stages = [hangs, breaks, replace(python("figure", WRITE, "{}"), least=1)]
-    assert statuses(run_stages(stages, tmp_path, 2.5)) == {
+    assert statuses(run_stages(stages, tmp_path, 1.5)) == {
         "tests": "out of time",
         "broken": "not run",
         "figure": "not run",
@@ -259,7 +259,7 @@ def test_a_check_that_is_cut_short_goes_on_elsewhere(tmp_path, monkeypatch, caps
     stages = [
         python("smoke", COMPILES, "{}"),
         python("kernels", BREAKS_HALFWAY, "{}"),
-        replace(python("tests", "import time; time.sleep(600)", seconds=3), least=1),
+        replace(python("tests", "import time; time.sleep(600)", seconds=1), least=1),
         replace(python("qwen3-8b", COMPILES, "{}", "again"), least=10**6),
     ]
     for call, name in enumerate(("here", "there")):
