@@ -36,6 +36,10 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 # nobody reads here: a fifth of the time of a small capture.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
+# The cache of what operators give for fake tensors pays from many equal layers on. Captures of one or two are a sixth
+# faster without it. Tests in processes of their own have it.
+torch._dynamo.config.fake_tensor_cache_enabled = False
+
 # Machines differ and are shared, so no example has a time limit; everybody gets the same examples.
 hypothesis.settings.register_profile("kvpass", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("kvpass")
