@@ -31,7 +31,8 @@ def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE) -> tuple[Tensor, 
     """Cut every segment of the pool into tiles of at most ``tile`` entries, layer by layer.
 
     A segment of n entries has ceil(n / tile) tiles, an empty one none; only the last tile of a segment may be shorter.
-    The host reads one value, the number of tiles of the largest layer.
+    The host reads one value, the number of tiles of the largest layer. It is rounded up by at most a quarter, so that
+    prompts of one shape mostly have lists of one length: a CUDA graph fits one.
 
     Args:
         offsets: int32 ``[B, L*K + 1]``, rows of the pool where each (layer, head) begins.
@@ -63,6 +64,8 @@ def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE) -> tuple[Tensor, 
     total = tile_offsets[:, -1:]
 
     count = max(int(total.max()), FEWEST_TILES)
+    step = 1 << max(count.bit_length() - 3, 0)
+    count = -(-count // step) * step
     index = torch.arange(count, dtype=torch.int32, device=offsets.device).expand(layers, -1).contiguous()
     segment = torch.searchsorted(tile_offsets[:, 1:].contiguous(), index, right=True).clamp(max=rows * kv_heads - 1)
     tile_first = first.gather(1, segment) + (index - tile_offsets.gather(1, segment)) * tile

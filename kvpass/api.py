@@ -238,4 +238,6 @@ def restore_cache(
         cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors)
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
-    return cache.to(runtime.identity.weights.device if device is None else device)
+    cache = cache.to(runtime.identity.weights.device if device is None else device)
+    cache.recycled = runtime.captures.compiler.memory(cache.device)  # of copies, where the cache is reusable
+    return cache

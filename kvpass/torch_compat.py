@@ -8,6 +8,8 @@ from typing import Any
 from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo.guards import GlobalStateGuard, dict_version
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
@@ -81,6 +83,7 @@ __all__ = [
     "set_symbol_bounds",
     "shape_guards",
     "sizes_of_inputs",
+    "storage_users",
     "symbol_bounds",
     "symbol_is_type",
     "trace_structured",
@@ -160,6 +163,11 @@ def compiled_for_any_length() -> Iterator[None]:
 
     with mock.patch.object(SIMDScheduling, "can_use_32bit_indexing", staticmethod(for_every_size)):
         yield
+
+
+def storage_users(tensor: Tensor) -> int:
+    """Count what refers to the storage of a tensor, from Python or not; the number for one tensor is a constant."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def drop_shape_guards(shapes: ShapeEnv, dropped: Collection[ShapeGuard]) -> None:

@@ -22,6 +22,7 @@ from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.metadata import CacheMetadata, check_tensors
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, by_layer, layer_ids
 from kvpass.cache.recompression import Recompression
+from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.sliding_layers import SlidingWindowLayers
 from kvpass.config import Block, Budget, Geometry, Layout
@@ -49,6 +50,8 @@ class CompressedCache(Cache):
         longest: most tokens that the captures which filled it hold for; None when any number.
         begun_by: the capture of a raw module that prefilled it.
         reusable: calls continue on a copy and do not change this cache.
+        expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
+        recycled: where its memory comes from.
         answer_end: last token of each row of the answer that ``generate`` last gave from a copy of this cache.
         block: tokens of a block in which its prompt is prefilled; None: those of the model.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
@@ -64,6 +67,8 @@ class CompressedCache(Cache):
         self.policy = policy
         self.budget = budget
         self.block: Block | None = None
+        self.expected = 0
+        self.recycled = NOTHING_KEPT
         self._forget()
 
     def _forget(self) -> None:
@@ -88,7 +93,9 @@ class CompressedCache(Cache):
         self.start = start
         self._prompt_columns = columns
 
-    def prefill_state(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    def prefill_state(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, recycled: Recycled = NOTHING_KEPT
+    ) -> dict[str, Tensor]:
         """Return the buffers that the prefill graph writes, allocated on first use.
 
         ``start`` and ``first`` int64 ``[B]`` are the first real columns, on the CPU and on the device.
@@ -98,6 +105,7 @@ class CompressedCache(Cache):
             CacheMismatchError: the graph has another layout.
         """
         if self.layout is None:
+            self.recycled = recycled
             self._allocate(layout, dtype, device)
         self._check_layout(layout)
         state = self._state([store.prefill_state for store in self.full_layers])
@@ -111,8 +119,10 @@ class CompressedCache(Cache):
             self._budgets = [self.budget.check(length, window, layout.token_bytes) for length in lengths]
         self.full_layers = [FullAttentionLayers(group, self.policy) for group in layout.pools]
         for store in self.full_layers:
-            store.begin_prefill(self._budgets, self.start, n, dtype, device)
-        self.sliding_layers = [SlidingWindowLayers.empty(group, len(lengths), dtype, device) for group in layout.rings]
+            store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.recycled)
+        self.sliding_layers = [
+            SlidingWindowLayers.empty(group, len(lengths), dtype, device, self.recycled) for group in layout.rings
+        ]
         self._device = device
         self.layout = layout
 
@@ -120,9 +130,10 @@ class CompressedCache(Cache):
         """Store the results of the prefill graph."""
         n = self._prompt_columns
         window = min(self.policy.window, n)
-        stores = tuple(store.finish_prefill() for store in self.full_layers)
-        self._seen_columns = torch.tensor(n, dtype=torch.int64, device=self._device)
-        self.start, self.columns = self.start.to(self._device), n
+        stores = tuple(store.finish_prefill(self.recycled) for store in self.full_layers)
+        self._seen_columns = self.recycled.empty("seen", (), torch.int64, self._device).fill_(n)
+        start = self.recycled.empty("start", self.start.shape, torch.int64, self._device)
+        self.start, self.columns = start.copy_(self.start), n
         held = window - (self.start - (n - window)).clamp(min=0)
         self.record = self._record(torch.tensor(self._budgets), held, stores)
 
@@ -131,7 +142,7 @@ class CompressedCache(Cache):
     def ensure_room(self, tokens: int) -> None:
         """Grow the tails to hold ``tokens`` more."""
         for store in self.full_layers:
-            store.ensure_room(tokens)
+            store.ensure_room(tokens, self.expected - self.columns, self.recycled)
 
     def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the buffers of decode and extend graphs, which write tails and rings in place.
@@ -213,7 +224,7 @@ class CompressedCache(Cache):
             entries, window: of each row, int64 ``[B]``. stores: records of the stores.
         """
         return PromptRecord(
-            start=self.start,
+            start=self.start.clone(),  # the record outlives the cache
             columns=self.columns,
             entries=entries,
             window=window,
@@ -335,9 +346,9 @@ class CompressedCache(Cache):
         """Return an independent copy, not reusable; buffers that no call writes are shared."""
         twin = copy.copy(self)
         twin.reusable = False
-        twin.full_layers = [store.clone() for store in self.full_layers]
-        twin.sliding_layers = [ring.clone() for ring in self.sliding_layers]
-        twin._seen_columns = self._seen_columns.clone()
+        twin.full_layers = [store.clone(self.recycled) for store in self.full_layers]
+        twin.sliding_layers = [ring.clone(self.recycled) for ring in self.sliding_layers]
+        twin._seen_columns = self.recycled.copy("seen", self._seen_columns)
         return twin
 
     @torch.inference_mode(False)
@@ -493,6 +504,7 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Remove all entries; the cache can be filled again."""
+        self.expected = 0
         self._forget()
 
     @torch.inference_mode(False)

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from kvpass.cache.metadata import LayersFacts
 from kvpass.cache.prompt_record import LayersRecord
+from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.config import LayerGroup
 from kvpass.operands import BUFFERS, AppendBuffers, EvictBuffers, PrefillBuffers, saved_buffers, written_in
 from kvpass.ops.cuda import index_pool
@@ -25,7 +26,8 @@ from kvpass.policies.base import Policy
 TAIL_STEP = 64
 """Tails have room for a multiple of this number of slots, besides the prompt's."""
 MOST_SPARE = 1024
-"""A tail grows by half, but at most by this many slots. Few lengths mean few captures of a decode step."""
+"""A tail grows by half, or by what is known to come, but at most by this many slots. Few lengths mean few captures of a
+decode step."""
 
 
 class FullAttentionLayers:
@@ -77,13 +79,21 @@ class FullAttentionLayers:
         return {} if self._prefill is None else self._prefill._asdict()
 
     def begin_prefill(
-        self, budgets: Sequence[int], start: Tensor, columns: int, dtype: torch.dtype, device: torch.device
+        self,
+        budgets: Sequence[int],
+        start: Tensor,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        expected: int = 0,
+        recycled: Recycled = NOTHING_KEPT,
     ) -> None:
         """Allocate the buffers of a prompt.
 
         Args:
             budgets: entries per KV head per layer of each row, window included.
             start: first real column of each row, int64 ``[B]`` on the CPU. columns: N.
+            expected: tokens that the tail is reserved for.
         """
         self._columns = columns
         self._start = start
@@ -91,7 +101,7 @@ class FullAttentionLayers:
         entries = [max(budget - window, 0) for budget in budgets]
         bound = g.layers * g.kv_heads * max(n - window, 0) + g.layers
         slots = max(2, min(self.policy.capacity(max(entries), g.layers, g.kv_heads), bound))
-        tail = min(window, n) + TAIL_STEP
+        tail = min(window, n) + _rounded_up(1 if self.evicts else min(max(expected, 1), MOST_SPARE))
 
         sizes = {
             **{"B": b, "E": slots, "D": g.key_dim, "V": g.value_dim, "L": g.layers, "K": g.kv_heads, "C": tail},
@@ -100,13 +110,14 @@ class FullAttentionLayers:
 
         def allocate(name: str) -> Tensor:
             buffer = BUFFERS[name]
-            found = torch.empty(buffer.shape(sizes), dtype=buffer.dtype or dtype, device=device)
+            place = recycled if name in self._cached else NOTHING_KEPT
+            found = place.empty((self.group, name), buffer.shape(sizes), buffer.dtype or dtype, device)
             return found if buffer.initial is None else found.fill_(buffer.initial)
 
         self._prefill = PrefillBuffers(*map(allocate, PrefillBuffers._fields))
         self._prefill.entries.copy_(torch.tensor(entries))
 
-    def finish_prefill(self) -> LayersRecord:
+    def finish_prefill(self, recycled: Recycled = NOTHING_KEPT) -> LayersRecord:
         """Store the results of the prefill graph and drop tables that only the cascade needs."""
         prompt, g, n = self._prefill, self.geometry, self._columns
         assert prompt is not None
@@ -126,6 +137,8 @@ class FullAttentionLayers:
         if self.evicts:
             self._begin_evicting(prompt)
         self._index_pool()
+        for name in self.cached_state.keys() - set(PrefillBuffers._fields):
+            setattr(self, name, recycled.copy((self.group, name), getattr(self, name)))
         del self._start
         return LayersRecord(
             group=self.group,
@@ -133,7 +146,7 @@ class FullAttentionLayers:
             mass=mass[:, :heads].view(-1, g.layers, g.kv_heads) + prompt.window_stats[MASS].sum(-1),
             weights=prompt.layer_weights,
             positions=self.pool_positions,
-            offsets=self.offsets,
+            offsets=self.offsets.clone(),  # the record outlives the cache
         )
 
     def _index_pool(self) -> None:
@@ -167,25 +180,30 @@ class FullAttentionLayers:
     @property
     def cached_state(self) -> dict[str, Tensor]:
         """Buffers that decode and extend graphs read; they append to the tail in place."""
-        names = EvictBuffers._fields if self.evicts else AppendBuffers._fields
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return {name: getattr(self, name) for name in self._cached if hasattr(self, name)}
 
-    def ensure_room(self, tokens: int) -> None:
-        """Grow the tail, if needed, so that ``tokens`` more fit."""
+    @property
+    def _cached(self) -> tuple[str, ...]:
+        return EvictBuffers._fields if self.evicts else AppendBuffers._fields
+
+    def ensure_room(self, tokens: int, expected: int = 0, recycled: Recycled = NOTHING_KEPT) -> None:
+        """Grow the tail, if needed, so that ``tokens`` more fit; ``expected`` in all, if known, are then reserved."""
         old_capacity = self.tail_k.shape[3]
         needed = min(self.used + tokens, self._tail_bound) if self.evicts else self.used + tokens
         if needed <= old_capacity:
             return
-        capacity = max(needed, old_capacity + min(old_capacity // 2, MOST_SPARE))
-        capacity = -(-capacity // TAIL_STEP) * TAIL_STEP
+        spare = old_capacity // 2 if expected <= 0 else self.used + expected - old_capacity
+        capacity = _rounded_up(max(needed, old_capacity + min(spare, MOST_SPARE)))
         grown: dict[str, Tensor] = {}
         if self.evicts:
             capacity = min(capacity, self._tail_bound)
             extra = (0, capacity - old_capacity)
-            grown = {"table": pad(self.table, extra, value=EMPTY), "decode_state": pad(self.decode_state, extra)}
+            wider = {"table": pad(self.table, extra, value=EMPTY), "decode_state": pad(self.decode_state, extra)}
+            grown = {name: recycled.copy((self.group, name, "grown"), wide) for name, wide in wider.items()}
         for name in ("tail_k", "tail_v"):
             old: Tensor = getattr(self, name)
-            grown[name] = old.new_empty(*old.shape[:3], capacity, old.shape[4])
+            shape = (*old.shape[:3], capacity, old.shape[4])
+            grown[name] = recycled.empty((self.group, name, "grown"), shape, old.dtype, old.device)
             grown[name][:, :, :, :old_capacity] = old
         vars(self).update(grown)  # all or none, since an allocation may fail
 
@@ -196,13 +214,13 @@ class FullAttentionLayers:
         if self.evicts:
             self.next_position.add_(tokens)
 
-    def clone(self) -> FullAttentionLayers:
+    def clone(self, recycled: Recycled = NOTHING_KEPT) -> FullAttentionLayers:
         """Return an independent copy; buffers that no call writes are shared."""
         twin = copy.copy(self)
         phase = "evict" if self.evicts else "append"
         counters = {name for name, buffer in BUFFERS.items() if buffer.counter}
         for name in (written_in(phase) | counters) & vars(self).keys():
-            setattr(twin, name, getattr(self, name).clone())
+            setattr(twin, name, recycled.copy((self.group, name), getattr(self, name)))
         return twin
 
     def with_rows(self, index: Tensor) -> FullAttentionLayers:
@@ -318,3 +336,7 @@ class FullAttentionLayers:
                 result[row, layer, kv_head, :count] = self.pool_positions[row, begin : begin + count]
                 result[row, layer, kv_head, count : count + tail.numel()] = tail
         return result
+
+
+def _rounded_up(slots: int) -> int:
+    return -(-slots // TAIL_STEP) * TAIL_STEP

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.config import LayerGroup
 from kvpass.operands import BUFFERS, RingBuffers
 
@@ -28,13 +29,15 @@ class SlidingWindowLayers:
     ring_v: Tensor
 
     @classmethod
-    def empty(cls, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device) -> SlidingWindowLayers:
+    def empty(
+        cls, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device, recycled: Recycled
+    ) -> SlidingWindowLayers:
         """Return rings for ``rows`` rows of a batch."""
         g, window = group.geometry, group.sliding_window
         assert window is not None
         sizes = {"L": g.layers, "B": rows, "K": g.kv_heads, "R": window, "D": g.key_dim, "V": g.value_dim}
-        shapes = [BUFFERS[name].shape(sizes) for name in RingBuffers._fields]
-        return cls(group, *(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
+        shapes = {name: BUFFERS[name].shape(sizes) for name in RingBuffers._fields}
+        return cls(group, *(recycled.empty((group, name), shapes[name], dtype, device).zero_() for name in shapes))
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -48,9 +51,11 @@ class SlidingWindowLayers:
         """Return a copy on another device."""
         return self._each(lambda x: x.to(device, copy=True))
 
-    def clone(self) -> SlidingWindowLayers:
+    def clone(self, recycled: Recycled = NOTHING_KEPT) -> SlidingWindowLayers:
         """Return an independent copy."""
-        return self._each(torch.clone)
+        return SlidingWindowLayers(
+            self.group, *(recycled.copy((self.group, name), ring) for name, ring in self.state.items())
+        )
 
     def with_rows(self, index: Tensor) -> SlidingWindowLayers:
         """Return a ring buffer whose row i is row ``index[i]`` of this one."""

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.cache.cache import CompressedCache
+from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.compiler.blocks import BlockedPrefill, lengths_allowed, nothing_seen, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_parts
@@ -144,6 +145,7 @@ class PhaseCompiler:
         regions: compile each distinct part between attention ops once; "auto": where that pays.
         cuda_graphs: on CUDA, capture decode steps (and extensions of up to 8 tokens) once and replay them.
         records: one entry per compiled graph, appended here.
+        recycled: memory of caches that decode in captured steps.
     """
 
     compiler: Compiler
@@ -151,6 +153,15 @@ class PhaseCompiler:
     regions: Regions = "auto"
     cuda_graphs: bool = True
     records: list[CompileRecord] = field(default_factory=list)
+    recycled: Recycled = field(default_factory=Recycled)
+
+    def captures_steps(self, device: torch.device) -> bool:
+        """Whether decode steps on the device are captured as CUDA graphs."""
+        return device.type == "cuda" and self.cuda_graphs and self.compiler == "inductor"
+
+    def memory(self, device: torch.device) -> Recycled:
+        """Return where caches on the device take their memory from: recycled only for captured steps."""
+        return self.recycled if self.captures_steps(device) else NOTHING_KEPT
 
     def canonicalize(self, captured: GraphModule) -> CanonicalGraph:
         """Return a copy of a Dynamo graph in which every attention call is a ``kvpass::site``.
@@ -259,7 +270,7 @@ class PhaseCompiler:
 
         def state_of(cache: CompressedCache) -> dict[str, Tensor]:
             if phase == "prefill":
-                return cache.prefill_state(layout, dtype, device)
+                return cache.prefill_state(layout, dtype, device, self.memory(device))
             return cache.cached_state(layout, dtype)
 
         state = state_of(call.cache)
@@ -278,7 +289,7 @@ class PhaseCompiler:
             compiled, parts, whole_because = self._compiled(gm, [*inputs, *fakes], fake_mode.shape_env, in_parts)
         lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
         repeated = phase != "prefill" and not call.observed
-        if device.type == "cuda" and repeated and self.cuda_graphs and self.compiler == "inductor":
+        if repeated and self.captures_steps(device):
             graphed = self._graphed(captured, compiled, state_of, device)
             return _Made(graphed, parts, rewritten, whole_because)
 

@@ -51,7 +51,10 @@ _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class CudaRecorder:
-    """Records launches on ``device`` with ``torch.cuda.graph``; all recordings share one memory pool."""
+    """Records launches on ``device``; all recordings share one memory pool.
+
+    Not with ``torch.cuda.graph``, which waits for the device and returns all free memory to it before each recording.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -60,14 +63,21 @@ class CudaRecorder:
         self.stream = _STREAMS[device]
 
     def __call__(self, function: Callable[[], None]) -> Recording:
+        try:
+            return self._recorded(function)
+        except torch.OutOfMemoryError:  # free memory of other pools is not returned while recording
+            torch.cuda.empty_cache()
+        return self._recorded(function)
+
+    def _recorded(self, function: Callable[[], None]) -> Recording:
         graph = torch.cuda.CUDAGraph()
         try:
-            # the outer context restores device and stream even if the inner one cannot end its capture
-            with (
-                torch.cuda.stream(self.stream),
-                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
-            ):
-                function()
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    function()
+                finally:
+                    graph.capture_end()
         except RuntimeError as error:
             for cause in (error, error.__context__):  # ending a failed capture may raise too
                 if isinstance(cause, torch.OutOfMemoryError):

@@ -48,6 +48,7 @@ def generate(
     finished = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
     sequence, new = ids, ids
     with session(attention_mask) as active:
+        active.expected = ids.shape[1] + max_new_tokens - 1  # the last one is not appended
         for step in range(max_new_tokens):
             out = module(new, where) if positions else module(new)
             logits = out[0] if isinstance(out, tuple) else out

@@ -69,12 +69,14 @@ class Session:
     Attributes:
         attention_mask: ``[B, N]`` of the prompt, zeros before its real tokens; None when nothing is padded.
         cache: the compressed cache; None before the prompt was prefilled. Of a reusable one the session reads a copy.
+        expected: columns that the cache will hold at most, as far as known: its tail is reserved for them.
         calls: how many calls of a compiled module ended. One that torch ran eagerly is not among them: compare this
             with your own count where the stance of torch.compiler may change inside the session.
     """
 
     attention_mask: Tensor | None = None
     cache: CompressedCache | None = None
+    expected: int = 0
     calls: int = 0
 
 
@@ -212,6 +214,7 @@ class RawModule:
             module, inputs = self._for_prompt(None, inputs)
             cache, longest = CompressedCache(self.policy, self.budget, owner), module.longest
             check_length(longest, 0, tokens)
+            cache.expected = active.expected
             start = module._start(active.attention_mask, tokens)
             result = prefill(cache, start, tokens, lambda call: module.decoder(call, *inputs), block=tokens)
             cache.begun_by = module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.cache.copying import copied_only
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.prompt_record import PromptRecord
+from kvpass.cache.recycled import Recycled
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.transactions import Call, append, continued, prefill
@@ -56,7 +57,7 @@ class Runtime:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copied model, without captures: those read the original's weights."""
-        captures = CaptureCache(replace(self.captures.compiler, records=[]))
+        captures = CaptureCache(replace(self.captures.compiler, records=[], recycled=Recycled()))
         return replace(self, captures=captures, identity=copy.deepcopy(self.identity, memo), last_prompt=None)
 
 
@@ -168,6 +169,12 @@ class CompressedModel(_Base):
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
         if ids is not None:
             check_ids(ids)
+            if cache is None and _cache_is_default(kwargs, generation_config, self.generation_config):
+                cache = kwargs["past_key_values"] = _new_cache(self._kvpass, None)
+            if isinstance(cache, CompressedCache):
+                whole = 0 if ids.shape[1] > cache.columns else cache.columns
+                new = _new_tokens(ids.shape[1], kwargs, generation_config, self.generation_config)
+                cache.expected = whole + ids.shape[1] + new - 1  # the last one is not appended
         if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.columns:
             if cache.answer_end is not None and cache.answer_end == ids[:, 0].tolist():
                 warnings.warn(_DROPPED, stacklevel=2)
@@ -334,6 +341,23 @@ class CompressedModel(_Base):
             prompt=runtime.last_prompt,
             compiled=tuple(record for record in runtime.captures.compiler.records if record.policy == policy.spec),
         )
+
+
+def _cache_is_default(kwargs: Mapping[str, Any], *configs: Any) -> bool:
+    """Whether neither a call of ``generate`` nor a configuration says anything of the cache."""
+    said = [getattr(config, name, None) for config in configs for name in ("use_cache", "cache_implementation")]
+    return not {"use_cache", "cache_implementation"} & kwargs.keys() and all(one in (None, True) for one in said)
+
+
+def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
+    """Return how many tokens ``generate`` may add to ``tokens`` ids; 0 where only its own default says so."""
+
+    def said(name: str) -> int | None:
+        values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in values if isinstance(value, int)), None)
+
+    new, length = said("max_new_tokens"), said("max_length")
+    return max(new if new is not None else (length or 0) - tokens, 0)
 
 
 def _new_cache(runtime: Runtime, given: CompressedCache | None) -> CompressedCache:

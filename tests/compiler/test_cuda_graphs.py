@@ -235,10 +235,11 @@ class Devices:
         self.home = self.current = SimpleNamespace(device=torch.device("cuda", 0))
         self.recorded, self.streams, self.fails = [], [], False
         monkeypatch.setattr(cuda_graphs, "_STREAMS", {})
-        for name in ("Stream", "stream", "graph"):
+        self.returned = 0
+        for name in ("Stream", "stream", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        for name in ("CUDAGraph", "graph_pool_handle"):
-            monkeypatch.setattr(torch.cuda, name, object)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
 
     def Stream(self, device):
         self.streams.append(SimpleNamespace(device=device))
@@ -252,15 +253,18 @@ class Devices:
         finally:
             self.current = before
 
-    @contextmanager
-    def graph(self, recording, pool, stream, capture_error_mode):
+    def empty_cache(self):
+        assert self.current is self.home, "not while recording"
+        self.returned += 1
+
+    def capture_begin(self, pool, capture_error_mode):
         assert capture_error_mode == "thread_local", "what other threads allocate meanwhile is no part of it"
-        self.recorded.append(stream.device.index)
-        self.current = stream
-        yield
+        assert self.current is not self.home, "the stream that the caller works on cannot be recorded"
+        self.recorded.append(self.current.device.index)
+
+    def capture_end(self):
         if self.fails:
             raise RuntimeError("operation failed due to a previous error during capture")
-        self.current = self.home
 
 
 def test_a_step_is_recorded_on_the_device_it_runs_on(monkeypatch):
@@ -271,6 +275,18 @@ def test_a_step_is_recorded_on_the_device_it_runs_on(monkeypatch):
     assert launched == devices.recorded == [1, 0, 1]
     assert len(devices.streams) == 2, "one stream a device"
     assert devices.current is devices.home
+    assert devices.returned == 0, "free memory was returned to the device, and every next allocation waits for it"
+
+
+def test_a_capture_without_memory_is_tried_again_with_what_the_allocator_had_kept(monkeypatch):
+    devices = Devices(monkeypatch)
+
+    def allocate():
+        if not devices.returned:
+            raise torch.OutOfMemoryError("no memory")
+
+    assert CudaRecorder(torch.device("cuda", 1))(allocate) is devices
+    assert devices.recorded == [1, 1] and devices.returned == 1 and devices.current is devices.home
 
 
 @pytest.mark.parametrize("ending_fails", [False, True])

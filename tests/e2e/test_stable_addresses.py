@@ -1,0 +1,266 @@
+"""A second prompt of the same shape is in the memory of the first, so that no decode step is captured again.
+
+On the CPU, with a recorder that, like a CUDA graph, keeps no tensor of the cache and replays on addresses.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import kvpass
+from kvpass.cache.layers import FullAttentionLayers
+from kvpass.cache.recycled import Recycled
+from kvpass.compiler.backend import PhaseCompiler
+from kvpass.frontends.transformers import CompressedModel
+from tiny_models import left_pad, random_ids, tiny_model
+
+OPTIONS = {"budget": 16, "window": 8, "backend": "eager"}
+
+
+def at_address(tensor):
+    """A function that makes a tensor of the memory that ``tensor`` has now."""
+    address, shape, dtype, nbytes = tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.nbytes
+    return lambda: torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype).view(shape)
+
+
+class Recorder:
+    recorded = 0
+
+    def __init__(self, device):
+        pass
+
+    def __call__(self, function):
+        Recorder.recorded += 1
+        known = inspect.getclosurevars(function).nonlocals
+        capture, step, state = known["self"], known["step"], [at_address(tensor) for tensor in known["state"]]
+
+        def replay():
+            capture._outputs = step(*capture._inputs, *(tensor() for tensor in state))
+
+        return SimpleNamespace(replay=replay)
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch):
+    """How many decode steps have been captured since it was last asked."""
+    monkeypatch.setattr("kvpass.compiler.backend.CudaRecorder", Recorder)
+    monkeypatch.setattr(PhaseCompiler, "captures_steps", lambda self, device: self.cuda_graphs)
+    Recorder.recorded = 0
+
+    def asked():
+        count, Recorder.recorded = Recorder.recorded, 0
+        return count
+
+    return asked
+
+
+def pair(family="llama", **options):
+    """A model whose steps are captured, and one that keeps no memory."""
+    model = tiny_model(family, layers=2)
+    return [kvpass.compile(model, **OPTIONS | options, cuda_graphs=graphs) for graphs in (True, False)]
+
+
+def answer(model, ids, new=12, **options):
+    return model.generate(ids, max_new_tokens=new, do_sample=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"policy": "full", "budget": None, "window": None}),
+        ("llama", {"policy": "h2o"}),
+        ("gemma3", {"policy": "snapkv"}),
+    ],
+    ids=["lava", "full", "h2o", "rings"],
+)
+def test_a_second_prompt_captures_nothing(family, options, recorded):
+    graphed, plain = pair(family, **options)
+    for turn in range(4):
+        ids = random_ids(2, 61, seed=turn)
+        assert torch.equal(answer(graphed, ids), answer(plain, ids)), f"prompt {turn}"
+        assert recorded() == (turn == 0), f"prompt {turn}"
+
+
+def test_neither_does_a_prompt_of_another_length_or_padding(recorded):
+    graphed, plain = pair()
+    for turn, (one, other) in enumerate([(61, 61), (100, 61), (200, 70)]):
+        ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (one, other)])
+        expected = answer(plain, ids, attention_mask=mask)
+        assert torch.equal(answer(graphed, ids, attention_mask=mask), expected)
+        assert recorded() == (turn == 0)
+
+
+@pytest.mark.parametrize("policy", ["lava", "h2o"])
+def test_nor_does_a_second_question_about_a_document(policy, recorded):
+    graphed, plain = pair(policy=policy)
+    text = random_ids(1, 61)
+    caches = [model.compress(text) for model in (graphed, plain)]
+    for turn in range(4):
+        question = random_ids(1, 9, seed=turn + 1)
+        said, expected = (
+            answer(model, question, new=80, past_key_values=cache)
+            for model, cache in zip((graphed, plain), caches, strict=True)
+        )
+        assert torch.equal(said, expected), f"question {turn}"
+        assert (recorded() > 0) == (turn == 0), f"question {turn}"
+
+
+def test_a_cache_that_is_still_referred_to_is_not_overwritten():
+    graphed, plain = pair()
+    texts, token = [random_ids(1, 61, seed=seed) for seed in range(5)], random_ids(1, 1)
+    for hold in (
+        lambda cache: cache,
+        lambda cache: cache.clone(),  # shares what no call writes
+        lambda cache: copy.deepcopy(cache),
+    ):
+        held = [hold(graphed(text).past_key_values) for text in texts]
+        for text, cache in zip(texts, held, strict=True):
+            expected = plain(token, past_key_values=plain(text).past_key_values).logits
+            assert torch.equal(graphed(token, past_key_values=cache).logits, expected)
+    views = [graphed(text).past_key_values.full_layers[0].pool_k[:, 3:5] for text in texts]
+    expected = [plain(text).past_key_values.full_layers[0].pool_k[:, 3:5] for text in texts]
+    assert torch.equal(torch.stack(views), torch.stack(expected)), "a view of a cache that is gone"
+
+
+def test_a_report_outlives_its_cache():
+    graphed, _ = pair()
+    graphed(random_ids(1, 61))
+    report = graphed.report()
+    expected = [tensor.clone() for tensor in (report.prompt.start, report.prompt.full_layers[0].offsets)]
+    for turn in range(3):
+        graphed(random_ids(1, 70, seed=turn + 1))
+    assert torch.equal(report.prompt.start, expected[0])
+    assert torch.equal(report.prompt.full_layers[0].offsets, expected[1])
+
+
+def test_a_cache_that_is_reset_gives_its_memory_to_the_next():
+    graphed, _ = pair()
+    cache = graphed(random_ids(1, 61)).past_key_values
+    before = cache.full_layers[0].pool_k.data_ptr()
+    cache.reset()
+    assert graphed(random_ids(1, 61)).past_key_values.full_layers[0].pool_k.data_ptr() == before
+
+
+def test_what_is_held_back_is_bounded_and_let_go_by_a_prompt_of_another_shape():
+    recycled, shape = Recycled(), (4, 5)
+    given = [recycled.empty("k", shape, torch.float32, torch.device("cpu")) for _ in range(5)]
+    assert len({tensor.data_ptr() for tensor in given}) == 5, "one was given twice"
+    kept = {tensor.data_ptr() for tensor in given[-2:]}
+    del given
+    again = recycled.empty("k", shape, torch.float32, torch.device("cpu"))
+    assert again.data_ptr() in kept
+    assert len(recycled._known["k"]) == 1, "one that nobody took was held back"
+    other = recycled.empty("k", (6,), torch.float32, torch.device("cpu"))
+    del again, other
+    last = recycled.empty("k", (6,), torch.float64, torch.device("cpu"))
+    assert [tensor.dtype for tensor in recycled._known["k"]] == [torch.float64] == [last.dtype]
+
+
+def test_where_no_steps_are_captured_nothing_is_held_back():
+    _, plain = pair()
+    plain(random_ids(1, 61))
+    assert not plain._kvpass.captures.compiler.recycled._known
+
+
+# -- the tail is reserved for what generate is asked for --------------------------------------------------------
+
+
+def tails(model: CompressedModel, monkeypatch):
+    """Lengths of the tail in every call."""
+    seen, run = [], type(model)._forward
+
+    def forward(self, *args):
+        out = run(self, *args)
+        seen.append(out.past_key_values.full_layers[0].tail_k.shape[3])
+        return out
+
+    monkeypatch.setattr(CompressedModel, "_forward", forward)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("asked", "slots"),
+    [
+        ({"max_new_tokens": 40}, 8 + 64),
+        ({"max_new_tokens": 64 + 1}, 8 + 64),
+        ({"max_new_tokens": 64 + 2}, 8 + 128),
+        ({"max_new_tokens": 200}, 8 + 256),
+        ({"max_length": 61 + 200}, 8 + 256),
+        ({"generation_config": GenerationConfig(max_new_tokens=200)}, 8 + 256),
+        ({"generation_config": GenerationConfig(max_length=61 + 200)}, 8 + 256),
+        ({}, 8 + 64),
+    ],
+    ids=str,
+)
+def test_generate_reserves_the_tail_once(asked, slots, monkeypatch):
+    _, plain = pair()
+    seen = tails(plain, monkeypatch)
+    out = plain.generate(random_ids(1, 61), do_sample=False, **asked)
+    assert set(seen) == {slots} and len(seen) == out.shape[1] - 61
+
+
+def test_a_turn_reserves_the_tail_once(monkeypatch):
+    _, plain = pair()
+    cache = plain.compress(random_ids(1, 61), reusable=False)
+    seen = tails(plain, monkeypatch)
+    answer(plain, random_ids(1, 9), new=300, past_key_values=cache)
+    assert seen[-1] == 320 and len(set(seen)) == 2, "as long as the prompt's first, then once"
+
+
+def test_what_is_reserved_ahead_is_bounded_and_so_is_what_an_early_end_leaves():
+    """Many ask for thousands of tokens and mean: until the end of the answer."""
+    _, plain = pair()
+    ids = random_ids(1, 61)
+    end = int(answer(plain, ids, new=3)[0, -1])
+    out = answer(plain, ids, new=50_000, eos_token_id=end, return_dict_in_generate=True)
+    assert out.past_key_values.full_layers[0].tail_k.shape[3] == 8 + 1024
+    cache = out.past_key_values
+    assert cache.nbytes == sum(part.nbytes for part in cache.full_layers) + cache.start.nbytes
+    cache.reset()
+    assert plain(ids, past_key_values=cache).past_key_values.full_layers[0].tail_k.shape[3] == 8 + 64
+
+
+def test_tokens_beyond_what_was_expected_find_room():
+    _, plain = pair()
+    cache = answer(plain, random_ids(1, 61), new=4, return_dict_in_generate=True).past_key_values
+    token = random_ids(1, 1)
+    for _ in range(80):
+        plain(token, past_key_values=cache)
+    assert cache.columns == 61 + 3 + 80 and cache.full_layers[0].tail_k.shape[3] == 128
+
+
+def test_the_greedy_loop_of_a_plain_module_reserves_the_tail_once():
+    class Decoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.qkv = torch.nn.Embedding(128, 32), torch.nn.Linear(32, 96)
+
+        def forward(self, ids):
+            q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.tokens(ids)).chunk(3, -1))
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return mixed.transpose(1, 2).flatten(2) @ self.tokens.weight.T
+
+    options = {"policy": "lava", "budget": 16, "window": 8, "compiler": "eager", "cuda_graphs": False}
+    compiled = torch.compile(Decoder().eval(), backend="kvpass", fullgraph=True, dynamic=True, options=options)
+    with torch.no_grad(), kvpass.session() as session:
+        compiled(random_ids(1, 40))
+    assert session.cache.full_layers[0].tail_k.shape[3] == 8 + 64
+    sizes = []
+    original = FullAttentionLayers.ensure_room
+
+    def watched(self, *args):
+        original(self, *args)
+        sizes.append(self.tail_k.shape[3])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FullAttentionLayers, "ensure_room", watched)
+        kvpass.generate(compiled, random_ids(1, 40), max_new_tokens=200)
+    assert set(sizes) == {8 + 256} and len(sizes) == 199
