@@ -39,17 +39,23 @@ class Recycled:
         if not self._most:
             return torch.empty(shape, dtype=dtype, device=device)
         with self._lock:
-            used, found = [], None
-            for tensor in self._known.pop(name, []):
-                if storage_users(tensor) > self._alone:
-                    used.append(tensor)
-                elif found is None and (tensor.shape, tensor.dtype, tensor.device) == (tuple(shape), dtype, device):
-                    found = tensor
-            tensor = None  # the last free one must not outlive the allocation
-            if found is None:
+            found = self._take_free(name, (tuple(shape), dtype, device))
+            if found is None:  # by now nothing holds the free ones
                 found = torch.empty(shape, dtype=dtype, device=device)
-            self._known[name] = [*used, found][-self._most :]
+            self._known[name] = [*self._known[name], found][-self._most :]
             return found.detach()
+
+    def _take_free(self, name: Hashable, kind: tuple[tuple[int, ...], torch.dtype, torch.device]) -> Tensor | None:
+        """Return a free buffer of that kind, if there is one, and let go of all other free ones."""
+        known, used = self._known.get(name, []), []
+        found = None
+        for tensor in known:
+            if storage_users(tensor) > self._alone:
+                used.append(tensor)
+            elif (tensor.shape, tensor.dtype, tensor.device) == kind:
+                found = tensor
+        self._known[name] = used
+        return found
 
     def copy(self, name: Hashable, tensor: Tensor) -> Tensor:
         """Return a contiguous copy in memory from :meth:`empty`."""

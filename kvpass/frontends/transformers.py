@@ -173,8 +173,8 @@ class CompressedModel(_Base):
                 cache = kwargs["past_key_values"] = _new_cache(self._kvpass, None)
             if isinstance(cache, CompressedCache):
                 whole = 0 if ids.shape[1] > cache.columns else cache.columns
-                new = _new_tokens(ids.shape[1], kwargs, generation_config, self.generation_config)
-                cache.expected = whole + ids.shape[1] + new - 1  # the last one is not appended
+                most = _new_tokens(ids.shape[1], kwargs, generation_config, self.generation_config)
+                cache.expected = whole + ids.shape[1] + most - 1  # the last one is not appended
         if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.columns:
             if cache.answer_end is not None and cache.answer_end == ids[:, 0].tolist():
                 warnings.warn(_DROPPED, stacklevel=2)

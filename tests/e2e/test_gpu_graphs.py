@@ -113,6 +113,14 @@ def test_generate_replays(recorded):
     assert_best("answer", said, logits_before(plain, ids, said), margin=1e-4)
 
 
+def test_a_second_prompt_of_the_same_shape_is_not_captured_again(recorded):
+    """tests/e2e/test_stable_addresses.py has more of it, on the CPU."""
+    fast = kvpass.compile(tiny_model("llama").cuda(), policy="snapkv", budget=16, window=8)
+    for seed in range(3):
+        fast.generate(random_ids(2, 61, seed=seed).cuda(), max_new_tokens=100, do_sample=False)
+    assert recorded() == 1
+
+
 @pytest.mark.parametrize("tokens", [2, 8])
 def test_short_extensions_are_replayed(tokens, recorded):
     model = tiny_model("llama").cuda()
