@@ -153,6 +153,7 @@ def test_what_is_held_back_is_bounded_and_let_go_by_a_prompt_of_another_shape():
     recycled, shape = Recycled(), (4, 5)
     given = [recycled.empty("k", shape, torch.float32, torch.device("cpu")) for _ in range(5)]
     assert len({tensor.data_ptr() for tensor in given}) == 5, "one was given twice"
+    assert len(recycled._known["k"]) == 2, "more than two are held back when all are gone"
     kept = {tensor.data_ptr() for tensor in given[-2:]}
     del given
     again = recycled.empty("k", shape, torch.float32, torch.device("cpu"))
