@@ -94,9 +94,9 @@ class CompressedCache(Cache):
         self._prompt_columns = columns
 
     def prefill_state(
-        self, layout: Layout, dtype: torch.dtype, device: torch.device, recycled: Recycled = NOTHING_KEPT
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, recycled: Recycled
     ) -> dict[str, Tensor]:
-        """Return the buffers that the prefill graph writes, allocated on first use.
+        """Return the buffers that the prefill graph writes, on first use from ``recycled``.
 
         ``start`` and ``first`` int64 ``[B]`` are the first real columns, on the CPU and on the device.
 

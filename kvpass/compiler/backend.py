@@ -255,10 +255,13 @@ class PhaseCompiler:
         lookups = input_lookups(captured.gm) if decoder.device.type == "cpu" else ()
 
         def run(call: Call, *inputs: Any) -> Any:
+            cache, device = call.cache, decoder.device
+            state = cache.prefill_state(decoder.layout, decoder.dtype, device, self.memory(device))
             for lookup in lookups:
                 lookup.check(inputs)
             call.begin()
-            return [decoder(call.cache, inputs, tokens_of(call.block, call.cache.batch_size, decoder.device))]
+            block = tokens_of(call.block, cache.batch_size, device)
+            return [decoder(cache.policy, state, inputs, block)]
 
         return _Made(run, len(decoder.functions), passes)
 

@@ -21,7 +21,6 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import record_function
 
-from kvpass.cache.cache import CompressedCache
 from kvpass.config import Block
 from kvpass.graphs.bind_state import placeholders, size_reader
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
@@ -31,6 +30,7 @@ from kvpass.graphs.split_layers import Layer, SplitPrompt
 from kvpass.operands import Attention, Candidates, PrefillBuffers, RingBuffers
 from kvpass.ops.schemas import implementation
 from kvpass.ops.sliding import keep_newest
+from kvpass.policies.base import Policy
 from kvpass.torch_compat import shape_guards, symbol_bounds
 
 AUTO_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -150,13 +150,14 @@ class BlockedPrefill:
         edges = edges_of(tokens, block)
         return edges if all(self.allowed(end - first) for first, end in pairwise(edges)) else [0, tokens]
 
-    def __call__(self, cache: CompressedCache, inputs: Sequence[Any], block: int) -> Tensor:
-        """Fill the cache with a prompt, and return the logits.
+    def __call__(self, policy: Policy, state: Mapping[str, Tensor], inputs: Sequence[Any], block: int) -> Tensor:
+        """Fill a cache with a prompt, and return the logits.
 
         Args:
-            inputs: of the captured graph. block: tokens of a block, at least 2.
+            state: what the prompt is written to, see :meth:`kvpass.cache.cache.CompressedCache.prefill_state`. inputs: of the captured
+                graph. block: tokens of a block, at least 2.
         """
-        prompt = _Prompt(self, cache, inputs)
+        prompt = _Prompt(self, policy, state, inputs)
         edges = self.edges(prompt.tokens, block)
         prompt.begin()
         *layers, last = self.split.layers
@@ -185,10 +186,11 @@ class _Prompt:
         known: inputs, and what passes between layers, by node.
     """
 
-    def __init__(self, decoder: BlockedPrefill, cache: CompressedCache, inputs: Sequence[Any]) -> None:
-        self.decoder, self.policy = decoder, cache.policy
+    def __init__(
+        self, decoder: BlockedPrefill, policy: Policy, state: Mapping[str, Tensor], inputs: Sequence[Any]
+    ) -> None:
+        self.decoder, self.policy, self.state = decoder, policy, state
         self.tokens = decoder.tokens(inputs)
-        self.state = cache.prefill_state(decoder.layout, decoder.dtype, decoder.device)
         self.start, self.first = self.state["start"], self.state["first"]
         given = [*inputs, nothing_seen(decoder.device)]
         self.known: dict[Node, Any] = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
