@@ -154,8 +154,8 @@ class BlockedPrefill:
         """Fill a cache with a prompt, and return the logits.
 
         Args:
-            state: what the prompt is written to, see :meth:`kvpass.cache.cache.CompressedCache.prefill_state`. inputs: of the captured
-                graph. block: tokens of a block, at least 2.
+            state: the buffers that the prompt is written to, of :meth:`CompressedCache.prefill_state`. inputs: of the
+                captured graph. block: tokens of a block, at least 2.
         """
         prompt = _Prompt(self, policy, state, inputs)
         edges = self.edges(prompt.tokens, block)

@@ -58,7 +58,9 @@ def recorded(monkeypatch):
         count, Recorder.recorded = Recorder.recorded, 0
         return count
 
-    return asked
+    # What Dynamo leaves of a capture refers to the cache; it collects that garbage itself, if not told otherwise.
+    with torch._dynamo.config.patch(run_gc_after_compile=True):
+        yield asked
 
 
 def pair(family="llama", **options):
