@@ -48,6 +48,7 @@ __all__ = [
     "GlobalSource",
     "GlobalStateGuard",
     "LocalSource",
+    "ShapeEnv",
     "ShapeGuard",
     "Source",
     "SymNodeVariable",

@@ -8,7 +8,7 @@ caches never mix.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,6 +63,9 @@ MOST_PARTS = 4
 
 INDUCTOR_CONFIG = {"triton.decompose_sort_ops": True} if hasattr(inductor_config.triton, "decompose_sort_ops") else {}
 """Otherwise sorting with 16-bit indices (in MoE routers) would compile short and long prompts separately."""
+ONE_ROW_CONFIG = {**INDUCTOR_CONFIG, "coordinate_descent_tuning": True}
+"""Of a decode step of one row on CUDA: Inductor then writes products of a vector and a matrix itself, and norms and
+activations into them: 10 launches a layer of llama instead of 13."""
 
 
 def check_compiler(option: str, name: str) -> Compiler:
@@ -288,8 +291,10 @@ class PhaseCompiler:
         rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
         sites = rewritten[-1].sites
         in_parts = self.regions is True or (self.regions == "auto" and self._pays(phase, sites, device))
+        one_row = phase == "decode" and device.type == "cuda" and call.cache.batch_size == 1
+        compile_one = self._compile_one(fake_mode.shape_env, ONE_ROW_CONFIG if one_row else INDUCTOR_CONFIG)
         with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():
-            compiled, parts, whole_because = self._compiled(gm, [*inputs, *fakes], fake_mode.shape_env, in_parts)
+            compiled, parts, whole_because = self._compiled(gm, [*inputs, *fakes], compile_one, in_parts)
         lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
         repeated = phase != "prefill" and not call.observed
         if repeated and self.captures_steps(device):
@@ -305,19 +310,18 @@ class PhaseCompiler:
 
         return _Made(run, parts, rewritten, whole_because)
 
-    def _compile_one(self, shapes: ShapeEnv | None) -> CompileOne:
+    def _compile_one(self, shapes: ShapeEnv | None, config: Mapping[str, Any] = INDUCTOR_CONFIG) -> CompileOne:
         def compile_one(part: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if self.compiler == "eager":
                 return part.forward
-            return compile_guarded(partial(compile_fx, part, inputs, config_patches=INDUCTOR_CONFIG), inputs, shapes)
+            return compile_guarded(partial(compile_fx, part, inputs, config_patches=dict(config)), inputs, shapes)
 
         return compile_one
 
     def _compiled(
-        self, gm: GraphModule, examples: Sequence[Any], shapes: ShapeEnv | None, in_parts: bool
+        self, gm: GraphModule, examples: Sequence[Any], compile_one: CompileOne, in_parts: bool
     ) -> tuple[Callable[..., Any], int, str]:
         """Return a graph in compiled code, in how many parts, and why it is whole where it should be in parts."""
-        compile_one = self._compile_one(shapes)
         if not in_parts:
             return compile_one(gm, examples), 1, ""
         try:
