@@ -24,6 +24,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import kvpass
+from kvpass.eval.bench.processes import process_markdown
 from kvpass.eval.bench.report import markdown
 from kvpass.eval.gpu_check import kernel_markdown, smoke_markdown
 from kvpass.eval.tables import markdown_table
@@ -350,6 +351,8 @@ def _record(path: Path) -> list[str]:
         return [*command, _earlier_table(found)]
     if "runs" in found:
         return [*command, markdown(found)]
+    if "start" in found or "prefill_memory" in found:
+        return [*command, process_markdown(found)]
     if "decode" in found:
         return [*command, *kernel_markdown(found)]
     if "checks" in found:

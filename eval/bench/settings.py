@@ -57,23 +57,32 @@ _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
         1024,
         _SMALL | {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_key_value_heads": 2},
     ),
+    "wide-mlp": (
+        16384,
+        _SMALL
+        | {"intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"max_position_embeddings": 2**17},
+    ),
 }
 """Usual context and config by name. The published shapes (``mistral-7b`` is v0.3) have more positions than published,
 so that prompts of a million tokens and their answers fit in each."""
 
 
-def find_model(name: str) -> BenchModel:
+def find_model(name: str, layers: int | None = None) -> BenchModel:
     """Look up a model of the bench.
 
     Args:
         name: a known name such as ``llama-3.1-8b`` or ``small``, or the path of a transformers ``config.json``.
+        layers: how many it shall have; None: its own.
 
     Raises:
-        ValueError: neither a known name nor a readable config of a known architecture.
+        ValueError: neither a known name nor a readable config of a known architecture, or it lists another number of
+            layers.
     """
+    depth = {} if layers is None else {"num_hidden_layers": layers}
     if name in _MODELS:
         context, known = _MODELS[name]
-        return BenchModel(name, AutoConfig.for_model(**known), context)
+        return BenchModel(name, AutoConfig.for_model(**known | depth), context)
     path = Path(name)
     if path.suffix != ".json":
         raise ValueError(f"model={name!r}: expected one of {', '.join(_MODELS)} or the path of a config.json")
@@ -85,7 +94,7 @@ def find_model(name: str) -> BenchModel:
         raise ValueError(f"model={name!r}: not JSON ({error})") from error
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(f"model={name!r}: a transformers config has a 'model_type'; this file has none")
-    config = AutoConfig.for_model(**fields)
+    config = AutoConfig.for_model(**fields | depth)
     return BenchModel(name, config, min(16384, config.max_position_embeddings // 2))
 
 

@@ -221,14 +221,21 @@ def _sdpa_attention(function: Callable[..., Any]) -> Iterator[None]:
 
 
 class Kvpass(System):
-    """kvpass with one policy; ``budget`` is not used by a policy that needs none."""
+    """kvpass with one policy; ``budget`` is not used by a policy that needs none, ``options`` are of kvpass.compile."""
 
     def __init__(
-        self, model: PreTrainedModel, name: str, *, policy: Policy, budget: int | float | str, backend: Compiler
+        self,
+        model: PreTrainedModel,
+        name: str,
+        *,
+        policy: Policy,
+        budget: int | float | str,
+        backend: Compiler,
+        **options: Any,
     ) -> None:
         self.name = name
         self.model = kvpass.compile(
-            model, policy=policy, budget=budget if policy.needs_budget else None, backend=backend
+            model, policy=policy, budget=budget if policy.needs_budget else None, backend=backend, **options
         )
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:

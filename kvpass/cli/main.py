@@ -93,7 +93,7 @@ def demo(
 def bench(
     model: Annotated[
         str,
-        typer.Option(help="llama-3.1-8b, qwen3-8b, mistral-7b, small, small-mha, tiny, or a transformers config.json."),
+        typer.Option(help="llama-3.1-8b, qwen3-8b, mistral-7b, small, small-mha, tiny, wide-mlp, or a config.json."),
     ] = "small-mha",
     device: Annotated[str, typer.Option(help="'cpu' or 'cuda'; weights are made there.")] = "cpu",
     dtype: Annotated[
@@ -102,7 +102,9 @@ def bench(
     contexts: Annotated[
         str, typer.Option("--contexts", "--context", help="Prompt tokens, separated by commas; the model's own if not.")
     ] = "",
-    batches: Annotated[str, typer.Option("--batches", "--batch", help="Rows, separated by commas.")] = "1",
+    batches: Annotated[
+        str, typer.Option("--batches", "--batch", help="Rows, separated by commas; 1 if not, with --start 1,2,3,7.")
+    ] = "",
     budget: Annotated[
         str, typer.Option(help="Entries per KV head per layer (256), share of the prompt (0.1) or bytes ('4MiB').")
     ] = "256",
@@ -128,6 +130,21 @@ def bench(
         None
     ),
     plots: Annotated[Path | None, typer.Option(help="Folder for pictures of time and memory against context.")] = None,
+    start: Annotated[
+        str,
+        typer.Option(
+            metavar="LAYERS",
+            help="Instead: seconds to capture and compile the first policy at these depths, such as 4,16,32, with "
+            "Inductor's cache empty and filled, and the first call of each of --batches.",
+        ),
+    ] = "",
+    prefill_memory: Annotated[
+        bool,
+        typer.Option(
+            "--prefill-memory",
+            help="Instead: peak memory of prompts of --contexts tokens under the first policy, in blocks and whole.",
+        ),
+    ] = False,
     tune: Annotated[
         bool,
         typer.Option(
@@ -145,6 +162,7 @@ def bench(
         return
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.bench.measure import save_json
+    from kvpass.eval.bench.processes import BATCHES, PrefillMemory, Start, process_tables
     from kvpass.eval.bench.report import plot, tables
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.policy_spec import parse_policies, typed
@@ -153,26 +171,33 @@ def bench(
 
     kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
+    checked: Bench | Start | PrefillMemory
     with _interruptible(anew), _bad_values():
-        checked = Bench(
-            BenchSettings(
-                model=model,
-                device=device,
-                dtype=dtype,
-                contexts=_numbers("contexts", contexts),
-                batches=_numbers("batches", batches),
-                budget=typed(budget),
-                window=window,
-                policies=parse_policies(policies),
-                systems=None if systems is None else _names(systems),
-                new_tokens=new_tokens,
-                repeats=repeats,
-                backend=check_compiler("backend", backend),
-                shared_prompt=shared_prompt,
-                warm_cache=warm_cache,
-                seed=seed,
-            )
+        if start and prefill_memory:
+            raise ValueError("start and prefill_memory: measure one of them at a time")
+        if (start or prefill_memory) and plots is not None:
+            raise ValueError(f"plots={str(plots)!r}: there are none of start and prefill_memory")
+        settings = BenchSettings(
+            model=model,
+            device=device,
+            dtype=dtype,
+            contexts=_numbers("contexts", contexts),
+            batches=_numbers("batches", batches) or (BATCHES if start else (1,)),
+            budget=typed(budget),
+            window=window,
+            policies=parse_policies(policies),
+            systems=None if systems is None else _names(systems),
+            new_tokens=new_tokens,
+            repeats=repeats,
+            backend=check_compiler("backend", backend),
+            shared_prompt=shared_prompt,
+            warm_cache=warm_cache,
+            seed=seed,
         )
+        if start:
+            checked = Start(settings, _numbers("start", start))
+        else:
+            checked = PrefillMemory(settings) if prefill_memory else Bench(settings)
         if plots is not None:
             import_figure()
         for option, folder in (("json", json_path and json_path.parent), ("plots", plots)):
@@ -186,7 +211,7 @@ def bench(
 
     with _interruptible(anew):
         result = checked.run(progress_console(), save)
-    console.print(tables(result))
+    console.print(tables(result) if isinstance(checked, Bench) else process_tables(result))
     written = [*(plot([result], plots) if plots is not None else []), *([json_path] if json_path is not None else [])]
     for path in written:
         console.print(f"written: {path}", highlight=False)

@@ -1,0 +1,373 @@
+"""What only a fresh process shows: seconds of a start, and the most memory that a prompt takes.
+
+``kvpass bench --start`` and ``kvpass bench --prefill-memory``. A process that has compiled once is warm, and the most
+memory it ever had hides what came later, so every figure is taken in a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from rich.console import Console, Group
+from rich.text import Text
+from torch import Tensor
+from torch._inductor.utils import fresh_cache
+
+from kvpass.compiler.blocks import tokens_of
+from kvpass.eval.bench.measure import Meter
+from kvpass.eval.bench.settings import BenchSettings, build, find_model
+from kvpass.eval.bench.systems import Kvpass
+from kvpass.eval.environment import machine, versions
+from kvpass.eval.tables import markdown_table, rich_table
+from kvpass.progress import progress_bar
+
+START_TOKENS = 256
+"""Prompt of a start: so short that what it takes to run does not matter beside compilation."""
+BATCHES = (1, 2, 3, 7)
+"""Rows of a start's batches, one after another in one process."""
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RECORDED = "device window budget backend seed".split()
+_MIB = 2**20
+
+Result = dict[str, Any]
+_R = TypeVar("_R")
+
+
+def in_new_process(function: Callable[..., _R], *args: Any) -> _R:
+    """Call a function of a module in a fresh Python process, which ends with it; the environment is this one's.
+
+    Raises:
+        BrokenProcessPool: the process was killed, mostly for want of memory.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        mock.patch.dict(os.environ, KVPASS_PROGRESS="0"),  # the bar here says what runs
+        ProcessPoolExecutor(1, mp_context=spawn) as pool,
+    ):
+        return pool.submit(function, *args).result()
+
+
+# -- in the new process -----------------------------------------------------------------------------------------------
+
+
+def _system(settings: BenchSettings, layers: int | None = None, **options: Any) -> Kvpass:
+    device, policy = torch.device(settings.device), settings.policies[0].with_window(settings.window)
+    model = build(find_model(settings.model, layers), settings.seed, device, settings.torch_dtype)
+    budget, backend = settings.budget, settings.backend
+    return Kvpass(model, str(policy), policy=policy.resolve(), budget=budget, backend=backend, **options)
+
+
+def _ids(system: Kvpass, seed: int, rows: int, tokens: int) -> Tensor:
+    made = torch.randint(system.model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    return made.to(system.model.device)
+
+
+@torch.no_grad()
+def measure_batches(settings: BenchSettings, layers: int, batches: Sequence[int]) -> list[Result]:
+    """Prefill and decode a token of a short prompt, twice, for each number of rows in turn.
+
+    Returns:
+        for each, seconds of prefill and step of the first time and of the second (``first_s``, ``again_s``), and every
+        graph compiled so far, of the report (``compiled``).
+    """
+    system, meter = _system(settings, layers), Meter(torch.device(settings.device))
+    found = []
+    for rows in batches:
+        ids, taken = _ids(system, settings.seed, rows, START_TOKENS), []
+        for _ in range(2):
+            marks = [meter.mark()]
+            _, cache = system.prefill(ids)
+            marks.append(meter.mark())
+            system.step(ids[:, :1], START_TOKENS, cache)
+            taken.append(meter.seconds([*marks, meter.mark()]))
+        compiled = [
+            {"phase": record.phase, "rows": record.batch, "parts": record.parts, "seconds": record.seconds}
+            for record in system.model.report().compiled
+        ]
+        found.append({"rows": rows, "first_s": taken[0], "again_s": taken[1], "compiled": compiled})
+    return found
+
+
+@torch.no_grad()
+def measure_memory(settings: BenchSettings, tokens: int, rows: int, whole: bool) -> Result:
+    """Prefill a prompt of so many tokens with graphs that a short one compiled, and see what memory it took.
+
+    Args:
+        whole: the prompt as one graph over all its tokens, not in blocks.
+    """
+    system = _system(settings, compile_regions=False if whole else "auto")
+    device = torch.device(settings.device)
+    meter = Meter(device)
+    system.prefill(_ids(system, settings.seed, rows, min(tokens, START_TOKENS)))
+    ids, marks = _ids(system, settings.seed, rows, tokens), []
+
+    def run() -> None:
+        marks.append(meter.mark())
+        system.prefill(ids)
+        marks.append(meter.mark())
+
+    peak = _peak_growth(run, meter)
+    report, config = system.model.report(), system.model.config.get_text_config()
+    size, block = system.model.dtype.itemsize, min(tokens, tokens_of(system.model.prefill_block, rows, device))
+    return {
+        "tokens": tokens,
+        "rows": rows,
+        "block": None if whole else block,
+        "prefill_s": meter.seconds(marks)[0],
+        "peak_bytes": peak,
+        "needed_bytes": {
+            "residual stream": rows * tokens * config.hidden_size * size,
+            "K and V of a layer": report.bytes_full // len(report.layer_ids),
+            "cache": report.prompt.nbytes,
+            "block": rows * block * 2 * config.intermediate_size * size,
+        },
+    }
+
+
+def _peak_growth(run: Callable[[], None], meter: Meter) -> int:
+    """The most bytes held at once while it runs, beyond those held before: allocated on CUDA, resident on the CPU."""
+    meter.release()
+    if meter.is_cuda:
+        before = meter.allocated()
+        meter.reset_peak()
+        run()
+        return (meter.peak() or 0) - before
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator kept of the short prompt would be taken again unseen
+    _CLEAR_REFS.write_text("5")  # the most resident memory so far becomes that of now
+    before = _most_resident()
+    run()
+    return _most_resident() - before
+
+
+def _most_resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# -- in the process of the command ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """Seconds of a start by depth, with Inductor's cache empty and filled, and of the first call of each batch size.
+
+    Args:
+        settings: of them model, device, dtype, budget, window, the first policy, backend, seed, repeats (of every
+            start) and batches are used. layers: the depths; batches have the first one.
+
+    Raises:
+        ValueError: a depth below 1, or a model whose config does not take it.
+    """
+
+    settings: BenchSettings
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.layers or min(self.layers) < 1:
+            raise ValueError(f"start={','.join(map(str, self.layers))}: must be one or more numbers of layers >= 1")
+        for depth in self.layers:
+            find_model(self.settings.model, depth)
+
+    def run(self, console: Console, save: Callable[[Result], None] = lambda result: None) -> Result:
+        """Measure, showing progress on the console; ``save`` is handed what is there after every process.
+
+        Returns:
+            what ``--json`` writes; in ``start`` for each depth one record a repeat, cold and warm.
+        """
+        settings, batches = self.settings, self.settings.batches
+        starts: list[Result] = [{"layers": depth, "cold": [], "warm": []} for depth in self.layers]
+        result = {**_header(settings), "repeats": settings.repeats, "complete": False}
+        result |= {"start": starts, "batches": {"layers": self.layers[0], "runs": []}}
+        with progress_bar(console) as progress:
+            task = progress.add_task("", total=2 * settings.repeats * len(starts) + 1)
+            for _ in range(settings.repeats):
+                for start in starts:
+                    with fresh_cache():
+                        for state in ("cold", "warm"):
+                            progress.update(task, description=f"{start['layers']} layers, {state}")
+                            start[state] += in_new_process(measure_batches, settings, start["layers"], (1,))
+                            progress.advance(task)
+                            save(result)
+            progress.update(task, description=f"rows {', '.join(map(str, batches))}")
+            with fresh_cache():
+                result["batches"]["runs"] = in_new_process(measure_batches, settings, self.layers[0], batches)
+        save(result := result | {"complete": True})
+        return result
+
+
+@dataclass(frozen=True)
+class PrefillMemory:
+    """The most memory that prompts of several lengths take beside the model, in blocks and as a whole.
+
+    Args:
+        settings: of them model, device, dtype, contexts, batches, budget, window, the first policy, backend and seed
+            are used.
+
+    Raises:
+        ValueError: the model's config names no size of an MLP, or the CPU's memory cannot be read here.
+    """
+
+    settings: BenchSettings
+
+    def __post_init__(self) -> None:
+        config: Any = self.settings.bench_model.config.get_text_config()
+        if not hasattr(config, "intermediate_size"):
+            raise ValueError(
+                f"model={self.settings.model!r}: what a block needs is computed from intermediate_size, which the "
+                "config does not have; take a model that has it, such as 'wide-mlp'"
+            )
+        if self.settings.device == "cpu" and not _CLEAR_REFS.exists():
+            raise ValueError(
+                f"device='cpu': the peak of resident memory is reset through {_CLEAR_REFS}, which Linux has"
+            )
+
+    def run(self, console: Console, save: Callable[[Result], None] = lambda result: None) -> Result:
+        """Measure, showing progress on the console; ``save`` is handed what is there after every process.
+
+        Returns:
+            what ``--json`` writes; in ``prefill_memory`` a record for every length and batch, in blocks and whole.
+        """
+        settings = self.settings
+        cases = [(n, rows, whole) for rows in settings.batches for n in settings.prompts for whole in (False, True)]
+        result: Result = {**_header(settings), "complete": False, "prefill_memory": []}
+        with progress_bar(console) as progress:
+            task = progress.add_task("", total=len(cases))
+            for tokens, rows, whole in cases:
+                progress.update(task, description=f"{tokens} x {rows}, {'whole' if whole else 'in blocks'}")
+                try:
+                    found = in_new_process(measure_memory, settings, tokens, rows, whole)
+                except BrokenProcessPool:
+                    said = "its process was killed, mostly for want of memory"
+                    found = {"tokens": tokens, "rows": rows, "whole": whole, "failure": said}
+                result["prefill_memory"].append({"failure": None, "whole": whole, **found})
+                progress.advance(task)
+                save(result)
+        save(result := result | {"complete": True})
+        return result
+
+
+def _header(settings: BenchSettings) -> Result:
+    config: Any = settings.bench_model.config.get_text_config()
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "machine": machine(torch.device(settings.device)),
+        "versions": versions(),
+        "model": {
+            "name": settings.model,
+            "type": config.model_type,
+            "dtype": str(settings.torch_dtype).removeprefix("torch."),
+            "hidden_size": config.hidden_size,
+            "intermediate_size": getattr(config, "intermediate_size", None),
+            "layers": config.num_hidden_layers,
+            "query_heads": config.num_attention_heads,
+            "kv_heads": getattr(config, "num_key_value_heads", None),
+        },
+        "policy": str(settings.policies[0]),
+        **{name: getattr(settings, name) for name in _RECORDED},
+    }
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+_Table = tuple[str, Sequence[str], list[list[str]]]
+"""Title, names of columns, cells."""
+
+START_LEGEND = (
+    f"First prompt of {START_TOKENS} tokens and first decode step, from after kvpass.compile to the logits. cold: "
+    "Inductor's cache empty; warm: a second process with what the first one left. compile: the report's seconds of "
+    "passes and Inductor. capture: the first calls less compile and less the same calls again. parts: compiled for "
+    "prefill + decode. Batches: in one process, one after another, first cache empty."
+)
+MEMORY_LEGEND = (
+    "peak: most bytes held at once beyond those before the prompt, in a process of its own that a short prompt has "
+    "warmed up: resident on the CPU, allocated on CUDA. needed: residual stream, K and V of one layer, cache, and what "
+    "the MLP (2 x intermediate_size) holds of one block. whole: the prompt as one graph, compile_regions=False."
+)
+
+
+def process_tables(result: Result) -> Group:
+    """A result of :class:`Start` or :class:`PrefillMemory` for a terminal, with what its columns mean."""
+    tables = (rich_table(header, rows, title=title, title_justify="left") for title, header, rows in _tables(result))
+    return Group(*tables, Text(_conditions(result)), Text(_legend(result)))
+
+
+def process_markdown(result: Result) -> str:
+    """The same in Markdown."""
+    parts = (f"**{title}**\n\n{markdown_table(header, rows)}" for title, header, rows in _tables(result))
+    return "\n".join([*parts, _conditions(result), "", _legend(result), ""])
+
+
+def _legend(result: Result) -> str:
+    return START_LEGEND if "start" in result else MEMORY_LEGEND
+
+
+def _tables(result: Result) -> list[_Table]:
+    return _start_tables(result) if "start" in result else [_memory_table(result)]
+
+
+def _start_tables(result: Result) -> list[_Table]:
+    header = ["layers", "parts", "cold s", "capture", "compile", "warm s", "capture", "compile"]
+    rows = []
+    for start in result["start"]:
+        if start["warm"]:
+            parts = " + ".join(str(record["parts"]) for record in start["cold"][0]["compiled"])
+            rows.append([str(start["layers"]), parts, *_seconds(start["cold"]), *_seconds(start["warm"])])
+    named = f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']}"
+    tables: list[_Table] = [(f"{named}: seconds of a start", header, rows)]
+    if runs := result["batches"]["runs"]:
+        cells = [
+            [
+                str(run["rows"]),
+                f"{sum(run['first_s']):.2f}",
+                f"{sum(run['again_s']):.2f}",
+                str(sum(record["parts"] for record in run["compiled"])),
+            ]
+            for run in runs
+        ]
+        title = f"{named}, {result['batches']['layers']} layers: batch sizes in one process"
+        tables.append((title, ["rows", "first calls s", "again s", "parts so far"], cells))
+    return tables
+
+
+def _seconds(starts: Sequence[Result]) -> list[str]:
+    """Medians: of all, of capturing, of compiling."""
+    totals = [sum(start["first_s"]) for start in starts]
+    compiling = [sum(record["seconds"] for record in start["compiled"]) for start in starts]
+    capturing = [t - c - sum(start["again_s"]) for t, c, start in zip(totals, compiling, starts, strict=True)]
+    return [f"{statistics.median(values):.1f}" for values in (totals, capturing, compiling)]
+
+
+def _memory_table(result: Result) -> _Table:
+    header = ["prompt", "rows", "way", "peak MiB", "needed MiB", "peak / needed", "prefill s"]
+    rows = []
+    for found in result["prefill_memory"]:
+        cells = [str(found["tokens"]), str(found["rows"]), "whole" if found["whole"] else f"blocks of {found['block']}"]
+        if found["failure"]:
+            rows.append([*cells[:2], "whole" if found["whole"] else "blocks", "failed", "-", "-", "-"])
+            continue
+        peak, needed = found["peak_bytes"], sum(found["needed_bytes"].values())
+        figures = [f"{peak / _MIB:.0f}", f"{needed / _MIB:.0f}", f"{peak / needed:.2f}", f"{found['prefill_s']:.2f}"]
+        rows.append([*cells, *figures])
+    named = f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']}"
+    return f"{named}: memory of a prompt beside the model", header, rows
+
+
+def _conditions(result: Result) -> str:
+    found, used = result["machine"], result["versions"]
+    repeated = f" {result['repeats']} starts of each, medians." if "start" in result else ""
+    return (
+        f"{found.get('name', found['cpu'])}, {found['threads']} threads, {found['capability']}; torch {used['torch']}, "
+        f"transformers {used['transformers']}.{repeated}"
+    )
