@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from rich.console import Console
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 import kvpass
 from kvpass.cli.main import app
 from kvpass.eval.bench import measure as bench_measure
+from kvpass.eval.bench import processes as bench_processes
 from kvpass.eval.bench.run import Bench
 from kvpass.eval.experiments import demo
 from kvpass.eval.needle.text import Task, sample
@@ -137,6 +140,9 @@ def test_policies_lists_every_registered_policy_with_its_options():
         (("bench", "--repeats", "0"), "repeats=0: must be >= 1"),
         (("bench", "--window", "0"), "window=0: must be >= 1"),
         (("bench", "--backend", "jit"), "backend='jit': must be one of inductor, eager"),
+        (("bench", "--start", "4,0"), "start=4,0: must be one or more numbers of layers >= 1"),
+        (("bench", "--start", "4", "--prefill-memory"), "start and prefill_memory: measure one of them at a time"),
+        (("bench", "--start", "4", "--plots", "p"), "plots='p': there are none of start and prefill_memory"),
         (("demo", "--facts", "0"), "facts=0: must be between 1 and 512"),
         (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
         (("demo", "--tokens", "64"), "tokens=64: must be above 64"),
@@ -269,3 +275,82 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     assert "…" not in result.output
     for words in ("seed 0", "float32", "256 tokens", "lava, streaming_llm, with default options"):
         assert words in result.output.replace("\n", " ")
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """Figures that a fresh process takes are taken in this one: every import of torch takes seconds."""
+    monkeypatch.setattr(bench_processes, "in_new_process", lambda function, *args: function(*args))
+
+
+def test_bench_of_a_start_counts_what_is_compiled_by_depth_and_batch(micro, tmp_path, one_process):
+    out = tmp_path / "out.json"
+    result = invoke(
+        "bench", "--model", micro, "--start", "1,2", "--batches", "1,2,3", "--budget", 40, "--policies", "lava",
+        "--repeats", 1, "--backend", "eager", "--json", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["complete"] and [start["layers"] for start in written["start"]] == [1, 2]
+    for start in written["start"]:
+        for made in (*start["cold"], *start["warm"]):
+            assert [(record["phase"], record["rows"]) for record in made["compiled"]] == [("prefill", 1), ("decode", 1)]
+            assert min(*made["first_s"], *made["again_s"]) > 0
+    assert written["batches"]["layers"] == 1
+    compiled = [[record["rows"] for record in run["compiled"]] for run in written["batches"]["runs"]]
+    assert compiled == [[1, 1], [1, 1, 2, 2], [1, 1, 2, 2]], "three rows use what two compiled"
+    parts = [sum(record["parts"] for record in run["compiled"]) for run in written["batches"]["runs"]]
+    shown = re.findall(r"^ *(\d+) +[\d.]+ +[\d.]+ +(\d+) *$", result.output, re.MULTILINE)
+    assert shown == [(str(rows), str(count)) for rows, count in zip((1, 2, 3), parts, strict=True)]
+
+
+def test_bench_of_memory_tells_blocks_from_the_whole_prompt(micro_sizes, tmp_path, one_process):
+    path, out = tmp_path / "wide.json", tmp_path / "out.json"
+    sizes = {"intermediate_size": 2048, "max_position_embeddings": 8192, "num_attention_heads": 2}
+    path.write_text(json.dumps({**micro_sizes, "model_type": "llama", **sizes}))
+    result = invoke(
+        "bench", "--model", path, "--prefill-memory", "--contexts", "6144", "--budget", 40, "--policies", "snapkv",
+        "--backend", "eager", "--json", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    blocks, whole = written["prefill_memory"]
+    assert written["complete"] and (blocks["tokens"], blocks["block"], whole["block"]) == (6144, 1024, None)
+    needed = blocks["needed_bytes"]
+    assert needed["residual stream"] == 6144 * 32 * 4 and needed["K and V of a layer"] == 6144 * 2 * 2 * 16 * 4
+    assert needed["block"] == 1024 * 2 * 2048 * 4 and needed["cache"] >= 40 * 2 * 2 * 16 * 4
+    assert whole["peak_bytes"] > 6144 * 2 * 2048 * 4, "gate and up of the whole prompt"
+    assert 0 < blocks["peak_bytes"] < whole["peak_bytes"] / 2
+    for found in written["prefill_memory"]:
+        assert f"{found['peak_bytes'] / 2**20:.0f}" in result.output
+
+
+def test_a_prompt_whose_process_is_killed_is_named_and_the_others_go_on(micro, tmp_path, monkeypatch):
+    def killed(function, settings, tokens, rows, whole):
+        if whole:
+            raise BrokenProcessPool
+        return {
+            "tokens": tokens,
+            "rows": rows,
+            "block": 96,
+            "prefill_s": 1.0,
+            "peak_bytes": 9,
+            "needed_bytes": {"a": 3},
+        }
+
+    monkeypatch.setattr(bench_processes, "in_new_process", killed)
+    out = tmp_path / "out.json"
+    words = ("--prefill-memory", "--contexts", "96,128", "--budget", 40, "--policies", "lava", "--json", out)
+    result = invoke("bench", "--model", micro, *words)
+    assert result.exit_code == 0, result.output
+    failures = [found["failure"] for found in json.loads(out.read_text())["prefill_memory"]]
+    assert failures[::2] == [None, None] and all("want of memory" in said for said in failures[1::2])
+    assert result.output.count("failed") == 2 and result.output.count("3.00") == 2
+
+
+def test_a_process_of_its_own_has_the_environment_of_now(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "here")
+    assert bench_processes.in_new_process(os.getpid) != os.getpid()
+    assert bench_processes.in_new_process(os.getenv, "TORCHINDUCTOR_CACHE_DIR") == "here"
+    with pytest.raises(BrokenProcessPool):
+        bench_processes.in_new_process(os.abort)
