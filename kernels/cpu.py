@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.checks import check_heads
-from kvpass.operands import AppendBuffers, Attention, Lines
+from kvpass.operands import AppendBuffers, Attention, Blocks, Lines
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
 _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -27,10 +27,11 @@ _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "
 Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of some tensors."""
 
-_ATTEND_CALL = struct.Struct("=40q2d")
-"""Fields of ``struct Call`` in decode_cpu.cpp: 17 pointers, 11 sizes, 9 strides, 3 of lines, scale, softcap."""
+_ATTEND_CALL = struct.Struct("=42q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 19 pointers, 11 sizes, 9 strides, 3 of lines, scale, softcap."""
 
 _CACHE_NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
+_BLOCK_NAMES = ("k", "v", "block", "used", "values")
 _SLOT_NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
 _POOL_NAMES = ("pool_k", "pool_v", "offsets")
 _ENTERED_NAMES = ("storage_order", "decode_state", "norm", "now")
@@ -100,6 +101,7 @@ def call_attend(
     sizes: tuple[int, int, int, int, int],
     line: Sequence[Tensor | None] = (None,) * 6,
     line_sizes: tuple[int, int, int] = (0, 0, 0),
+    blocks: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
 
@@ -108,6 +110,7 @@ def call_attend(
         sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer.
         line: position, storage_order, decode_state, norm, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
+        blocks: first entry and used tail slots of each row, for rows that lie in blocks of one array.
 
     Returns:
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`Fault` or 0; the row with the fault.
@@ -128,7 +131,7 @@ def call_attend(
         (tokens * heads * value_dim, value_dim, heads * value_dim, 1),
         dtype=q.dtype,
     )
-    tensors = (q, k, v, *buffers, sinks, out, *line)
+    tensors = (q, k, v, *buffers, sinks, out, *line, *blocks)
     fault = attend_function(q.dtype)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
@@ -218,6 +221,56 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
     if fault == Fault.START:
         raise ValueError(f"tail_start[{row}]={int(tail_start[row])}: must be in 0..{used}")
+    return out
+
+
+def attend_blocks(call: Attention, held: Blocks, layer: int) -> Tensor:
+    """As :func:`attend_cache` for rows that lie in blocks of one array, each with its own number of appended tokens.
+
+    Returns:
+        [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
+
+    Raises:
+        ValueError: a row's tail cannot take T more tokens, or an argument would be read out of bounds; nothing was
+            written.
+        RuntimeError: there is no C++ compiler.
+    """
+    q, k, v = call[:3]
+    rows, heads, tokens, dim = q.shape
+    kv_heads = k.shape[1]
+    check_heads(heads, kv_heads)
+    keys, values, block, offsets, used, pool, tail = held
+    segments = offsets.shape[1] - 1
+    given = [k, v, block, used, values]
+    shape = (rows, kv_heads, tokens, dim)
+    expected: Layouts = [
+        *[(shape, q.dtype)] * 2,
+        *[((rows,), torch.int64)] * 2,
+        (tuple(keys.shape), q.dtype),
+    ]
+    check_layout(_BLOCK_NAMES, given, expected)
+    if (
+        keys.dtype != q.dtype
+        or keys.shape[2] != dim
+        or keys.stride() != values.stride()
+        or keys.stride()[1:] != (dim, 1)
+    ):
+        raise ValueError("keys and values must be [blocks, entries, D] of the dtype of q, packed within a block")
+    if keys.stride(0) % dim or keys.shape[1] < pool + segments * tail:
+        raise ValueError(f"a block of {keys.shape[1]} entries does not hold a pool of {pool} and tails of {tail}")
+    if offsets.shape[0] != rows or offsets.dtype != torch.int32 or not offsets.is_contiguous():
+        raise ValueError(f"offsets must be int32 [{rows}, P], contiguous")
+    if not 0 <= layer < segments // kv_heads:
+        raise ValueError(f"layer={layer}: must be in 0..{segments // kv_heads - 1}")
+    if rows and not 0 <= int(block.min()) <= int(block.max()) < keys.shape[0]:
+        raise ValueError(f"block={block.tolist()}: must be in 0..{keys.shape[0] - 1}")
+    first = block * (keys.stride(0) // dim)
+    pools = (keys, values, offsets, keys[:, pool:], values[:, pool:], torch.zeros(rows, dtype=torch.int64))
+    out, fault, row = call_attend(call, pools, (pool, segments + 1, tail, 0, layer), blocks=(first, used.contiguous()))
+    if fault == Fault.OFFSETS:
+        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{pool}")
+    if fault:
+        raise ValueError(f"used[{row}]={int(used[row])}: appending {tokens} entries to a tail of {tail} slots")
     return out
 
 

@@ -33,6 +33,8 @@ struct Call {
     float *decode_state, *norm;       // decode_state: decode state
     const int64_t* now;
     float* weights;
+    // For rows that lie in blocks of one array; else null. row_at: first entry of the row's block; row_used: as used.
+    const int64_t *row_at, *row_used;
     int64_t rows, heads, kv_heads, tokens, key_dim, value_dim;
     int64_t pool_entries, offset_stride, slots, used, layer;
     int64_t q_stride[3], k_stride[3], v_stride[3];  // row, head, token, in elements
@@ -70,12 +72,20 @@ struct Decoder {
         return c.offsets ? c.offsets[unit / c.kv_heads * c.offset_stride + c.layer * c.kv_heads + unit % c.kv_heads + end]
                          : 0;
     }
+    int64_t used(int64_t row) const { return c.row_used ? c.row_used[row] : c.used; }
     int64_t pool_length(int64_t unit) const { return segment(unit, 1) - segment(unit, 0); }
     int64_t length(int64_t unit) const {
-        return pool_length(unit) + (c.position ? c.slots : c.used + c.tokens - c.tail_start[unit / c.kv_heads]);
+        return pool_length(unit) + (c.position ? c.slots : used(unit / c.kv_heads) + c.tokens - c.tail_start[unit / c.kv_heads]);
     }
-    int64_t pool_row(int64_t unit) const { return unit / c.kv_heads * c.pool_entries + segment(unit, 0); }
-    int64_t tail_slot(int64_t unit, int64_t slot) const { return (c.layer * units + unit) * c.slots + slot; }
+    int64_t pool_row(int64_t unit) const {
+        const int64_t row = unit / c.kv_heads;
+        return (c.row_at ? c.row_at[row] : row * c.pool_entries) + segment(unit, 0);
+    }
+    int64_t tail_slot(int64_t unit, int64_t slot) const {
+        const int64_t row = unit / c.kv_heads, head = unit % c.kv_heads;
+        if (c.row_at) return c.row_at[row] + (c.layer * c.kv_heads + head) * c.slots + slot;
+        return (c.layer * units + unit) * c.slots + slot;
+    }
 
     // Calls f for tiles of four, two or one queries.
     template <class F>
@@ -100,7 +110,7 @@ struct Decoder {
 
     void append() const {
         for (int64_t unit = 0; unit < units; unit++) {
-            for (int64_t t = 0; t < c.tokens; t++) put(c.tail_k, c.tail_v, tail_slot(unit, c.used + t), unit, t);
+            for (int64_t t = 0; t < c.tokens; t++) put(c.tail_k, c.tail_v, tail_slot(unit, used(unit / c.kv_heads) + t), unit, t);
         }
     }
 
@@ -216,7 +226,7 @@ struct Decoder {
         attend_rows((const S*)c.pool_k + kept * c.key_dim, (const S*)c.pool_v + kept * c.value_dim, begin,
                     std::min(end, pool), pool, scratch, out);
         attend_rows((const S*)c.tail_k + slot * c.key_dim, (const S*)c.tail_v + slot * c.value_dim,
-                    std::max(begin - pool, int64_t(0)), end - pool, c.used + 1 - first, scratch, out);
+                    std::max(begin - pool, int64_t(0)), end - pool, used(unit / c.kv_heads) + 1 - first, scratch, out);
     }
 
     // Computes the output of a unit from the partial results of its parts.
@@ -326,7 +336,9 @@ extern "C" int64_t kvpass_attend_decode(const Call* call) {
                 if (offsets[head] > offsets[head + 1] || offsets[head + 1] - offsets[head] > longest)
                     return 4 * row + BAD_OFFSETS;
         }
-        if (!c.position && (c.tail_start[row] < 0 || c.tail_start[row] > c.used)) return 4 * row + BAD_START;
+        const int64_t used = c.row_used ? c.row_used[row] : c.used;
+        if (!c.position && (c.tail_start[row] < 0 || c.tail_start[row] > used)) return 4 * row + BAD_START;
+        if (!c.position && used + c.tokens > c.slots) return 4 * row + NO_SLOT;
     }
     const Decoder decoder{c};
     if (decoder.units * decoder.queries == 0) return 0;

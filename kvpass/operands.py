@@ -135,6 +135,22 @@ class AppendBuffers(NamedTuple):
     arrivals: Tensor | None = None
 
 
+class Blocks(NamedTuple):
+    """Cache of an engine's requests: each row's pool and tails lie in one block of a large array.
+
+    keys, values ``[blocks, R, D]``, packed within a block: first ``pool`` entries of the pool, then the tails
+    ``[L, K, tail]``. block: of each row, int64 ``[B]``; offsets int32 ``[B, P]``; used: tail slots in use, int64.
+    """
+
+    keys: Tensor
+    values: Tensor
+    block: Tensor
+    offsets: Tensor
+    used: Tensor
+    pool: int
+    tail: int
+
+
 class EvictBuffers(NamedTuple):
     """Cache of a policy that evicts while decoding.
 

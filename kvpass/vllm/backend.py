@@ -1,0 +1,308 @@
+"""The attention backend: a prompt is compressed layer by layer, a new token is appended and attends what was kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvpass.kernels import cpu
+from kvpass.operands import AppendBuffers, Attention, Blocks, Candidates, PrefillBuffers
+from kvpass.ops import reference
+from kvpass.vllm.admission import ROWS, Prompt
+from kvpass.vllm.layout import BlockLayout
+from kvpass.vllm.refusals import check_layer
+from kvpass.vllm.settings import Settings
+from kvpass.vllm.spec import KVPassSpec
+
+
+class KVPassBackend(AttentionBackend):
+    """Backend of one configuration; :func:`bound_backend` sets its attributes."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    forward_includes_kv_cache_update = True
+    settings: ClassVar[Settings]
+    layers: ClassVar[int]
+    max_model_len: ClassVar[int]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[KVPassImpl]:
+        return KVPassImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVPassBuilder]:
+        return KVPassBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.BLHNC,)  # the pages of all layers of a block lie side by side: one pool for all layers
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> KVPassSpec:
+        if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+            raise ValueError(f"kvpass does not support layers with {type(spec).__name__} in vLLM")
+        layout = cls.settings.layout(cls.layers, spec.num_kv_heads, spec.head_size)
+        return KVPassSpec(
+            block_size=-(-cls.max_model_len // 128) * 128,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
+            dtype=spec.dtype,
+            slots=layout.slots,
+        )
+
+
+def bound_backend(config: Any, settings: Settings) -> type[KVPassBackend]:
+    """Return the backend class of an engine."""
+    model = config.model_config
+    layers = model.get_num_layers(config.parallel_config)
+    attributes = {"settings": settings, "layers": layers, "max_model_len": model.max_model_len}
+    return type("KVPassBackend", (KVPassBackend,), attributes)
+
+
+class Kept(NamedTuple):
+    """What a prompt kept: positions int32 ``[E]`` in pool order, offsets int32 ``[P]``."""
+
+    positions: Tensor
+    offsets: Tensor
+
+
+@dataclass
+class Tables:
+    """What is known of each block, and what each prompt kept.
+
+    offsets int32 ``[blocks, P]``; prompt: lengths, int64 ``[blocks]``. kept: by digest of the prompt, so that a
+    request that was preempted, and comes back with its answer so far, gets the cache back that it had.
+    """
+
+    most: int
+    offsets: Tensor
+    prompt: Tensor
+    kept: OrderedDict[bytes, Kept] = field(default_factory=OrderedDict)
+
+    def cover(self, blocks: int) -> None:
+        """Make room for this number of blocks, before the first prompt."""
+        if self.prompt.shape[0] < blocks:
+            self.offsets = torch.zeros(blocks, self.offsets.shape[1], dtype=torch.int32)
+            self.prompt = torch.zeros(blocks, dtype=torch.int64)
+
+    def remember(self, digest: bytes, kept: Kept) -> None:
+        """Note what a prompt kept; forget the oldest when there are more than can run."""
+        self.kept[digest] = kept
+        self.kept.move_to_end(digest)
+        while len(self.kept) > self.most:
+            self.kept.popitem(last=False)
+
+
+class PromptRow(NamedTuple):
+    """A row that begins: its tokens in the step, its block, and which part of the tokens is the prompt."""
+
+    tokens: slice
+    block: int
+    prompt: Prompt
+
+
+@dataclass
+class KVPassMetadata:
+    """One step: rows that begin, rows that go on, and the buffers of prompts between first and last layer."""
+
+    prompts: list[PromptRow]
+    tokens: Tensor
+    block: Tensor
+    length: Tensor
+    tables: Tables
+    order: dict[str, int]
+    buffers: dict[int, PrefillBuffers] = field(default_factory=dict)
+    offsets: Tensor | None = None
+    used: Tensor | None = None
+
+
+class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
+    """Makes the metadata of a step."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        if len(layer_names) != layers:
+            raise ValueError(
+                f"kvpass does not support models in which {len(layer_names)} of {layers} layers have full attention: "
+                "leave 'kvpass' out of additional_config"
+            )
+        self.order = {name: i for i, name in enumerate(layer_names)}
+        segments = layers * kv_cache_spec.num_kv_heads
+        self.tables = Tables(
+            2 * vllm_config.scheduler_config.max_num_seqs,
+            torch.zeros(0, segments + 1, dtype=torch.int32),
+            torch.zeros(0, dtype=torch.int64),
+        )
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVPassMetadata:
+        common = common_attn_metadata
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].long()
+        blocks = common.block_table_tensor[: common.num_reqs, 0].long()
+        lengths = common.seq_lens[: common.num_reqs].long()
+        new = starts[1:] - starts[:-1]
+        begins = (new > 0) & (new == lengths)
+        on = (new > 0) & ~begins
+        prompts = [
+            PromptRow(slice(int(starts[row]), int(starts[row + 1])), int(blocks[row]), ROWS[row])
+            for row in begins.nonzero().flatten().tolist()
+        ]
+        return KVPassMetadata(prompts, starts[:-1][on], blocks[on], lengths[on], self.tables, self.order)
+
+
+class KVPassImpl(AttentionImpl):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: Any = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        config = get_current_vllm_config()
+        check_layer(
+            alibi=alibi_slopes is not None,
+            sliding_window=sliding_window,
+            kind=attn_type,
+            shares_cache=kv_sharing_target_layer_name is not None,
+            head_dim=head_size,
+            value_dim=head_size,
+        )
+        settings = Settings.read(config.additional_config)
+        assert settings is not None
+        self.policy, self.entries = settings.policy, settings.entries
+        self.num_heads, self.num_kv_heads, self.head_size, self.scale = num_heads, num_kv_heads, head_size, float(scale)
+        self.softcap, self.sinks = logits_soft_cap or None, sinks
+        layers = config.model_config.get_num_layers(config.parallel_config)
+        self.layout: BlockLayout = settings.layout(layers, num_kv_heads, head_size)
+        cpu.attend_function(config.model_config.dtype)  # without a compiler: refused at start
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: KVPassMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write the attention of all rows of a step to ``output`` ``[tokens, H, D]``; q, k and v likewise."""
+        if attn_metadata is None:
+            return output.zero_()
+        meta = attn_metadata
+        site = meta.order[layer.layer_name]
+        keys, values = self.layout.blocks(kv_cache, site)
+        meta.tables.cover(keys.shape[0])
+        for row in meta.prompts:
+            call = self._call(*(x[row.tokens].transpose(0, 1)[None] for x in (query, key, value)))
+            out = self._begin(call, keys[row.block], values[row.block], site, row, meta)
+            output[row.tokens] = out[0].transpose(0, 1)
+        if meta.tokens.numel():
+            output[meta.tokens] = self._append(query, key, value, keys, values, site, meta)
+        return output
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Attention:
+        return Attention(q, k, v, self.scale, self.softcap, self.sinks)
+
+    def _append(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, site: int, meta: KVPassMetadata
+    ) -> Tensor:
+        """One token of each row that goes on, in one call of the kernel."""
+        if meta.offsets is None or meta.used is None:
+            prompt = meta.tables.prompt[meta.block]
+            meta.offsets = meta.tables.offsets[meta.block]
+            meta.used = prompt.clamp(max=self.policy.window) + meta.length - 1 - prompt
+        held = Blocks(keys, values, meta.block, meta.offsets, meta.used, self.layout.pool, self.layout.tail)
+        call = self._call(*(x[meta.tokens][:, :, None] for x in (query, key, value)))
+        return cpu.attend_blocks(call, held, site)[:, :, 0]
+
+    def _begin(
+        self, call: Attention, keys: Tensor, values: Tensor, site: int, row: PromptRow, meta: KVPassMetadata
+    ) -> Tensor:
+        """A prompt; behind it, if the request was preempted, what it had generated."""
+        n = row.prompt.length
+        if call.q.shape[2] == n:
+            return self._prefill(call, keys, values, site, row, meta)
+        kept = meta.tables.kept[row.prompt.digest]
+        prompt, answer = (call.rows(slice(None), part) for part in (slice(0, n), slice(n, None)))
+        buffers = self._restore(prompt, keys, values, site, kept)
+        meta.tables.offsets[row.block], meta.tables.prompt[row.block] = kept.offsets, n
+        out = reference.attend_prompt(prompt, torch.zeros(1, dtype=torch.int64))[0]
+        return torch.cat([out, reference.attend_cache(answer, buffers, site)], 2)
+
+    def _prefill(
+        self, call: Attention, keys: Tensor, values: Tensor, site: int, row: PromptRow, meta: KVPassMetadata
+    ) -> Tensor:
+        """Attend a prompt and keep what the policy chooses; after the last layer, note what was kept."""
+        layers = self.layout.layers
+        if site == 0:
+            meta.buffers[row.block] = self._buffers(keys, values, meta.tables.offsets[row.block : row.block + 1])
+        buffers = meta.buffers[row.block]
+        start = torch.zeros(1, dtype=torch.int64)
+        out, scores, stats, weight = reference.observe_attention(call, start, start, site, layers, self.policy)
+        candidates = Candidates(call.k, call.v, scores, stats, weight, start)
+        reference.cascade_step(buffers, candidates, site, self.policy)
+        if site == layers - 1:
+            reference.pack(buffers)
+            del meta.buffers[row.block]
+            meta.tables.prompt[row.block] = row.prompt.length
+            kept = Kept(buffers.slots[reference.POSITION, 0].clone(), buffers.offsets[0].clone())
+            meta.tables.remember(row.prompt.digest, kept)
+        return out
+
+    def _buffers(self, keys: Tensor, values: Tensor, offsets: Tensor) -> PrefillBuffers:
+        """The buffers of a prompt: pool and tails in its block, the rest for this step only."""
+        layers, kv_heads, pool = self.layout.layers, self.layout.kv_heads, self.layout.pool
+        (pool_k, tail_k), (pool_v, tail_v) = self.layout.parts(keys), self.layout.parts(values)
+        return PrefillBuffers(
+            pool_k=pool_k,
+            pool_v=pool_v,
+            slots=torch.full((4, 1, pool), -1, dtype=torch.int32),
+            slot_stats=torch.zeros(2, 1, pool),
+            layer_weights=torch.zeros(1, layers, dtype=torch.float64),
+            window_stats=torch.zeros(2, 1, layers, kv_heads, max(self.policy.window, 1)),
+            tail_k=tail_k,
+            tail_v=tail_v,
+            offsets=offsets,
+            entries=torch.tensor([self.entries]),
+        )
+
+    def _restore(self, prompt: Attention, keys: Tensor, values: Tensor, site: int, kept: Kept) -> AppendBuffers:
+        """Put what this layer's prompt had kept back into its block; nothing is decided anew."""
+        kv_heads, n = self.layout.kv_heads, prompt.k.shape[2]
+        window = min(self.policy.window, n)
+        bounds = kept.offsets[site * kv_heads : (site + 1) * kv_heads + 1].tolist()
+        sides = []
+        for entries, rows in ((keys, prompt.k), (values, prompt.v)):
+            pool, tail = self.layout.parts(entries)
+            for head in range(kv_heads):
+                segment = slice(bounds[head], bounds[head + 1])
+                pool[0, segment] = rows[0, head, kept.positions[segment].long()]
+            tail[site, 0, :, :window] = rows[0, :, n - window :]
+            sides.append((pool, tail))
+        (pool_k, tail_k), (pool_v, tail_v) = sides
+        start, used = torch.zeros(1, dtype=torch.int64), torch.tensor(window)
+        return AppendBuffers(pool_k, pool_v, kept.offsets[None], tail_k, tail_v, start, used)

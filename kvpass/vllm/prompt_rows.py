@@ -1,0 +1,39 @@
+"""A logits processor that changes no logit: through it vLLM tells which request is in which row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from kvpass.vllm import versions
+from kvpass.vllm.admission import ROWS
+from kvpass.vllm.refusals import check_config
+from kvpass.vllm.settings import Settings
+
+
+class PromptRows(LogitsProcessor):
+    """Made with each engine, before its model."""
+
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+        versions.forget_backend()
+        settings = Settings.read(vllm_config.additional_config)
+        self.active = settings is not None
+        if settings is not None:
+            versions.check_version(versions.installed())
+            if not current_platform.is_cpu():
+                raise ValueError("kvpass in vLLM runs on CPUs only: leave 'kvpass' out of additional_config")
+            check_config(vllm_config, settings)
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if self.active and batch_update is not None:
+            moved = [(source, to, how == MoveDirectionality.SWAP) for source, to, how in batch_update.moved]
+            ROWS.update(batch_update.removed, batch_update.added, moved)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return logits

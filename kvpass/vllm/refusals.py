@@ -1,0 +1,141 @@
+"""What kvpass does not do in vLLM: every combination that would not be exact is refused at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kvpass.policies.head_splits import UniformHeads
+from kvpass.policies.layer_splits import PyramidLayers, UniformLayers
+from kvpass.vllm.settings import Settings
+
+
+class Refusal(NamedTuple):
+    """A reason to refuse, when it holds, and what the user can do."""
+
+    name: str
+    holds: Callable[[Any, Settings], bool]
+    advice: str
+
+
+def _compares(config: Any, settings: Settings) -> bool:
+    policy = settings.policy
+    layers = policy.layers()
+    alone = isinstance(layers, UniformLayers) or (
+        isinstance(layers, PyramidLayers) and layers.shape not in ("entropy", "gini")
+    )
+    return config.parallel_config.tensor_parallel_size > 1 and not (isinstance(policy.heads(), UniformHeads) and alone)
+
+
+REFUSALS = [
+    Refusal(
+        "chunked prefill",
+        lambda config, _: config.scheduler_config.enable_chunked_prefill,
+        "a policy needs the whole prompt: pass --no-enable-chunked-prefill and --max-num-batched-tokens of at least "
+        "--max-model-len",
+    ),
+    Refusal(
+        "prefix caching",
+        lambda config, _: config.cache_config.enable_prefix_caching,
+        "what is kept depends on the end of the prompt: pass --no-enable-prefix-caching",
+    ),
+    Refusal(
+        "splitting long prompts",
+        lambda config, _: config.scheduler_config.long_prefill_token_threshold > 0,
+        "pass --long-prefill-token-threshold 0",
+    ),
+    Refusal(
+        "scheduling by priority",
+        lambda config, _: config.scheduler_config.policy != "fcfs",
+        "pass --scheduling-policy fcfs",
+    ),
+    Refusal(
+        "pipeline parallelism",
+        lambda config, _: config.parallel_config.pipeline_parallel_size > 1,
+        "all layers of a request share one block: pass --pipeline-parallel-size 1",
+    ),
+    Refusal(
+        "context parallelism",
+        lambda config, _: (
+            config.parallel_config.decode_context_parallel_size > 1
+            or config.parallel_config.prefill_context_parallel_size > 1
+        ),
+        "pass --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
+    ),
+    Refusal(
+        "tensor parallelism with a policy that compares heads or layers",
+        _compares,
+        'each process sees only its own heads: pass --tensor-parallel-size 1, or use the policy "snapkv"',
+    ),
+    Refusal(
+        "speculative decoding",
+        lambda config, _: config.speculative_config is not None,
+        "leave --speculative-config out",
+    ),
+    Refusal(
+        "KV transfer",
+        lambda config, _: config.kv_transfer_config is not None,
+        "leave --kv-transfer-config out",
+    ),
+    Refusal(
+        "LoRA",
+        lambda config, _: config.lora_config is not None,
+        "leave --enable-lora out, or merge the adapter into the model",
+    ),
+    Refusal(
+        "prompt embeddings",
+        lambda config, _: config.model_config.enable_prompt_embeds,
+        "leave --enable-prompt-embeds out",
+    ),
+    Refusal(
+        "pooling models",
+        lambda config, _: config.model_config.runner_type != "generate",
+        "pass --runner generate",
+    ),
+    Refusal(
+        "multimodal models",
+        lambda config, _: config.model_config.is_multimodal_model,
+        "use a model that takes text only",
+    ),
+    Refusal(
+        "a quantised cache",
+        lambda config, _: config.cache_config.cache_dtype not in ("auto", "float32", "bfloat16", "float16"),
+        "pass --kv-cache-dtype auto",
+    ),
+]
+"""One row for each combination of flags that would not be exact."""
+
+
+def check_config(config: Any, settings: Settings) -> None:
+    """Refuse what is not exact.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+    Raises:
+        ValueError: names everything that does not work, and the flags to change.
+    """
+    found = [f"{refusal.name} ({refusal.advice})" for refusal in REFUSALS if refusal.holds(config, settings)]
+    if found:
+        raise ValueError(f"kvpass does not support {'; '.join(found)}")
+
+
+def check_layer(
+    *, alibi: bool, sliding_window: int | None, kind: str, shares_cache: bool, head_dim: int, value_dim: int
+) -> None:
+    """Refuse attention layers that kvpass does not compress.
+
+    Raises:
+        ValueError: says which kind of layer the model has.
+    """
+    found = {
+        "ALiBi": alibi,
+        "sliding windows": sliding_window is not None,
+        f"attention of kind {kind!r}": kind != "decoder",
+        "layers that share their cache": shares_cache,
+        f"keys of {head_dim} and values of {value_dim} numbers": head_dim != value_dim,
+    }
+    wrong = [name for name, holds in found.items() if holds]
+    if wrong:
+        raise ValueError(
+            f"kvpass does not support models with {' or '.join(wrong)} in vLLM: leave 'kvpass' out of additional_config"
+        )

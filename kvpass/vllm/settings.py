@@ -1,0 +1,74 @@
+"""What the user asked for: ``additional_config={"kvpass": {"policy": "lava", "budget": 1024, "room": 512}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpass.policies import Policy, resolve, resolve_budget
+from kvpass.vllm.layout import BlockLayout
+
+KEY = "kvpass"
+"""Our entry in vLLM's ``additional_config``."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one engine.
+
+    Attributes:
+        policy: decides what is kept. budget: entries per KV head per layer on average, window included. room: tokens
+            that a request may append to its prompt.
+    """
+
+    policy: Policy
+    budget: int
+    room: int
+
+    @classmethod
+    def read(cls, additional: object) -> Settings | None:
+        """Return the settings in vLLM's ``additional_config``; None if it has none for kvpass.
+
+        Raises:
+            ValueError: a value is missing, of a wrong kind or out of range, or the policy cannot be used in vLLM.
+        """
+        given = additional.get(KEY) if isinstance(additional, Mapping) else None
+        if given is None:
+            return None
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f'kvpass={given!r}: must be a dict such as {{"policy": "lava", "budget": 1024, "room": 512}}'
+            )
+        options: dict[str, Any] = dict(given)
+        missing = [name for name in ("policy", "budget", "room") if name not in options]
+        if missing:
+            raise ValueError(
+                f"kvpass: {missing[0]!r} is missing in additional_config; policy, budget and room are needed"
+            )
+        name, budget, room = (options.pop(name) for name in ("policy", "budget", "room"))
+        policy = resolve(name, **options)
+        if not policy.needs_budget:
+            raise ValueError(f"policy={policy.name!r} keeps everything: leave 'kvpass' out of additional_config")
+        if policy.decode_rule() is not None:
+            raise ValueError(
+                f"policy={policy.name!r} evicts while decoding, which kvpass does not do in vLLM: use lava"
+            )
+        if type(budget) is not int:
+            raise ValueError(
+                f"budget={budget!r}: in vLLM it must be a number of entries, since all blocks have one size"
+            )
+        resolve_budget(policy, budget)
+        if type(room) is not int or room < 1:
+            raise ValueError(f"room={room!r}: must be a positive number of tokens")
+        return cls(policy, budget, room)
+
+    @property
+    def entries(self) -> int:
+        """Evictable entries per KV head per layer."""
+        return self.budget - self.policy.window
+
+    def layout(self, layers: int, kv_heads: int, head_dim: int) -> BlockLayout:
+        """Return the layout of a request's block."""
+        pool = self.policy.capacity(self.entries, layers, kv_heads)
+        return BlockLayout(layers, kv_heads, head_dim, pool, self.policy.window + self.room)

@@ -1,0 +1,97 @@
+"""Runs in the environment of vLLM: the tiny model, prompts, and an engine in three ways of asking it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm import LLM, SamplingParams
+
+CASES = [(1, 300), (2, 40), (3, 777), (4, 130), (5, 1000), (6, 31), (7, 129), (8, 500)]
+"""Seed and length of each prompt; each length occurs once."""
+NEW = 40
+
+Tokens = dict[int, list[int]]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(3, 512, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make_model(folder: str) -> LlamaForCausalLM:
+    """Save a tiny model whose answers depend on the whole prompt, and return it."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        initializer_range=0.12,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def engine(folder: str, kvpass: dict[str, Any] | None = None, **options: Any) -> LLM:
+    given = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "additional_config": {} if kvpass is None else {"kvpass": kvpass},
+    }
+    return LLM(model=folder, **given | options)
+
+
+def greedy(new: int = NEW) -> SamplingParams:
+    return SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True)
+
+
+def together(llm: LLM, cases: list[tuple[int, int]], new: int = NEW) -> Tokens:
+    prompts = [{"prompt_token_ids": prompt(*case)} for case in cases]
+    outputs = llm.generate(prompts, greedy(new), use_tqdm=False)
+    return {length: list(out.outputs[0].token_ids) for (_, length), out in zip(cases, outputs, strict=True)}
+
+
+def alone(llm: LLM) -> Tokens:
+    return {length: found for case in CASES for length, found in together(llm, [case]).items()}
+
+
+def joined(llm: LLM, every: int = 5, preempt_at: int | None = None) -> tuple[Tokens, int]:
+    """One more request every few steps; at a step, preempt all that run. Also return how many were preempted."""
+    core = llm.llm_engine
+    scheduler = core.engine_core.engine_core.scheduler
+    waiting, found, step, preempted = list(CASES), {}, 0, 0
+    while waiting or core.has_unfinished_requests():
+        while waiting and (every == 0 or step % every == 0):
+            seed, length = waiting.pop(0)
+            core.add_request(str(length), {"prompt_token_ids": prompt(seed, length)}, greedy())
+            if every:
+                break
+        if step == preempt_at:
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+            preempted = sum(request.num_preemptions for request in scheduler.requests.values())
+        for out in core.step():
+            if out.finished:
+                found[len(out.prompt_token_ids)] = list(out.outputs[0].token_ids)
+        step += 1
+    return found, preempted
