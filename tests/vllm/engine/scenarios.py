@@ -1,0 +1,95 @@
+"""``python scenarios.py NAME FOLDER ARGUMENTS``: one scenario of test_engine.py; prints its result as JSON."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from driver import CASES, NEW, alone, engine, greedy, joined, make_model, prompt, together
+
+import kvpass
+
+
+def reference(folder: str, policy: str | None, budget: int | None) -> dict[int, list[int]]:
+    """Tokens of ``kvpass.compile``, each prompt alone; without a policy, of the model itself."""
+    model: Any = make_model(folder)
+    if policy is not None:
+        model = kvpass.compile(model, policy=policy, budget=budget, backend="eager")
+    return {
+        n: model.generate(torch.tensor([prompt(seed, n)]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)[
+            0, n:
+        ].tolist()
+        for seed, n in CASES
+    }
+
+
+def ways(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
+    """Tokens alone, together, with one more request every 5 steps, and preempted after 25 steps."""
+    llm = engine(folder, settings)
+    resumed, preempted = joined(llm, every=0, preempt_at=25)
+    return {
+        "alone": alone(llm),
+        "together": together(llm, CASES),
+        "joined": joined(llm)[0],
+        "resumed": resumed,
+        "preempted": preempted,
+    }
+
+
+def capacity(folder: str, settings: dict[str, Any] | None) -> tuple[int, tuple[int, int], tuple[int, int]]:
+    """160 requests of 1,000 tokens in 64 MiB: most running at once, (answers, different ones), free blocks."""
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    llm = engine(
+        folder, settings, kv_cache_memory_bytes=64 * 2**20, max_num_seqs=256, max_num_batched_tokens=16384
+    ).llm_engine
+    scheduler = llm.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    before, peak, answers = pool.get_num_free_blocks(), 0, []
+    for i in range(160):
+        llm.add_request(str(i), {"prompt_token_ids": prompt(5, 1000)}, greedy())
+    while llm.has_unfinished_requests():
+        answers += [tuple(out.outputs[0].token_ids) for out in llm.step() if out.finished]
+        peak = max(peak, len(scheduler.running))
+    return peak, (len(answers), len(set(answers))), (before, pool.get_num_free_blocks())
+
+
+def in_turn(folder: str, settings: list[dict[str, Any] | None]) -> list[dict[int, list[int]]]:
+    """Tokens of several engines of one process."""
+    found = []
+    for given in settings:
+        llm = engine(folder, given)
+        found.append(together(llm, CASES))
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+    return found
+
+
+def long_answer(folder: str, settings: dict[str, Any]) -> tuple[int, str]:
+    """Length of an answer without a limit of its own, and why it ended."""
+    params = greedy()
+    params.max_tokens = None
+    out = engine(folder, settings).generate([{"prompt_token_ids": prompt(1, 300)}], params, use_tqdm=False)[0]
+    assert params.max_tokens is None  # the caller's
+    return len(out.outputs[0].token_ids), out.outputs[0].finish_reason
+
+
+def refused(folder: str, settings: dict[str, Any], options: dict[str, Any]) -> str:
+    """What the error of the start says."""
+    try:
+        engine(folder, settings, **options)
+    except ValueError as error:
+        return str(error)
+    return "started"
+
+
+if __name__ == "__main__":
+    name, folder, arguments = sys.argv[1:]
+    print("\n" + json.dumps(globals()[name](folder, *json.loads(arguments))))

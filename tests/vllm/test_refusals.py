@@ -1,0 +1,112 @@
+"""Configurations of vLLM that would not be exact."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvpass.vllm import versions
+from kvpass.vllm.refusals import REFUSALS, check_config, check_layer
+from kvpass.vllm.settings import Settings
+
+LAVA, SNAPKV = (Settings.read({"kvpass": {"policy": name, "budget": 64, "room": 8}}) for name in ("lava", "snapkv"))
+
+FAULTS = {
+    "chunked prefill": {"scheduler_config.enable_chunked_prefill": True},
+    "prefix caching": {"cache_config.enable_prefix_caching": True},
+    "splitting long prompts": {"scheduler_config.long_prefill_token_threshold": 512},
+    "scheduling by priority": {"scheduler_config.policy": "priority"},
+    "pipeline parallelism": {"parallel_config.pipeline_parallel_size": 2},
+    "context parallelism": {"parallel_config.decode_context_parallel_size": 2},
+    "tensor parallelism with a policy that compares heads or layers": {"parallel_config.tensor_parallel_size": 2},
+    "speculative decoding": {"speculative_config": object()},
+    "KV transfer": {"kv_transfer_config": object()},
+    "LoRA": {"lora_config": object()},
+    "prompt embeddings": {"model_config.enable_prompt_embeds": True},
+    "pooling models": {"model_config.runner_type": "pooling"},
+    "multimodal models": {"model_config.is_multimodal_model": True},
+    "a quantised cache": {"cache_config.cache_dtype": "fp8"},
+}
+LAYER = {
+    "alibi": False,
+    "sliding_window": None,
+    "kind": "decoder",
+    "shares_cache": False,
+    "head_dim": 8,
+    "value_dim": 8,
+}
+
+
+def config(**changes: object) -> SimpleNamespace:
+    """A configuration of vLLM that is supported, with some changes."""
+    found = SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            enable_chunked_prefill=False, long_prefill_token_threshold=0, policy="fcfs", max_num_seqs=8
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=False, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(enable_prompt_embeds=False, runner_type="generate", is_multimodal_model=False),
+        speculative_config=None,
+        kv_transfer_config=None,
+        lora_config=None,
+    )
+    for path, value in changes.items():
+        *parents, name = path.split(".")
+        target = found
+        for parent in parents:
+            target = getattr(target, parent)
+        assert hasattr(target, name)
+        setattr(target, name, value)
+    return found
+
+
+def test_what_is_supported_is_not_refused():
+    check_config(config(), LAVA)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
+def test_each_row_of_the_table_refuses_its_fault_alone_and_says_what_to_do(refusal):
+    with pytest.raises(ValueError) as raised:
+        check_config(config(**FAULTS[refusal.name]), LAVA)
+    assert str(raised.value) == f"kvpass does not support {refusal.name} ({refusal.advice})"
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(ValueError, match=r"chunked prefill .*; LoRA"):
+        check_config(config(**FAULTS["chunked prefill"], **FAULTS["LoRA"]), LAVA)
+
+
+def test_a_policy_that_compares_nothing_may_be_split_over_processes():
+    check_config(config(**{"parallel_config.tensor_parallel_size": 2}), SNAPKV)
+
+
+def test_prefill_in_contexts_is_refused_too():
+    with pytest.raises(ValueError, match="context parallelism"):
+        check_config(config(**{"parallel_config.prefill_context_parallel_size": 2}), LAVA)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"alibi": True}, "ALiBi"),
+        ({"sliding_window": 512}, "sliding windows"),
+        ({"kind": "encoder"}, "attention of kind 'encoder'"),
+        ({"shares_cache": True}, "share their cache"),
+        ({"value_dim": 4}, "keys of 8 and values of 4"),
+    ],
+)
+def test_layers_that_are_not_compressed_are_refused(change, message):
+    check_layer(**LAYER)
+    with pytest.raises(ValueError, match=message):
+        check_layer(**LAYER | change)
+
+
+@pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "1.0"])
+def test_unknown_versions_are_refused(version):
+    versions.check_version("0.32.0")
+    with pytest.raises(ValueError, match="vllm>=0.32,<0.33"):
+        versions.check_version(version)

@@ -1,0 +1,60 @@
+"""Settings of the plug-in, and what a block of them holds."""
+
+import pytest
+
+from kvpass.vllm.settings import Settings
+
+GIVEN = {"policy": "lava", "budget": 128, "room": 64}
+
+
+@pytest.mark.parametrize("additional", [{}, {"other": 1}, None])
+def test_without_an_entry_there_are_no_settings(additional):
+    assert Settings.read(additional) is None
+
+
+def test_options_of_the_policy_stand_beside_its_name():
+    settings = Settings.read({"kvpass": GIVEN | {"window": 16}})
+    assert (settings.policy.name, settings.policy.window, settings.entries) == ("lava", 16, 112)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"policy": "lavaa"}, "did you mean 'lava'"),
+        ({"policy": "full"}, "leave 'kvpass' out"),
+        ({"policy": "h2o"}, "evicts while decoding"),
+        ({"policy": "tova"}, "evicts while decoding"),
+        ({"policy": "cake", "tau1": 1.6, "tau2": 0.4}, "evicts while decoding"),
+        ({"budget": 0.1}, "must be a number of entries"),
+        ({"budget": "1MiB"}, "must be a number of entries"),
+        ({"budget": True}, "must be a number of entries"),
+        ({"budget": 32}, "at least window [+] 1 = 33"),
+        ({"room": 0}, "room=0"),
+        ({"room": "64"}, "room='64'"),
+        ({"rooom": 1}, "rooom=1: not an option"),
+    ],
+)
+def test_wrong_settings_are_refused_with_what_to_do(change, message):
+    with pytest.raises(ValueError, match=message):
+        Settings.read({"kvpass": GIVEN | change})
+
+
+@pytest.mark.parametrize("name", ["policy", "budget", "room"])
+def test_each_setting_is_needed(name):
+    with pytest.raises(ValueError, match=f"'{name}' is missing"):
+        Settings.read({"kvpass": {key: value for key, value in GIVEN.items() if key != name}})
+
+
+def test_settings_that_are_no_dict_are_refused():
+    with pytest.raises(ValueError, match="must be a dict"):
+        Settings.read({"kvpass": "lava"})
+
+
+def test_a_block_holds_the_budget_and_the_room():
+    layout = Settings.read({"kvpass": GIVEN | {"policy": "snapkv"}}).layout(layers=4, kv_heads=2, head_dim=8)
+    assert (layout.pool, layout.tail, layout.slots) == (96 * 8, 32 + 64, 128 + 64)
+
+
+def test_a_cascade_has_one_entry_more_for_each_layer():
+    layout = Settings.read({"kvpass": GIVEN}).layout(layers=4, kv_heads=2, head_dim=8)
+    assert (layout.pool, layout.slots) == (96 * 8 + 4, 128 + 64 + 1)
