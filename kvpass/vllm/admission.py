@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from kvpass.vllm.settings import Settings
 
@@ -22,7 +22,13 @@ class Prompt(NamedTuple):
 
 
 class Rows:
-    """The prompt of each row of a worker's batch; vLLM tells attention backends only of whole lengths."""
+    """The prompt of each row of a worker's batch; vLLM tells attention backends only of whole lengths.
+
+    Attributes:
+        latest: of the engine that is being built; its attention backend, made later, takes it from here.
+    """
+
+    latest: ClassVar[Rows]
 
     def __init__(self) -> None:
         self._prompts: dict[int, Prompt] = {}
@@ -46,10 +52,6 @@ class Rows:
                 self._prompts[target] = prompt
             if swapped and other is not None:
                 self._prompts[source] = other
-
-
-ROWS = Rows()
-"""Of the engine of this process."""
 
 
 def admit(additional: object, request: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +15,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvpass.kernels import cpu
 from kvpass.operands import AppendBuffers, Attention, Blocks, Candidates, PrefillBuffers
 from kvpass.ops import reference
-from kvpass.vllm.admission import ROWS, Prompt
+from kvpass.vllm.admission import Prompt, Rows
+from kvpass.vllm.kept import Kept, Tables
 from kvpass.vllm.layout import BlockLayout
 from kvpass.vllm.refusals import check_layer
 from kvpass.vllm.settings import Settings
@@ -71,40 +71,6 @@ def bound_backend(config: Any, settings: Settings) -> type[KVPassBackend]:
     return type("KVPassBackend", (KVPassBackend,), attributes)
 
 
-class Kept(NamedTuple):
-    """What a prompt kept: positions int32 ``[E]`` in pool order, offsets int32 ``[P]``."""
-
-    positions: Tensor
-    offsets: Tensor
-
-
-@dataclass
-class Tables:
-    """What is known of each block, and what each prompt kept.
-
-    offsets int32 ``[blocks, P]``; prompt: lengths, int64 ``[blocks]``. kept: by digest of the prompt, so that a
-    request that was preempted, and comes back with its answer so far, gets the cache back that it had.
-    """
-
-    most: int
-    offsets: Tensor
-    prompt: Tensor
-    kept: OrderedDict[bytes, Kept] = field(default_factory=OrderedDict)
-
-    def cover(self, blocks: int) -> None:
-        """Make room for this number of blocks, before the first prompt."""
-        if self.prompt.shape[0] < blocks:
-            self.offsets = torch.zeros(blocks, self.offsets.shape[1], dtype=torch.int32)
-            self.prompt = torch.zeros(blocks, dtype=torch.int64)
-
-    def remember(self, digest: bytes, kept: Kept) -> None:
-        """Note what a prompt kept; forget the oldest when there are more than can run."""
-        self.kept[digest] = kept
-        self.kept.move_to_end(digest)
-        while len(self.kept) > self.most:
-            self.kept.popitem(last=False)
-
-
 class PromptRow(NamedTuple):
     """A row that begins: its tokens in the step, its block, and which part of the tokens is the prompt."""
 
@@ -141,11 +107,8 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
             )
         self.order = {name: i for i, name in enumerate(layer_names)}
         segments = layers * kv_cache_spec.num_kv_heads
-        self.tables = Tables(
-            2 * vllm_config.scheduler_config.max_num_seqs,
-            torch.zeros(0, segments + 1, dtype=torch.int32),
-            torch.zeros(0, dtype=torch.int64),
-        )
+        self.tables = Tables.empty(2 * vllm_config.scheduler_config.max_num_seqs, segments)
+        self.rows = Rows.latest
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVPassMetadata:
         common = common_attn_metadata
@@ -156,7 +119,7 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         begins = (new > 0) & (new == lengths)
         on = (new > 0) & ~begins
         prompts = [
-            PromptRow(slice(int(starts[row]), int(starts[row + 1])), int(blocks[row]), ROWS[row])
+            PromptRow(slice(int(starts[row]), int(starts[row + 1])), int(blocks[row]), self.rows[row])
             for row in begins.nonzero().flatten().tolist()
         ]
         return KVPassMetadata(prompts, starts[:-1][on], blocks[on], lengths[on], self.tables, self.order)
@@ -249,7 +212,8 @@ class KVPassImpl(AttentionImpl):
         kept = meta.tables.kept[row.prompt.digest]
         prompt, answer = (call.rows(slice(None), part) for part in (slice(0, n), slice(n, None)))
         buffers = self._restore(prompt, keys, values, site, kept)
-        meta.tables.offsets[row.block], meta.tables.prompt[row.block] = kept.offsets, n
+        if site == 0:
+            meta.tables.enter(row.block, n, row.prompt.digest, kept)
         out = reference.attend_prompt(prompt, torch.zeros(1, dtype=torch.int64))[0]
         return torch.cat([out, reference.attend_cache(answer, buffers, site)], 2)
 
@@ -268,9 +232,8 @@ class KVPassImpl(AttentionImpl):
         if site == layers - 1:
             reference.pack(buffers)
             del meta.buffers[row.block]
-            meta.tables.prompt[row.block] = row.prompt.length
             kept = Kept(buffers.slots[reference.POSITION, 0].clone(), buffers.offsets[0].clone())
-            meta.tables.remember(row.prompt.digest, kept)
+            meta.tables.enter(row.block, row.prompt.length, row.prompt.digest, kept)
         return out
 
     def _buffers(self, keys: Tensor, values: Tensor, offsets: Tensor) -> PrefillBuffers:

@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from kvpass.vllm import versions
-from kvpass.vllm.admission import ROWS
+from kvpass.vllm.admission import Rows
 from kvpass.vllm.refusals import check_config
 from kvpass.vllm.settings import Settings
 
@@ -21,6 +21,7 @@ class PromptRows(LogitsProcessor):
         versions.forget_backend()
         settings = Settings.read(vllm_config.additional_config)
         self.active = settings is not None
+        self.rows = Rows.latest = Rows()
         if settings is not None:
             versions.check_version(versions.installed())
             if not current_platform.is_cpu():
@@ -33,7 +34,7 @@ class PromptRows(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if self.active and batch_update is not None:
             moved = [(source, to, how == MoveDirectionality.SWAP) for source, to, how in batch_update.moved]
-            ROWS.update(batch_update.removed, batch_update.added, moved)
+            self.rows.update(batch_update.removed, batch_update.added, moved)
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits

@@ -1,0 +1,43 @@
+"""What an engine remembers of prompts, for requests that are preempted and come back."""
+
+import torch
+
+from kvpass.vllm.kept import Kept, Tables
+
+
+def kept(number: int) -> Kept:
+    return Kept(torch.full((6,), number, dtype=torch.int32), torch.tensor([0, number], dtype=torch.int32))
+
+
+def tables(most: int = 2) -> Tables:
+    made = Tables.empty(most, segments=1)
+    made.cover(4)
+    return made
+
+
+def test_a_prompt_is_remembered_as_long_as_it_is_in_a_block():
+    found = tables()
+    found.enter(3, 100, b"long", kept(0))
+    for number in range(1, 50):
+        found.enter(number % 3, number, bytes([number]), kept(number))
+    assert found.prompt.tolist() == [48, 49, 47, 100] and found.offsets[:, 1].tolist() == [48, 49, 47, 0]
+    assert b"long" in found.kept
+    assert len(found.kept) == 4 + found.most
+
+
+def test_all_that_were_preempted_together_come_back_in_each_others_blocks():
+    found = tables(most=4)
+    for number in range(50):
+        found.enter(number % 4, number, bytes([number]), kept(number))
+    for block, number in enumerate([49, 48, 47, 46]):
+        found.enter(block, number, bytes([number]), found.kept[bytes([number])])
+    assert found.prompt.tolist() == [49, 48, 47, 46]
+
+
+def test_one_prompt_may_be_in_two_blocks():
+    found = tables(most=1)
+    for block in (0, 1):
+        found.enter(block, 7, b"same", kept(7))
+    for number in range(5):
+        found.enter(0, number, bytes([number]), kept(number))
+    assert torch.equal(found.kept[b"same"].offsets, kept(7).offsets)
