@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 LINT_READY := $(VENV)/lint-ready
 DOCS_READY := $(VENV)/docs-ready
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/ready
 
 # The checkout has folders named kernels, graphs and eval: keep it off sys.path.
 export PYTHONSAFEPATH := 1
 # Most of what the libraries bring is never imported; what is, Python compiles then.
 export PIP_NO_COMPILE := 1
 
-.PHONY: help demo test docs test-versions test-torch-2.11 test-torch-2.15 lint typecheck support-table mutations gpu-check clean
+.PHONY: help demo test docs test-versions test-torch-2.11 test-torch-2.15 test-vllm lint typecheck support-table mutations gpu-check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -46,6 +48,9 @@ test-torch-2.11: $(READY) ## the same on the oldest torch, with its CUDA librari
 test-torch-2.15: $(READY) ## the same on the newest torch, with its CUDA libraries unless pip finds a CPU build
 	@scripts/test-versions $(VENV) "torch==2.15.0 triton==3.9.0 transformers==5.23.0"
 
+test-vllm: $(VLLM_READY) ## run kvpass in vLLM on the CPU, in an environment of its own (3 GB; ten minutes)
+	@$(VLLM_VENV)/bin/python -m pytest tests/vllm
+
 support-table: $(READY) ## write the tables of decoders in docs/models.md
 	@PYTHONPATH=tests/support $(BIN)/python -m support_table docs/models.md
 
@@ -62,12 +67,17 @@ gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minut
 	fi
 
 clean: ## remove the virtual environment and every cache
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml scripts/setup
 	@echo "setting up $(VENV) (first time: a few minutes)"
 	@scripts/setup "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+$(VLLM_READY): pyproject.toml scripts/setup-vllm
+	@echo "setting up $(VLLM_VENV)"
+	@scripts/setup-vllm "$(PYTHON)" "$(VLLM_VENV)"
 	@touch $@
 
 $(DOCS_READY): $(READY)

@@ -26,6 +26,7 @@ from mkdocs.structure.pages import Page
 import kvpass
 from kvpass.eval.bench.processes import process_markdown
 from kvpass.eval.bench.report import markdown
+from kvpass.eval.bench.serve import serve_markdown
 from kvpass.eval.gpu_check import kernel_markdown, smoke_markdown
 from kvpass.eval.tables import markdown_table
 from kvpass.policies.cake import TEMPERATURES
@@ -353,6 +354,8 @@ def _record(path: Path) -> list[str]:
         return [*command, markdown(found)]
     if "start" in found or "prefill_memory" in found:
         return [*command, process_markdown(found)]
+    if "serve" in found:
+        return [*command, serve_markdown(found)]
     if "decode" in found:
         return [*command, *kernel_markdown(found)]
     if "checks" in found:

@@ -188,7 +188,7 @@ class Start:
         """
         settings, batches = self.settings, self.settings.batches
         starts: list[Result] = [{"layers": depth, "cold": [], "warm": []} for depth in self.layers]
-        result = {**_header(settings), "repeats": settings.repeats, "complete": False}
+        result = {**header_of(settings), "repeats": settings.repeats, "complete": False}
         result |= {"start": starts, "batches": {"layers": self.layers[0], "runs": []}}
         with progress_bar(console) as progress:
             task = progress.add_task("", total=2 * settings.repeats * len(starts) + 1)
@@ -241,7 +241,7 @@ class PrefillMemory:
         """
         settings = self.settings
         cases = [(n, rows, whole) for rows in settings.batches for n in settings.prompts for whole in (False, True)]
-        result: Result = {**_header(settings), "complete": False, "prefill_memory": []}
+        result: Result = {**header_of(settings), "complete": False, "prefill_memory": []}
         with progress_bar(console) as progress:
             task = progress.add_task("", total=len(cases))
             for tokens, rows, whole in cases:
@@ -258,7 +258,8 @@ class PrefillMemory:
         return result
 
 
-def _header(settings: BenchSettings) -> Result:
+def header_of(settings: BenchSettings) -> Result:
+    """Return what every result begins with."""
     config: Any = settings.bench_model.config.get_text_config()
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -300,13 +301,13 @@ MEMORY_LEGEND = (
 def process_tables(result: Result) -> Group:
     """A result of :class:`Start` or :class:`PrefillMemory` for a terminal, with what its columns mean."""
     tables = (rich_table(header, rows, title=title, title_justify="left") for title, header, rows in _tables(result))
-    return Group(*tables, Text(_conditions(result)), Text(_legend(result)))
+    return Group(*tables, Text(conditions(result)), Text(_legend(result)))
 
 
 def process_markdown(result: Result) -> str:
     """The same in Markdown."""
     parts = (f"**{title}**\n\n{markdown_table(header, rows)}" for title, header, rows in _tables(result))
-    return "\n".join([*parts, _conditions(result), "", _legend(result), ""])
+    return "\n".join([*parts, conditions(result), "", _legend(result), ""])
 
 
 def _legend(result: Result) -> str:
@@ -364,7 +365,8 @@ def _memory_table(result: Result) -> _Table:
     return f"{named}: memory of a prompt beside the model", header, rows
 
 
-def _conditions(result: Result) -> str:
+def conditions(result: Result) -> str:
+    """Return on what a result was measured."""
     found, used = result["machine"], result["versions"]
     repeated = f" {result['repeats']} starts of each, medians." if "start" in result else ""
     return (

@@ -145,6 +145,14 @@ def bench(
             help="Instead: peak memory of prompts of --contexts tokens under the first policy, in blocks and whole.",
         ),
     ] = False,
+    serve: Annotated[
+        bool,
+        typer.Option(
+            "--serve", help="Instead: many requests in vLLM on the CPU, with and without the first policy, per context."
+        ),
+    ] = False,
+    requests: Annotated[int, typer.Option(help="Requests of each context, with --serve.")] = 32,
+    cache_mib: Annotated[int, typer.Option(help="MiB of an engine's KV cache, with --serve.")] = 64,
     tune: Annotated[
         bool,
         typer.Option(
@@ -165,18 +173,20 @@ def bench(
     from kvpass.eval.bench.processes import BATCHES, PrefillMemory, Start, process_tables
     from kvpass.eval.bench.report import plot, tables
     from kvpass.eval.bench.run import Bench, BenchSettings
+    from kvpass.eval.bench.serve import Serve, serve_tables
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.progress import progress_console
     from kvpass.report import import_figure
 
     kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
-    checked: Bench | Start | PrefillMemory
+    checked: Bench | Start | PrefillMemory | Serve
+    instead = [name for name, on in (("start", start), ("prefill_memory", prefill_memory), ("serve", serve)) if on]
     with _interruptible(anew), _bad_values():
-        if start and prefill_memory:
-            raise ValueError("start and prefill_memory: measure one of them at a time")
-        if (start or prefill_memory) and plots is not None:
-            raise ValueError(f"plots={str(plots)!r}: there are none of start and prefill_memory")
+        if len(instead) > 1:
+            raise ValueError(f"{' and '.join(instead)}: measure one of them at a time")
+        if instead and plots is not None:
+            raise ValueError(f"plots={str(plots)!r}: there are none of {instead[0]}")
         settings = BenchSettings(
             model=model,
             device=device,
@@ -196,6 +206,8 @@ def bench(
         )
         if start:
             checked = Start(settings, _numbers("start", start))
+        elif serve:
+            checked = Serve(settings, requests, cache_mib)
         else:
             checked = PrefillMemory(settings) if prefill_memory else Bench(settings)
         if plots is not None:
@@ -211,7 +223,8 @@ def bench(
 
     with _interruptible(anew):
         result = checked.run(progress_console(), save)
-    console.print(tables(result) if isinstance(checked, Bench) else process_tables(result))
+    shown = {Bench: tables, Serve: serve_tables}.get(type(checked), process_tables)
+    console.print(shown(result))
     written = [*(plot([result], plots) if plots is not None else []), *([json_path] if json_path is not None else [])]
     for path in written:
         console.print(f"written: {path}", highlight=False)

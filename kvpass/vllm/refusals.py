@@ -31,8 +31,8 @@ REFUSALS = [
     Refusal(
         "chunked prefill",
         lambda config, _: config.scheduler_config.enable_chunked_prefill,
-        "a policy needs the whole prompt: pass --no-enable-chunked-prefill and --max-num-batched-tokens of at least "
-        "--max-model-len",
+        "a policy needs the whole prompt: pass --no-enable-chunked-prefill, and --max-num-batched-tokens of at least "
+        "--max-model-len plus --max-num-seqs",
     ),
     Refusal(
         "prefix caching",

@@ -17,7 +17,7 @@ def check_version(found: str) -> None:
         ValueError: not a known version.
     """
     if not found.startswith(_KNOWN):
-        raise ValueError(f"kvpass works with vLLM 0.32, not {found}: pip install 'vllm>=0.32,<0.33'")
+        raise ValueError(f"kvpass works with vLLM 0.32, not {found}: pip install 'kvpass[vllm]'")
 
 
 def installed() -> str:
@@ -27,7 +27,7 @@ def installed() -> str:
             return version(name)
         except PackageNotFoundError:
             continue
-    raise ValueError("vLLM is not installed: pip install 'vllm>=0.32,<0.33'")
+    raise ValueError("vLLM is not installed: pip install 'kvpass[vllm]'")
 
 
 def override_backend() -> None:
@@ -57,6 +57,7 @@ def check_requests() -> None:
 
     The public hook ``validate_params`` sees neither the configuration nor the request's own copy of its parameters.
     """
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
     from kvpass.vllm.admission import admit
@@ -67,6 +68,10 @@ def check_requests() -> None:
 
     @functools.wraps(original)
     def process_inputs(self: Any, *args: Any, **options: Any) -> Any:
-        return admit(self.vllm_config.additional_config, original(self, *args, **options))
+        request = original(self, *args, **options)
+        try:
+            return admit(self.vllm_config.additional_config, request)
+        except ValueError as error:
+            raise VLLMValidationError(str(error)) from error  # any other ends in HTTP 500
 
     InputProcessor.process_inputs = process_inputs

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # else memory grows by code for each number of tokens
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
@@ -49,6 +51,8 @@ def make_model(folder: str) -> LlamaForCausalLM:
 
 
 def engine(folder: str, kvpass: dict[str, Any] | None = None, **options: Any) -> LLM:
+    if not (Path(folder) / "config.json").exists():
+        make_model(folder)
     given = {
         "skip_tokenizer_init": True,
         "dtype": "float32",

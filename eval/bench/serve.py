@@ -1,0 +1,212 @@
+"""Many requests in vLLM on the CPU, with and without compression: ``kvpass bench --serve``."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.console import Console, Group
+from rich.text import Text
+
+from kvpass.eval.bench.processes import Result, conditions, header_of, in_new_process
+from kvpass.eval.bench.settings import BenchSettings, build, find_model
+from kvpass.eval.tables import markdown_table, rich_table
+from kvpass.progress import progress_bar
+
+CHUNKED, WHOLE, KVPASS = "chunks", "whole", "kvpass"
+SYSTEMS = (CHUNKED, WHOLE, KVPASS)
+"""vLLM that reads prompts in chunks, vLLM that reads whole prompts, and kvpass, which needs those."""
+
+CHUNK_TOKENS = 2048
+"""Tokens of a step where prompts are read in chunks: the default of vLLM's server."""
+MOST_RUNNING = 256
+"""Requests that may run at once, if the cache has room for them."""
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is read here, step by step
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "PYTHONWARNINGS": "ignore",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def measure_requests(settings: BenchSettings, tokens: int, requests: int, cache_mib: int, system: str) -> Result:
+    """Send all requests at once, and step the engine until the last has its answer.
+
+    Args:
+        tokens: of each prompt; no two prompts are equal. cache_mib: what the engine may hold in its cache, in MiB.
+        system: one of :data:`SYSTEMS`.
+    Returns:
+        seconds in all (``seconds``); of each request, to its first token (``first_token_s``) and a token afterwards
+        (``token_s``); of each step (``step_s``); most requests at once (``running``), and bytes of cache each then had.
+    """
+    from vllm import LLM, SamplingParams
+
+    spec, new = settings.policies[0].with_window(settings.window), settings.new_tokens
+    options: dict[str, Any] = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK_TOKENS}
+    if system != CHUNKED:
+        # a step must take a whole prompt beside a token of every request that runs
+        options = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens + new + MOST_RUNNING}
+    if system == KVPASS:
+        given = {"policy": spec.name, **dict(spec.options), "budget": settings.budget, "room": new}
+        options["additional_config"] = {"kvpass": given}
+    made = torch.randint(
+        settings.bench_model.config.vocab_size,
+        (requests + 1, tokens),
+        generator=torch.Generator().manual_seed(settings.seed),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        build(find_model(settings.model), settings.seed, torch.device("cpu"), settings.torch_dtype).save_pretrained(folder)
+        engine = LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            dtype=str(settings.torch_dtype).removeprefix("torch."),
+            max_model_len=tokens + new,
+            max_num_seqs=MOST_RUNNING,
+            kv_cache_memory_bytes=cache_mib * 2**20,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            disable_log_stats=False,
+            seed=settings.seed,
+            **options,
+        ).llm_engine
+    params = SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True)
+    scheduler = engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    free, found, steps, running, held = pool.get_num_free_blocks(), [], [], 0, 0.0
+    block_bytes = cache_mib * 2**20 / pool.num_gpu_blocks
+
+    def send(name: int) -> None:
+        engine.add_request(str(name), {"prompt_token_ids": made[name].tolist()}, params)
+
+    send(requests)  # the first one compiles kernels
+    while engine.has_unfinished_requests():
+        engine.step()
+    began = time.perf_counter()
+    for name in range(requests):
+        send(name)
+    while engine.has_unfinished_requests():
+        marked = time.perf_counter()
+        found += [output.metrics for output in engine.step() if output.finished]
+        steps.append(time.perf_counter() - marked)
+        if len(scheduler.running) > running:
+            running = len(scheduler.running)
+            held = (free - pool.get_num_free_blocks()) * block_bytes / running
+    return {
+        "seconds": time.perf_counter() - began,
+        "first_token_s": sorted(metrics.first_token_latency for metrics in found),
+        "token_s": sorted((metrics.last_token_ts - metrics.first_token_ts) / max(new - 1, 1) for metrics in found),
+        "step_s": steps,
+        "running": running,
+        "request_bytes": held,
+        "answered": len(found),
+    }
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Requests a second, their waiting and their memory, in vLLM with and without kvpass.
+
+    Args:
+        settings: of them model, dtype, contexts, budget, window, the first policy, new tokens and seed are used.
+        requests: of each length. cache_mib: MiB of KV cache of an engine.
+
+    Raises:
+        ValueError: vLLM is not installed, a value is out of range, or kvpass does not do it in vLLM.
+    """
+
+    settings: BenchSettings
+    requests: int
+    cache_mib: int
+
+    def __post_init__(self) -> None:
+        from kvpass.vllm.settings import Settings
+
+        if self.settings.device != "cpu":
+            raise ValueError(f"device={self.settings.device!r}: kvpass in vLLM runs on CPUs only")
+        for name in ("requests", "cache_mib"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
+        spec = self.settings.policies[0].with_window(self.settings.window)
+        given = {"policy": spec.name, **dict(spec.options)}
+        Settings.read({"kvpass": given | {"budget": self.settings.budget, "room": self.settings.new_tokens}})
+        if find_spec("vllm") is None:
+            raise ValueError("serve: vLLM is not installed; pip install 'kvpass[vllm]' in an environment of its own")
+
+    def run(self, console: Console, save: Callable[[Result], None] = lambda result: None) -> Result:
+        """Measure, showing progress on the console; ``save`` is handed what is there after every engine.
+
+        Returns:
+            what ``--json`` writes; in ``serve`` a record for every length and system.
+        """
+        settings, records = self.settings, list[Result]()
+        result = {**header_of(settings), "requests": self.requests, "cache_mib": self.cache_mib}
+        result |= {"new_tokens": settings.new_tokens, "complete": False, "serve": records}
+        cases = [(tokens, system) for tokens in settings.prompts for system in SYSTEMS]
+        with progress_bar(console) as progress, mock.patch.dict(os.environ, _ENVIRONMENT):
+            task = progress.add_task("", total=len(cases))
+            for tokens, system in cases:
+                progress.update(task, description=f"{tokens} tokens, {system}")
+                found = in_new_process(measure_requests, settings, tokens, self.requests, self.cache_mib, system)
+                records.append({"tokens": tokens, "system": system, **found})
+                progress.advance(task)
+                save(result)
+        save(result := result | {"complete": True})
+        return result
+
+
+SERVE_LEGEND = (
+    "chunks, whole: vLLM as it is, prompts in chunks of 2048 tokens or whole; kvpass: whole prompts, compressed. All "
+    "requests are sent at once and answered greedily; enforce_eager, no prefix caching. first: seconds from sending to "
+    "the first token, median; last: of the last request. ms / token: median of what a request waits for each later "
+    "token. step s: the longest step, which others may wait while a prompt is read. running: most requests at once. "
+    "KiB: cache that each then holds."
+)
+
+
+def _table(result: Result) -> tuple[str, list[str], list[list[str]]]:
+    """Title, header and cells of a result of :class:`Serve`."""
+    header = ["prompt", "system", "req / s", "first", "last", "ms / token", "step s", "running", "KiB"]
+    rows = [
+        [
+            str(found["tokens"]),
+            found["system"],
+            f"{found['answered'] / found['seconds']:.2f}",
+            f"{statistics.median(found['first_token_s']):.2f}",
+            f"{found['first_token_s'][-1]:.2f}",
+            f"{1e3 * statistics.median(found['token_s']):.0f}",
+            f"{max(found['step_s']):.2f}",
+            str(found["running"]),
+            f"{found['request_bytes'] / 1024:.0f}",
+        ]
+        for found in result["serve"]
+    ]
+    title = (
+        f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']} {result['budget']}: "
+        f"{result['requests']} requests of {result['new_tokens']} new tokens, {result['cache_mib']} MiB"
+    )
+    return title, header, rows
+
+
+def serve_tables(result: Result) -> Group:
+    """A result for a terminal, with what its columns mean."""
+    title, header, rows = _table(result)
+    table = rich_table(header, rows, left=2, title=title, title_justify="left")
+    return Group(table, Text(conditions(result)), Text(SERVE_LEGEND))
+
+
+def serve_markdown(result: Result) -> str:
+    """The same in Markdown."""
+    title, header, rows = _table(result)
+    return "\n".join([f"**{title}**\n\n{markdown_table(header, rows, left=2)}", conditions(result), "", SERVE_LEGEND, ""])
