@@ -67,7 +67,9 @@ def measure_requests(settings: BenchSettings, tokens: int, requests: int, cache_
         generator=torch.Generator().manual_seed(settings.seed),
     )
     with tempfile.TemporaryDirectory() as folder:
-        build(find_model(settings.model), settings.seed, torch.device("cpu"), settings.torch_dtype).save_pretrained(folder)
+        build(find_model(settings.model), settings.seed, torch.device("cpu"), settings.torch_dtype).save_pretrained(
+            folder
+        )
         engine = LLM(
             model=folder,
             skip_tokenizer_init=True,
@@ -209,4 +211,6 @@ def serve_tables(result: Result) -> Group:
 def serve_markdown(result: Result) -> str:
     """The same in Markdown."""
     title, header, rows = _table(result)
-    return "\n".join([f"**{title}**\n\n{markdown_table(header, rows, left=2)}", conditions(result), "", SERVE_LEGEND, ""])
+    return "\n".join(
+        [f"**{title}**\n\n{markdown_table(header, rows, left=2)}", conditions(result), "", SERVE_LEGEND, ""]
+    )

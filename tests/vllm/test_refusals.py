@@ -108,5 +108,5 @@ def test_layers_that_are_not_compressed_are_refused(change, message):
 @pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "1.0"])
 def test_unknown_versions_are_refused(version):
     versions.check_version("0.32.0")
-    with pytest.raises(ValueError, match="kvpass works with vLLM 0.32"):
+    with pytest.raises(ValueError, match=rf"vLLM 0\.32, not {version}"):
         versions.check_version(version)

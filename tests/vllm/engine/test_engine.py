@@ -171,9 +171,14 @@ def test_what_cannot_be_answered_is_a_bad_request_that_says_why(server):
 def test_a_client_that_goes_away_leaves_no_block_behind(server):
     host, port = server.removeprefix("http://").split(":")
     body = json.dumps({"model": "needle", "prompt": TEXT, "max_tokens": 33, "ignore_eos": True, "stream": True, "n": 8})
+    head = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
     with closing(socket.create_connection((host, int(port)))) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        client.sendall(f"{head}\r\n\r\n{body}".encode())
+        client.sendall("\r\n".join([*head, "", body]).encode())
         assert client.recv(64).startswith(b"HTTP/1.1 200")
     until = time.monotonic() + 30
     while True:
