@@ -1,8 +1,8 @@
 """Addresses within a block: one request's pool and tails, over all layers.
 
-vLLM sees L pages ``[K, slots, 2 * D]`` side by side. kvpass uses the same memory as two arrays of entries ``[R, D]``, all
-keys and then all values, ``R = L * K * slots``: first the pool, which all layers share, then a tail for each layer and
-KV head.
+vLLM sees L pages ``[K, slots, 2 * D]`` side by side. kvpass uses the same memory as two arrays of entries ``[R, D]``,
+all keys and then all values, ``R = L * K * slots``: first the pool, which all layers share, then a tail for each layer
+and KV head.
 """
 
 from __future__ import annotations
