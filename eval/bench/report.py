@@ -38,6 +38,7 @@ SPEED: tuple[Column, ...] = (
 )
 DECODE_STATE: tuple[Column, ...] = (
     ("tokens\nper s", lambda r: _of(r["tokens_per_s"], ".4g")),
+    ("generate\nms/token", lambda r: _of(r.get("generate_ms"), ".2f")),
     ("cache\nMiB", lambda r: _of(r["cache_bytes"], ".2f", 2**20)),
     ("peak\nGiB", lambda r: _of(r["peak_bytes"], ".2f", 2**30)),
     ("largest\nbatch", lambda r: _of(r["largest_batch"], ".0f")),
@@ -48,6 +49,7 @@ _SPARE = ("peak\nGiB", "largest\nbatch", "of the\nbound, %", "\nx full")
 """Left out of the tables of a narrow terminal, the first ones first."""
 LEGEND = (
     "Medians and quartiles of interleaved repeats. x full: prefill time over that of the compiled full prefill. "
+    "generate: a token of the model's generate on the same cache, its Python included. "
     "scoring: share of the prefill that compression takes, attention apart (one profiled run). over: decode speed over "
     "that system. of the bound: bytes a step must read (each weight once, the entries held) over the measured copy "
     "bandwidth, as a share of the time taken; what fits in the processor's own cache can beat it. cache: storages, at "

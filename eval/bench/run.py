@@ -65,6 +65,7 @@ class Measurement:
         prefill: seconds, one a repeat. steps: seconds of each timed decode step, one list a repeat.
         warm_up: seconds of the first prefill and the first decode steps, compilation included.
         first_steps: seconds of the steps before the timed ones, one list a repeat.
+        generate: seconds a token of ``generate`` on the cache of the last repeat; None where it is not timed.
         tokens: greedy continuation of the first row, in the last repeat.
         cache_bytes: storages of the cache at its end. attended_bytes: of the entries the last step read.
         peak_bytes: most that was allocated at once, weights included. step_bytes: most that a decode step needed
@@ -78,6 +79,7 @@ class Measurement:
     steps: list[list[float]] = field(default_factory=list)
     warm_up: float = 0.0
     first_steps: list[list[float]] = field(default_factory=list)
+    generate: float | None = None
     tokens: list[int] = field(default_factory=list)
     cache_bytes: int = 0
     attended_bytes: int = 0
@@ -129,6 +131,7 @@ def record(
         "prefill_s": prefill | {"all": measurement.prefill},
         "decode_ms": decode | {"all": [[1e3 * s for s in steps] for steps in measurement.steps]},
         "first_steps_ms": [[1e3 * s for s in steps] for steps in measurement.first_steps],
+        "generate_ms": None if measurement.generate is None else 1e3 * measurement.generate,
         "tokens_per_s": 1e3 * batch / decode["median"],
         "cache_bytes": measurement.cache_bytes,
         "attended_bytes": measurement.attended_bytes,
@@ -165,7 +168,7 @@ class Bench:
         self.device = torch.device(settings.device)
         self.meter = Meter(self.device)
         self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
-        self.geometry = _geometry(self.model)
+        self.geometry = geometry_of(self.model)
         self.step_weight_bytes = weight_bytes(self.model)
         self.room = self.meter.room()
         budget = Budget.parse(settings.budget)
@@ -291,7 +294,7 @@ class Bench:
 
     def _repeat(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         settling = WARM_UP_STEPS if self.device.type == "cuda" else 0
-        prefill, steps = self._once(measurement, ids, batch, settling + self.settings.new_tokens)
+        prefill, steps = self._once(measurement, ids, batch, settling + self.settings.new_tokens, answered=True)
         measurement.prefill.append(prefill)
         measurement.first_steps.append(steps[:settling])
         measurement.steps.append(steps[settling:])
@@ -308,8 +311,14 @@ class Bench:
         if run_in_memory(run) is not None:
             self.meter.release()
 
-    def _once(self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int) -> tuple[float, list[float]]:
-        """Prefill and decode; returns seconds of the prefill and of each step."""
+    def _once(
+        self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int, answered: bool = False
+    ) -> tuple[float, list[float]]:
+        """Prefill and decode; returns seconds of the prefill and of each step.
+
+        Args:
+            answered: then also time ``generate`` for the settings' number of tokens.
+        """
         system = measurement.system
         self.meter.reset_peak()
         marks = [self.meter.mark()]
@@ -335,7 +344,17 @@ class Bench:
         measurement.tokens = torch.cat(tokens, 1)[0].tolist()
         measurement.cache_bytes = system.nbytes(cache)
         measurement.attended_bytes = system.attended_bytes(cache, ids.shape[1] + new_tokens)
+        if answered:
+            self._answer(measurement, tokens[-1], cache)
         return prefill, taken
+
+    def _answer(self, measurement: Measurement, token: Tensor, cache: Any) -> None:
+        """Time the second of two answers: room for the first may move the cache, and what CUDA has captured with it."""
+        new = self.settings.new_tokens
+        if measurement.system.answer(token, cache, new):
+            marks = [self.meter.mark()]
+            measurement.system.answer(token, cache, new)
+            measurement.generate = self.meter.seconds([*marks, self.meter.mark()])[0] / new
 
     def _result(self, runs: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
         settings, config = self.settings, self.model.config
@@ -360,7 +379,7 @@ class Bench:
         }
 
 
-def _geometry(model: PreTrainedModel) -> Geometry:
+def geometry_of(model: PreTrainedModel) -> Geometry:
     """Read off a cache that holds one token.
 
     Raises:

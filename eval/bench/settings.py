@@ -169,7 +169,8 @@ class BenchSettings:
                 raise ValueError(f"systems: {name!r} must be one of {', '.join(BASELINES)}")
         if "kvpress" in (self.systems or ()) and not has_kvpress():
             raise ValueError("systems: 'kvpress' is not installed; pip install 'kvpass[bench]'")
-        longest = self.bench_model.config.max_position_embeddings - self.new_tokens - WARM_UP_STEPS
+        new = 3 * self.new_tokens  # timed steps, and two answers of generate
+        longest = self.bench_model.config.max_position_embeddings - new - WARM_UP_STEPS
         for tokens in self.prompts:
             if not self.window < tokens <= longest:
                 raise ValueError(

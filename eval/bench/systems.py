@@ -48,6 +48,10 @@ class System(ABC):
             cache.batch_repeat_interleave(repeats)
         return cache
 
+    def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
+        """Generate greedily after ``token`` as users do; False where that is not timed."""
+        return False
+
     def nbytes(self, cache: Any) -> int:
         """Bytes the storages of the cache occupy."""
         return storage_bytes(cache)
@@ -241,6 +245,10 @@ class Kvpass(System):
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
         out = self.model(ids, logits_to_keep=1)
         return out.logits, out.past_key_values
+
+    def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
+        self.model.generate(token, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
+        return True
 
     def nbytes(self, cache: Any) -> int:
         return cache.nbytes

@@ -153,6 +153,13 @@ def bench(
     ] = False,
     requests: Annotated[int, typer.Option(help="Requests of each context, with --serve.")] = 32,
     cache_mib: Annotated[int, typer.Option(help="MiB of an engine's KV cache, with --serve.")] = 64,
+    predict: Annotated[
+        bool,
+        typer.Option(
+            "--predict",
+            help="Instead: what a decode step should take on an H100 and H200, from generated code; needs no GPU.",
+        ),
+    ] = False,
     tune: Annotated[
         bool,
         typer.Option(
@@ -170,6 +177,7 @@ def bench(
         return
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.bench.measure import save_json
+    from kvpass.eval.bench.predict import Predict, predict_tables
     from kvpass.eval.bench.processes import BATCHES, PrefillMemory, Start, process_tables
     from kvpass.eval.bench.report import plot, tables
     from kvpass.eval.bench.run import Bench, BenchSettings
@@ -180,8 +188,9 @@ def bench(
 
     kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
-    checked: Bench | Start | PrefillMemory | Serve
-    instead = [name for name, on in (("start", start), ("prefill_memory", prefill_memory), ("serve", serve)) if on]
+    checked: Bench | Start | PrefillMemory | Predict | Serve
+    others = {"start": start, "prefill_memory": prefill_memory, "predict": predict, "serve": serve}
+    instead = [name for name, chosen in others.items() if chosen]
     with _interruptible(anew), _bad_values():
         if len(instead) > 1:
             raise ValueError(f"{' and '.join(instead)}: measure one of them at a time")
@@ -208,6 +217,8 @@ def bench(
             checked = Start(settings, _numbers("start", start))
         elif serve:
             checked = Serve(settings, requests, cache_mib)
+        elif predict:
+            checked = Predict(settings)
         else:
             checked = PrefillMemory(settings) if prefill_memory else Bench(settings)
         if plots is not None:
@@ -223,7 +234,7 @@ def bench(
 
     with _interruptible(anew):
         result = checked.run(progress_console(), save)
-    shown = {Bench: tables, Serve: serve_tables}.get(type(checked), process_tables)
+    shown = {Bench: tables, Predict: predict_tables, Serve: serve_tables}.get(type(checked), process_tables)
     console.print(shown(result))
     written = [*(plot([result], plots) if plots is not None else []), *([json_path] if json_path is not None else [])]
     for path in written:

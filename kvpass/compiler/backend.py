@@ -63,9 +63,10 @@ MOST_PARTS = 4
 
 INDUCTOR_CONFIG = {"triton.decompose_sort_ops": True} if hasattr(inductor_config.triton, "decompose_sort_ops") else {}
 """Otherwise sorting with 16-bit indices (in MoE routers) would compile short and long prompts separately."""
-ONE_ROW_CONFIG = {**INDUCTOR_CONFIG, "coordinate_descent_tuning": True}
-"""Of a decode step of one row on CUDA: Inductor then writes products of a vector and a matrix itself, and norms and
-activations into them: 10 launches a layer of llama instead of 13."""
+ONE_ROW_CONFIG = {**INDUCTOR_CONFIG, "coordinate_descent_tuning": True, "combo_kernels": True}
+"""Of a decode step of one row on CUDA. With the first, Inductor writes products of a vector and a matrix itself, and
+norms and activations into them; with the second, the products for q, k and v are one launch, as is RoPE of q and k: 8
+launches a layer of llama instead of 13."""
 
 
 def check_compiler(option: str, name: str) -> Compiler:

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import record_function
 
+from kvpass.compiler.parts import Regions
 from kvpass.config import Block
 from kvpass.graphs.bind_state import placeholders, size_reader
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
@@ -40,15 +41,19 @@ FEWEST_TOKENS = 128
 """Tokens of a block of each row, by default, for any batch size."""
 
 
-def check_block(given: object, name: str = "prefill_block") -> Block:
+def check_block(given: object, regions: Regions, name: str = "prefill_block") -> Block:
     """Return the option ``prefill_block``, or of another name, as given.
 
     Raises:
-        ValueError: it is neither "auto" nor an int from 2 on.
+        ValueError: it is neither "auto" nor an int from 2 on, or an int where graphs are not to be split.
     """
-    if given == "auto" or (isinstance(given, int) and not isinstance(given, bool) and given >= 2):
+    if given == "auto":
         return given
-    raise ValueError(f"{name}={given!r}: must be 'auto' or a number of tokens, an int >= 2")
+    if not isinstance(given, int) or isinstance(given, bool) or given < 2:
+        raise ValueError(f"{name}={given!r}: must be 'auto' or a number of tokens, an int >= 2")
+    if regions is False:
+        raise ValueError(f"{name}={given}: needs the parts that compile_regions=False rules out")
+    return given
 
 
 def tokens_of(block: Block, rows: int, device: torch.device) -> int:

@@ -33,10 +33,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import GraphFingerprint
 from kvpass.compiler.backend import PhaseCompiler, check_compiler
+from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import Capture, check_length
 from kvpass.compiler.parts import check_regions
 from kvpass.compiler.transactions import append, continued, prefill
-from kvpass.config import Budget
+from kvpass.config import Block, Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.padding import first_real_column
 from kvpass.graphs.bind_state import backend_mode, placeholders, size_reader
@@ -109,8 +110,8 @@ def kvpass_backend(
     """Dynamo backend registered as ``"kvpass"``.
 
     Args:
-        options: ``policy``, ``budget``, ``compiler`` (``"inductor"`` or ``"eager"``), ``cuda_graphs`` and
-            ``compile_regions`` as ``kvpass.compile`` has them, and options of the policy.
+        options: ``policy``, ``budget``, ``compiler`` (``"inductor"`` or ``"eager"``), ``cuda_graphs``,
+            ``compile_regions`` and ``prefill_block`` as ``kvpass.compile`` has them, and options of the policy.
     Raises:
         UnsupportedAttentionError: an attention call is not understood (Dynamo wraps it in BackendCompilerFailed).
         ValueError: the capture is for one length of several tokens, for some lengths, or for as many rows as tokens.
@@ -119,12 +120,13 @@ def kvpass_backend(
     budget, cuda_graphs = given.pop("budget", None), given.pop("cuda_graphs", True)
     compiler = check_compiler("compiler", given.pop("compiler", "inductor"))
     regions = check_regions(given.pop("compile_regions", "auto"))
+    block = check_block(given.pop("prefill_block", "auto"), regions)
     policy = check_registered(resolve(given.pop("policy", "lava"), **given))
     resolved = resolve_budget(policy, budget)
     _check_sizes(gm)
     phases = PhaseCompiler(compiler=compiler, regions=regions, cuda_graphs=cuda_graphs)
     captures = _CAPTURES.setdefault(_first_weight(gm), [])
-    module = RawModule(Capture(gm, example_inputs, phases), policy, resolved, captures)
+    module = RawModule(Capture(gm, example_inputs, phases), policy, resolved, block, captures)
     module.decoder.admit_one_token()
     return module.__call__
 
@@ -172,11 +174,14 @@ class RawModule:
     """One captured decoder, called on the cache of the session it is in.
 
     Args:
-        captures: those of several tokens of the same module. This one is added, if it is one.
+        block: tokens of a block of a prompt. captures: those of several tokens of the same module. This one is added,
+            if it is one.
     """
 
-    def __init__(self, decoder: Capture, policy: Policy, budget: Budget | None, captures: list[RawModule]) -> None:
-        self.captures = captures
+    def __init__(
+        self, decoder: Capture, policy: Policy, budget: Budget | None, block: Block, captures: list[RawModule]
+    ) -> None:
+        self.captures, self.block = captures, block
         self.decoder, self.policy, self.budget = decoder, policy, budget
         self.options = (policy.spec, budget, decoder.compiler.compiler, decoder.compiler.cuda_graphs)
         graph = self.graph = decoder.graph.gm
@@ -216,7 +221,7 @@ class RawModule:
             check_length(longest, 0, tokens)
             cache.expected = active.expected
             start = module._start(active.attention_mask, tokens)
-            result = prefill(cache, start, tokens, lambda call: module.decoder(call, *inputs), block=tokens)
+            result = prefill(cache, start, tokens, lambda call: module.decoder(call, *inputs), block=self.block)
             cache.begun_by = module
         else:
             self._check_owner(active.cache, owner)

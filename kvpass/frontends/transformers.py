@@ -280,10 +280,7 @@ class CompressedModel(_Base):
         self._kvpass.block = self._checked_block(block, "prefill_block")
 
     def _checked_block(self, block: object, name: str) -> Block:
-        found = check_block(block, name)
-        if found != "auto" and self._kvpass.captures.compiler.regions is False:
-            raise ValueError(f"{name}={block}: needs the parts that compile_regions=False rules out")
-        return found
+        return check_block(block, self._kvpass.captures.compiler.regions, name)
 
     def set_budget(self, budget: BudgetLike) -> None:
         """Set the budget of later prompts; compiled graphs stay valid, since they do not depend on it.

@@ -55,6 +55,9 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
+PARTS = slice(0, 90), slice(90, 92), slice(92, 93)
+
+
 class SelfNumbering(Decoder):
     def forward(self, ids):
         return super().forward(ids, torch.arange(ids.shape[1], device=ids.device)[None])
@@ -86,6 +89,27 @@ def build(repeat, layers):
 def decoder(request):
     """Of one layer, with grouped heads unless a test asks for repeated ones."""
     return build(getattr(request, "param", False), layers=1)
+
+
+@pytest.mark.parametrize("numbered", [False, True], ids=["given-positions", "own-positions"])
+@pytest.mark.parametrize("block", [2, 13, 89])
+def test_blocks_of_a_prompt_change_nothing(block, numbered):
+    torch.manual_seed(0)
+    module = (SelfNumbering if numbered else Decoder)(False, layers=2).eval()
+    ids, positions = random_ids(2, 93), torch.arange(93).expand(2, -1)
+    found = []
+    for given in (10**6, block):
+        torch._dynamo.reset()
+        options = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager", "prefill_block": given}
+        fast = raw(module, options)
+        with torch.no_grad(), kvpass.session() as session:
+            calls = [(part, fast(ids[:, part], *(() if numbered else (positions[:, part],)))) for part in PARTS]
+            found.append((torch.cat([logits for _, logits in calls], 1), session.cache.positions))
+    assert torch.equal(found[0][1], found[1][1])
+    assert_close("logits", found[1][0], found[0][0], atol=2e-5)
+    with torch.no_grad():
+        whole = module(ids) if numbered else module(ids, positions)
+    assert_close("logits of the prompt", found[1][0][:, :90], whole[:, :90], atol=2e-5)
 
 
 @pytest.mark.parametrize(

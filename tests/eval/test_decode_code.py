@@ -29,10 +29,10 @@ def generated(model, batch):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_layer_of_one_row_is_ten_launches():
+def test_a_layer_of_one_row_is_eight_launches():
     code = generated("llama-3.1-8b", 1)
-    assert code["per_layer"] <= 10
-    assert code["launches"] <= 32 * 10 + 4  # embedding, last norm and head
+    assert code["per_layer"] <= 8
+    assert code["launches"] <= 32 * 8 + 4  # embedding, last norm and head
     assert not [name for name in code["layer"] if name.startswith("extern_kernels")]
 
 

@@ -170,7 +170,8 @@ def test_the_report_has_outcomes_tables_and_pictures(tmp_path):
     assert text == (tmp_path / "RESULTS.md").read_text()
     assert "| tests | not run | 0 | pytest is not installed |" in text
     assert "## decode-128k (incomplete)" in text
-    assert "| lava | 2 (2-2) | - | 0.50 | 3.50 (3.50-3.50) | - | - | 90 | 285.7 | 128.00 | 16.00 | 700 | 40.0 |" in text
+    figures = "2 (2-2) | - | 0.50 | 3.50 (3.50-3.50) | - | - | 90 | 285.7 | - | 128.00 | 16.00 | 700 | 40.0"
+    assert f"| lava | {figures} |" in text
     assert "hf-eager: CUDA out of memory." in text
     assert "| 8 | 5.0 | 80% | 5.0 | 80% | 1.000 |" in text
     assert "_window_kernel 0.007" in text
