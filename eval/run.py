@@ -7,9 +7,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -29,6 +30,7 @@ from kvpass.eval.prompt import Prompt, Scope
 from kvpass.eval.records import Question, Record, RecordFile, Row, results_markdown, summarize
 from kvpass.eval.runner import Runner
 from kvpass.eval.tasks import Sample, Task, encode, find_tasks
+from kvpass.eval.workers import Share, answer_in_processes
 from kvpass.loading import load_model
 from kvpass.policies import Policy, resolve_budget
 from kvpass.progress import progress_bar
@@ -39,6 +41,9 @@ SCOPES = get_args(Scope)
 BudgetValue = int | float | str
 
 _DRAWN = "needle_grid"
+
+SHARE_BATCHES = 4
+"""Batches that a worker answers at a time: a worker that is killed loses them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,7 @@ class EvalSettings:
         data_dir: folder with local data. seed: of generated samples. batch: rows answered at once.
         num_uncompressed_tokens: last prompt tokens that scope ``prompt`` feeds after compression, so that the first
             generated token sees the compressed cache; with 0 it does not.
+        workers: processes that answer, each with a model of its own; on CUDA one device each, as far as there are.
         chat: use the chat template, where the tokenizer has one and the task wants it. backend, dtype, device: how the
             model runs.
 
@@ -72,6 +78,7 @@ class EvalSettings:
     data_dir: Path | None = None
     seed: int = 0
     batch: int = 1
+    workers: int = 1
     num_uncompressed_tokens: int = 1
     chat: bool = True
     backend: Compiler = "inductor"
@@ -79,7 +86,8 @@ class EvalSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name, low in (("samples", 1), ("length", 2), ("seed", 0), ("batch", 1), ("num_uncompressed_tokens", 0)):
+        lowest = {"samples": 1, "length": 2, "seed": 0, "batch": 1, "workers": 1, "num_uncompressed_tokens": 0}
+        for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= {low}")
         if not self.scopes or not set(self.scopes) <= set(SCOPES):
@@ -107,7 +115,7 @@ class EvalSettings:
 
 
 @dataclass(frozen=True)
-class _Condition:
+class Condition:
     """One task under one policy, budget and scope.
 
     Attributes:
@@ -186,36 +194,67 @@ class Evaluation:
         return records
 
     def _answer(self, progress: Progress, bar: Any) -> None:
-        """What waits, with one compiled model: the decoder is captured once for all policies."""
-        model = kvpass.compile(self.model, policy="full", backend=self.settings.backend)
-        runner = Runner(model=model, tokenizer=self.tokenizer, batch=self.settings.batch)
+        """What waits, in this process or in several."""
+        if self.settings.workers > 1:
+            progress.update(bar, description=f"{self.settings.workers} workers")
+            for records in answer_in_processes(self.settings, self._shares()):
+                self._add(records, progress, bar)
+            return
         for condition in self.conditions:
             if condition.waiting:
-                spec, budget, scope = condition.spec, condition.budget, condition.scope
-                model.set_policy(spec.resolve(), budget)
-                progress.update(bar, description=f"{spec} {budget or ''} {scope} {condition.task.name}")
-                self._answer_condition(condition, runner, lambda count: progress.advance(bar, count))
+                named = f"{condition.spec} {condition.budget or ''} {condition.scope} {condition.task.name}"
+                progress.update(bar, description=named)
+                for records in self.answers(condition, condition.waiting):
+                    self._add(records, progress, bar)
 
-    def _answer_condition(self, condition: _Condition, runner: Runner, advance: Callable[[int], None]) -> None:
-        samples = [self.samples[condition.task.name][index] for index in condition.waiting]
+    def _add(self, records: Sequence[Record], progress: Progress, bar: Any) -> None:
+        for record in records:
+            self.file.add(record)
+        progress.advance(bar, len(records))
+
+    def _shares(self) -> list[Share]:
+        """What waits, in pieces of a few batches."""
+        size = SHARE_BATCHES * self.settings.batch
+        return [
+            Share(number, tuple(condition.waiting[first : first + size]))
+            for number, condition in enumerate(self.conditions)
+            for first in range(0, len(condition.waiting), size)
+        ]
+
+    @cached_property
+    def _runner(self) -> Runner:
+        """With one compiled model: the decoder is captured once for all policies."""
+        model = kvpass.compile(self.model, policy="full", backend=self.settings.backend)
+        return Runner(model=model, tokenizer=self.tokenizer, batch=self.settings.batch)
+
+    def answers(self, condition: Condition, indices: Sequence[int]) -> Iterator[list[Record]]:
+        """Answer samples of a condition; yields the records of each batch.
+
+        Args:
+            indices: of the samples of the condition's task.
+        """
+        self._runner.model.set_policy(condition.spec.resolve(), condition.budget)
+        samples = [self.samples[condition.task.name][index] for index in indices]
         prompts = [prompt.scoped(condition.scope, self.settings.num_uncompressed_tokens) for _, prompt in samples]
-        for answers in runner.greedy(prompts, [sample.max_new_tokens for sample, _ in samples], self.stops):
+        for answers in self._runner.greedy(prompts, [sample.max_new_tokens for sample, _ in samples], self.stops):
+            records = []
             for index, tokens, kept in answers:
-                sample, question = samples[index][0], condition.questions[condition.waiting[index]]
+                sample, question = samples[index][0], condition.questions[indices[index]]
                 text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-                record = Record(
-                    key=question.key,
-                    label=str(condition.spec),
-                    question=question,
-                    answers=list(sample.answers),
-                    prediction=text,
-                    score=condition.task.metric(text, sample),
-                    generated_tokens=len(tokens),
-                    kept=kept,
-                    labels=dict(sample.labels),
+                records.append(
+                    Record(
+                        key=question.key,
+                        label=str(condition.spec),
+                        question=question,
+                        answers=list(sample.answers),
+                        prediction=text,
+                        score=condition.task.metric(text, sample),
+                        generated_tokens=len(tokens),
+                        kept=kept,
+                        labels=dict(sample.labels),
+                    )
                 )
-                self.file.add(record)
-            advance(len(answers))
+            yield records
 
     def _encoded(self, task: Task) -> list[tuple[Sample, Prompt]]:
         s = self.settings
@@ -226,8 +265,8 @@ class Evaluation:
         chat = s.chat and task.chat
         return [(sample, encode(self.tokenizer, sample, chat=chat, limit=s.length)) for sample in samples]
 
-    def _condition(self, task: Task, spec: PolicySpec, budget: BudgetValue | None, scope: str) -> _Condition:
-        condition = _Condition(task, spec, budget, scope)
+    def _condition(self, task: Task, spec: PolicySpec, budget: BudgetValue | None, scope: str) -> Condition:
+        condition = Condition(task, spec, budget, scope)
         policy = spec.resolve()
         for index, (sample, prompt) in enumerate(self.samples[task.name]):
             self._check_budget(policy, budget, scope, prompt)

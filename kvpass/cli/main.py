@@ -269,6 +269,9 @@ def evaluate(
     ),
     seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 1,
+    workers: Annotated[
+        int, typer.Option(help="Processes that answer, each with its own model; on CUDA one device each.")
+    ] = 1,
     num_uncompressed_tokens: Annotated[int, typer.Option(help="Scope prompt: last tokens, fed after compression.")] = 1,
     chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template where the task wants one.")] = True,
     backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
@@ -297,6 +300,7 @@ def evaluate(
                 output=output,
                 seed=seed,
                 batch=batch,
+                workers=workers,
                 num_uncompressed_tokens=num_uncompressed_tokens,
                 chat=chat,
                 backend=check_compiler("backend", backend),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+import os
+import random
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 import kvpass
 from kvpass import builtin
 from kvpass.cli.main import app
+from kvpass.eval import run, workers
 from kvpass.eval.environment import fingerprint
 from kvpass.eval.policy_spec import PolicySpec, parse_policies
 from kvpass.eval.records import RecordFile
@@ -51,6 +55,7 @@ def quiet() -> Console:
         ({"samples": 0}, "samples=0"),
         ({"length": 1}, "length=1"),
         ({"batch": 0}, "batch=0"),
+        ({"workers": 0}, "workers=0"),
         ({"num_uncompressed_tokens": -1}, "num_uncompressed_tokens=-1"),
         ({"scopes": ("answer",)}, "scope='answer'"),
         ({"scopes": ()}, "scope=''"),
@@ -129,6 +134,38 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_a_finished_one_runs_not
         assert Evaluation(settings(tmp_path / "twice")).run(quiet()) == once
         assert asked == []
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_workers_that_are_killed_leave_what_one_process_writes(tmp_path, monkeypatch, kills):
+    options = {"samples": 6 * kills, "batch": 1, "policies": parse_policies("full,snapkv:window=8"), "budgets": (0.5,)}
+    once = Evaluation(settings(tmp_path / "once", **options)).run(quiet())
+    monkeypatch.setattr(run, "SHARE_BATCHES", 1)
+    add, killed = RecordFile.add, []
+
+    def kill(self, record):
+        add(self, record)
+        if len(killed) < kills and len(self.records) % 3 == 0:
+            worker = random.choice(multiprocessing.active_children())
+            worker.kill()
+            killed.append(worker)
+
+    monkeypatch.setattr(RecordFile, "add", kill)
+    rows = Evaluation(settings(tmp_path / "twice", **options, workers=2)).run(quiet())
+    assert len(killed) == kills
+    assert rows == once
+    written = [sorted((tmp_path / folder / "samples.jsonl").read_bytes().splitlines()) for folder in ("once", "twice")]
+    assert written[0] == written[1]
+
+
+def died(*_):
+    os._exit(1)
+
+
+def test_workers_that_only_die_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "_start", died)
+    with pytest.raises(RuntimeError, match="workers=2: they died 5 times in a row"):
+        Evaluation(settings(tmp_path, workers=2)).run(quiet())
 
 
 def test_records_tables_and_manifest_say_the_same(tmp_path):
