@@ -122,6 +122,9 @@ class KVPassLM(HFLM):
             resolve_budget(resolve(policy, **options), budget)
         self._arguments = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
         super().__init__(pretrained, batch_size=batch_size, **arguments)
+        launched = getattr(self, "accelerator", None)
+        if launched is not None and self.world_size == 1:  # the harness looks for several GPUs, not processes
+            self._rank, self._world_size = launched.process_index, launched.num_processes
         self._original: Any = self.model
         named: Any = policy  # checked above
         self._model = kvpass.compile(self._original, policy=named, budget=budget, backend=self._compiler, **options)

@@ -100,7 +100,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scores(samples: dict[str, list[dict[str, Any]]]) -> list[float]:
-    return [float(score[0]) for row in samples["number_choice"] for (score,) in row["resps"]]
+    # a process with fewer requests answers its last one again
+    return [float(first[0]) for row in samples["number_choice"] for first, *_ in row["resps"]]
 
 
 def answers(samples: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -176,6 +177,28 @@ def test_the_command_runs_both_models_and_the_budget_is_felt(runs: Runs) -> None
     assert facts["kept_fraction"] == pytest.approx(20 * 3 / (89 + 139 + 109))
     assert full_results["config"]["kvpass"]["kept_fraction"] == 1.0
     assert 0 < facts["cache_bytes_peak"] < full_results["config"]["kvpass"]["cache_bytes_peak"]
+
+
+@pytest.mark.exhaustive
+def test_processes_share_the_requests(runs: Runs, tasks: Path, tmp_path: Path) -> None:
+    (tmp_path / "several.py").write_text(SEVERAL)
+    arguments = [words("kvpass", f"{TIGHT},policy=streaming_llm", tasks, NUMBERS, tmp_path / "two")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*command, "several.py", json.dumps(arguments)],
+        cwd=tmp_path,
+        env={**os.environ, **ENVIRONMENT, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    (one_results, one), (two_results, two) = (
+        read(NUMBERS, folder) for folder in (runs.folder / "tight", tmp_path / "two")
+    )
+    assert answers(two) == answers(one) and scores(two) == pytest.approx(scores(one), abs=1e-5)
+    assert two_results["results"].keys() == one_results["results"].keys()
+    kept = [results["config"]["kvpass"]["prompts_compressed"] for results in (one_results, two_results)]
+    assert kept[1] < kept[0], "the first process answered its share"
 
 
 def test_own_tasks_run_from_local_files(runs: Runs) -> None:
