@@ -77,6 +77,14 @@ def compile(
 ) -> CompressedModel: ...
 @overload
 def compile(
+    model: PreTrainedModel, *, policy: Literal["keydiff", "knorm"], **options: Unpack[o.Options]
+) -> CompressedModel: ...
+@overload
+def compile(
+    model: PreTrainedModel, *, policy: Literal["lagkv"], **options: Unpack[o.LagKVOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
     model: PreTrainedModel, *, policy: Literal["random"], **options: Unpack[o.RandomOptions]
 ) -> CompressedModel: ...
 @overload

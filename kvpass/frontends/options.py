@@ -23,6 +23,9 @@ PolicyName = Literal[
     "cake",
     "full",
     "h2o",
+    "keydiff",
+    "knorm",
+    "lagkv",
     "lava",
     "lava_nohead",
     "lava_pyramid",
@@ -60,6 +63,12 @@ class RandomOptions(Options, total=False):
 
 class StreamingLLMOptions(EvictingOptions, total=False):
     sinks: int
+
+
+class LagKVOptions(Options, total=False):
+    sinks: int
+    lag: int
+    cross_scoring: bool
 
 
 class ScoreOptions(Options, total=False):

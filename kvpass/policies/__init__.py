@@ -18,6 +18,9 @@ from kvpass.policies.base import Policy
 from kvpass.policies.baselines import Full, Random
 from kvpass.policies.cake import Cake
 from kvpass.policies.h2o import H2O
+from kvpass.policies.keydiff import KeyDiff
+from kvpass.policies.knorm import Knorm
+from kvpass.policies.lagkv import LagKV
 from kvpass.policies.lava import Lava, LavaNoHead, LavaPyramid, LavaUniform
 from kvpass.policies.pyramidkv import PyramidKV
 from kvpass.policies.snapkv import SnapKV
@@ -46,7 +49,7 @@ def register_policy(policy: P) -> P:
         raise ValueError(f"policy={policy!r}: must be a class derived from kvpass.Policy")
     name = getattr(policy, "name", None)
     if not (isinstance(name, str) and name.isidentifier()):
-        raise ValueError(f"name={name!r} of {policy.__qualname__}: must be an identifier such as 'keydiff'")
+        raise ValueError(f"name={name!r} of {policy.__qualname__}: must be an identifier such as 'key_variance'")
     if "__dataclass_fields__" not in vars(policy) or not policy.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ValueError(f"{policy.__qualname__}: must be decorated with @dataclass(frozen=True, kw_only=True)")
     known = POLICIES.get(name)
@@ -164,6 +167,9 @@ for _policy in (
     Tova,
     StreamingLLM,
     Vatp,
+    KeyDiff,
+    LagKV,
+    Knorm,
     Random,
 ):
     register_policy(_policy)

@@ -43,6 +43,8 @@ class Policy(ABC):
 
     name: ClassVar[str]
     needs_budget: ClassVar[bool] = True
+    only_prompts: ClassVar[bool] = False
+    """Whether a score means nothing where entries are missing between those that are scored."""
 
     window: int = option(32, check_int, 0)
     parity: Parity = option("paper", check_literal, Parity)

@@ -77,6 +77,8 @@ def _refusal(policy: Policy) -> str | None:
         return "it keeps everything, there is no budget to return to"
     if policy.parity == "code":
         return "released rules (parity='code') know only a prompt"
+    if policy.only_prompts:
+        return "its score is defined for a prompt, not for the entries that are left of one"
     generator = torch.Generator().manual_seed(0)
     rows, length = max(policy.window, 1), policy.window + 12
     q, k, v = (torch.randn(1, 2, n, 4, generator=generator) for n in (rows, length, length))

@@ -24,6 +24,8 @@ LIKE_A_PROMPT = {
     "cake": {"tau1": 1.3, "tau2": 0.7, "evict_during_decode": False},
     "vatp": {"sinks": 2},
     "streaming_llm": {"evict_during_decode": False},
+    "keydiff": {},
+    "knorm": {},
 }
 """Policies that can compress again, with options."""
 
@@ -284,6 +286,7 @@ def test_a_turn_that_is_never_compressed_does_not_look_at_lengths(monkeypatch):
         ({"policy": "h2o", "evict_during_decode": False}, "more than the window's queries"),
         ({"policy": "vatp", "indicator": "h2o", "evict_during_decode": False}, "more than the window's queries"),
         ({"policy": "tova", "evict_during_decode": False}, "each KV head by itself"),
+        ({"policy": "lagkv"}, "defined for a prompt, not for the entries that are left of one"),
     ],
     ids=str,
 )

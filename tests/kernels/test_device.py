@@ -159,6 +159,7 @@ RAGGED = torch.tensor([0, 9, 32, 33, 35])
     [
         *((name, OPTIONS.get(name, {})) for name in sorted(POLICIES)),
         ("vatp", {"sinks": 3}),
+        ("lagkv", {"sinks": 2, "lag": 5}),
         ("streaming_llm", {"window": 0, "sinks": 2}),
         ("snapkv", {"layer_split": "cake", "tau1": 1.0, "tau2": 1.0}),
         *(("pyramidkv", {"shape": shape}) for shape in ("entropy", "gini")),
@@ -167,7 +168,7 @@ RAGGED = torch.tensor([0, 9, 32, 33, 35])
 )
 def test_rows_of_different_padding_are_judged_together_as_each_alone(name, options):
     policy = resolve(name, **{"window": WINDOW, **options})
-    assert policy.takes_padded_rows
+    assert policy.takes_padded_rows == (name != "lagkv")  # its parts begin where the row does
     call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
     expected = reference.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy)
     found = device.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy)

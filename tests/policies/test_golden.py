@@ -29,6 +29,14 @@ ROOT = WHOLE if WHOLE.is_dir() else SHIPPED
 CASES = sorted(
     p for p in ROOT.glob("*/*.json") if p.parent.name != "inputs" and not p.parent.name.startswith("kvpress")
 )
+OF_KEYS = ("keydiff", "knorm", "lagkv")
+"""Policies whose cases lie a folder deeper, with other parameters: kvpress counts all that a head keeps."""
+CASES_OF_KEYS = sorted(
+    path
+    for name in OF_KEYS
+    for path in ROOT.glob(f"{name}/cases/*.json")
+    if "_block" not in path.stem and "authors" not in path.stem  # kept without a budget, or block by block
+)
 POOLS = {"maxpool": "max", "avgpool": "avg", "max": "max", "avg": "avg", None: None}
 POLICY_OF = {
     "ada_snapkv_normalized_kvcf": "ada_snapkv",
@@ -133,6 +141,25 @@ def test_contract_5_parity_with_the_released_code(path):
         assert torch.equal(found.decode_keep[:, :, 0], want["decode_keep_mask"])
 
 
+@pytest.mark.parametrize("path", CASES_OF_KEYS, ids=lambda p: f"{p.parents[1].name}-{p.stem}")
+def test_contract_5_policies_that_read_no_query_keep_what_kvpress_keeps(path):
+    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
+    params = about["params"]
+    inputs = load_file((path.parent / about["inputs"]).resolve())
+    q, k, v = (inputs[name].float().unsqueeze(1) for name in "qkv")
+    budget = max(1, int(k.shape[3] * (1 - params["compression_ratio"])))
+    names = {"n_sink": "sinks", "lag_size": "lag", "cross_scoring": "cross_scoring"}
+    options = {ours: params[theirs] for theirs, ours in names.items() if theirs in params}
+    found = plan(about["policy"], q, k, v, budget=budget, **options)
+    keep, scores = found.keep[:, 0], found.scores[:, 0]
+    torch.testing.assert_close(scores, want["scores"], rtol=2e-4, atol=1e-6)
+    assert torch.equal(found.lengths[:, 0], want["head_kept"])
+    clear = want["cut_lowest_kept"] != want["cut_highest_dropped"]
+    assert torch.equal(keep[clear], want["keep_mask"][clear])
+    worst, best = torch.where(keep, scores, torch.inf).amin(-1), torch.where(keep, -torch.inf, scores).amax(-1)
+    assert (best <= worst).all()
+
+
 CAKE = [p for p in CASES if p.parent.name == "cake"]
 
 
@@ -187,14 +214,16 @@ def test_contract_5_layer_weights_and_budgets_at_every_stage_of_the_cascade(path
 
 def test_the_policies_page_gives_the_number_of_shipped_cases_of_every_published_policy():
     shipped = [path for path in SHIPPED.glob("*/*.json") if path.parent.name != "inputs"]
+    of_keys = [*SHIPPED.glob("*/cases/*.json")]
     cases = Counter(POLICY_OF.get(path.parent.name, path.parent.name) for path in shipped)
+    cases += Counter(path.parents[1].name for path in of_keys)
     rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \|$", POLICIES_PAGE.read_text(), re.MULTILINE)
     assert cases == {policy: int(count) for policy, count in rows}
-    assert f"{len(shipped)} files in `tests/golden`" in POLICIES_PAGE.read_text()
+    assert f"{len(shipped) + len(of_keys)} files in `tests/golden`" in POLICIES_PAGE.read_text()
     formulas = [path for path in shipped if not json.loads(path.read_text())["produced_by_running_reference_code"]]
     assert sorted(path.parent.name for path in formulas) == ["lava", "lava_nohead", "vatp_snapkv", "vatp_snapkv"]
     assert cases.keys() == {
         *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv"),
-        *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp"),
+        *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp", *OF_KEYS),
     }
     assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 3_000_000

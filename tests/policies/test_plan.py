@@ -22,7 +22,7 @@ from pairwise import pairwise
 
 BUILT_IN = (
     *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv", "ada_pyramidkv"),
-    *("cake", "h2o", "tova", "streaming_llm", "vatp", "random", "full"),
+    *("cake", "h2o", "tova", "streaming_llm", "vatp", "keydiff", "lagkv", "knorm", "random", "full"),
 )
 TAUS = {"tau1": 1.6, "tau2": 0.4}
 VARIANTS = [
@@ -36,6 +36,7 @@ VARIANTS = [
     ("lava", {"alpha": 0.3}),
     ("vatp", {"indicator": "h2o", "sinks": 3}),
     ("vatp", {"indicator": "scissorhands"}),
+    *(("lagkv", {"sinks": 2, "lag": 5, "cross_scoring": cross}) for cross in (False, True)),
 ]
 EVICTING = [
     *(("cake", TAUS), ("h2o", {}), ("tova", {}), ("streaming_llm", {}), ("vatp", {"indicator": "h2o", "sinks": 2})),

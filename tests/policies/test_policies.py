@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 
 import pytest
 import torch
@@ -145,6 +146,52 @@ def test_vatp_weighs_with_each_tokens_own_value(obs):
     assert_score(resolve("vatp", window=W, indicator="scissorhands"), obs, (total / 400 * norm).tolist())
     score = resolve("vatp", window=W, sinks=2).score(obs)[0]
     assert (score[:, :2] > score[:, 2:].amax(1, keepdim=True)).all()
+
+
+def test_knorm_prefers_small_keys(obs):
+    assert_score(
+        resolve("knorm", window=W), obs, [[-math.hypot(*key) for key in head[:M]] for head in obs.keys[0].tolist()]
+    )
+
+
+def test_keydiff_prefers_keys_unlike_the_mean_direction(obs):
+    want = []
+    for head in obs.keys[0].tolist():
+        directions = [[x / math.hypot(*key) for x in key] for key in head]
+        mean = [sum(column) / N for column in zip(*directions, strict=True)]
+        want.append([-sum(x * y for x, y in zip(key, mean, strict=True)) / math.hypot(*mean) for key in directions[:M]])
+    assert_score(resolve("keydiff", window=W), obs, want)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_lagkv_scores_the_spread_within_the_range_of_the_next_part(obs, cross):
+    sinks, lag = 3, 4  # parts begin at 3, 7 and 11; 15 and 16 are left
+
+    def spread(rows: list[list[float]], first: int) -> list[float]:
+        part, after = rows[first : first + lag], rows[first + lag : first + 2 * lag]
+        low, high = ([edge(column) for column in zip(*after, strict=True)] for edge in (min, max))
+        scaled = [[(x - a) / (b - a) for x, a, b in zip(row, low, high, strict=True)] for row in part]
+        powers = [math.exp(statistics.stdev(row)) for row in scaled]
+        return [power / sum(powers) for power in powers]
+
+    want = []
+    for keys, values in zip(obs.keys[0].tolist(), obs.values[0].tolist(), strict=True):
+        scores = [1.0] * N
+        for first in (3, 7):
+            both = [(a + b) / 2 for a, b in zip(spread(keys, first), spread(values, first), strict=True)]
+            scores[first : first + lag] = both if cross else [sorted(both).index(x) / lag for x in both]
+        want.append(scores[:M])
+    assert_score(resolve("lagkv", window=W, sinks=sinks, lag=lag, cross_scoring=cross), obs, want)
+
+
+def test_lagkv_scores_a_short_prompt_by_recency(obs):
+    score = resolve("lagkv", window=W, sinks=2, lag=8).score(obs)[0]
+    assert torch.equal(score, torch.tensor([1, 1, *(i / 15 for i in range(M - 2))]).expand(K, -1))
+
+
+def test_lagkv_gives_constant_channels_no_spread(obs):
+    obs.keys[..., 0] = 1.0
+    assert resolve("lagkv", window=W, sinks=0, lag=4, cross_scoring=True).score(obs).isfinite().all()
 
 
 def test_random_depends_on_seed_layer_head_and_position_alone(obs):
