@@ -40,8 +40,9 @@ from kvpass.torch_compat import (
     maybe_mark_dynamic,
 )
 
-LAYERS = 4
-"""Layers of the decoder that is compiled: the first and the last differ, those between are alike."""
+LAYERS = 3
+"""Layers of the decoder that is compiled: what comes before the first and after the last attention differs, what comes
+between two is alike but for the embedding, which the first adds."""
 ATTENTION_LAUNCHES = 1
 """Of ``kvpass::attend_cache`` for one token: the program that arrives last merges."""
 

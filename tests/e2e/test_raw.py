@@ -91,8 +91,7 @@ def decoder(request):
     return build(getattr(request, "param", False), layers=1)
 
 
-@pytest.mark.parametrize("numbered", [False, True], ids=["given-positions", "own-positions"])
-@pytest.mark.parametrize("block", [2, 13, 89])
+@pytest.mark.parametrize(("block", "numbered"), [(2, False), (13, True), (89, False)])
 def test_blocks_of_a_prompt_change_nothing(block, numbered):
     torch.manual_seed(0)
     module = (SelfNumbering if numbered else Decoder)(False, layers=2).eval()

@@ -82,6 +82,7 @@ def settings(tmp_path, micro):
     )
 
 
+@pytest.mark.exhaustive  # fifteen seconds; its parts are tested above and in test_curve.py, test_bench.py
 def test_the_page_has_every_part_and_is_not_measured_twice(micro, tmp_path, monkeypatch):
     monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
     monkeypatch.setattr(results, "GRID_POLICIES", ("full", "streaming_llm"))

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -136,7 +137,25 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_a_finished_one_runs_not
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_workers_write_what_one_process_writes(tmp_path, monkeypatch):
+    options = {"samples": 3, "batch": 1, "policies": parse_policies("full,snapkv:window=8"), "budgets": (0.5,)}
+    monkeypatch.setattr(run, "SHARE_BATCHES", 2)
+
+    def in_a_thread(workers, context, start, arguments):
+        assert workers == 2
+        return ThreadPoolExecutor(1, initializer=start, initargs=arguments)
+
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", in_a_thread)
+    threads = torch.get_num_threads()
+    rows = [Evaluation(settings(tmp_path / str(n), **options, workers=n)).run(quiet()) for n in (1, 2)]
+    torch.set_num_threads(threads)
+    assert rows[0] == rows[1]
+    written = [sorted((tmp_path / str(n) / "samples.jsonl").read_bytes().splitlines()) for n in (1, 2)]
+    assert written[0] == written[1] and len(written[0]) == 6
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kills", [1, 20])
 def test_workers_that_are_killed_leave_what_one_process_writes(tmp_path, monkeypatch, kills):
     options = {"samples": 6 * kills, "batch": 1, "policies": parse_policies("full,snapkv:window=8"), "budgets": (0.5,)}
     once = Evaluation(settings(tmp_path / "once", **options)).run(quiet())
