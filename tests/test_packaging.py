@@ -64,6 +64,7 @@ def test_no_kernel_can_be_imported_under_a_bare_name() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is not None, reason="the checkout would shadow the real one")
+@pytest.mark.exhaustive
 def test_transformers_works_in_the_checkout_without_a_safe_path(kernels_without_us: str) -> None:
     ask = "from transformers import LlamaForCausalLM; import kvpass; kvpass.compile; " + ASK_FOR_KERNELS
     result = run_python(ask, ROOT, safe_path=False)

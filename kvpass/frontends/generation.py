@@ -12,6 +12,10 @@ from kvpass.frontends.raw import session
 from kvpass.frontends.transformers import CompressedModel
 
 
+LOOK_EVERY = {"cpu": 1, "cuda": 16}
+"""After how many tokens to look whether all rows have ended: on CUDA to look is to wait for the device."""
+
+
 @torch.no_grad()
 def generate(
     module: Any,
@@ -65,6 +69,10 @@ def generate(
                 new = torch.where(finished[:, None], eos_token_id, new)
                 finished |= new[:, 0] == eos_token_id
             sequence = torch.cat([sequence, new], 1)
-            if eos_token_id is not None and bool(finished.all()):  # host synchronisation
+            look = eos_token_id is not None and (step + 1) % LOOK_EVERY[ids.device.type] == 0
+            if look and bool(finished.all()):
                 break
-    return sequence
+    if eos_token_id is None:
+        return sequence
+    ended = (sequence[:, ids.shape[1] :] == eos_token_id).cumsum(1).gt(0).all(0)
+    return sequence[:, : ids.shape[1] + int((~ended).sum()) + 1]  # to where the last row ended

@@ -40,7 +40,7 @@ def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_and_200_steps_of_e
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("regions", [False, True])
+@pytest.mark.parametrize("regions", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch, regions):
     """Triton code asks whether indices of 32 bits do, which would be a guard on the length; C++ code does not ask."""
     codegen, asked, guards = GraphLowering.codegen, [], []

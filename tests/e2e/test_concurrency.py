@@ -53,7 +53,7 @@ def settings():
     ("family", "policy", "warm"),
     [
         ("llama", "lava", True),
-        ("gemma3", "h2o", False),
+        pytest.param("gemma3", "h2o", False, marks=pytest.mark.exhaustive),
         pytest.param("llama", "lava", False, marks=pytest.mark.exhaustive),
         pytest.param("gemma3", "h2o", True, marks=pytest.mark.exhaustive),
     ],

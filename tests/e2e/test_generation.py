@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
+from kvpass.frontends import generation
 from tiny_models import left_pad, random_ids, tiny_model
 
 NEW, LONGEST = 7, 96
@@ -74,6 +75,17 @@ def test_a_row_that_has_ended_says_nothing_else(decoder):
         said = free[row].tolist()
         stop = said.index(end) if end in said else NEW
         assert out[row].tolist() == (said[: stop + 1] + [end] * NEW)[: out.shape[1]]
+
+
+@pytest.mark.parametrize("every", [2, 16])
+def test_a_device_that_is_looked_at_now_and_then_gives_the_same(decoder, every, monkeypatch):
+    ids = random_ids(1, 37)
+    end = int(recomputed(decoder, ids)[0, 37 + 2])
+    options = {"max_new_tokens": NEW, "eos_token_id": end}
+    expected = kvpass.generate(compiled(decoder), ids, **options)
+    monkeypatch.setattr(generation, "LOOK_EVERY", {"cpu": every})
+    assert torch.equal(kvpass.generate(compiled(decoder), ids, **options), expected)
+    assert expected[0, -1] == end and expected.shape[1] <= 37 + 3 < 37 + NEW
 
 
 def test_logits_may_be_the_first_item_of_a_tuple(decoder):

@@ -78,7 +78,7 @@ def answer(model, ids, new=12, **options):
     [
         ("llama", {}),
         ("llama", {"policy": "full", "budget": None, "window": None}),
-        ("llama", {"policy": "h2o"}),
+        pytest.param("llama", {"policy": "h2o"}, marks=pytest.mark.exhaustive),
         ("gemma3", {"policy": "snapkv"}),
     ],
     ids=["lava", "full", "h2o", "rings"],
@@ -100,7 +100,7 @@ def test_neither_does_a_prompt_of_another_length_or_padding(recorded):
         assert recorded() == (turn == 0)
 
 
-@pytest.mark.parametrize("policy", ["lava", "h2o"])
+@pytest.mark.parametrize("policy", [pytest.param("lava", marks=pytest.mark.exhaustive), "h2o"])
 def test_nor_does_a_second_question_about_a_document(policy, recorded):
     graphed, plain = pair(policy=policy)
     text = random_ids(1, 61)

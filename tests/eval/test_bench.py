@@ -58,6 +58,7 @@ def quiet():
     return Console(quiet=True)
 
 
+@pytest.mark.exhaustive
 def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
     entry = 2 * 8 * 4
     for shared in (False, True):

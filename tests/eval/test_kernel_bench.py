@@ -54,6 +54,7 @@ def test_ragged_lengths_are_unequal_and_of_equal_bytes():
     assert ragged.float().std() > 500
 
 
+@pytest.mark.exhaustive
 def test_the_kernel_is_compared_before_it_is_timed():
     pytest.importorskip("triton")
     run = subprocess.run(

@@ -121,7 +121,11 @@ def test_a_window_compared_with_a_float_is_measured(capture) -> None:
 
 @pytest.mark.parametrize(
     ("score_mod", "heads"),
-    [(near_in_all_heads_but_one, 40), (near_by_far_in_all_heads_but_one, 40), (scaled_far_away, 2)],
+    [
+        pytest.param(near_in_all_heads_but_one, 40, marks=pytest.mark.exhaustive),
+        (near_by_far_in_all_heads_but_one, 40),
+        (scaled_far_away, 2),
+    ],
 )
 def test_what_differs_at_the_length_that_decides_is_refused(score_mod, heads, capture) -> None:
     def many(x: Tensor) -> Tensor:
