@@ -11,7 +11,6 @@ from kvpass.frontends.arguments import check_ids
 from kvpass.frontends.raw import session
 from kvpass.frontends.transformers import CompressedModel
 
-
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
 """After how many tokens to look whether all rows have ended: on CUDA to look is to wait for the device."""
 
