@@ -239,6 +239,7 @@ def test_logits_to_keep_and_use_cache(model, fast):
     assert fast(ids, use_cache=False).past_key_values is None
 
 
+@pytest.mark.exhaustive
 def test_a_mixture_of_experts_is_captured_for_any_logits_to_keep(monkeypatch, tmp_path):
     model = tiny_model("mixtral", layers=1)
     fast = kvpass.compile(model, budget=1000, window=8, backend="eager")

@@ -40,6 +40,7 @@ def test_torch_alone_is_not_slowed_down_by_kvpass_or_the_harness(tmp_path: Path)
     assert run_python(code, tmp_path) == "[]"
 
 
+@pytest.mark.exhaustive
 def test_the_import_does_it_where_the_hook_may_not(tmp_path: Path) -> None:
     code = """
 import os

@@ -217,6 +217,7 @@ def test_a_stage_is_not_begun_with_less_time_than_it_needs(tmp_path):
     assert [outcomes[name].status for name in ("long", "short")] == ["not run", "passed"]
 
 
+@pytest.mark.exhaustive
 def test_what_was_begun_in_vain_comes_after_what_was_not_yet_begun(tmp_path, monkeypatch):
     hangs = replace(python("tests", "import time; time.sleep(600)", seconds=1), least=1)
     breaks = replace(python("broken", "raise SystemExit(3)"), least=1)
