@@ -39,8 +39,8 @@ docs: $(DOCS_READY) ## build the site in build/site; a warning is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "docs: build/site/index.html"
 
-test-versions: $(READY) ## model and kernel tests on older versions of transformers
-	@scripts/test-versions $(VENV) transformers==5.2.0 transformers==5.17.0
+test-versions: $(READY) ## model and kernel tests on older versions of transformers, and on the newest
+	@scripts/test-versions $(VENV) transformers==5.2.0 transformers==5.17.0 transformers
 
 test-torch-2.11: $(READY) ## the same on the oldest torch, with its CUDA libraries (5 GB)
 	@scripts/test-versions $(VENV) "torch==2.11.0 triton==3.6.0 transformers==5.17.0 numpy<2.4"
@@ -70,7 +70,7 @@ clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml scripts/setup
+$(READY): pyproject.toml constraints.txt scripts/setup
 	@echo "setting up $(VENV) (first time: a few minutes)"
 	@scripts/setup "$(PYTHON)" "$(VENV)"
 	@touch $@
@@ -81,9 +81,9 @@ $(VLLM_READY): pyproject.toml scripts/setup-vllm
 	@touch $@
 
 $(DOCS_READY): $(READY)
-	@$(BIN)/python -m pip install -qq --editable '.[docs]'
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
 $(LINT_READY): $(READY)
-	@$(BIN)/python -m pip install -qq --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
 	@touch $@
