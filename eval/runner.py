@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.eval.prompt import Prompt, pad
+from kvpass.transformers_compat import CACHE
 
 Item = TypeVar("Item")
 
@@ -197,7 +198,7 @@ class Runner:
             **settings,
         )
         if rows[0].head:
-            self.totals.add(self.kept() if cache is None else [], output.past_key_values)
+            self.totals.add(self.kept() if cache is None else [], output[CACHE])
         else:
             self.totals.prompts_not_compressed += len(rows)
         return [tokens[ids.shape[1] :] for tokens in output.sequences[: len(prompts)].tolist()]

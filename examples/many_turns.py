@@ -24,7 +24,7 @@ def ids(text: str) -> torch.Tensor:
     return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
 
 
-cache = fast(ids(10 * filler)).past_key_values  # a plain call: later calls append to its cache
+cache = fast.compress(ids(10 * filler), reusable=False)  # later calls append to it
 last = torch.empty(1, 0, dtype=torch.int64)
 for name, value in (("bara dador", "482 913"), ("kura fenix", "271 605"), ("lato sopas", "350 128")):
     turn = f"the code of {name} is {value} . {5 * filler}question the code of {name} is"

@@ -15,6 +15,7 @@ from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.eval.tables import rich_table
 from kvpass.frontends.transformers import check_mask
 from kvpass.graphs.verify.input_lookups import InputLookup
+from kvpass.transformers_compat import CACHE
 
 LAYERS, COLUMNS = 32, 16384
 
@@ -54,7 +55,7 @@ def main() -> None:
 def _steps(model: LlamaForCausalLM, token: torch.Tensor, steps: int = 50) -> tuple[float, float]:
     """Median microseconds to see that a decode step may be repeated, and in which Dynamo finds its compiled code."""
     fast = kvpass.compile(model, policy="full", backend="eager")
-    repeated, cache = fast._kvpass.captures.repeated, fast(token.expand(1, 40)).past_key_values
+    repeated, cache = fast._kvpass.captures.repeated, fast(token.expand(1, 40))[CACHE]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(steps):
             repeated.clear()

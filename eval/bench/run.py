@@ -41,6 +41,7 @@ from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, 
 from kvpass.eval.environment import machine, versions
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.progress import progress_bar
+from kvpass.transformers_compat import CACHE
 
 __all__ = ["Bench", "BenchSettings"]
 
@@ -387,7 +388,7 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
     """
     cache: Any = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache)
+        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), **{CACHE: cache})
     shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers}
     if len(shapes) > 1 or any(layer.is_sliding for layer in cache.layers):
         raise ValueError(

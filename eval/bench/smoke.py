@@ -24,6 +24,7 @@ import kvpass
 from kvpass.eval.bench.measure import first_line, save_json
 from kvpass.eval.bench.settings import BenchModel, build, find_model
 from kvpass.eval.environment import machine, versions
+from kvpass.transformers_compat import CACHE
 
 LAYERS, PROMPT, STEPS, BUDGET = 2, 4000, 8, 1024
 TIMES_ROUNDING = 2.0
@@ -71,7 +72,7 @@ def run_checks(
                 name = f"{policy}, {'all' if budget != BUDGET else BUDGET} entries"
                 out = fast(ids[:, :prompt], logits_to_keep=1)
                 check(f"{name}: prompt", relative(out.logits[0, 0], expected[0]), allowed)
-                step = partial(fast, past_key_values=out.past_key_values, logits_to_keep=1)
+                step = partial(fast, past_key_values=out[CACHE], logits_to_keep=1)
                 found = torch.stack([step(token).logits[0, 0] for token in ids[:, prompt:].split(1, 1)])
                 if budget == BUDGET:  # transformers has no such cache to compare with
                     check(f"{name}: numbers in {STEPS} steps that are not finite", float((~found.isfinite()).sum()), 0)

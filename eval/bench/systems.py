@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvpass
 from kvpass.compiler.backend import Compiler
 from kvpass.policies import Policy
+from kvpass.transformers_compat import CACHE
 
 
 def storage_bytes(cache: Any) -> int:
@@ -40,7 +41,7 @@ class System(ABC):
 
     def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
         """Logits after ``token``, int64 ``[B, 1]``, whose key and value join the cache at ``position``."""
-        return self.model(token, past_key_values=cache, logits_to_keep=1).logits
+        return self.model(token, **{CACHE: cache}, logits_to_keep=1).logits
 
     def decoding_cache(self, cache: Any, repeats: int) -> Any:
         """The cache that :meth:`step` takes, every row ``repeats`` times, made of what :meth:`prefill` gave."""
@@ -77,7 +78,7 @@ class HfEager(System):
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
         cache = DynamicCache(config=self.model.config)
-        return self.model(ids, past_key_values=cache, logits_to_keep=1).logits, cache
+        return self.model(ids, **{CACHE: cache}, logits_to_keep=1).logits, cache
 
 
 def _forward_of(model: PreTrainedModel) -> Callable[..., Any]:
@@ -116,7 +117,7 @@ class HfStatic(System):
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
         cache = DynamicCache(config=self.model.config)
-        return self.prefill_forward(ids, past_key_values=cache, logits_to_keep=1).logits, cache
+        return self.prefill_forward(ids, **{CACHE: cache}, logits_to_keep=1).logits, cache
 
     def decoding_cache(self, cache: Any, repeats: int) -> Any:
         static = StaticCache(config=self.model.config, max_cache_len=self.tokens)
@@ -135,7 +136,7 @@ class HfStatic(System):
         if self.on_cuda:
             torch.compiler.cudagraph_mark_step_begin()
         return self.compiled_step(
-            token, position_ids=positions[None], past_key_values=cache, logits_to_keep=1, **extra
+            token, position_ids=positions[None], **{CACHE: cache}, logits_to_keep=1, **extra
         ).logits
 
 
@@ -197,7 +198,7 @@ class Kvpress(System):
         # its hooks read cache_position, which newer versions of transformers no longer make
         positions = torch.arange(first, first + ids.shape[1], device=ids.device)
         return self.model(
-            ids, position_ids=positions[None], cache_position=positions, past_key_values=cache, logits_to_keep=1
+            ids, position_ids=positions[None], cache_position=positions, **{CACHE: cache}, logits_to_keep=1
         ).logits
 
 
@@ -244,7 +245,7 @@ class Kvpass(System):
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
         out = self.model(ids, logits_to_keep=1)
-        return out.logits, out.past_key_values
+        return out.logits, out[CACHE]
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
         self.model.generate(token, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)

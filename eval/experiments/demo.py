@@ -28,6 +28,7 @@ from kvpass.frontends.options import PolicyName
 from kvpass.frontends.transformers import CompressedModel
 from kvpass.progress import progress_bar, progress_console
 from kvpass.report import import_figure
+from kvpass.transformers_compat import CACHE
 
 BUDGETS = (36, 40, 64)
 POLICIES: tuple[PolicyName, ...] = ("lava", "snapkv", "streaming_llm")
@@ -163,7 +164,7 @@ class Demo:
             streamer=clock,
             return_dict_in_generate=True,
         )
-        cache = out.past_key_values
+        cache = out[CACHE]
         if "min_new_tokens" in limits:
             answers.token_ms = clock.token_ms()
         else:

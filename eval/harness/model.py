@@ -54,6 +54,7 @@ from kvpass.eval.prompt import (
 from kvpass.eval.runner import Batch, Runner, Totals, chunks, filled
 from kvpass.policies import Policy, resolve, resolve_budget
 from kvpass.policies.options import check_choice, check_int
+from kvpass.transformers_compat import CACHE
 
 _log = logging.getLogger("kvpass")
 
@@ -226,7 +227,7 @@ class KVPassLM(HFLM):
         cache, size = batch.cache, batch.cache.batch_size
         rest = torch.tensor([prompt.rest for prompt in filled(prompts, size)], device=self.device)
         if rest.shape[1] > 1:
-            cache = self.model(rest[:, :-1], past_key_values=cache, logits_to_keep=1).past_key_values
+            cache = self.model(rest[:, :-1], past_key_values=cache, logits_to_keep=1)[CACHE]
         cache.reusable = True
         for turn in itertools.zip_longest(*(asked[prompt].items() for prompt in prompts), fillvalue=((), ())):
             rows = [(prompt.ids[-1], *fed) for prompt, (fed, _) in zip(prompts, turn, strict=True)]

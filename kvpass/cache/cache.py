@@ -402,6 +402,11 @@ class CompressedCache(Cache):
     def is_sliding(self) -> list[bool]:
         return [False] * len(self)
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """One False even if empty: ``generate`` gives the whole text at every step if all are linear."""
+        return [False] * max(len(self), 1)
+
     def __len__(self) -> int:
         groups = () if self.layout is None else (*self.layout.pools, *self.layout.rings)
         return sum(group.geometry.layers for group in groups)

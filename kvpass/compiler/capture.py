@@ -284,6 +284,8 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, e
     """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
 
     def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        if position_ids.shape != input_ids.shape:  # never; tells Dynamo that both have one size
+            raise AssertionError
         logits: Tensor = forward(
             input_ids=input_ids,
             position_ids=position_ids,

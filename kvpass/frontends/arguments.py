@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
+from kvpass.transformers_compat import CACHE
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _ONLY_LOGITS = "a compiled graph does not return intermediate tensors; use the uncompiled model"
@@ -22,6 +23,7 @@ _TAKEN = (
     "attention_mask",
     "position_ids",
     "past_key_values",
+    "cache",
     "use_cache",
     "logits_to_keep",
     "return_dict",
@@ -135,6 +137,18 @@ def check_forward(given: Mapping[str, Any]) -> None:
         raise ValueError(f"forward argument {name!r} is not supported: {reason}")
 
 
+def cache_argument(given: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments, by either of its names.
+
+    Raises:
+        ValueError: both are given.
+    """
+    caches = [given[name] for name in ("past_key_values", "cache") if given.get(name) is not None]
+    if len(caches) > 1:
+        raise ValueError("past_key_values and cache are two names of one argument: give one of them")
+    return caches[0] if caches else None
+
+
 def check_cache(given: object) -> None:
     """Check that ``past_key_values``, as the user gave it, is a cache of kvpass or None.
 
@@ -167,7 +181,7 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
     """
     configured = given or default
     said = (getattr(config, "use_cache", None) for config in (configured, default))
-    cache = kwargs.get("past_key_values")
+    cache = kwargs[CACHE]
     check_cache(cache)
     kind = kwargs.get("cache_implementation") or getattr(given, "cache_implementation", None)
     if kind not in (None, "dynamic", getattr(default, "cache_implementation", None)):

@@ -24,7 +24,14 @@ from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.transactions import Call, append, continued, prefill
 from kvpass.config import Block, Budget
 from kvpass.errors import CacheMismatchError
-from kvpass.frontends.arguments import check_cache, check_forward, check_generate, check_ids, unsupported_argument
+from kvpass.frontends.arguments import (
+    cache_argument,
+    check_cache,
+    check_forward,
+    check_generate,
+    check_ids,
+    unsupported_argument,
+)
 from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import first_real_column
 from kvpass.policies import Policy, resolve_budget
@@ -32,6 +39,7 @@ from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
+from kvpass.transformers_compat import CACHE
 
 _DROPPED = (
     "the prompt begins with the last token of the answer before. If it is the next turn of a conversation: the cache "
@@ -86,6 +94,7 @@ class CompressedModel(_Base):
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         *,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
@@ -100,6 +109,7 @@ class CompressedModel(_Base):
             position_ids: true positions ``[B, T]``; by default counted from the first real token. Those of a prompt
                 must ascend by one: a row is one sequence.
             past_key_values: a :class:`CompressedCache` of this model; None or an empty one for a new prompt.
+            cache: the same, by the name that transformers gives it from 5.24 on.
             logits_to_keep: compute logits of only this many last positions; 0 = all.
         Returns:
             fp logits ``[B, T or logits_to_keep, vocabulary]`` and the cache (None with ``use_cache=False``); with
@@ -107,8 +117,9 @@ class CompressedModel(_Base):
         Raises:
             ValueError: an argument is unsupported, or does not fit the cache, which is then unchanged.
         """
+        given = cache_argument({"past_key_values": past_key_values, "cache": cache})
         output = self._forward(
-            input_ids, attention_mask, position_ids, past_key_values, logits_to_keep, use_cache is not False, kwargs
+            input_ids, attention_mask, position_ids, given, logits_to_keep, use_cache is not False, kwargs
         )
         return output.to_tuple() if return_dict is False else output
 
@@ -118,7 +129,7 @@ class CompressedModel(_Base):
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
-        past_key_values: Cache | None,
+        given: Cache | None,
         logits_to_keep: int,
         use_cache: bool,
         kwargs: dict[str, Any],
@@ -129,23 +140,22 @@ class CompressedModel(_Base):
         check_ids(input_ids, self.device)
         if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
             raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
-        check_cache(past_key_values)
+        check_cache(given)
         if self.training:
             raise ValueError("the model is in training mode; call model.eval() first")
         runtime = self._kvpass
         if input_ids.shape[1] > 1:  # walks over all modules, too slow for each decode step
             runtime.identity.look_again()
         with torch.inference_mode(False), torch.no_grad():
-            assert past_key_values is None or isinstance(past_key_values, CompressedCache)
-            if past_key_values is not None and not past_key_values.is_empty:
-                cache, logits = _continue(
-                    self, past_key_values, input_ids, attention_mask, position_ids, logits_to_keep
-                )
+            assert given is None or isinstance(given, CompressedCache)
+            if given is not None and not given.is_empty:
+                cache, logits = _continue(self, given, input_ids, attention_mask, position_ids, logits_to_keep)
             else:
-                cache = _new_cache(runtime, past_key_values)
+                cache = _new_cache(runtime, given)
                 logits = _prefill(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
                 runtime.last_prompt = cache.record
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache if use_cache else None)
+        held: dict[str, Any] = {CACHE: cache if use_cache else None}
+        return CausalLMOutputWithPast(logits=logits, **held)
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of transformers; with a filled cache, the ids can be only the new tokens.
@@ -163,14 +173,16 @@ class CompressedModel(_Base):
                 given or asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by
                 ours); or the configuration has ``use_cache=False`` and the call does not set it.
         """
+        kwargs[CACHE] = cache_argument(kwargs)
+        kwargs.pop("cache" if CACHE == "past_key_values" else "past_key_values", None)
         check_generate(kwargs, generation_config, self.generation_config)
         generation_config = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
+        cache, ids = kwargs.get(CACHE), kwargs.get("input_ids", inputs)
         if ids is not None:
             check_ids(ids)
             if cache is None and _cache_is_default(kwargs, generation_config, self.generation_config):
-                cache = kwargs["past_key_values"] = _new_cache(self._kvpass, None)
+                cache = kwargs[CACHE] = _new_cache(self._kvpass, None)
             if isinstance(cache, CompressedCache):
                 whole = 0 if ids.shape[1] > cache.columns else cache.columns
                 most = _new_tokens(ids.shape[1], kwargs, generation_config, self.generation_config)
@@ -192,8 +204,8 @@ class CompressedModel(_Base):
         tokens = kwargs.pop("prefill_chunk_size", getattr(config, "prefill_chunk_size", None))
         if tokens is None:
             return config
-        cache = kwargs.get("past_key_values")
-        kwargs["past_key_values"] = cache = _new_cache(self._kvpass, None) if cache is None else cache
+        cache = kwargs.get(CACHE)
+        kwargs[CACHE] = cache = _new_cache(self._kvpass, None) if cache is None else cache
         cache.block = self._checked_block(tokens, "prefill_chunk_size")
         if getattr(config, "prefill_chunk_size", None) is not None:
             config = copy.deepcopy(config)
@@ -208,8 +220,8 @@ class CompressedModel(_Base):
         cannot be compiled. Then the prompt alone is run, since its error names the reason, and "argument not supported"
         would not.
         """
-        if not isinstance(kwargs.get("past_key_values"), CompressedCache | None):
-            kwargs["past_key_values"] = _new_cache(self._kvpass, None)
+        if not isinstance(kwargs.get(CACHE), CompressedCache | None):
+            kwargs[CACHE] = _new_cache(self._kvpass, None)
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"])
@@ -228,7 +240,7 @@ class CompressedModel(_Base):
         """
         output = self.forward(input_ids, attention_mask, logits_to_keep=1)
         assert isinstance(output, CausalLMOutputWithPast)
-        cache = output.past_key_values
+        cache = output[CACHE]
         assert isinstance(cache, CompressedCache)
         cache.reusable = reusable
         return cache
@@ -250,7 +262,7 @@ class CompressedModel(_Base):
             for tokens in (prompt_tokens, 2, 1) if turns else (prompt_tokens, 1):
                 out = self.forward(token.expand(-1, tokens), past_key_values=cache, logits_to_keep=1)
                 assert isinstance(out, CausalLMOutputWithPast)
-                cache = out.past_key_values
+                cache = out[CACHE]
         self._kvpass.last_prompt = before
 
     def __reduce_ex__(self, protocol: Any) -> Any:

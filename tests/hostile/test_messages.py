@@ -15,6 +15,7 @@ from tiny_models import compiled_once, random_ids, tiny_model
 
 IDS = random_ids(1, 40)
 TOKEN = IDS[:, :1]
+NAMES_OF_THE_CACHE = ("past_key_values", "cache")
 RIGHT_PADDED = torch.ones(1, 40).tril(29)
 TINY = {"vocab_size": 128, "hidden_size": 16, "num_hidden_layers": 1}
 
@@ -106,6 +107,16 @@ def test_calls_of_forward_generate_and_compress(fast, call, message):
     if set(call) <= {"input_ids", "attention_mask"}:
         with pytest.raises(ValueError, match=re.escape(message)):
             fast.compress(**call)
+
+
+def test_the_cache_is_taken_by_both_of_its_names_but_not_by_two_at_once(fast):
+    cache = fast.compress(IDS)
+    assert torch.equal(fast(TOKEN, cache=cache).logits, fast(TOKEN, past_key_values=cache).logits)
+    answers = [fast.generate(TOKEN, max_new_tokens=3, do_sample=False, **{name: cache}) for name in NAMES_OF_THE_CACHE]
+    assert torch.equal(*answers)
+    for call in (fast, fast.generate):
+        with pytest.raises(ValueError, match="past_key_values and cache are two names of one argument"):
+            call(TOKEN, **dict.fromkeys(NAMES_OF_THE_CACHE, cache))
 
 
 def test_a_text_is_no_prompt_of_kvpass_generate():
