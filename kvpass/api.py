@@ -24,6 +24,7 @@ from kvpass.frontends import options as o
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import ATTENTION_NAME
 from kvpass.frontends.options import BudgetLike
+from kvpass.frontends.tensor_parallel import check_divided, divides_heads, hold_own_weights, ranks_of
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
 from kvpass.frontends.wrappers import check_wrappers, remove_wrappers
 from kvpass.policies import Policy
@@ -153,7 +154,12 @@ def compile(
     compiler = check_compiler("backend", backend)
     name = str(model.config.name_or_path)
     rules = read_rules(policy, budget, recompress, window=window, options=policy_options, model_name=name)
+    ranks = ranks_of(model)
+    heads = ranks if ranks is not None and divides_heads(model) else None
+    check_divided(rules, heads)
     compiled = copy_structure(model)
+    if ranks is not None:
+        hold_own_weights(compiled, model, ranks)
     remove_wrappers(compiled, model)
     compiled.__class__ = compressed_class(type(model))
     if type(model)._can_set_attn_implementation():  # otherwise passes find its attention in the graph
@@ -173,6 +179,7 @@ def compile(
             )
         ),
         one_length="longrope" in ropes,
+        ranks=heads,
     )
     compiled.prefill_block = prefill_block
     return compiled
@@ -203,7 +210,7 @@ def load_cache(
     Raises:
         CacheMismatchError: the cache is of another model, dtype, policy or budget; the message says which.
         CacheFileError: the file is damaged, truncated, no cache of kvpass, or written by a newer one.
-        ValueError: the model was not compiled by kvpass.
+        ValueError: the model was not compiled by kvpass, or several processes share its heads.
         OSError: the file cannot be read.
     """
     if not isinstance(model, CompressedModel):
@@ -233,6 +240,8 @@ def restore_cache(
 ) -> CompressedCache:
     """Like :func:`load_cache`, for a caller that has read the file and compiled the model."""
     runtime, rules = model._kvpass, model._kvpass.rules
+    if runtime.ranks is not None:
+        raise ValueError(f"no cache can be loaded for a model whose heads {runtime.ranks.size} processes share")
     runtime.identity.check(metadata.model)
     if metadata.policy != rules.policy.spec:
         raise CacheMismatchError(

@@ -18,6 +18,7 @@ from kvpass.cache.prompt_record import PromptRecord, by_layer, layer_ids
 from kvpass.compiler.backend import CompileRecord, rows_text
 from kvpass.config import Budget
 from kvpass.policies.base import Policy
+from kvpass.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,13 +42,15 @@ class Report:
     """Entries kept of the last prompt, and graphs compiled for it. Prints as a table.
 
     Attributes:
-        policy, budget: the rules. prompt: what they kept. compiled: one record per compiled graph.
+        policy, budget: the rules. prompt: what they kept. compiled: one record per compiled graph. ranks: processes
+            that share the heads; all numbers are of the heads of this one.
     """
 
     policy: Policy
     budget: Budget | None
     prompt: PromptRecord
     compiled: Sequence[CompileRecord]
+    ranks: Ranks | None = None
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -110,6 +113,7 @@ class Report:
             "bytes_full": self.bytes_full,
             "window_attention_mass": self.attention_mass.tolist(),
             "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
+            "ranks": None if self.ranks is None else asdict(self.ranks),
             "compiled": [asdict(record) for record in self.compiled],
         }
 
@@ -146,6 +150,8 @@ class Report:
             lines.append(
                 f"{count} layers with a sliding window are outside the budget: {self.prompt.ring_nbytes} bytes of rings"
             )
+        if self.ranks is not None:
+            lines.append(f"heads of process {self.ranks.rank} of {self.ranks.size}, counted from 0")
         if self.policy.parity == "code":
             lines.append("parity='code': released rules, which may keep more or fewer entries than the budget")
         lines += [

@@ -9,6 +9,7 @@ from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo.guards import GlobalStateGuard, dict_version
@@ -32,6 +33,7 @@ from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.compile_fx import compile_fx
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -116,6 +118,11 @@ def sizes_of_inputs(shapes: ShapeEnv) -> dict[sympy.Symbol, list[TensorPropertyS
 def shape_guards(shapes: ShapeEnv) -> Iterable[ShapeGuard]:
     """What the capture so far takes for granted of its sizes."""
     return shapes.guards
+
+
+def process_group(name: Any) -> dist.ProcessGroup:
+    """Return the process group of that name."""
+    return _resolve_process_group(name)
 
 
 def dynamo_settings() -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ TEXTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 PAGES = [path for path in TEXTS if "```python" in path.read_text()]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if "torchrun" not in path.read_text())
 NOTEBOOK = ROOT / "examples" / "first-steps.ipynb"
 
 Block = tuple[str, str | None]

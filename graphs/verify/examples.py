@@ -36,6 +36,7 @@ from kvpass.graphs.fx_utils import (
 )
 from kvpass.graphs.rewrite_attention import SITE
 from kvpass.graphs.verify.offset_positions import RELATIVE
+from kvpass.ranks import ALONE
 from kvpass.torch_compat import TorchDispatchMode, predispatch
 
 SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
@@ -213,7 +214,7 @@ def _looked_up(name: str, args: Any) -> Iterator[tuple[Tensor, int]]:
 
 
 class ExampleRun(Interpreter):
-    """Runs nodes on an example, calling some functions in place of others.
+    """Runs nodes on an example, calling some functions in place of others, and no other process.
 
     Args:
         sizes: values for the symbols. feeds: tensors to start from. instead: functions to call in place of others.
@@ -242,7 +243,7 @@ class ExampleRun(Interpreter):
         return self.env[node]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(self.instead.get(target, target), args, kwargs)
+        return super().call_function(self.instead.get(target, ALONE.get(target, target)), args, kwargs)
 
 
 def stand_in(operand: Node, user: Node, sizes: SizeMap) -> Any:

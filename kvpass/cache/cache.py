@@ -29,6 +29,7 @@ from kvpass.config import Block, Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
+from kvpass.ranks import Ranks
 from kvpass.version import __version__
 
 _ELSEWHERE = (
@@ -44,7 +45,8 @@ class CompressedCache(Cache):
 
     Args:
         policy: decides what is kept. budget: how much; None only for a policy that needs none.
-        owner: fingerprint of the model that fills the cache.
+        owner: fingerprint of the model that fills the cache. ranks: processes that share its heads; the cache is of
+            those of this process.
     Attributes:
         columns: tokens seen, padding included. start: first real column of each row, int64 ``[B]``.
         longest: most tokens that the captures which filled it hold for; None when any number.
@@ -59,13 +61,14 @@ class CompressedCache(Cache):
             sliding window.
     """
 
-    def __init__(self, policy: Policy, budget: Budget | None, owner: Fingerprint) -> None:
+    def __init__(self, policy: Policy, budget: Budget | None, owner: Fingerprint, ranks: Ranks | None = None) -> None:
         super().__init__(layers=[])
         self._identity = weakref.ref(owner) if isinstance(owner, ModelFingerprint) else None
         self._owner = reference(owner)
         self._filled_by = owner.state
         self.policy = policy
         self.budget = budget
+        self.ranks = ranks
         self.block: Block | None = None
         self.expected = 0
         self.recycled = NOTHING_KEPT
@@ -116,8 +119,9 @@ class CompressedCache(Cache):
         lengths = [n - column for column in self.start.tolist()]
         self._budgets = lengths
         if self.budget is not None and layout.pools:
-            self._budgets = [self.budget.check(length, window, layout.token_bytes) for length in lengths]
-        self.full_layers = [FullAttentionLayers(group, self.policy) for group in layout.pools]
+            token_bytes = layout.token_bytes * (1 if self.ranks is None else self.ranks.size)
+            self._budgets = [self.budget.check(length, window, token_bytes) for length in lengths]
+        self.full_layers = [FullAttentionLayers(group, self.policy, self.ranks) for group in layout.pools]
         for store in self.full_layers:
             store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.recycled)
         self.sliding_layers = [
@@ -444,13 +448,15 @@ class CompressedCache(Cache):
         Args:
             notes: metadata of the caller, stored in the file; anything JSON can represent.
         Raises:
-            ValueError: the cache is empty, a call on it was interrupted, or the model that filled it is gone or was
-                compiled by the raw backend; or JSON cannot represent the notes.
+            ValueError: the cache is empty, a call on it was interrupted, or the model that filled it is gone, was
+                compiled by the raw backend or is on several processes; or JSON cannot represent the notes.
             OSError: the file cannot be written, for instance because the disk is full; an old file is unchanged.
         """
         layout = self._known_layout()
         if self.interrupted:
             raise ValueError(f"{self!r} cannot be saved: a call on it was interrupted; reset it")
+        if self.ranks is not None:
+            raise ValueError(f"{self!r} cannot be saved: {self.ranks.size} processes share its heads")
         identity = None if self._identity is None else self._identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")

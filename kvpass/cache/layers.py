@@ -22,6 +22,7 @@ from kvpass.ops.evict import SLOT_POSITION, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
+from kvpass.ranks import Ranks
 
 TAIL_STEP = 64
 """Tails have room for a multiple of this number of slots, besides the prompt's."""
@@ -36,7 +37,8 @@ class FullAttentionLayers:
     Made when a prompt begins, written by the prefill graph, then read and appended to by decode and extend graphs.
 
     Args:
-        group: the layers and their geometry. policy: decides what is kept.
+        group: the layers and their geometry. policy: decides what is kept. ranks: processes that share the heads of
+            the layers; the store and the geometry are of those of this process.
     Attributes:
         used: tail slots in use.
     """
@@ -57,10 +59,11 @@ class FullAttentionLayers:
     tile_offsets: Tensor
     arrivals: Tensor
 
-    def __init__(self, group: LayerGroup, policy: Policy) -> None:
+    def __init__(self, group: LayerGroup, policy: Policy, ranks: Ranks | None = None) -> None:
         self.group = group
         self.geometry = group.geometry
         self.policy = policy
+        self.ranks = ranks
         self.evicts = policy.decode_rule() is not None
         self.used = 0
         self._tail_bound = 0
@@ -100,7 +103,8 @@ class FullAttentionLayers:
         b, n, g, window = start.numel(), columns, self.geometry, self.policy.window
         entries = [max(budget - window, 0) for budget in budgets]
         bound = g.layers * g.kv_heads * max(n - window, 0) + g.layers
-        slots = max(2, min(self.policy.capacity(max(entries), g.layers, g.kv_heads), bound))
+        heads = g.kv_heads * (1 if self.ranks is None else self.ranks.size)  # all entries may be of this process
+        slots = max(2, min(self.policy.capacity(max(entries), g.layers, heads), bound))
         tail = min(window, n) + _rounded_up(1 if self.evicts else min(max(expected, 1), MOST_SPARE))
 
         sizes = {
@@ -124,6 +128,8 @@ class FullAttentionLayers:
         self._prefill = None
         window = min(self.policy.window, n)
         device = prompt.pool_k.device
+        if self.ranks is not None:
+            prompt = _without_spare_slots(prompt)
         self.pool_k, self.pool_v, self.offsets = prompt.pool_k, prompt.pool_v, prompt.offsets
         self.tail_k, self.tail_v = prompt.tail_k, prompt.tail_v
         self.pool_positions = prompt.slots[POSITION].clone()
@@ -336,6 +342,17 @@ class FullAttentionLayers:
                 result[row, layer, kv_head, :count] = self.pool_positions[row, begin : begin + count]
                 result[row, layer, kv_head, count : count + tail.numel()] = tail
         return result
+
+
+def _without_spare_slots(prompt: PrefillBuffers) -> PrefillBuffers:
+    """Return packed buffers whose pool has as many slots as the longest row needs."""
+    held = max(2, int(prompt.offsets[:, -1].max()))
+    return prompt._replace(
+        pool_k=prompt.pool_k[:, :held].clone(),
+        pool_v=prompt.pool_v[:, :held].clone(),
+        slots=prompt.slots[:, :, :held].clone(),
+        slot_stats=prompt.slot_stats[:, :, :held].clone(),
+    )
 
 
 def _rounded_up(slots: int) -> int:

@@ -205,6 +205,11 @@ class PhaseCompiler:
                 made = self._in_blocks(captured, inputs, call)
             except CannotSplitError as reason:
                 why_not = str(reason)
+        if made is None and cache.ranks is not None and phase == "prefill" and not call.one_token_prompt:
+            raise ValueError(
+                "a model on several processes prefills layer by layer, but "
+                + (f"this one cannot: {why_not}" if why_not else "compile_regions=False forbids it")
+            )
         made = made or self._rewritten(captured, inputs, call)
         self.records.append(
             CompileRecord(
@@ -265,7 +270,7 @@ class PhaseCompiler:
                 lookup.check(inputs)
             call.begin()
             block = tokens_of(call.block, cache.batch_size, device)
-            return [decoder(cache.policy, state, inputs, block)]
+            return [decoder(cache.policy, state, inputs, block, cache.ranks)]
 
         return _Made(run, len(decoder.functions), passes)
 

@@ -32,6 +32,7 @@ from kvpass.operands import Attention, Candidates, PrefillBuffers, RingBuffers
 from kvpass.ops.schemas import implementation
 from kvpass.ops.sliding import keep_newest
 from kvpass.policies.base import Policy
+from kvpass.ranks import Ranks
 from kvpass.torch_compat import shape_guards, symbol_bounds
 
 AUTO_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -155,14 +156,21 @@ class BlockedPrefill:
         edges = edges_of(tokens, block)
         return edges if all(self.allowed(end - first) for first, end in pairwise(edges)) else [0, tokens]
 
-    def __call__(self, policy: Policy, state: Mapping[str, Tensor], inputs: Sequence[Any], block: int) -> Tensor:
+    def __call__(
+        self,
+        policy: Policy,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Any],
+        block: int,
+        ranks: Ranks | None,
+    ) -> Tensor:
         """Fill a cache with a prompt, and return the logits.
 
         Args:
             state: the buffers that the prompt is written to, of :meth:`CompressedCache.prefill_state`. inputs: of the
-                captured graph. block: tokens of a block, at least 2.
+                captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
         """
-        prompt = _Prompt(self, policy, state, inputs)
+        prompt = _Prompt(self, policy, state, inputs, ranks)
         edges = self.edges(prompt.tokens, block)
         prompt.begin()
         *layers, last = self.split.layers
@@ -192,9 +200,14 @@ class _Prompt:
     """
 
     def __init__(
-        self, decoder: BlockedPrefill, policy: Policy, state: Mapping[str, Tensor], inputs: Sequence[Any]
+        self,
+        decoder: BlockedPrefill,
+        policy: Policy,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Any],
+        ranks: Ranks | None,
     ) -> None:
-        self.decoder, self.policy, self.state = decoder, policy, state
+        self.decoder, self.policy, self.state, self.ranks = decoder, policy, state, ranks
         self.tokens = decoder.tokens(inputs)
         self.start, self.first = self.state["start"], self.state["first"]
         given = [*inputs, nothing_seen(decoder.device)]
@@ -249,11 +262,12 @@ class _Prompt:
         policy = self.policy
         with record_function("kvpass::judge"):
             scores, stats, weight = self.ops.judge(
-                call, lse, self.start, self.first, place.layer, place.layers, policy, summed
+                call, lse, self.start, self.first, place.layer, place.layers, policy, summed, self.ranks
             )
         candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
         with record_function("kvpass::cascade_step"):
-            self.ops.cascade_step(self._buffers(PrefillBuffers, place), candidates, place.layer, policy)
+            buffers = self._buffers(PrefillBuffers, place)
+            self.ops.cascade_step(buffers, candidates, place.layer, policy, self.ranks)
 
     def pack(self) -> None:
         """Bring the entries of each pool into their order."""

@@ -34,9 +34,11 @@ from kvpass.frontends.arguments import (
 )
 from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import first_real_column
+from kvpass.frontends.tensor_parallel import check_divided
 from kvpass.policies import Policy, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
+from kvpass.ranks import Ranks
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
 from kvpass.transformers_compat import CACHE
@@ -53,13 +55,15 @@ class Runtime:
     """Rules and captures of a compiled model.
 
     ``identity``: fingerprint for its caches. ``one_length``: all rows must have one length, because the rotary
-    frequencies follow the longest row. ``block``: tokens of a block of a prompt.
+    frequencies follow the longest row. ``ranks``: processes that share the heads. ``block``: tokens of a block of a
+    prompt.
     """
 
     rules: Rules
     captures: CaptureCache
     identity: ModelFingerprint
     one_length: bool = False
+    ranks: Ranks | None = None
     block: Block = "auto"
     last_prompt: PromptRecord | None = None
 
@@ -324,7 +328,7 @@ class CompressedModel(_Base):
             ValueError: an argument is out of range, or the policy does not support the model's ``recompress``; nothing
                 changed.
         """
-        self._kvpass.rules = read_rules(
+        rules = read_rules(
             policy,
             budget,
             self._kvpass.rules.recompress,
@@ -332,6 +336,8 @@ class CompressedModel(_Base):
             options=policy_options,
             model_name=str(self.config.name_or_path),
         )
+        check_divided(rules, self._kvpass.ranks)
+        self._kvpass.rules = rules
         self._kvpass.last_prompt = None
 
     def report(self) -> Report:
@@ -348,6 +354,7 @@ class CompressedModel(_Base):
             policy=policy,
             budget=runtime.rules.budget,
             prompt=runtime.last_prompt,
+            ranks=runtime.ranks,
             compiled=tuple(record for record in runtime.captures.compiler.records if record.policy == policy.spec),
         )
 
@@ -372,7 +379,7 @@ def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
 def _new_cache(runtime: Runtime, given: CompressedCache | None) -> CompressedCache:
     rules = runtime.rules
     if given is None:
-        return CompressedCache(rules.policy, rules.budget, runtime.identity)
+        return CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.ranks)
     given.check_fingerprint(rules.policy, rules.budget, runtime.identity)
     return given
 

@@ -13,16 +13,11 @@ from torch import nn
 
 
 def check_wrappers(model: nn.Module) -> None:
-    """Raise if the weights are sharded or not on one device, or an unknown function replaces ``forward``.
+    """Raise if the weights are not on one device, or an unknown function replaces ``forward``.
 
     Raises:
         ValueError: with the module, the hook or function, and what to do.
     """
-    if any(hasattr(tensor, "device_mesh") for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError(
-            f"{type(model).__name__} is sharded over processes (DTensor parameters): each would choose entries by its "
-            "own heads alone, and differently from one device; load it without tp_plan and DistributedConfig"
-        )
     devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     if devices == ["meta"] or len(devices) > 1:
         raise ValueError(

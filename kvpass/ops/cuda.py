@@ -20,6 +20,7 @@ from kvpass.ops import reference
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 from kvpass.policies.scores import Group, Pool
+from kvpass.ranks import Ranks
 
 SPLIT_TOKENS = 8
 """Up to so many new tokens the pool is split among programs; above, query blocks are enough."""
@@ -49,6 +50,7 @@ def judge(
     num_layers: int,
     policy: Policy,
     summed: Tensor | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.judge`; one launch per statistic covers all rows."""
     call = readable(call)
@@ -56,7 +58,7 @@ def judge(
 
     def observe(rows: slice, column: int, window: int) -> Observation:
         given = (*call.from_column(rows, column)[:4], window, layer, num_layers, call.softcap, call.sinks)
-        return KernelObservation(*given, site=site, rows=rows, column=column)
+        return KernelObservation(*given, ranks=ranks, site=site, rows=rows, column=column)
 
     if policy.takes_padded_rows and len(set(start.tolist())) > 1:
         together = replace(observe(slice(None), 0, min(policy.window, call.k.shape[2])), padding=first)
@@ -68,8 +70,8 @@ def _judge_padded(obs: Observation, first: Tensor, policy: Policy) -> tuple[Tens
     """As :func:`kvpass.ops.reference.judge_rows`, rows of different padding together."""
     b, kv_heads, n, _ = obs.keys.shape
     m, real = obs.evictable, torch.arange(n, device=first.device) >= first[:, None, None]
-    found = policy.checked_score(obs)
-    scores = found.new_full((b, kv_heads, n), float("-inf"))
+    found = obs.all_heads(policy.checked_score(obs))
+    scores = found.new_full((b, found.shape[1], n), float("-inf"))
     scores[..., :m] = torch.where(real[..., :m], found, float("-inf"))
     stats = found.new_zeros(2, b, kv_heads, n)
     stats[reference.MASS] = obs.mass
@@ -80,13 +82,15 @@ def _judge_padded(obs: Observation, first: Tensor, policy: Policy) -> tuple[Tens
     return scores, stats, found.new_zeros(b, dtype=torch.float64) if weight is None else weight
 
 
-def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:
+def cascade_step(
+    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks | None = None
+) -> None:
     """See :func:`kvpass.ops.reference.cascade_step`; an overfull pool is a device-side assertion."""
     from kvpass.kernels.gather import assign_slots, gather_winners
 
     k, v = _last_dim_contiguous(candidates.k), _last_dim_contiguous(candidates.v)
     candidates = candidates._replace(k=k, v=v)
-    keep, rank, storage_order = reference.reallocate_budgets(buffers, candidates, layer, policy)
+    keep, rank, storage_order = reference.reallocate_budgets(buffers, candidates, layer, policy, ranks)
     source = assign_slots(keep, buffers.slots[reference.OWNER])
     gather_winners(source, rank.int().contiguous(), storage_order.int().contiguous(), candidates, buffers, layer)
     reference.keep_window(buffers, candidates, layer, min(policy.window, k.shape[2]))

@@ -17,6 +17,7 @@ from kvpass.ops.slots import attend_slots, evict_lowest
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
+from kvpass.ranks import Ranks
 
 __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` has them
     "attend_cache",
@@ -161,6 +162,7 @@ def judge(
     num_layers: int,
     policy: Policy,
     summed: Tensor | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The policy's scores and statistics of one layer of a prompt.
 
@@ -168,15 +170,17 @@ def judge(
         call: q holds the last rows, as many as the policy reads. lse: of these rows, from :func:`attend_prompt`.
         start: first real column, int64 ``[B]``, on the CPU. first: the same on the device of the call.
         summed: :func:`column_sums` of the whole prompt, if they are known.
+        ranks: processes that share the heads of the layer.
     Returns:
-        scores fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats fp32 ``[2, B, K, N]``: the attention mass
-        (mean over window rows and group) and the first decode state; weight fp64 ``[B]``.
+        scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats of the heads of this process,
+        fp32 ``[2, B, K, N]``: the attention mass (mean over window rows and group) and the first decode state; weight
+        fp64 ``[B]``.
     """
 
     def observe(rows: slice, column: int, window: int) -> Observation:
         q, k, v, scale, softcap, sinks = call.from_column(rows, column)
         total = None if summed is None else summed[rows, :, column:]
-        return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, summed=total)
+        return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, summed=total, ranks=ranks)
 
     return judge_rows(call.k, start, policy, observe)
 
@@ -190,33 +194,36 @@ def judge_rows(
         observe: function of (rows, their first real column, window) that returns the policy's input.
     """
     b, kv_heads, n, _ = k.shape
-    scores = k.new_full((b, kv_heads, n), float("-inf"), dtype=torch.float32)
+    judged: list[Tensor] = []
     stats = k.new_zeros(2, b, kv_heads, n, dtype=torch.float32)
     rule = policy.decode_rule()
     weight = k.new_zeros(b, dtype=torch.float64)
     for rows, column in row_groups(start):
         window = min(policy.window, n - column)
         obs = observe(rows, column, window)
-        site_scores = policy.checked_score(obs)
-        scores[rows, :, column : n - window] = site_scores
+        site_scores = obs.all_heads(policy.checked_score(obs))
+        judged.append(F.pad(site_scores, (column, window), value=float("-inf")))
         stats[MASS, rows, :, column:] = obs.mass
         if rule is not None:
             stats[DECODE_STATE, rows, :, column:] = rule.start(obs)
         layer_weight = policy.checked_weight(obs, site_scores)
         if layer_weight is not None:
             weight[rows] = layer_weight
-    return scores, stats, weight
+    return torch.cat(judged), stats, weight
 
 
-def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:
+def cascade_step(
+    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks | None = None
+) -> None:
     """Reallocate the budgets of layers 0..layer; gather this layer's selected entries into free slots.
 
-    Writes all buffers but offsets and entries; the window's rows go into the first slots of the tail. A kept entry
-    never moves. Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1.
+    With ``ranks`` the scores are those of all heads, everything else is of the heads of this process. Writes all
+    buffers but offsets and entries; the window's rows go into the first slots of the tail. A kept entry never moves.
+    Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1.
     """
     k, v, start = candidates.k, candidates.v, candidates.start
     kv_heads, n = k.shape[1:3]
-    keep, rank, storage_order = reallocate_budgets(buffers, candidates, layer, policy)
+    keep, rank, storage_order = reallocate_budgets(buffers, candidates, layer, policy, ranks)
     owner, order, position, places = buffers.slots
     true_position = torch.arange(n, device=k.device) - start[:, None]
     for row in range(k.shape[0]):
@@ -239,7 +246,7 @@ def cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, po
 
 
 def reallocate_budgets(
-    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy
+    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reallocate budgets: free slots of earlier layers and select entries of this layer.
 
@@ -253,14 +260,17 @@ def reallocate_budgets(
     buffers.layer_weights[:, layer] = candidates.weight
     available = (n - candidates.start - policy.window).clamp(min=0)
     budgets = policy.layer_budgets(buffers.layer_weights, entries, available, kv_heads, layer + 1)
-    owner_layer = slots[OWNER].clamp(min=0).long() // kv_heads
+    own = candidates.k.shape[1]
+    owner_layer = slots[OWNER].clamp(min=0).long() // own
     slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), _EMPTY)
     rank = policy.rank(scores, entries)
     storage_order = (torch.arange(n, device=scores.device) - candidates.start[:, None])[:, None].expand(b, kv_heads, n)
     rule = policy.decode_rule()
     if rule is not None:
         storage_order = rule.first_storage_order(scores, storage_order, entries)
-    return (rank < budgets[:, layer, None, None]) & (scores > float("-inf")), rank, storage_order
+    keep = (rank < budgets[:, layer, None, None]) & (scores > float("-inf"))
+    heads = slice(None) if ranks is None else slice(ranks.rank * own, (ranks.rank + 1) * own)
+    return keep[:, heads], rank[:, heads], storage_order[:, heads]
 
 
 def keep_window(buffers: PrefillBuffers, candidates: Candidates, layer: int, window: int) -> None:

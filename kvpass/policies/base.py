@@ -43,6 +43,9 @@ class Policy(ABC):
 
     name: ClassVar[str]
     needs_budget: ClassVar[bool] = True
+    divisible: ClassVar[bool] = False
+    """Whether it is right where several processes share the heads of a layer: where it compares heads, it must use
+    ``obs.all_heads``. A class of your own says so itself, its subclasses again."""
     only_prompts: ClassVar[bool] = False
     """Whether a score means nothing where entries are missing between those that are scored."""
 

@@ -50,7 +50,7 @@ class Random(Policy):
     @takes_padding
     def score(self, obs: Observation) -> Tensor:
         position = obs.positions[..., : obs.evictable]
-        head = torch.arange(obs.kv_heads, device=obs.keys.device)[:, None]
+        head = obs.first_head + torch.arange(obs.kv_heads, device=obs.keys.device)[:, None]
         bits = torch.full_like(head, self.seed & _MASK)
         for number in (torch.full_like(head, obs.layer), head, position):
             bits = _mix(bits ^ _mix(number + 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -97,6 +98,9 @@ class DecodeRule:
         window: newest tokens that are never evicted, the new one included; 0: the new one competes too.
     """
 
+    by_head: ClassVar[bool] = False
+    """Whether each head evicts by its own attention alone, so that several processes may share the heads."""
+
     window: int = 0
 
     @takes_padding
@@ -126,6 +130,8 @@ class DecodeRule:
 class RollingWindow(DecodeRule):
     """StreamingLLM: keep the first ``sinks`` tokens and the latest ones."""
 
+    by_head = True
+
     sinks: int
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
@@ -148,6 +154,8 @@ class Accumulated(DecodeRule):
     ``value_norm`` multiplies each addition by the L1 norm of the value (VATP). ``rows`` limits the prompt's part to its
     last rows, and ``divisor`` divides that part. The first ``sinks`` tokens always stay.
     """
+
+    by_head = True
 
     group: Group = "mean"
     value_norm: bool = False
@@ -177,6 +185,8 @@ class PooledLastQuery(DecodeRule):
     order is by descending score in every head that went through a selection; prompts of up to ``budget + window``
     tokens did not.
     """
+
+    by_head = True
 
     pool: Pool = "avg"
     kernel_size: int = 5

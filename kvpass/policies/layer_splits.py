@@ -65,7 +65,7 @@ class EntropyLayers:
         entropy = -(p * (p + 1e-16).log()).sum(1)
         if isinstance(obs.available, int):
             return (entropy / math.log(s.shape[1])).clamp(min=0.0)
-        count = obs.available.flatten() * obs.kv_heads
+        count = obs.available.flatten() * scores.shape[1]
         return torch.where(count < 2, 0.0, (entropy / count.clamp(min=2).double().log()).clamp(min=0.0))
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
@@ -92,8 +92,8 @@ class CakeLayers:
 
     @takes_padding
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
-        h = obs.entropy[..., : obs.evictable].double().sum((1, 2))
-        v = obs.variance[..., : obs.evictable].double().sum((1, 2))
+        h = obs.all_heads(obs.entropy[..., : obs.evictable]).double().sum((1, 2))
+        v = obs.all_heads(obs.variance[..., : obs.evictable]).double().sum((1, 2))
         return h.clamp(min=0.0) ** (1 / self.tau1) * v ** (1 / self.tau2)
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
@@ -137,7 +137,7 @@ class PyramidLayers:
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         if self.shape not in ("entropy", "gini"):
             return None
-        a = obs.mean[..., : obs.evictable].double()
+        a = obs.all_heads(obs.mean[..., : obs.evictable]).double()
         if obs.evictable < 2:
             return a.new_zeros(a.shape[0])
         p = a / a.sum(2, keepdim=True).clamp(min=1e-30)

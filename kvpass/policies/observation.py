@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kvpass.ranks import Ranks
+
 _ROW_BLOCK = 512
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -59,6 +61,8 @@ class Observation:
         padding: columns before the first token of each row, int64 ``[B]``; None: rows have equal length and no padding,
             as all functions find it that are not marked by :func:`takes_padding`.
         summed: :attr:`column_sum`, if it was computed before.
+        ranks: processes that share the heads of the layer; queries, keys, values and all statistics are then those of
+            this process. None: one process has all.
 
     All statistics are fp32 for any input dtype, and are computed one KV head at a time, so that no ``[H, window, N]``
     tensor exists. ``a`` below is the causal softmax over all N keys, not renormalised.
@@ -75,6 +79,16 @@ class Observation:
     sinks: Tensor | None = None
     padding: Tensor | None = None
     summed: Tensor | None = None
+    ranks: Ranks | None = None
+
+    def all_heads(self, x: Tensor) -> Tensor:
+        """Return a statistic ``[B, heads, ...]`` of all heads of the layer, from that of the heads of this process."""
+        return x if self.ranks is None else self.ranks.gather(x, 1)
+
+    @property
+    def first_head(self) -> int:
+        """Index in the layer of the first KV head of this process."""
+        return 0 if self.ranks is None else self.ranks.rank * self.kv_heads
 
     @property
     def length(self) -> int:

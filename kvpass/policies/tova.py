@@ -33,7 +33,7 @@ class Tova(Policy):
 
     @takes_padding
     def score(self, obs: Observation) -> Tensor:
-        row = obs.last_row[..., : obs.evictable].mean(1, keepdim=True)
+        row = obs.all_heads(obs.last_row[..., : obs.evictable]).mean(1, keepdim=True)
         return row.expand(-1, obs.kv_heads, -1)
 
     def decode_rule(self) -> DecodeRule | None:

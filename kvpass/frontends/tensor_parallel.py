@@ -1,0 +1,162 @@
+"""Models whose weights transformers has divided among processes: ``from_pretrained(..., distributed_config=...)``.
+
+The compiled copy holds the weights of this process as plain tensors, and its forwards say where processes meet: linear
+layers are divided by outputs (each process computes its heads) or by inputs (the processes' results are added), the
+embedding and the head of the model by tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvpass.policies.rules import Rules
+from kvpass.ranks import Ranks
+
+_KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
+"""Names of the layers that make keys, alone or with others."""
+_NEEDED = "kvpass runs models that DistributedConfig(tp_size=...) of transformers divides"
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """Return the processes that share a model's weights; None if it is on one device.
+
+    Raises:
+        ValueError: the weights are divided in more than one way, or the heads cannot be divided alike.
+    """
+    meshes = {tensor.device_mesh for tensor in model.parameters() if hasattr(tensor, "device_mesh")}
+    if not meshes:
+        return None
+    mesh, name = meshes.pop(), type(model).__name__
+    if meshes or mesh.ndim != 1:
+        raise ValueError(f"the weights of {name} are divided in more than one way: {_NEEDED}, and nothing else")
+    config: Any = model.config
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    for count in (heads, getattr(text, "num_key_value_heads", None) or heads):
+        if count % mesh.size():
+            raise ValueError(
+                f"{mesh.size()} processes cannot share the {count} heads of {name}: each needs as many whole heads"
+            )
+    return Ranks(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+
+
+def divides_heads(model: Any) -> bool:
+    """Whether the processes that share a model's weights also share its attention heads; else each has all of them."""
+    plan: Mapping[str, str] = model.tp_plan
+    return any(style == "colwise" and path.rsplit(".", 1)[-1] in _KEY_LAYERS for path, style in plan.items())
+
+
+def check_divided(rules: Rules, ranks: Ranks | None) -> None:
+    """Check that policy and recompression are the same on several processes as on one.
+
+    Args:
+        ranks: processes that share the heads.
+    Raises:
+        ValueError: they are not; the message says what to do.
+    """
+    if ranks is None:
+        return
+    policy, rule, several = rules.policy, rules.policy.decode_rule(), f"with heads on {ranks.size} processes"
+    if rule is not None and not rule.by_head:
+        raise ValueError(
+            f"policy {policy.name!r} {several}: while decoding it evicts by the attention of all heads; where it has "
+            "the option, give evict_during_decode=False"
+        )
+    if not (type(policy).__module__.startswith("kvpass.policies.") or vars(type(policy)).get("divisible")):
+        raise ValueError(
+            f"policy {policy.name!r} {several}: its class does not say that it is right there. Use obs.all_heads where "
+            "it compares heads, and set divisible = True"
+        )
+    if rules.recompress != "never":
+        raise ValueError(f"recompress={rules.recompress!r} {several}: must be 'never'")
+
+
+def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> None:
+    """Replace the weights of a copy by those of this process, and its forwards by such that know the others.
+
+    Args:
+        compiled: a copy of the structure of ``model``, which stays as it is.
+    Raises:
+        ValueError: a module is divided in a way that is unsupported.
+    """
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    own: dict[int, nn.Parameter] = {}
+    for path, module in compiled.named_modules():
+        divided = {name: tensor for name, tensor in module._parameters.items() if hasattr(tensor, "device_mesh")}
+        if not divided and "forward" not in vars(module):
+            continue
+        if module._forward_pre_hooks or module._forward_hooks:
+            raise ValueError(
+                f"{path} is divided among processes by hooks, as by transformers before 5.17: use a newer one"
+            )
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path), plan.get(path, "no style"))
+        found = {name: _axis(tensor) for name, tensor in divided.items()}
+        expected, forward = _STYLES.get(style, (None, None))
+        if expected is None or any(expected.get(name, "none") != axis for name, axis in found.items()):
+            raise ValueError(
+                f"{path or type(model).__name__} is divided among processes as {style!r} ({found}): supported are "
+                f"{', '.join(_STYLES)}, as most decoders have them"
+            )
+        for name, tensor in divided.items():
+            assert tensor is not None
+            if id(tensor) not in own:
+                own[id(tensor)] = nn.Parameter(tensor.to_local(), requires_grad=False)
+            module._parameters[name] = own[id(tensor)]
+        vars(module).pop("forward", None)
+        if forward is not None:
+            if forward in (_rows, _gathered) and divided["weight"].shape[0] % ranks.size:
+                raise ValueError(f"{ranks.size} processes cannot share the rows of {path} alike")
+            module.ranks = ranks
+            module.forward = types.MethodType(forward, module)
+
+
+def _axis(tensor: Any) -> int | None:
+    """The axis along which a tensor is divided; None if each process has all of it."""
+    (placement,) = tensor.placements
+    return getattr(placement, "dim", None)
+
+
+def _summed(self: Any, x: Tensor) -> Tensor:
+    """Forward of a linear layer of which each process has some columns of the weight."""
+    total: Tensor = self.ranks.sum(F.linear(x, self.weight))
+    return total if self.bias is None else total + self.bias
+
+
+def _gathered(self: Any, x: Tensor) -> Tensor:
+    """Forward of a linear layer of which each process has some rows of the weight; gives the results of all."""
+    found: Tensor = self.ranks.gather(F.linear(x, self.weight, self.bias), -1)
+    return found
+
+
+def _experts(self: Any, *args: Any) -> Tensor:
+    """Forward of experts of which each process has a part."""
+    total: Tensor = self.ranks.sum(type(self).forward(self, *args))
+    return total
+
+
+def _rows(self: Any, ids: Tensor) -> Tensor:
+    """Forward of an embedding of which each process has some rows."""
+    count = self.weight.shape[0]
+    own = ids - self.ranks.rank * count
+    here = (own >= 0) & (own < count)
+    found = type(self).forward(self, torch.where(here, own, 0))
+    total: Tensor = self.ranks.sum(torch.where(here[..., None], found, 0))
+    return total
+
+
+_STYLES: dict[str, tuple[dict[str, int | None], Callable[..., Tensor] | None]] = {
+    "colwise": ({"weight": 0, "bias": 0}, None),
+    "rowwise": ({"weight": 1, "bias": None}, _summed),
+    "colwise_gather_output": ({"weight": 0, "bias": 0}, _gathered),
+    "embedding_rowwise": ({"weight": 0}, _rows),
+    "moe_tp_experts": ({"gate_up_proj": 1, "down_proj": 2}, _experts),
+    "replicated_with_grad_allreduce": ({}, None),
+}
+"""Of transformers' ways to divide a module: the axis of each parameter, and the forward (None: of its class)."""

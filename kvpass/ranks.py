@@ -1,0 +1,68 @@
+"""Processes that share the attention heads of a model (tensor parallelism), and the operators by which they meet.
+
+Both operators relate no token to another. Every process must call them in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvpass.torch_compat import process_group
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes among which the heads of a model are divided, each with as many.
+
+    Attributes:
+        group: name of the process group. rank: of this process. size: number of processes.
+    """
+
+    group: str
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """Return the tensors of all processes, of one shape, joined along ``dim`` in the order of their ranks."""
+        return gather_ranks(x, self.group, self.size, dim)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of the tensors of all processes."""
+        return sum_ranks(x, self.group)
+
+
+@torch.library.custom_op("kvpass::gather_ranks", mutates_args=())
+def gather_ranks(x: Tensor, group: str, size: int, dim: int) -> Tensor:
+    """See :meth:`Ranks.gather`."""
+    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(found, x.contiguous(), process_group(group))
+    return torch.cat(found, dim)
+
+
+@gather_ranks.register_fake
+def _gathered_alone(x: Tensor, group: str, size: int, dim: int) -> Tensor:
+    return torch.cat([x] * size, dim)
+
+
+@torch.library.custom_op("kvpass::sum_ranks", mutates_args=())
+def sum_ranks(x: Tensor, group: str) -> Tensor:
+    """See :meth:`Ranks.sum`."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=process_group(group))
+    return total
+
+
+@sum_ranks.register_fake
+def _summed_alone(x: Tensor, group: str) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+ALONE = {
+    torch.ops.kvpass.gather_ranks.default: _gathered_alone,
+    torch.ops.kvpass.sum_ranks.default: _summed_alone,
+}
+"""What stands for each operator where a process runs an example by itself: as if all had the same tensor."""

@@ -1,0 +1,100 @@
+"""A model on several processes keeps what it keeps on one device, and gives the same tokens."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from packaging.version import Version
+
+import kvpass
+from tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
+)
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = ROOT / "tests" / "distributed" / "worker.py"
+OPTIONS = {
+    "cake": {"tau1": 1.0, "tau2": 1.0},
+    "tova": {"evict_during_decode": False},
+}
+POLICIES = sorted(kvpass.POLICIES)
+FAMILIES = ["qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "qwen2", "gemma2"]
+
+
+def torchrun(processes: int, *arguments: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    return subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def compare(
+    folder: Path,
+    family: str,
+    policies: list[str],
+    *,
+    processes: int = 2,
+    compiler: str = "eager",
+    layers: int | None = None,
+) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if processes > 2 else {}
+    tiny_model(family, layers=layers, **heads).save_pretrained(folder)
+    given = json.dumps([(policy, OPTIONS.get(policy, {})) for policy in policies])
+    done = torchrun(processes, str(WORKER), str(folder), compiler, given)
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
+def test_two_processes_keep_what_one_device_keeps(tmp_path):
+    compare(tmp_path, "llama", ["cake"], layers=1)
+
+
+@pytest.mark.exhaustive
+def test_scores_are_what_processes_send_each_other(tmp_path):
+    compare(tmp_path, "llama", [])
+
+
+@pytest.mark.exhaustive
+def test_all_processes_end_when_one_raises(tmp_path):
+    tiny_model("llama", layers=1).save_pretrained(tmp_path)
+    done = torchrun(2, str(WORKER), str(tmp_path), "fails", "[]", timeout=60)
+    assert done.returncode != 0 and "ValueError: out of luck" in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_every_policy_keeps_the_same(tmp_path):
+    compare(tmp_path, "llama", POLICIES)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_keeps_the_same(family, tmp_path):
+    compare(tmp_path, family, ["lava", "cake", "h2o"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_four_processes_keep_the_same(family, tmp_path):
+    compare(tmp_path, family, ["lava", "snapkv"], processes=4)
+
+
+@pytest.mark.exhaustive
+def test_compiled_code_keeps_the_same(tmp_path):
+    compare(tmp_path, "llama", ["lava", "streaming_llm"], compiler="inductor")
+
+
+@pytest.mark.exhaustive
+def test_the_example_prints_what_its_docstring_shows():
+    example = ROOT / "examples" / "tensor_parallel.py"
+    done = torchrun(2, str(example))
+    assert done.returncode == 0, done.stderr[-5000:]
+    shown = inspect.cleandoc(example.read_text().split("Prints::\n\n")[1].split('"""')[0])
+    assert done.stdout.strip() == shown

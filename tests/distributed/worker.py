@@ -1,0 +1,118 @@
+"""What each process of a test runs: a divided model against the same model whole.
+
+Usage: worker.py FOLDER COMPILER POLICIES, with the policies as JSON: pairs of a name and its options. With none, what
+processes send each other is counted; with "fails" for a compiler, the last process raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+import kvpass
+from kvpass import ranks as module_of_ranks
+
+SIZE = int(os.environ["WORLD_SIZE"])
+WINDOW = 8
+torch.manual_seed(1)
+IDS, MORE = torch.randint(0, 128, (2, 90)), torch.randint(0, 128, (2, 5))
+MASK = torch.ones_like(IDS)
+MASK[1, :13] = 0
+
+
+def loaded(folder: str, **options: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options).eval()
+
+
+def own(x: torch.Tensor, heads: int, rank: int) -> torch.Tensor:
+    """The part of ``[B, L, K, ...]`` that belongs to this process, which has so many of the heads."""
+    return x if heads == x.shape[2] else x[:, :, rank * heads : (rank + 1) * heads]
+
+
+def compare(divided: PreTrainedModel, whole: PreTrainedModel, compiler: str, policy: str, options: Any) -> None:
+    rank, label = dist.get_rank(), f"{policy} {options}"
+    given = {"policy": policy, **({} if policy == "full" else {"budget": 24, "window": WINDOW}), **options}
+    found = kvpass.compile(divided, backend=compiler, **given)
+    expected = kvpass.compile(whole, backend="eager", **given)
+    cache = found.compress(IDS, MASK, reusable=False)
+    reference = expected.compress(IDS, MASK, reusable=False)
+    heads = cache.lengths.shape[2]
+    assert torch.equal(cache.lengths, own(reference.lengths, heads, rank)), f"{label}: other numbers of entries"
+    positions = own(reference.positions, heads, rank)[..., : cache.positions.shape[-1]]
+    assert torch.equal(cache.positions, positions), f"{label}: other entries"
+    for new in (MORE, MORE[:, :1]):
+        logits = found(new, cache=cache).logits
+        torch.testing.assert_close(logits, expected(new, cache=reference).logits, atol=1e-4, rtol=0, msg=label)
+    if rank == 0 and policy == "lava":
+        compare_refusals(found, cache, divided)
+    settings = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(found.generate(IDS, **settings), expected.generate(IDS, **settings)), f"{label}: other tokens"
+
+
+def compare_refusals(fast: Any, cache: Any, divided: PreTrainedModel) -> None:
+    """Each without a word to the other processes."""
+    path = os.path.join(divided.config.name_or_path, "cache.kv")
+    refused = {
+        f"{SIZE} processes share its heads": lambda: cache.save(path),
+        "no cache can be loaded for a model whose heads": lambda: kvpass.api.restore_cache(path, None, {}, fast),
+        "while decoding it evicts by the attention of all heads": lambda: fast.set_policy("tova", 24),
+        "recompress='every_turn'": lambda: kvpass.compile(
+            divided, policy="lava", budget=24, window=WINDOW, recompress="every_turn"
+        ),
+    }
+    for message, call in refused.items():
+        try:
+            call()
+        except ValueError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(f"not refused: {message}")
+    assert f"heads of process 0 of {SIZE}" in str(fast.report())
+
+
+def compare_bytes_sent(divided: PreTrainedModel) -> None:
+    """Of scores: fp32, of the evictable tokens, once a layer."""
+    sent = []
+    gather = module_of_ranks.dist.all_gather
+
+    def counted(found: Any, x: torch.Tensor, group: Any) -> Any:
+        sent.append((x.shape, x.numel() * x.element_size()))
+        return gather(found, x, group)
+
+    fast = kvpass.compile(divided, policy="lava", budget=24, window=WINDOW, backend="eager")
+    fast(IDS)  # captures
+    module_of_ranks.dist.all_gather = counted
+    try:
+        fast(IDS, logits_to_keep=1)
+    finally:
+        module_of_ranks.dist.all_gather = gather
+    config = divided.config
+    heads, tokens = config.num_key_value_heads // SIZE, IDS.shape[1] - WINDOW
+    scores = [size for shape, size in sent if len(shape) == 3 and shape[1:] == (heads, tokens)]
+    assert scores == [4 * len(IDS) * heads * tokens] * config.num_hidden_layers, sent
+
+
+def main(folder: str, compiler: str, policies: str) -> None:
+    divided, whole = loaded(folder, distributed_config=DistributedConfig(tp_size=SIZE)), loaded(folder)
+    if compiler == "fails":
+        fast = kvpass.compile(divided, policy="lava", budget=24, window=WINDOW, backend="eager")
+        if dist.get_rank() == SIZE - 1:
+            raise ValueError("out of luck")
+        fast(IDS)
+    for policy, options in json.loads(policies):
+        compare(divided, whole, compiler, policy, options)
+    if policies == "[]":
+        compare_bytes_sent(divided)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
