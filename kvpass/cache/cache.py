@@ -48,7 +48,8 @@ class CompressedCache(Cache):
         owner: fingerprint of the model that fills the cache. ranks: processes that share its heads; the cache is of
             those of this process.
     Attributes:
-        columns: tokens seen, padding included. start: first real column of each row, int64 ``[B]``.
+        columns: tokens seen, padding included. appended: how many of them after the prompt was compressed.
+        start: first real column of each row, int64 ``[B]``.
         longest: most tokens that the captures which filled it hold for; None when any number.
         begun_by: the capture of a raw module that prefilled it.
         reusable: calls continue on a copy and do not change this cache.
@@ -80,6 +81,7 @@ class CompressedCache(Cache):
         self.sliding_layers: list[SlidingWindowLayers] = []
         self._recompressions: list[Recompression] = []
         self.columns = 0
+        self.appended = 0
         self.longest: int | None = None
         self.begun_by: Any = None
         self.start = torch.empty(0, dtype=torch.int64)
@@ -171,6 +173,7 @@ class CompressedCache(Cache):
     def advance(self, tokens: int) -> None:
         """Count tokens whose rows a graph has written."""
         self.columns += tokens
+        self.appended += tokens
         self._seen_columns.add_(tokens)
         for store in self.full_layers:
             store.advance(tokens)
@@ -216,6 +219,7 @@ class CompressedCache(Cache):
         seen = self.columns - self.start
         done = [turn.finish(budgets - window, seen) for turn in self._recompressions]
         self.full_layers = [store for store, _ in done]
+        self.appended = 0
         if not self._every_row_due:
             return None
         self.record = self._record(budgets, window, tuple(record for _, record in done))
@@ -427,9 +431,33 @@ class CompressedCache(Cache):
         """Repeat every row ``repeats`` times, copies next to each other."""
         self._pick_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Raise: entries that a shorter cache needs may have been evicted."""
-        raise NotImplementedError("a compressed cache cannot be cropped; assisted generation is not supported")
+    def crop(self, tokens: int) -> None:
+        """Take back tokens that were appended after the prompt, as drafts that were not accepted.
+
+        Args:
+            tokens: how many, negative or 0; or a positive number, as before transformers 5.17: how many to keep.
+        Raises:
+            ValueError: they are not all appended, or are no more there: layers with a sliding window or a policy that
+                evicts while decoding have overwritten older entries for them.
+        """
+        if self.overwrites:
+            raise ValueError(
+                f"{self!r} cannot be cropped, as drafts (assistant_model, prompt_lookup_num_tokens) need it: layers "
+                "with a sliding window and policies that evict while decoding overwrite older entries; use no drafts"
+            )
+        taken = -tokens if tokens <= 0 else max(self.columns - tokens, 0)
+        if taken > self.appended:
+            raise ValueError(f"{taken} tokens cannot be taken back: {self.appended} were appended after the prompt")
+        self.appended -= taken
+        self.columns -= taken
+        self._seen_columns.sub_(taken)
+        for store in self.full_layers:
+            store.crop(taken)
+
+    @property
+    def is_croppable(self) -> bool:
+        """True: :meth:`crop` says why where it is not."""
+        return True
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Raise: only an uncompiled model calls this."""

@@ -220,6 +220,11 @@ class FullAttentionLayers:
         if self.evicts:
             self.next_position.add_(tokens)
 
+    def crop(self, tokens: int) -> None:
+        """Take back that many tokens, which were appended since the prompt, from a store that only appends."""
+        self.used -= tokens
+        self.tail_used.sub_(tokens)
+
     def clone(self, recycled: Recycled = NOTHING_KEPT) -> FullAttentionLayers:
         """Return an independent copy; buffers that no call writes are shared."""
         twin = copy.copy(self)

@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
+from kvpass.policies.rules import Rules
 from kvpass.transformers_compat import CACHE
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -39,13 +40,11 @@ _OF_FORWARD = {
 }
 """Unsupported arguments of ``forward``, with a reason for each."""
 
-_ASSISTED = "a compressed cache cannot be cropped to the tokens that are accepted; use the uncompiled model"
-_OF_GENERATE = {
-    "assistant_model": _ASSISTED,
-    "prompt_lookup_num_tokens": _ASSISTED,
-    "assistant_early_exit": _ASSISTED,
-}
+_OF_GENERATE = {"assistant_early_exit": "the compiled decoder runs all of its layers; give an assistant_model"}
 """Unsupported arguments of ``generate``, with a reason for each."""
+
+_DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")
+"""Arguments of ``generate`` that say who drafts tokens which the model then checks."""
 
 _FROM_PRETRAINED = "load it with transformers.AutoModelForCausalLM.from_pretrained"
 
@@ -205,7 +204,29 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
             "kvpass.compile"
         )
     if getattr(configured, "is_assistant", None):
+        raise ValueError("assistant_model: a kvpass model cannot draft for another one; give the uncompiled model")
+
+
+def check_drafts(kwargs: Mapping[str, Any], configured: Any, rules: Rules, begun: bool) -> None:
+    """Check that tokens which are not accepted can be taken back, where ``generate`` is asked to check drafts.
+
+    Args:
+        kwargs, configured: as given, and the generation configuration. begun: the ids continue a filled cache.
+    Raises:
+        ValueError: they cannot; the message says why.
+    """
+    asked = next((name for name in _DRAFTS if kwargs.get(name, getattr(configured, name, None)) is not None), None)
+    if asked is None:
+        return
+    if rules.policy.decode_rule() is not None:
         raise ValueError(
-            "assistant_model: a kvpass model cannot draft for another one, its compressed cache cannot be cropped to "
-            "the tokens that are accepted; give the uncompiled model"
+            f"generate argument {asked!r} is not supported with policy {rules.policy.name!r}: for every draft it "
+            "evicts an entry, which would be lost where the draft is not accepted; where it has the option, give "
+            "evict_during_decode=False"
+        )
+    if rules.recompress != "never":
+        raise ValueError(f"generate argument {asked!r} is not supported with recompress={rules.recompress!r}")
+    if begun:
+        raise ValueError(
+            f"generate argument {asked!r} is not supported with a filled cache: give the whole text and no cache"
         )

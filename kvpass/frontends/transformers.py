@@ -27,6 +27,7 @@ from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import (
     cache_argument,
     check_cache,
+    check_drafts,
     check_forward,
     check_generate,
     check_ids,
@@ -173,13 +174,17 @@ class CompressedModel(_Base):
         ``prefill_chunk_size`` is taken as ``prefill_block`` of this call: what is kept is that of the whole prompt.
 
         Raises:
-            ValueError: assisted generation, since rejected drafts could not be rolled back; a cache of another kind,
+            ValueError: drafts (``assistant_model``, ``prompt_lookup_num_tokens``) with a policy that evicts while
+                decoding, with recompression, layers with a sliding window or a filled cache; a cache of another kind,
                 given or asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by
                 ours); or the configuration has ``use_cache=False`` and the call does not set it.
         """
         kwargs[CACHE] = cache_argument(kwargs)
         kwargs.pop("cache" if CACHE == "past_key_values" else "past_key_values", None)
         check_generate(kwargs, generation_config, self.generation_config)
+        given = kwargs[CACHE]
+        begun = isinstance(given, CompressedCache) and not given.is_empty
+        check_drafts(kwargs, generation_config or self.generation_config, self._kvpass.rules, begun)
         generation_config = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         cache, ids = kwargs.get(CACHE), kwargs.get("input_ids", inputs)
@@ -202,6 +207,22 @@ class CompressedModel(_Base):
         if isinstance(cache, CompressedCache) and cache.reusable:
             cache.answer_end = getattr(output, "sequences", output)[:, -1].tolist()
         return output
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Return who drafts tokens, as transformers does, but the first draft, made before the prompt, is dropped.
+
+        It would be part of the prompt, and of what scores its entries.
+        """
+        generator: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
+        draft = generator.get_candidates
+
+        def dropped(input_ids: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, None]:
+            draft(input_ids, *rest, **more)
+            generator.get_candidates = draft
+            return input_ids, None
+
+        generator.get_candidates = dropped
+        return generator
 
     def _take_chunk_size(self, config: Any, kwargs: dict[str, Any]) -> Any:
         """Move ``prefill_chunk_size`` from the arguments of ``generate`` into the cache of the prompt."""

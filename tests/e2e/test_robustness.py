@@ -191,17 +191,6 @@ def test_beams_and_several_sequences_equal_the_uncompressed_model(policy, option
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("how", ["assistant", "prompt lookup"])
-def test_assisted_generation_is_refused_and_says_so(how):
-    model, fast = compiled()
-    ids = random_ids(1, 20).repeat(1, 2)
-    options = {"assistant_model": model} if how == "assistant" else {"prompt_lookup_num_tokens": 3}
-    message = f"'{next(iter(options))}' is not supported: a compressed cache cannot be cropped .* the uncompiled model"
-    with pytest.raises(ValueError, match=message):
-        greedy(fast, ids, **options)
-    assert greedy(fast, ids).shape == (1, 40 + NEW)
-
-
 def test_a_compiled_model_is_no_assistant_either():
     model, fast = compiled()
     with pytest.raises(ValueError, match=r"assistant_model: a kvpass model cannot draft .* give the uncompiled model"):

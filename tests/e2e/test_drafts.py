@@ -1,0 +1,111 @@
+"""Assisted generation: drafts are checked against the compressed cache, and taken back where they are not accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvpass.frontends.transformers import CompressedModel
+from kvpass.transformers_compat import CACHE
+from tiny_models import compiled_once, random_ids, tiny_model
+
+NEW = 24
+REPEATING = random_ids(1, 13, seed=5).repeat(1, 5)
+
+
+def greedy(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+    settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **options}
+    return model.generate(ids, **settings)
+
+
+def drafts(model: Any, kind: str) -> dict[str, Any]:
+    """By a good model, by a bad one, or by looking for repetitions in the text."""
+    match kind:
+        case "itself":
+            return {"assistant_model": model}
+        case "another":
+            return {"assistant_model": tiny_model("llama", layers=1, seed=7)}
+        case "lookup":
+            return {"prompt_lookup_num_tokens": 4}
+    raise AssertionError(kind)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each call of a kvpass model."""
+    counted: list[int] = []
+    forward = CompressedModel._forward
+
+    def counting(self: Any, input_ids: torch.Tensor, *rest: Any) -> Any:
+        counted.append(input_ids.shape[1])
+        return forward(self, input_ids, *rest)
+
+    monkeypatch.setattr(CompressedModel, "_forward", counting)
+    return counted
+
+
+@pytest.mark.parametrize("policy", ["lava", "snapkv"])
+@pytest.mark.parametrize("kind", ["itself", "another", "lookup"])
+def test_tokens_and_cache_are_those_without_drafts(kind, policy, calls):
+    model, fast = compiled_once("llama", layers=2, policy=policy, budget=24, window=8, backend="eager")
+    expected = greedy(fast, REPEATING)
+    calls.clear()
+    found = greedy(fast, REPEATING, **drafts(model, kind))
+    assert torch.equal(found.sequences, expected.sequences)
+    assert calls[0] == REPEATING.shape[1], "the prompt was compressed with drafts in it"
+    assert len(calls) < NEW or kind == "another", "no draft was accepted"
+    one, other = found[CACHE], expected[CACHE]
+    assert one.get_seq_length() == other.get_seq_length()
+    assert torch.equal(one.positions, other.positions)
+
+
+def test_sampled_drafts_can_be_taken_back_and_the_cache_continued():
+    model, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
+    torch.manual_seed(0)
+    found = greedy(fast, REPEATING, assistant_model=model, do_sample=True, temperature=2.0)
+    cache, text = found[CACHE], found.sequences
+    fresh = fast.compress(REPEATING, reusable=False)
+    logits = fast(text[:, REPEATING.shape[1] :], past_key_values=fresh).logits[:, -1:]
+    behind = text[:, cache.get_seq_length() :]
+    torch.testing.assert_close(fast(behind, past_key_values=cache).logits[:, -1:], logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("llama", {"policy": "h2o"}, "'prompt_lookup_num_tokens' is not supported with policy 'h2o': for every draft"),
+        ("llama", {"recompress": "every_turn"}, "is not supported with recompress='every_turn'"),
+        ("gemma3", {}, r"cannot be cropped, as drafts .* need it: layers with a sliding window"),
+    ],
+    ids=["evicts", "recompress", "sliding"],
+)
+def test_refused_with_the_reason(family, options, message):
+    _, fast = compiled_once(
+        family, layers=2, **{"policy": "lava", "budget": 24, "window": 8, "backend": "eager", **options}
+    )
+    with pytest.raises(ValueError, match=message):
+        greedy(fast, REPEATING, prompt_lookup_num_tokens=4)
+
+
+def test_a_filled_cache_and_early_exit_are_refused():
+    _, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
+    with pytest.raises(ValueError, match="with a filled cache: give the whole text and no cache"):
+        greedy(fast, REPEATING, past_key_values=fast.compress(REPEATING), prompt_lookup_num_tokens=4)
+    with pytest.raises(ValueError, match="'assistant_early_exit' is not supported: the compiled decoder runs all"):
+        greedy(fast, REPEATING, assistant_early_exit=1)
+
+
+def test_only_what_was_appended_can_be_taken_back():
+    _, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
+    cache = fast.compress(REPEATING, reusable=False)
+    fast(REPEATING[:, :5], past_key_values=cache)
+    with pytest.raises(ValueError, match="6 tokens cannot be taken back: 5 were appended after the prompt"):
+        cache.crop(-6)
+    before = cache.positions.clone()
+    fast(REPEATING[:, :3], past_key_values=cache)
+    cache.crop(-3)
+    assert torch.equal(cache.positions, before)
+    cache.crop(REPEATING.shape[1])  # as before transformers 5.17: so many are left
+    assert cache.get_seq_length() == REPEATING.shape[1] and cache.appended == 0
