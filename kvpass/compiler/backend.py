@@ -205,7 +205,7 @@ class PhaseCompiler:
                 made = self._in_blocks(captured, inputs, call)
             except CannotSplitError as reason:
                 why_not = str(reason)
-        if made is None and cache.ranks is not None and phase == "prefill" and not call.one_token_prompt:
+        if made is None and phase == "prefill" and not call.one_token_prompt and cache.ranks is not None:
             raise ValueError(
                 "a model on several processes prefills layer by layer, but "
                 + (f"this one cannot: {why_not}" if why_not else "compile_regions=False forbids it")

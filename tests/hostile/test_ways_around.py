@@ -185,15 +185,17 @@ def test_a_replaced_forward_that_may_change_something_is_refused(change, message
         kvpass.compile(model, **OPTIONS)
 
 
-def test_a_model_that_is_sharded_over_processes_is_refused(tmp_path):
+def test_a_layer_that_is_divided_as_transformers_divides_none_is_refused(tmp_path):
     model = tiny_model("llama", num_hidden_layers=2)
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         projection = model.model.layers[1].self_attn.q_proj
-        projection.weight = torch.nn.Parameter(distribute_tensor(projection.weight, mesh, [Shard(0)]))
-        with pytest.raises(ValueError, match="LlamaForCausalLM is sharded over processes"):
+        projection.weight = torch.nn.Parameter(distribute_tensor(projection.weight, mesh, [Shard(1)]))
+        with pytest.raises(
+            ValueError, match=r"model.layers.1.self_attn.q_proj is divided .* as 'colwise' .*'weight': 1"
+        ):
             kvpass.compile(model, **OPTIONS)
     finally:
         torch.distributed.destroy_process_group()
