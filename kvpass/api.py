@@ -158,8 +158,7 @@ def compile(
     heads = ranks if ranks is not None and divides_heads(model) else None
     check_divided(rules, heads)
     compiled = copy_structure(model)
-    if ranks is not None:
-        hold_own_weights(compiled, model, ranks)
+    whole = hold_own_weights(compiled, model, ranks) if ranks is not None else {}
     remove_wrappers(compiled, model)
     compiled.__class__ = compressed_class(type(model))
     if type(model)._can_set_attn_implementation():  # otherwise passes find its attention in the graph
@@ -169,7 +168,7 @@ def compile(
                 config._attn_implementation = ATTENTION_NAME
     compiled._kvpass = Runtime(
         rules=rules,
-        identity=ModelFingerprint(compiled),
+        identity=ModelFingerprint(compiled, whole),
         captures=CaptureCache(
             PhaseCompiler(
                 compiler=compiler,
@@ -202,7 +201,8 @@ def load_cache(
 ) -> CompressedCache:
     """Load a cache that :meth:`CompressedCache.save` wrote to ``path``, to continue with ``model``.
 
-    Entries are bit for bit those that were saved; spare capacity was not saved.
+    Entries are bit for bit those that were saved; spare capacity was not saved. Where several processes share the heads
+    of the model, all must call it; each takes its heads from the file.
 
     Args:
         model: what ``kvpass.compile`` returned, with the policy and budget of the cache.
@@ -210,7 +210,8 @@ def load_cache(
     Raises:
         CacheMismatchError: the cache is of another model, dtype, policy or budget; the message says which.
         CacheFileError: the file is damaged, truncated, no cache of kvpass, or written by a newer one.
-        ValueError: the model was not compiled by kvpass, or several processes share its heads.
+        ValueError: the model was not compiled by kvpass; or several processes share its heads, and the policy evicts
+            while decoding.
         OSError: the file cannot be read.
     """
     if not isinstance(model, CompressedModel):
@@ -240,8 +241,8 @@ def restore_cache(
 ) -> CompressedCache:
     """Like :func:`load_cache`, for a caller that has read the file and compiled the model."""
     runtime, rules = model._kvpass, model._kvpass.rules
-    if runtime.ranks is not None:
-        raise ValueError(f"no cache can be loaded for a model whose heads {runtime.ranks.size} processes share")
+    if runtime.ranks is not None and rules.policy.decode_rule() is not None:
+        raise ValueError(f"no cache of policy {rules.policy.name!r} is loaded where several processes share the heads")
     runtime.identity.check(metadata.model)
     if metadata.policy != rules.policy.spec:
         raise CacheMismatchError(
@@ -252,7 +253,7 @@ def restore_cache(
             f"the cache has budget {metadata.budget}, the model {rules.budget}: set it with model.set_budget"
         )
     try:
-        cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors)
+        cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.ranks)
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
     cache = cache.to(runtime.identity.weights.device if device is None else device)

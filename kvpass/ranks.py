@@ -5,7 +5,9 @@ Both operators relate no token to another. Every process must call them in the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,26 @@ class Ranks:
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the tensors of all processes, of one shape, joined along ``dim`` in the order of their ranks."""
         return gather_ranks(x, self.group, self.size, dim)
+
+    def gather_to_first(self, value: Any) -> list[Any]:
+        """Return the values of all processes in the first one, in the order of their ranks; nothing in the others."""
+        group = process_group(self.group)
+        found = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, found, dst=dist.get_global_rank(group, 0), group=group)
+        return found or []
+
+    def first_does(self, action: Callable[[], None]) -> None:
+        """Have the first process do something; all return when it is done, or raise what it raised."""
+        group = process_group(self.group)
+        raised: list[Exception | None] = [None]
+        if self.rank == 0:
+            try:
+                action()
+            except Exception as error:
+                raised = [error]
+        dist.broadcast_object_list(raised, src=dist.get_global_rank(group, 0), group=group)
+        if raised[0] is not None:
+            raise raised[0]
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of the tensors of all processes."""

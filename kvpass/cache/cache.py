@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvpass.cache.prompt_record import LayersRecord, PromptRecord, by_layer, lay
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.cache.serialization import write_cache_file
+from kvpass.cache.shared_heads import divided, joined, layout_of_all
 from kvpass.cache.sliding_layers import SlidingWindowLayers
 from kvpass.config import Block, Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
@@ -32,6 +33,7 @@ from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
 from kvpass.version import __version__
 
+_EVICTS_ON_RANKS = "several processes share its heads, and its policy evicts while decoding"
 _ELSEWHERE = (
     "a CompressedCache was given to an uncompiled model: only the kvpass model that filled it can go on with it; give "
     "the whole text and no cache to the uncompiled one"
@@ -471,24 +473,24 @@ class CompressedCache(Cache):
         Slots without an entry are not written. The file contains its checksum and the fingerprint of the model that
         filled the cache, so that it loads for no other model. It is written next to ``path`` and then renamed, so a
         reader sees the old file or the new one. Only its owner can read a new file; a replaced one keeps its
-        permissions. The next save in the folder removes what a killed process left.
+        permissions. The next save in the folder removes what a killed process left. Where several processes share the
+        heads, all must call it; the first one writes one file, which loads on any number of processes.
 
         Args:
             notes: metadata of the caller, stored in the file; anything JSON can represent.
         Raises:
             ValueError: the cache is empty, a call on it was interrupted, or the model that filled it is gone, was
-                compiled by the raw backend or is on several processes; or JSON cannot represent the notes.
+                compiled by the raw backend; the policy evicts while decoding and the heads are on several processes;
+                or JSON cannot represent the notes.
             OSError: the file cannot be written, for instance because the disk is full; an old file is unchanged.
         """
         layout = self._known_layout()
         if self.interrupted:
             raise ValueError(f"{self!r} cannot be saved: a call on it was interrupted; reset it")
-        if self.ranks is not None:
-            raise ValueError(f"{self!r} cannot be saved: {self.ranks.size} processes share its heads")
         identity = None if self._identity is None else self._identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
-        tensors = self._state([store.compact_tensors() for store in self.full_layers])
+        tensors = {**self._state([store.compact_tensors() for store in self.full_layers]), "start": self.start}
         metadata = CacheMetadata(
             kvpass_version=__version__,
             model=identity.describe(),
@@ -501,20 +503,34 @@ class CompressedCache(Cache):
             stores=tuple(store.facts for store in self.full_layers),
             notes=dict(notes or {}),
         )
-        write_cache_file(path, {**tensors, "start": self.start}, asdict(metadata))
+        if self.ranks is None:
+            write_cache_file(path, tensors, asdict(metadata))
+            return
+        if any(store.evicts for store in self.full_layers):
+            raise ValueError(f"{self!r} cannot be saved: {_EVICTS_ON_RANKS}")
+        parts = self.ranks.gather_to_first({name: tensor.cpu() for name, tensor in tensors.items()})
+        whole = replace(metadata, layout=layout_of_all(layout, self.ranks.size))
+        self.ranks.first_does(lambda: write_cache_file(path, joined(parts, layout), asdict(whole)))
 
     @classmethod
     def restore(
-        cls, policy: Policy, identity: ModelFingerprint, metadata: CacheMetadata, tensors: Mapping[str, Tensor]
+        cls,
+        policy: Policy,
+        identity: ModelFingerprint,
+        metadata: CacheMetadata,
+        tensors: Mapping[str, Tensor],
+        ranks: Ranks | None = None,
     ) -> CompressedCache:
-        """Return the cache from what :meth:`save` wrote; everything is on the CPU.
+        """Return the cache from what :meth:`save` wrote, or the part of its heads; everything is on the CPU.
 
         Raises:
             ValueError: metadata and tensors do not match.
         """
         check_tensors(metadata, policy, tensors)
-        cache = cls(policy, metadata.budget, identity)
-        cache.layout = layout = metadata.layout
+        cache, layout = cls(policy, metadata.budget, identity, ranks), metadata.layout
+        if ranks is not None:
+            tensors, layout = divided(tensors, layout, ranks)
+        cache.layout = layout
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -53,14 +53,17 @@ class ModelFingerprint:
 
     Args:
         model: the decoder. Its weights may change later; the present state is compared.
+        whole: weights (DTensor) of which the model has the part of this process, by name. All processes must then call
+            :meth:`describe` and :meth:`check` together.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, whole: Mapping[str, Any] | None = None) -> None:
         self._model = model
+        self._whole = whole or {}
         self._parts: _Parts | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelFingerprint:
-        return ModelFingerprint(copy.deepcopy(self._model, memo))
+        return ModelFingerprint(copy.deepcopy(self._model, memo), self._whole)
 
     @property
     def weights(self) -> Tensor:
@@ -108,7 +111,7 @@ class ModelFingerprint:
             "adapters": [
                 f"{name}: {_adapter_state(layer)}" for name, layer in self._model.named_modules() if _is_adapter(layer)
             ],
-            "weights": weights_digest(self._model),
+            "weights": weights_digest(self._model, self._whole),
         }
 
     def check(self, described: Mapping[str, Any]) -> None:
@@ -170,10 +173,16 @@ def reference(owner: Fingerprint) -> Callable[[], Tensor | tuple[str, ...] | Non
     return weakref.ref(known) if isinstance(known, Tensor) else lambda: known
 
 
-def weights_digest(model: nn.Module) -> str:
-    """Return SHA-256 over name, shape, dtype and about ``SAMPLES`` elements of each checkpoint tensor."""
+def weights_digest(model: nn.Module, whole: Mapping[str, Any]) -> str:
+    """Return SHA-256 over name, shape, dtype and about ``SAMPLES`` elements of each checkpoint tensor.
+
+    Args:
+        whole: weights of which the model has a part, by name; one at a time is gathered.
+    """
     found = hashlib.sha256()
     for name, tensor in _checkpoint(model):
+        if name in whole:
+            tensor = whole[name].full_tensor()
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(flat.numel() // SAMPLES, 1)].contiguous().cpu()
         found.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())

@@ -78,16 +78,19 @@ def check_divided(rules: Rules, ranks: Ranks | None) -> None:
         raise ValueError(f"recompress={rules.recompress!r} {several}: must be 'never'")
 
 
-def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> None:
+def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> dict[str, Any]:
     """Replace the weights of a copy by those of this process, and its forwards by such that know the others.
 
     Args:
         compiled: a copy of the structure of ``model``, which stays as it is.
+    Returns:
+        the divided weights by name, of which each process can gather the whole.
     Raises:
         ValueError: a module is divided in a way that is unsupported.
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     own: dict[int, nn.Parameter] = {}
+    whole: dict[str, Any] = {}
     for path, module in compiled.named_modules():
         divided = {name: tensor for name, tensor in module._parameters.items() if hasattr(tensor, "device_mesh")}
         if not divided and "forward" not in vars(module):
@@ -109,12 +112,16 @@ def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> Non
             if id(tensor) not in own:
                 own[id(tensor)] = nn.Parameter(tensor.to_local(), requires_grad=False)
             module._parameters[name] = own[id(tensor)]
+            whole[f"{path}.{name}"] = tensor
         vars(module).pop("forward", None)
         if forward is not None:
+            if forward in (_summed, _gathered, _split) and type(module) is not nn.Linear:
+                raise ValueError(f"{path} is a divided {type(module).__name__}: must be a plain torch.nn.Linear")
             if forward in (_rows, _gathered) and divided["weight"].shape[0] % ranks.size:
                 raise ValueError(f"{ranks.size} processes cannot share the rows of {path} alike")
             module.ranks = ranks
             module.forward = types.MethodType(forward, module)
+    return whole
 
 
 def _axis(tensor: Any) -> int | None:
@@ -127,6 +134,13 @@ def _summed(self: Any, x: Tensor) -> Tensor:
     """Forward of a linear layer of which each process has some columns of the weight."""
     total: Tensor = self.ranks.sum(F.linear(x, self.weight))
     return total if self.bias is None else total + self.bias
+
+
+def _split(self: Any, x: Tensor) -> Tensor:
+    """As :func:`_summed`, of an input that each process has as a whole."""
+    width = self.weight.shape[1]
+    total: Tensor = _summed(self, x[..., self.ranks.rank * width : (self.ranks.rank + 1) * width])
+    return total
 
 
 def _gathered(self: Any, x: Tensor) -> Tensor:
@@ -154,6 +168,7 @@ def _rows(self: Any, ids: Tensor) -> Tensor:
 _STYLES: dict[str, tuple[dict[str, int | None], Callable[..., Tensor] | None]] = {
     "colwise": ({"weight": 0, "bias": 0}, None),
     "rowwise": ({"weight": 1, "bias": None}, _summed),
+    "rowwise_split_input": ({"weight": 1, "bias": None}, _split),
     "colwise_gather_output": ({"weight": 0, "bias": 0}, _gathered),
     "embedding_rowwise": ({"weight": 0}, _rows),
     "moe_tp_experts": ({"gate_up_proj": 1, "down_proj": 2}, _experts),

@@ -26,7 +26,7 @@ OPTIONS = {
     "tova": {"evict_during_decode": False},
 }
 POLICIES = sorted(kvpass.POLICIES)
-FAMILIES = ["qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "qwen2", "gemma2"]
+FAMILIES = ["phi3", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "qwen2", "gemma2"]
 
 
 def torchrun(processes: int, *arguments: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:

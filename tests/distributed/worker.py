@@ -50,18 +50,37 @@ def compare(divided: PreTrainedModel, whole: PreTrainedModel, compiler: str, pol
     for new in (MORE, MORE[:, :1]):
         logits = found(new, cache=cache).logits
         torch.testing.assert_close(logits, expected(new, cache=reference).logits, atol=1e-4, rtol=0, msg=label)
-    if rank == 0 and policy == "lava":
-        compare_refusals(found, cache, divided)
+    if policy == "lava":
+        compare_files(found, cache, expected, reference)
+        if rank == 0 and found._kvpass.ranks is not None:
+            compare_refusals(found, divided)
     settings = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
     assert torch.equal(found.generate(IDS, **settings), expected.generate(IDS, **settings)), f"{label}: other tokens"
 
 
-def compare_refusals(fast: Any, cache: Any, divided: PreTrainedModel) -> None:
+def compare_files(found: Any, cache: Any, expected: Any, reference: Any) -> None:
+    """A file of several processes is one of one device, and each reads both."""
+    folder = os.path.dirname(found.config.name_or_path + "/")
+    ours, theirs, failing = (os.path.join(folder, name) for name in ("ours.kv", "theirs.kv", "missing/cache.kv"))
+    cache.save(ours)
+    if dist.get_rank() == 0:
+        reference.save(theirs)
+    dist.barrier()
+    for path in (ours, theirs):
+        one, other = kvpass.load_cache(path, expected), kvpass.load_cache(path, found)
+        assert torch.equal(one.positions, reference.positions) and torch.equal(other.positions, cache.positions), path
+        logits = expected(MORE, cache=one).logits
+        torch.testing.assert_close(found(MORE, cache=other).logits, logits, atol=1e-4, rtol=0, msg=path)
+    try:
+        cache.save(failing)
+    except OSError:
+        return
+    raise AssertionError("every process must raise what the first one does")
+
+
+def compare_refusals(fast: Any, divided: PreTrainedModel) -> None:
     """Each without a word to the other processes."""
-    path = os.path.join(divided.config.name_or_path, "cache.kv")
     refused = {
-        f"{SIZE} processes share its heads": lambda: cache.save(path),
-        "no cache can be loaded for a model whose heads": lambda: kvpass.api.restore_cache(path, None, {}, fast),
         "while decoding it evicts by the attention of all heads": lambda: fast.set_policy("tova", 24),
         "recompress='every_turn'": lambda: kvpass.compile(
             divided, policy="lava", budget=24, window=WINDOW, recompress="every_turn"

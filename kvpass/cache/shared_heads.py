@@ -1,0 +1,137 @@
+"""Join the buffers of processes that share the heads of a model to those of one device, and divide them again.
+
+Buffers are named as in files: ``store0_pool_k``, ``ring0_ring_k``, ``start``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvpass.config import LayerGroup, Layout
+from kvpass.operands import BUFFERS
+from kvpass.ops.slots import EMPTY
+from kvpass.ranks import Ranks
+
+_POOL = ("pool_k", "pool_v", "pool_positions")
+
+
+def layout_of_all(layout: Layout, size: int) -> Layout:
+    """Return the layout of all heads, from that of the heads of one of ``size`` processes."""
+    return _with_heads(layout, lambda heads: heads * size)
+
+
+def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
+    """Return the buffers of all heads.
+
+    Args:
+        parts: those of each process, in the order of the ranks. layout: of one process.
+    """
+    found = {"start": parts[0]["start"]}
+    for prefix, group in _groups(layout):
+        own = [{name[len(prefix) :]: x for name, x in part.items() if name.startswith(prefix)} for part in parts]
+        buffers = {name: _joined_heads(name, [part[name] for part in own]) for name in own[0]}
+        if "offsets" in buffers:
+            bounds = [part["offsets"] for part in own]
+            counts = torch.cat([_counts(offsets, group) for offsets in bounds], 2)
+            buffers["offsets"] = _offsets(counts)
+            for name in _POOL:
+                buffers[name] = _joined_pool(name, [part[name] for part in own], bounds, buffers["offsets"], group)
+        found |= {prefix + name: x for name, x in buffers.items()}
+    return found
+
+
+def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tuple[dict[str, Tensor], Layout]:
+    """Return the buffers and the layout of the heads of this process.
+
+    Args:
+        tensors: the buffers of all heads. layout: of all heads.
+    """
+    found = {"start": tensors["start"]}
+    for prefix, group in _groups(layout):
+        whole = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
+        own = {name: _own_heads(name, x, ranks) for name, x in whole.items()}
+        if "offsets" in whole:
+            counts = _counts(whole["offsets"], group).chunk(ranks.size, 2)
+            own["offsets"] = _offsets(counts[ranks.rank])
+            heads = group.geometry.kv_heads // ranks.size
+            begins = whole["offsets"][:, ranks.rank * heads : -1 : group.geometry.kv_heads]
+            for name in _POOL:
+                own[name] = _own_pool(name, whole[name], begins, counts[ranks.rank].sum(2), own["offsets"])
+        found |= {prefix + name: x for name, x in own.items()}
+    return found, _with_heads(layout, lambda heads: heads // ranks.size)
+
+
+def _with_heads(layout: Layout, changed: Callable[[int], int]) -> Layout:
+    def group_of(group: LayerGroup) -> LayerGroup:
+        return replace(group, geometry=replace(group.geometry, kv_heads=changed(group.geometry.kv_heads)))
+
+    return Layout(pools=tuple(map(group_of, layout.pools)), rings=tuple(map(group_of, layout.rings)))
+
+
+def _groups(layout: Layout) -> Iterator[tuple[str, LayerGroup]]:
+    yield from ((f"store{i}_", group) for i, group in enumerate(layout.pools))
+    yield from ((f"ring{i}_", group) for i, group in enumerate(layout.rings))
+
+
+def _joined_heads(name: str, parts: Sequence[Tensor]) -> Tensor:
+    sizes = BUFFERS[name].sizes
+    return torch.cat(list(parts), sizes.index("K")) if "K" in sizes else parts[0]
+
+
+def _own_heads(name: str, whole: Tensor, ranks: Ranks) -> Tensor:
+    sizes = BUFFERS[name].sizes
+    return whole.chunk(ranks.size, sizes.index("K"))[ranks.rank].contiguous() if "K" in sizes else whole
+
+
+def _counts(offsets: Tensor, group: LayerGroup) -> Tensor:
+    """Entries of each segment, ``[B, L, K]``."""
+    return offsets.diff(dim=1).view(offsets.shape[0], group.geometry.layers, -1)
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return pad(counts.flatten(1).cumsum(1), (1, 0)).int()
+
+
+def _empty_pool(like: Tensor, offsets: Tensor, name: str) -> Tensor:
+    slots = max(2, int(offsets[:, -1].max()))
+    return like.new_full((like.shape[0], slots, *like.shape[2:]), EMPTY if name == "pool_positions" else 0)
+
+
+def _joined_pool(
+    name: str, parts: Sequence[Tensor], bounds: Sequence[Tensor], offsets: Tensor, group: LayerGroup
+) -> Tensor:
+    """The pool of all heads: of each layer, the segments of one process after those of another.
+
+    Args:
+        parts, bounds: pools and offsets of the processes. offsets: of all heads.
+    """
+    pool, layers = _empty_pool(parts[0], offsets, name), group.geometry.layers
+    for row in range(pool.shape[0]):
+        first = 0
+        for layer in range(layers):
+            for part, bound in zip(parts, bounds, strict=True):
+                begin, end = (int(bound[row, edge * group.geometry.kv_heads]) for edge in (layer, layer + 1))
+                pool[row, first : first + end - begin] = part[row, begin:end]
+                first += end - begin
+    return pool
+
+
+def _own_pool(name: str, whole: Tensor, begins: Tensor, counts: Tensor, offsets: Tensor) -> Tensor:
+    """The pool of the heads of this process.
+
+    Args:
+        begins, counts: where its entries of each layer begin in the pool of all heads, and how many there are,
+            ``[B, L]``. offsets: of its heads.
+    """
+    pool = _empty_pool(whole, offsets, name)
+    for row, (places, numbers) in enumerate(zip(begins.tolist(), counts.tolist(), strict=True)):
+        first = 0
+        for begin, count in zip(places, numbers, strict=True):
+            pool[row, first : first + count] = whole[row, begin : begin + count]
+            first += count
+    return pool
