@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 Cells = Iterable[Sequence[str]]
 
@@ -49,6 +50,30 @@ def fitting_table(header: Sequence[str], rows: Cells, *, spare: Sequence[str], *
         caption = f"no room for: {left_out}" if left_out else None
         tables.append(rich_table([header[i] for i in shown], chosen, caption=caption, caption_justify="left", **style))
     return FirstThatFits(tables)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables with a title each, and what is to be said of all: prints in a terminal, or as Markdown.
+
+    Attributes:
+        tables: title, names of columns and cells of each. notes: paragraphs. left: columns aligned to the left.
+    """
+
+    tables: Sequence[tuple[str, Sequence[str], Cells]]
+    notes: Sequence[str]
+    left: int = 1
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for title, header, rows in self.tables:
+            yield rich_table(header, rows, left=self.left, title=title, title_justify="left")
+        yield from map(Text, self.notes)
+
+    def markdown(self) -> str:
+        parts = [
+            f"**{title}**\n\n{markdown_table(header, rows, left=self.left)}" for title, header, rows in self.tables
+        ]
+        return "\n".join([*parts, "\n\n".join(self.notes), ""])
 
 
 def markdown_table(header: Sequence[str], rows: Cells, *, left: int = 1) -> str:

@@ -24,9 +24,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import kvpass
-from kvpass.eval.bench.processes import process_markdown
+from kvpass.eval.bench.predict import Predict
+from kvpass.eval.bench.processes import PrefillMemory, Start
 from kvpass.eval.bench.report import markdown
-from kvpass.eval.bench.serve import serve_markdown
+from kvpass.eval.bench.serve import Serve
 from kvpass.eval.gpu_check import kernel_markdown, smoke_markdown
 from kvpass.eval.tables import markdown_table
 from kvpass.policies.cake import TEMPERATURES
@@ -345,6 +346,10 @@ def benchmarks() -> str:
     return "\n".join(lines) + "\n"
 
 
+_IN_PROCESSES = {"start": Start, "prefill_memory": PrefillMemory, "serve": Serve, "predict": Predict}
+"""Measurements that are not of the bench itself, by the name under which their record holds them."""
+
+
 def _record(path: Path) -> list[str]:
     found = json.loads(path.read_text())
     command = [f"`{' '.join(found['command'])}`", ""] if "command" in found else []
@@ -352,10 +357,9 @@ def _record(path: Path) -> list[str]:
         return [*command, _earlier_table(found)]
     if "runs" in found:
         return [*command, markdown(found)]
-    if "start" in found or "prefill_memory" in found:
-        return [*command, process_markdown(found)]
-    if "serve" in found:
-        return [*command, serve_markdown(found)]
+    for name, kind in _IN_PROCESSES.items():
+        if name in found:
+            return [*command, kind.shown(found).markdown()]
     if "decode" in found:
         return [*command, *kernel_markdown(found)]
     if "checks" in found:

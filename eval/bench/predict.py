@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from rich.console import Console, Group
-from rich.text import Text
+from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvpass.config import Budget
@@ -26,7 +25,7 @@ from kvpass.eval.bench.processes import Result, header_of, in_new_process
 from kvpass.eval.bench.run import geometry_of
 from kvpass.eval.bench.settings import BenchSettings, find_model
 from kvpass.eval.policy_spec import PolicySpec
-from kvpass.eval.tables import rich_table
+from kvpass.eval.tables import Tables
 from kvpass.progress import progress_bar
 
 SHARE = 0.85
@@ -69,7 +68,7 @@ class Predict:
 
     def __post_init__(self) -> None:
         settings, config = self.settings, self.settings.bench_model.config
-        policy = settings.policies[0].with_window(settings.window).resolve()
+        policy = settings.policy.resolve()
         if policy.decode_rule() is not None:
             raise ValueError(f"policy={policy.name!r} evicts while decoding: what a step reads is not predicted")
         text: Any = config.get_text_config()
@@ -95,36 +94,52 @@ class Predict:
         Returns:
             what ``--json`` writes; in ``predict`` a record for every context, batch, device and policy.
         """
-        settings, weights, token_bytes = self.settings, weight_bytes(self._model), geometry_of(self._model).token_bytes
-        assert weights is not None
-        policy = settings.policies[0].with_window(settings.window)
-        cases = [(context, batch) for context in settings.prompts for batch in settings.batches]
-        result: Result = {**header_of(settings), "share": SHARE, "launch_us": LAUNCH_US, "predict": []}
+        settings, token_bytes = self.settings, geometry_of(self._model).token_bytes
+        records = list[Result]()
+        result: Result = {**header_of(settings), "share": SHARE, "launch_us": LAUNCH_US, "predict": records}
         result["model"]["dtype"] = "bfloat16"
-        counted: dict[int, dict[str, int]] = {}
         with progress_bar(console) as progress, mock.patch.dict(os.environ, TRITON_INTERPRET="0"):
-            task = progress.add_task("", total=len(cases))
-            for context, batch in cases:
+            task = progress.add_task("", total=len(settings.batches))
+            for batch in settings.batches:
                 progress.update(task, description=f"batch {batch}: generating the code of a step")
-                kept = Budget.parse(settings.budget).check(context, settings.window, token_bytes)
-                if batch not in counted:
-                    counted[batch] = in_new_process(count_launches, settings.model, policy, kept, batch)
-                for name, entries in ((policy.name, min(kept, context)), ("full", context)):
-                    cache = batch * entries * token_bytes
-                    for device in DEVICES:
-                        reads = (weights + cache) / (device.bandwidth * SHARE)
-                        waits = counted[batch]["launches"] * LAUNCH_US * 1e-6
-                        result["predict"].append(
-                            {
-                                **{"context": context, "batch": batch, "policy": name, "entries": entries},
-                                **{"device": device.name, "bandwidth": device.bandwidth, "weight_bytes": weights},
-                                **{"cache_bytes": cache, **counted[batch], "seconds": reads + waits},
-                                **{"reading_s": reads, "waiting_s": waits},
-                            }
-                        )
+                shortest = Budget.parse(settings.budget).check(min(settings.prompts), settings.window, token_bytes)
+                launches = in_new_process(count_launches, settings.model, settings.policy, shortest, batch)
+                for context in settings.prompts:
+                    kept = Budget.parse(settings.budget).check(context, settings.window, token_bytes)
+                    for name, entries in ((settings.policy.name, min(kept, context)), ("full", context)):
+                        known = {"context": context, "batch": batch, "policy": name, "entries": entries, **launches}
+                        records += [self._step(known, device, token_bytes) for device in DEVICES]
                 progress.advance(task)
         save(result)
         return result
+
+    def _step(self, known: Result, device: Device, token_bytes: int) -> Result:
+        """The record of a step on a device."""
+        weights, cache = weight_bytes(self._model), known["batch"] * known["entries"] * token_bytes
+        assert weights is not None, "checked above"
+        reading = (weights + cache) / (device.bandwidth * SHARE)
+        waiting = known["launches"] * LAUNCH_US * 1e-6
+        return {
+            **known,
+            **{"device": device.name, "bandwidth": device.bandwidth, "weight_bytes": weights, "cache_bytes": cache},
+            **{"seconds": reading + waiting, "reading_s": reading, "waiting_s": waiting},
+        }
+
+    @staticmethod
+    def shown(result: Result) -> Tables:
+        """A result, with what its columns mean."""
+        header = ["prompt", "rows", "policy", "GPU", "GB", "launches", "a layer", "reading", "waiting", "ms"]
+        rows = [
+            [
+                *(str(found[name]) for name in ("context", "batch", "policy", "device")),
+                f"{(found['weight_bytes'] + found['cache_bytes']) / 1e9:.2f}",
+                *(str(found[name]) for name in ("launches", "per_layer")),
+                *(f"{1e3 * found[name]:.2f}" for name in ("reading_s", "waiting_s", "seconds")),
+            ]
+            for found in result["predict"]
+        ]
+        title = f"{result['model']['name']}, bf16, budget {result['budget']}: a decode step, predicted"
+        return Tables([(title, header, rows)], (PREDICT_LEGEND,), left=4)
 
 
 PREDICT_LEGEND = (
@@ -132,19 +147,3 @@ PREDICT_LEGEND = (
     f"maker names for SXM (assumed). waiting: {LAUNCH_US} us between kernels of a CUDA graph (assumed), as often as "
     "the code that Inductor generates for the step launches one. bf16, greedy, without Python's part of generate."
 )
-
-
-def predict_tables(result: Result) -> Group:
-    """A result for a terminal, with what its columns mean."""
-    header = ["prompt", "rows", "policy", "GPU", "GB", "launches", "a layer", "reading", "waiting", "ms"]
-    rows = [
-        [
-            *(str(found[name]) for name in ("context", "batch", "policy", "device")),
-            f"{(found['weight_bytes'] + found['cache_bytes']) / 1e9:.2f}",
-            *(str(found[name]) for name in ("launches", "per_layer")),
-            *(f"{1e3 * found[name]:.2f}" for name in ("reading_s", "waiting_s", "seconds")),
-        ]
-        for found in result["predict"]
-    ]
-    title = f"{result['model']['name']}, bf16, budget {result['budget']}: a decode step, predicted"
-    return Group(rich_table(header, rows, left=4, title=title, title_justify="left"), Text(PREDICT_LEGEND))

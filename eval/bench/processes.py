@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from rich.console import Console, Group
-from rich.text import Text
+from rich.console import Console
 from torch import Tensor
 from torch._inductor.utils import fresh_cache
 
@@ -31,7 +30,7 @@ from kvpass.eval.bench.measure import Meter
 from kvpass.eval.bench.settings import BenchSettings, build, find_model
 from kvpass.eval.bench.systems import Kvpass
 from kvpass.eval.environment import machine, versions
-from kvpass.eval.tables import markdown_table, rich_table
+from kvpass.eval.tables import Tables
 from kvpass.progress import progress_bar
 
 START_TOKENS = 256
@@ -64,7 +63,7 @@ def in_new_process(function: Callable[..., _R], *args: Any) -> _R:
 
 
 def _system(settings: BenchSettings, layers: int | None = None, **options: Any) -> Kvpass:
-    device, policy = torch.device(settings.device), settings.policies[0].with_window(settings.window)
+    device, policy = torch.device(settings.device), settings.policy
     model = build(find_model(settings.model, layers), settings.seed, device, settings.torch_dtype)
     budget, backend = settings.budget, settings.backend
     return Kvpass(model, str(policy), policy=policy.resolve(), budget=budget, backend=backend, **options)
@@ -206,6 +205,12 @@ class Start:
         save(result := result | {"complete": True})
         return result
 
+    @staticmethod
+    def shown(result: Result) -> Tables:
+        """A result, with what its columns mean."""
+        repeated = f" {result['repeats']} starts of each, medians."
+        return Tables(_start_tables(result), (conditions(result) + repeated, START_LEGEND))
+
 
 @dataclass(frozen=True)
 class PrefillMemory:
@@ -257,6 +262,11 @@ class PrefillMemory:
         save(result := result | {"complete": True})
         return result
 
+    @staticmethod
+    def shown(result: Result) -> Tables:
+        """A result, with what its columns mean."""
+        return Tables([_memory_table(result)], (conditions(result), MEMORY_LEGEND))
+
 
 def header_of(settings: BenchSettings) -> Result:
     """Return what every result begins with."""
@@ -283,7 +293,6 @@ def header_of(settings: BenchSettings) -> Result:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 _Table = tuple[str, Sequence[str], list[list[str]]]
-"""Title, names of columns, cells."""
 
 START_LEGEND = (
     f"First prompt of {START_TOKENS} tokens and first decode step, from after kvpass.compile to the logits. cold: "
@@ -296,26 +305,6 @@ MEMORY_LEGEND = (
     "warmed up: resident on the CPU, allocated on CUDA. needed: residual stream, K and V of one layer, cache, and what "
     "the MLP (2 x intermediate_size) holds of one block. whole: the prompt as one graph, compile_regions=False."
 )
-
-
-def process_tables(result: Result) -> Group:
-    """A result of :class:`Start` or :class:`PrefillMemory` for a terminal, with what its columns mean."""
-    tables = (rich_table(header, rows, title=title, title_justify="left") for title, header, rows in _tables(result))
-    return Group(*tables, Text(conditions(result)), Text(_legend(result)))
-
-
-def process_markdown(result: Result) -> str:
-    """The same in Markdown."""
-    parts = (f"**{title}**\n\n{markdown_table(header, rows)}" for title, header, rows in _tables(result))
-    return "\n".join([*parts, conditions(result), "", _legend(result), ""])
-
-
-def _legend(result: Result) -> str:
-    return START_LEGEND if "start" in result else MEMORY_LEGEND
-
-
-def _tables(result: Result) -> list[_Table]:
-    return _start_tables(result) if "start" in result else [_memory_table(result)]
 
 
 def _start_tables(result: Result) -> list[_Table]:
@@ -368,8 +357,7 @@ def _memory_table(result: Result) -> _Table:
 def conditions(result: Result) -> str:
     """Return on what a result was measured."""
     found, used = result["machine"], result["versions"]
-    repeated = f" {result['repeats']} starts of each, medians." if "start" in result else ""
     return (
         f"{found.get('name', found['cpu'])}, {found['threads']} threads, {found['capability']}; torch {used['torch']}, "
-        f"transformers {used['transformers']}.{repeated}"
+        f"transformers {used['transformers']}."
     )

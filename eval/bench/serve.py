@@ -13,12 +13,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console, Group
-from rich.text import Text
+from rich.console import Console
 
 from kvpass.eval.bench.processes import Result, conditions, header_of, in_new_process
 from kvpass.eval.bench.settings import BenchSettings, build, find_model
-from kvpass.eval.tables import markdown_table, rich_table
+from kvpass.eval.tables import Tables
 from kvpass.progress import progress_bar
 
 CHUNKED, WHOLE, KVPASS = "chunks", "whole", "kvpass"
@@ -41,6 +40,12 @@ _ENVIRONMENT = {
 }
 
 
+def _plugin_settings(settings: BenchSettings) -> dict[str, Any]:
+    """What vLLM takes as ``additional_config``."""
+    options = {"budget": settings.budget, "room": settings.new_tokens}
+    return {"kvpass": {"policy": settings.policy.name, **dict(settings.policy.options), **options}}
+
+
 def measure_requests(settings: BenchSettings, tokens: int, requests: int, cache_mib: int, system: str) -> Result:
     """Send all requests at once, and step the engine until the last has its answer.
 
@@ -53,14 +58,13 @@ def measure_requests(settings: BenchSettings, tokens: int, requests: int, cache_
     """
     from vllm import LLM, SamplingParams
 
-    spec, new = settings.policies[0].with_window(settings.window), settings.new_tokens
+    new = settings.new_tokens
     options: dict[str, Any] = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK_TOKENS}
     if system != CHUNKED:
         # a step must take a whole prompt beside a token of every request that runs
         options = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens + new + MOST_RUNNING}
     if system == KVPASS:
-        given = {"policy": spec.name, **dict(spec.options), "budget": settings.budget, "room": new}
-        options["additional_config"] = {"kvpass": given}
+        options["additional_config"] = _plugin_settings(settings)
     made = torch.randint(
         settings.bench_model.config.vocab_size,
         (requests + 1, tokens),
@@ -140,9 +144,7 @@ class Serve:
         for name in ("requests", "cache_mib"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
-        spec = self.settings.policies[0].with_window(self.settings.window)
-        given = {"policy": spec.name, **dict(spec.options)}
-        Settings.read({"kvpass": given | {"budget": self.settings.budget, "room": self.settings.new_tokens}})
+        Settings.read(_plugin_settings(self.settings))
         if find_spec("vllm") is None:
             raise ValueError("serve: vLLM is not installed; pip install 'kvpass[vllm]' in an environment of its own")
 
@@ -167,50 +169,35 @@ class Serve:
         save(result := result | {"complete": True})
         return result
 
+    @staticmethod
+    def shown(result: Result) -> Tables:
+        """A result, with what its columns mean."""
+        header = ["prompt", "system", "req / s", "first", "last", "ms / token", "step s", "running", "KiB"]
+        rows = [
+            [
+                str(found["tokens"]),
+                found["system"],
+                f"{found['answered'] / found['seconds']:.2f}",
+                f"{statistics.median(found['first_token_s']):.2f}",
+                f"{found['first_token_s'][-1]:.2f}",
+                f"{1e3 * statistics.median(found['token_s']):.0f}",
+                f"{max(found['step_s']):.2f}",
+                str(found["running"]),
+                f"{found['request_bytes'] / 1024:.0f}",
+            ]
+            for found in result["serve"]
+        ]
+        title = (
+            f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']} {result['budget']}: "
+            f"{result['requests']} requests of {result['new_tokens']} new tokens, {result['cache_mib']} MiB"
+        )
+        return Tables([(title, header, rows)], (conditions(result), SERVE_LEGEND), left=2)
+
 
 SERVE_LEGEND = (
-    "chunks, whole: vLLM as it is, prompts in chunks of 2048 tokens or whole; kvpass: whole prompts, compressed. All "
-    "requests are sent at once and answered greedily; enforce_eager, no prefix caching. first: seconds from sending to "
-    "the first token, median; last: of the last request. ms / token: median of what a request waits for each later "
-    "token. step s: the longest step, which others may wait while a prompt is read. running: most requests at once. "
-    "KiB: cache that each then holds."
+    f"chunks, whole: vLLM as it is, prompts in chunks of {CHUNK_TOKENS} tokens or whole; kvpass: whole prompts, "
+    "compressed. All requests are sent at once and answered greedily; enforce_eager, no prefix caching. first: seconds "
+    "from sending to the first token, median; last: of the last request. ms / token: median of what a request waits "
+    "for each later token. step s: the longest step, which others may wait while a prompt is read. running: most "
+    "requests at once. KiB: cache that each then holds."
 )
-
-
-def _table(result: Result) -> tuple[str, list[str], list[list[str]]]:
-    """Title, header and cells of a result of :class:`Serve`."""
-    header = ["prompt", "system", "req / s", "first", "last", "ms / token", "step s", "running", "KiB"]
-    rows = [
-        [
-            str(found["tokens"]),
-            found["system"],
-            f"{found['answered'] / found['seconds']:.2f}",
-            f"{statistics.median(found['first_token_s']):.2f}",
-            f"{found['first_token_s'][-1]:.2f}",
-            f"{1e3 * statistics.median(found['token_s']):.0f}",
-            f"{max(found['step_s']):.2f}",
-            str(found["running"]),
-            f"{found['request_bytes'] / 1024:.0f}",
-        ]
-        for found in result["serve"]
-    ]
-    title = (
-        f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']} {result['budget']}: "
-        f"{result['requests']} requests of {result['new_tokens']} new tokens, {result['cache_mib']} MiB"
-    )
-    return title, header, rows
-
-
-def serve_tables(result: Result) -> Group:
-    """A result for a terminal, with what its columns mean."""
-    title, header, rows = _table(result)
-    table = rich_table(header, rows, left=2, title=title, title_justify="left")
-    return Group(table, Text(conditions(result)), Text(SERVE_LEGEND))
-
-
-def serve_markdown(result: Result) -> str:
-    """The same in Markdown."""
-    title, header, rows = _table(result)
-    return "\n".join(
-        [f"**{title}**\n\n{markdown_table(header, rows, left=2)}", conditions(result), "", SERVE_LEGEND, ""]
-    )

@@ -183,6 +183,11 @@ class BenchSettings:
         return find_model(self.model)
 
     @property
+    def policy(self) -> PolicySpec:
+        """The first policy, where one is measured."""
+        return self.policies[0].with_window(self.window)
+
+    @property
     def prompts(self) -> tuple[int, ...]:
         """Contexts, in tokens."""
         return self.contexts or (self.bench_model.context,)

@@ -177,11 +177,11 @@ def bench(
         return
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.bench.measure import save_json
-    from kvpass.eval.bench.predict import Predict, predict_tables
-    from kvpass.eval.bench.processes import BATCHES, PrefillMemory, Start, process_tables
+    from kvpass.eval.bench.predict import Predict
+    from kvpass.eval.bench.processes import BATCHES, PrefillMemory, Start
     from kvpass.eval.bench.report import plot, tables
     from kvpass.eval.bench.run import Bench, BenchSettings
-    from kvpass.eval.bench.serve import Serve, serve_tables
+    from kvpass.eval.bench.serve import Serve
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.progress import progress_console
     from kvpass.report import import_figure
@@ -234,8 +234,7 @@ def bench(
 
     with _interruptible(anew):
         result = checked.run(progress_console(), save)
-    shown = {Bench: tables, Predict: predict_tables, Serve: serve_tables}.get(type(checked), process_tables)
-    console.print(shown(result))
+    console.print(tables(result) if isinstance(checked, Bench) else checked.shown(result))
     written = [*(plot([result], plots) if plots is not None else []), *([json_path] if json_path is not None else [])]
     for path in written:
         console.print(f"written: {path}", highlight=False)
