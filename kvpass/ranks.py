@@ -5,6 +5,7 @@ Both operators relate no token to another. Every process must call them in the s
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,21 @@ class Ranks:
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the tensors of all processes, of one shape, joined along ``dim`` in the order of their ranks."""
         return gather_ranks(x, self.group, self.size, dim)
+
+    def check_same(self, name: str, given: Tensor) -> None:
+        """Check that a tensor is the same in all processes; reads it on the host.
+
+        Raises:
+            ValueError: it is not; in every process.
+        """
+        own = (tuple(given.shape), hashlib.sha256(given.cpu().contiguous().numpy().tobytes()).hexdigest())
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=process_group(self.group))
+        if any(other != own for other in found):
+            raise ValueError(
+                f"{name} differ between the processes that share the heads: all must make the same calls; seed them "
+                "alike before sampling"
+            )
 
     def gather_to_first(self, value: Any) -> list[Any]:
         """Return the values of all processes in the first one, in the order of their ranks; nothing in the others."""

@@ -151,6 +151,8 @@ class CompressedModel(_Base):
         runtime = self._kvpass
         if input_ids.shape[1] > 1:  # walks over all modules, too slow for each decode step
             runtime.identity.look_again()
+            if runtime.ranks is not None:
+                runtime.ranks.check_same("input_ids", input_ids)
         with torch.inference_mode(False), torch.no_grad():
             assert given is None or isinstance(given, CompressedCache)
             if given is not None and not given.is_empty:

@@ -9,15 +9,12 @@ def __getattr__(name: str) -> type:
     from vllm.config import get_current_vllm_config
 
     from kvpass.vllm import versions
-    from kvpass.vllm.refusals import check_config
-    from kvpass.vllm.settings import Settings
+    from kvpass.vllm.refusals import checked_settings
 
     config = get_current_vllm_config()
-    settings = Settings.read(config.additional_config)
+    settings = checked_settings(config)
     if settings is None:
         return versions.stock_backend()
-    versions.check_version(versions.installed())
-    check_config(config, settings)
     from kvpass.vllm.backend import bound_backend
 
     return bound_backend(config, settings)

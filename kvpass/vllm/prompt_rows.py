@@ -10,8 +10,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from kvpass.vllm import versions
 from kvpass.vllm.admission import Rows
-from kvpass.vllm.refusals import check_config
-from kvpass.vllm.settings import Settings
+from kvpass.vllm.refusals import checked_settings
 
 
 class PromptRows(LogitsProcessor):
@@ -19,14 +18,10 @@ class PromptRows(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         versions.forget_backend()
-        settings = Settings.read(vllm_config.additional_config)
-        self.active = settings is not None
+        self.active = checked_settings(vllm_config) is not None
         self.rows = Rows.latest = Rows()
-        if settings is not None:
-            versions.check_version(versions.installed())
-            if not current_platform.is_cpu():
-                raise ValueError("kvpass in vLLM runs on CPUs only: leave 'kvpass' out of additional_config")
-            check_config(vllm_config, settings)
+        if self.active and not current_platform.is_cpu():
+            raise ValueError("kvpass in vLLM runs on CPUs only: leave 'kvpass' out of additional_config")
 
     def is_argmax_invariant(self) -> bool:
         return True

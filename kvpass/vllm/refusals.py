@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kvpass.policies.head_splits import UniformHeads
 from kvpass.policies.layer_splits import PyramidLayers, UniformLayers
 from kvpass.vllm.settings import Settings
+from kvpass.vllm.versions import check_version, installed
 
 
 class Refusal(NamedTuple):
@@ -104,6 +105,19 @@ REFUSALS = [
     ),
 ]
 """One row for each combination of flags that would not be exact."""
+
+
+def checked_settings(config: Any) -> Settings | None:
+    """Return what an engine is configured with; None without kvpass.
+
+    Raises:
+        ValueError: another version of vLLM, or a combination that is refused.
+    """
+    settings = Settings.read(config.additional_config)
+    if settings is not None:
+        check_version(installed())
+        check_config(config, settings)
+    return settings
 
 
 def check_config(config: Any, settings: Settings) -> None:

@@ -50,12 +50,23 @@ def compare(divided: PreTrainedModel, whole: PreTrainedModel, compiler: str, pol
     for new in (MORE, MORE[:, :1]):
         logits = found(new, cache=cache).logits
         torch.testing.assert_close(logits, expected(new, cache=reference).logits, atol=1e-4, rtol=0, msg=label)
-    if policy == "lava":
+    if policy == "lava" and found._kvpass.ranks is not None:
+        compare_different_ids(found)
         compare_files(found, cache, expected, reference)
         if rank == 0 and found._kvpass.ranks is not None:
             compare_refusals(found, divided)
     settings = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
     assert torch.equal(found.generate(IDS, **settings), expected.generate(IDS, **settings)), f"{label}: other tokens"
+
+
+def compare_different_ids(fast: Any) -> None:
+    for ids in (torch.roll(IDS, dist.get_rank(), 1), IDS[:, dist.get_rank() :]):
+        try:
+            fast(ids)
+        except ValueError as error:
+            assert "input_ids differ between the processes" in str(error), error
+        else:
+            raise AssertionError("each process had a prompt of its own")
 
 
 def compare_files(found: Any, cache: Any, expected: Any, reference: Any) -> None:

@@ -107,6 +107,8 @@ def test_version_is_the_package_version():
     result = invoke("--version")
     assert result.exit_code == 0
     assert result.output.strip() == f"kvpass {kvpass.__version__}"
+    module = subprocess.run([sys.executable, "-m", "kvpass", "--version"], capture_output=True, text=True, check=True)
+    assert module.stdout == result.output
 
 
 def test_policies_lists_every_registered_policy_with_its_options():
