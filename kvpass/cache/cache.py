@@ -33,7 +33,6 @@ from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
 from kvpass.version import __version__
 
-_EVICTS_ON_RANKS = "several processes share its heads, and its policy evicts while decoding"
 _ELSEWHERE = (
     "a CompressedCache was given to an uncompiled model: only the kvpass model that filled it can go on with it; give "
     "the whole text and no cache to the uncompiled one"
@@ -507,7 +506,9 @@ class CompressedCache(Cache):
             write_cache_file(path, tensors, asdict(metadata))
             return
         if any(store.evicts for store in self.full_layers):
-            raise ValueError(f"{self!r} cannot be saved: {_EVICTS_ON_RANKS}")
+            raise ValueError(
+                f"{self!r} cannot be saved: several processes share its heads, and its policy evicts while decoding"
+            )
         parts = self.ranks.gather_to_first({name: tensor.cpu() for name, tensor in tensors.items()})
         whole = replace(metadata, layout=layout_of_all(layout, self.ranks.size))
         self.ranks.first_does(lambda: write_cache_file(path, joined(parts, layout), asdict(whole)))
