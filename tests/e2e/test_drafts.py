@@ -46,8 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize("policy", ["lava", "snapkv"])
-@pytest.mark.parametrize("kind", ["itself", "another", "lookup"])
+@pytest.mark.parametrize(("kind", "policy"), [("itself", "lava"), ("another", "lava"), ("lookup", "snapkv")])
 def test_tokens_and_cache_are_those_without_drafts(kind, policy, calls):
     model, fast = compiled_once("llama", layers=2, policy=policy, budget=24, window=8, backend="eager")
     expected = greedy(fast, REPEATING)

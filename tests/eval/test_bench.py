@@ -59,6 +59,7 @@ def quiet():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.exhaustive  # five seconds
 def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
     entry = 2 * 8 * 4
     for shared in (False, True):
