@@ -6,7 +6,7 @@ Before::
 
 After, prefill (once per layer, and one ``pack`` at the end of the graph)::
 
-    out, scores, traces, weight = kvpass.observe_attention(*call, start, first, layer, L, policy)
+    out, scores, traces, weight = kvpass.observe_attention(*call, start, first, layer, L, policy, *Requested)
     kvpass.cascade_step(*PrefillBuffers, *Candidates(k, v, scores, traces, weight, first), layer, policy)
 
 After, decode and extend::
@@ -36,12 +36,14 @@ import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.config import Layout, SiteShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
+from kvpass.graphs.output_projection import OutputProjection, output_projection
 from kvpass.operands import (
     AppendBuffers,
     Attention,
     EvictBuffers,
     PrefillBuffers,
     RecompressBuffers,
+    Requested,
     RingBuffers,
 )
 from kvpass.policies.base import Policy
@@ -74,6 +76,23 @@ class Site:
     def call(self) -> Attention:
         """Operands of the call, with nodes in place of tensors."""
         return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks)  # type: ignore[arg-type]
+
+    @property
+    def output_projection(self) -> OutputProjection:
+        """The linear layer that reads the output.
+
+        Raises:
+            UnsupportedAttentionError: there is none.
+        """
+        found = output_projection(self.node)
+        if found is None:
+            raise refuse(
+                self.node,
+                "the policy needs the output projection of the layer, which must be a linear layer (or addmm, or a "
+                "matrix product with a parameter) that reads the output of attention, heads side by side, and nothing "
+                "else may read that output; take a policy that does not need it, see docs/policies.md",
+            )
+        return found
 
     @property
     def module_path(self) -> str:
@@ -235,15 +254,28 @@ class Rewriter:
 
     def _prune(self, site: Site, place: Place) -> Node:
         start, first = self.state["start"], self.state["first"]
+        buffers = self._buffers(PrefillBuffers, place)
+        entries = buffers[PrefillBuffers._fields.index("entries")]
+        requested = Requested(projection=self._projection(site), entries=entries)  # type: ignore[arg-type]
         observed = self._call(
-            "observe_attention", *site.call, start, first, place.layer, place.layers, self.policy.spec
+            "observe_attention", *site.call, start, first, place.layer, place.layers, self.policy.spec, *requested
         )
         observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
         output, *seen = (self.gm.graph.call_function(operator.getitem, (observed, i)) for i in range(4))
         candidates = (site.k, site.v, *seen, first)
-        buffers = self._buffers(PrefillBuffers, place)
         self._call("cascade_step", *buffers, *candidates, place.layer, self.policy.spec)
         return output
+
+    def _projection(self, site: Site) -> Node | None:
+        """Insert the weight of the output projection ``[hidden, H * Dv]``, where the policy reads it."""
+        if not self.policy.reads_projection:
+            return None
+        found = site.output_projection
+        if not found.inputs_first:
+            return found.weight
+        node = self.gm.graph.call_method("t", (found.weight,))
+        node.meta = {**found.weight.meta, "example_value": recorded(found.weight).t()}
+        return node
 
     def _fill_ring(self, site: Site, place: Place) -> Node:
         ring = self._buffers(RingBuffers, place)

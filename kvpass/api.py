@@ -60,6 +60,10 @@ def compile(
 ) -> CompressedModel: ...
 @overload
 def compile(
+    model: PreTrainedModel, *, policy: Literal["criticalkv"], **options: Unpack[o.CriticalKVOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
     model: PreTrainedModel, *, policy: Literal["cake"], **options: Unpack[o.CakeOptions]
 ) -> CompressedModel: ...
 @overload

@@ -211,6 +211,28 @@ class Attention(NamedTuple):
         return self._replace(q=self.q[rows, :, before:], k=self.k[rows, :, first:], v=self.v[rows, :, first:])
 
 
+class Requested(NamedTuple):
+    """What policies may ask for besides the attention op of a prompt; None: not asked for, or not known.
+
+    projection: weight of the output projection ``[hidden, H * Dv]``, query head h read by the columns from ``h * Dv``
+    on. entries: evictable entries per KV head per layer of each row, int64 ``[B]``. summed: attention summed over all
+    rows, fp32 ``[B, H, N]``.
+    """
+
+    projection: Tensor | None = None
+    entries: Tensor | None = None
+    summed: Tensor | None = None
+
+    def of(self, rows: slice, column: int) -> Requested:
+        """Return the same for some rows of the batch, from a column on."""
+        entries = None if self.entries is None else self.entries[rows]
+        summed = None if self.summed is None else self.summed[rows, :, column:]
+        return Requested(self.projection, entries, summed)
+
+
+NOTHING_REQUESTED = Requested()
+
+
 class Attended(NamedTuple):
     """Attention of some queries to some keys: output ``[.., T, V]`` and natural log-sum-exp fp32 ``[.., T]``."""
 

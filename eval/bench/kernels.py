@@ -31,7 +31,7 @@ from kvpass.config import Geometry, LayerGroup
 from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, save_json, scoring_time
 from kvpass.eval.environment import machine, versions
 from kvpass.eval.tables import rich_table
-from kvpass.operands import AppendBuffers, Attention
+from kvpass.operands import AppendBuffers, Attention, Requested
 from kvpass.ops import reference
 from kvpass.ops.cuda import index_pool
 from kvpass.policies import resolve
@@ -336,7 +336,8 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
         store.begin_prefill([BUDGET], start, tokens, shape.dtype, shape.device)
         buffers = store.prefill_state.values()
         for layer in range(shape.layers):
-            _, *seen = operators.observe_attention(*call, start, first, layer, shape.layers, resolved.spec)
+            asked = Requested(entries=store.prefill_state["entries"])
+            _, *seen = operators.observe_attention(*call, start, first, layer, shape.layers, resolved.spec, *asked)
             operators.cascade_step(*buffers, call.k, call.v, *seen, first, layer, resolved.spec)
         operators.pack(*buffers)
 

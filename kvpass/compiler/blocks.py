@@ -25,10 +25,10 @@ from kvpass.compiler.parts import Regions
 from kvpass.config import Block
 from kvpass.graphs.bind_state import placeholders, size_reader
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
-from kvpass.graphs.rewrite_attention import Place, batch_and_tokens, layout_of, places_of
+from kvpass.graphs.rewrite_attention import Place, Site, batch_and_tokens, layout_of, places_of
 from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
-from kvpass.operands import Attention, Candidates, PrefillBuffers, RingBuffers
+from kvpass.operands import Attention, Candidates, PrefillBuffers, Requested, RingBuffers
 from kvpass.ops.schemas import implementation
 from kvpass.ops.sliding import keep_newest
 from kvpass.policies.base import Policy
@@ -170,6 +170,10 @@ class BlockedPrefill:
             state: the buffers that the prompt is written to, of :meth:`CompressedCache.prefill_state`. inputs: of the
                 captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
         """
+        if policy.reads_projection:
+            for layer in self.split.layers:
+                if not self.places[layer.site.layer].ring:
+                    _ = layer.site.output_projection  # raises before anything is written
         prompt = _Prompt(self, policy, state, inputs, ranks)
         edges = self.edges(prompt.tokens, block)
         prompt.begin()
@@ -256,18 +260,27 @@ class _Prompt:
             keep_newest(self._buffers(RingBuffers, place), call.k, call.v, columns, place.layer)
         else:
             lse = lses.until(n) if lses.began else None
-            self._judge(call._replace(q=queries.until(n)), lse, place, summed)
+            projection = self._projection(site) if self.policy.reads_projection else None
+            self._judge(call._replace(q=queries.until(n)), lse, place, summed, projection)
 
-    def _judge(self, call: Attention, lse: Tensor | None, place: Place, summed: Tensor | None) -> None:
-        policy = self.policy
+    def _judge(
+        self, call: Attention, lse: Tensor | None, place: Place, summed: Tensor | None, projection: Tensor | None
+    ) -> None:
+        policy, buffers = self.policy, self._buffers(PrefillBuffers, place)
+        requested = Requested(projection, buffers.entries, summed)
         with record_function("kvpass::judge"):
             scores, stats, weight = self.ops.judge(
-                call, lse, self.start, self.first, place.layer, place.layers, policy, summed, self.ranks
+                call, lse, self.start, self.first, place.layer, place.layers, policy, requested, self.ranks
             )
         candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
         with record_function("kvpass::cascade_step"):
-            buffers = self._buffers(PrefillBuffers, place)
             self.ops.cascade_step(buffers, candidates, place.layer, policy, self.ranks)
+
+    def _projection(self, site: Site) -> Tensor:
+        """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
+        found = site.output_projection
+        weight: Tensor = self.known[found.weight]
+        return weight.T if found.inputs_first else weight
 
     def pack(self) -> None:
         """Bring the entries of each pool into their order."""

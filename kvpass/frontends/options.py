@@ -21,6 +21,7 @@ PolicyName = Literal[
     "ada_pyramidkv",
     "ada_snapkv",
     "cake",
+    "criticalkv",
     "full",
     "h2o",
     "keydiff",
@@ -99,6 +100,13 @@ class AdaSnapKVOptions(ScoreOptions, total=False):
 class AdaPyramidKVOptions(ScoreOptions, total=False):
     alpha: float
     beta: int
+
+
+class CriticalKVOptions(ScoreOptions, total=False):
+    base: Literal["snapkv", "ada_snapkv"]
+    alpha: float
+    first_stage: float
+    epsilon: float
 
 
 class SnapKVOptions(ScoreOptions, total=False):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.operands import AppendBuffers, Attention, Candidates, Lines, PrefillBuffers
+from kvpass.operands import NOTHING_REQUESTED, AppendBuffers, Attention, Candidates, Lines, PrefillBuffers, Requested
 from kvpass.ops import reference
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
@@ -27,11 +27,17 @@ SPLIT_TOKENS = 8
 
 
 def observe_attention(
-    call: Attention, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy
+    call: Attention,
+    start: Tensor,
+    first: Tensor,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    requested: Requested = NOTHING_REQUESTED,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.observe_attention`."""
     out, lse = attend_prompt(call, start)
-    return out, *judge(call, lse, start, first, layer, num_layers, policy)
+    return out, *judge(call, lse, start, first, layer, num_layers, policy, requested)
 
 
 def column_sums(call: Attention, lse: Tensor, start: Tensor, first: Tensor) -> Tensor:
@@ -49,16 +55,19 @@ def judge(
     layer: int,
     num_layers: int,
     policy: Policy,
-    summed: Tensor | None = None,
+    requested: Requested = NOTHING_REQUESTED,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.judge`; one launch per statistic covers all rows."""
     call = readable(call)
-    site = SiteStatistics(call, first, lse, policy.window, {} if summed is None else {call.k.shape[2]: summed})
+    sums = {} if requested.summed is None else {call.k.shape[2]: requested.summed}
+    site = SiteStatistics(call, first, lse, policy.window, sums)
+    requested = requested._replace(summed=None)
 
     def observe(rows: slice, column: int, window: int) -> Observation:
         given = (*call.from_column(rows, column)[:4], window, layer, num_layers, call.softcap, call.sinks)
-        return KernelObservation(*given, ranks=ranks, site=site, rows=rows, column=column)
+        asked = requested.of(rows, column)._asdict()
+        return KernelObservation(*given, ranks=ranks, site=site, rows=rows, column=column, **asked)
 
     if policy.takes_padded_rows and len(set(start.tolist())) > 1:
         together = replace(observe(slice(None), 0, min(policy.window, call.k.shape[2])), padding=first)

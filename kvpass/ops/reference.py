@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpass.operands import AppendBuffers, Attended, Attention, Candidates, PrefillBuffers
+from kvpass.operands import NOTHING_REQUESTED, AppendBuffers, Attended, Attention, Candidates, PrefillBuffers, Requested
 from kvpass.ops.slots import attend_slots, evict_lowest
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
@@ -131,10 +131,16 @@ def attend_prompt(call: Attention, start: Tensor, sliding_window: int | None = N
 
 
 def observe_attention(
-    call: Attention, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy
+    call: Attention,
+    start: Tensor,
+    first: Tensor,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    requested: Requested = NOTHING_REQUESTED,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`attend_prompt`'s output for a whole prompt, and what :func:`judge` returns."""
-    return attend_prompt(call, start)[0], *judge(call, None, start, first, layer, num_layers, policy)
+    return attend_prompt(call, start)[0], *judge(call, None, start, first, layer, num_layers, policy, requested)
 
 
 def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Tensor:
@@ -161,7 +167,7 @@ def judge(
     layer: int,
     num_layers: int,
     policy: Policy,
-    summed: Tensor | None = None,
+    requested: Requested = NOTHING_REQUESTED,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The policy's scores and statistics of one layer of a prompt.
@@ -169,7 +175,7 @@ def judge(
     Args:
         call: q holds the last rows, as many as the policy reads. lse: of these rows, from :func:`attend_prompt`.
         start: first real column, int64 ``[B]``, on the CPU. first: the same on the device of the call.
-        summed: :func:`column_sums` of the whole prompt, if they are known.
+        requested: for the rows of the batch; ``summed`` are :func:`column_sums` of the whole prompt.
         ranks: processes that share the heads of the layer.
     Returns:
         scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats of the heads of this process,
@@ -179,8 +185,8 @@ def judge(
 
     def observe(rows: slice, column: int, window: int) -> Observation:
         q, k, v, scale, softcap, sinks = call.from_column(rows, column)
-        total = None if summed is None else summed[rows, :, column:]
-        return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, summed=total, ranks=ranks)
+        given = requested.of(rows, column)._asdict()
+        return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, ranks=ranks, **given)
 
     return judge_rows(call.k, start, policy, observe)
 

@@ -41,6 +41,7 @@ from kvpass.operands import (
     EvictBuffers,
     PrefillBuffers,
     RecompressBuffers,
+    Requested,
     RingBuffers,
     written_in,
 )
@@ -80,9 +81,9 @@ def _site(call: Attention, sliding_window: int | None = None) -> Tensor:
 
 
 def _observe_attention(
-    call: Attention, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy
+    call: Attention, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy, requested: Requested
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return implementation(call.q).observe_attention(call, start, first, layer, num_layers, policy)
+    return implementation(call.q).observe_attention(call, start, first, layer, num_layers, policy, requested)
 
 
 def _cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:

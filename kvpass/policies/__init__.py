@@ -17,6 +17,7 @@ from kvpass.policies.ada_kv import AdaPyramidKV, AdaSnapKV
 from kvpass.policies.base import Policy
 from kvpass.policies.baselines import Full, Random
 from kvpass.policies.cake import Cake
+from kvpass.policies.criticalkv import CriticalKV
 from kvpass.policies.h2o import H2O
 from kvpass.policies.keydiff import KeyDiff
 from kvpass.policies.knorm import Knorm
@@ -163,6 +164,7 @@ for _policy in (
     AdaSnapKV,
     AdaPyramidKV,
     Cake,
+    CriticalKV,
     H2O,
     Tova,
     StreamingLLM,

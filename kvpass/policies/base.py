@@ -46,6 +46,8 @@ class Policy(ABC):
     divisible: ClassVar[bool] = False
     """Whether it is right where several processes share the heads of a layer: where it compares heads, it must use
     ``obs.all_heads``. A class of your own says so itself, its subclasses again."""
+    reads_projection: ClassVar[bool] = False
+    """Whether it reads ``obs.projection``, the output projection of the layer; a model without one is then refused."""
     only_prompts: ClassVar[bool] = False
     """Whether a score means nothing where entries are missing between those that are scored."""
 

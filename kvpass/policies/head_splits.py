@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.policies.options import Parity
 from kvpass.policies.released import rank_safeguarded
-from kvpass.policies.scheduler import rank_entries
+from kvpass.policies.scheduler import invert, rank_by_score, rank_entries
 
 
 class HeadSplit(Protocol):
@@ -68,6 +68,40 @@ class AdaptiveHeads:
             return 0
         frozen = 0 if self.frozen_window is None else int(self.alpha * (entries + self.frozen_window))
         return kv_heads * (frozen + 1)
+
+
+@dataclass(frozen=True)
+class SafeguardedHeads:
+    """Top-k across all heads, after each head's best ``alpha * n``: Ada-KV's safeguard as kvpress has it.
+
+    n is the budget per head, ``window`` included, which counts to that certain part. The total is exact.
+    """
+
+    alpha: float
+    window: int
+
+    def certain(self, entries: Tensor) -> Tensor:
+        """Return how many evictable entries each head has in any case, int64 ``[B]``."""
+        if self.alpha == 0:
+            return torch.zeros_like(entries)
+        part = ((entries + self.window).double() * self.alpha).long().clamp(min=1)
+        return (part - self.window).clamp(min=0)
+
+    def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
+        return rank_by_score(raised(scores, self.certain(entries)[:, None].expand(-1, scores.shape[1]))).int()
+
+    def overspend(self, entries: int, kv_heads: int) -> int:
+        return 0
+
+
+def raised(scores: Tensor, certain: Tensor) -> Tensor:
+    """Return scores ``[B, K, N]`` in which the best ``certain`` int64 ``[B, K]`` of each head are above all others.
+
+    They fall in their order, as far as fp32 tells it. ``-inf`` stays.
+    """
+    place = invert(scores.argsort(dim=2, descending=True, stable=True))
+    above = (place < certain[..., None]) & (scores > float("-inf"))
+    return torch.where(above, torch.finfo(torch.float32).max / (place + 2), scores)
 
 
 def normalized(scores: Tensor, entries: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 from kvpass.ranks import Ranks
 
 _ROW_BLOCK = 512
+_PROJECTED_ELEMENTS = 1 << 22
+"""Elements of projected values that exist at a time."""
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
@@ -61,6 +63,10 @@ class Observation:
         padding: columns before the first token of each row, int64 ``[B]``; None: rows have equal length and no padding,
             as all functions find it that are not marked by :func:`takes_padding`.
         summed: :attr:`column_sum`, if it was computed before.
+        projection: weight of the output projection ``[hidden, H * Dv]``, given to policies that say
+            ``reads_projection``; the columns from ``h * Dv`` on read query head h.
+        entries: evictable entries per KV head per layer on average, int64 ``[B]``: the budget without the window. None
+            when a cache is compressed again.
         ranks: processes that share the heads of the layer; queries, keys, values and all statistics are then those of
             this process. None: one process has all.
 
@@ -79,6 +85,8 @@ class Observation:
     sinks: Tensor | None = None
     padding: Tensor | None = None
     summed: Tensor | None = None
+    projection: Tensor | None = None
+    entries: Tensor | None = None
     ranks: Ranks | None = None
 
     def all_heads(self, x: Tensor) -> Tensor:
@@ -108,6 +116,17 @@ class Observation:
     def evictable(self) -> int:
         """M, positions before the window."""
         return self.length - self.window
+
+    @property
+    def entries_per_head(self) -> Tensor:
+        """The budget without the window, int64 ``[B]``: :attr:`entries`.
+
+        Raises:
+            ValueError: it is not given.
+        """
+        if self.entries is None:
+            raise ValueError("the budget is needed and not given")
+        return self.entries
 
     @property
     def positions(self) -> Tensor:
@@ -203,3 +222,30 @@ class Observation:
     def value_norm(self) -> Tensor:
         """L1 norm of each value row, ``[B, K, N]``."""
         return self.values.float().abs().sum(-1)
+
+    @cached_property
+    def projected_value_norm(self) -> Tensor:
+        """Mean over the group of the L1 norm of ``W_h v``, ``[B, K, N]``; not zero in padding.
+
+        W_h are the columns of the output projection that read query head h. Products are made in blocks of tokens, in
+        fp32; on CUDA in the dtype of the values.
+
+        Raises:
+            ValueError: the output projection is not given.
+        """
+        if self.projection is None:
+            raise ValueError("the output projection is needed and not given")
+        batch, kv_heads, n, dim = self.values.shape
+        dtype = self.values.dtype if self.values.is_cuda else torch.float32
+        weight = self.projection.to(dtype).unflatten(1, (kv_heads, self.group, dim))
+        tokens = max(_PROJECTED_ELEMENTS // (batch * weight.shape[0]), 1)
+        norms = self.values.new_empty(batch, kv_heads, n, dtype=torch.float32)
+        for kv_head in range(kv_heads):
+            for first in range(0, n, tokens):
+                rows = self.values[:, kv_head, first : first + tokens].to(dtype)
+                total = sum(
+                    (rows @ weight[:, kv_head, member].T).abs().sum(-1, dtype=torch.float32)
+                    for member in range(self.group)
+                )
+                norms[:, kv_head, first : first + tokens] = total / self.group
+        return norms

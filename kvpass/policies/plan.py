@@ -67,6 +67,7 @@ def plan(
     budget: Budget | int | float | str | None,
     decode: tuple[Tensor, Tensor, Tensor] | None = None,
     scale: float | None = None,
+    output_weights: Layers | None = None,
     **options: object,
 ) -> Plan:
     """Return what a policy keeps of a prompt and while decoding, by the code compiled models use.
@@ -81,9 +82,11 @@ def plan(
         budget: as in :func:`kvpass.compile`; None only for policies without one.
         decode: queries, keys and values of S further tokens, ``[S, L, B, heads, D]``.
         scale: factor of the attention logits; ``D ** -0.5`` by default.
+        output_weights: for policies that read it, the output projection of each layer, ``[L, hidden, H * Dv]``
+            (``[out, in]`` as in ``torch.nn.Linear``).
     Raises:
         ValueError: unknown policy or option, option or budget out of range, shapes that do not fit together, a value
-            that is not finite, ``R < window``, ``N = 0``.
+            that is not finite, ``R < window``, ``N = 0``, no ``output_weights`` where the policy reads them.
     """
     chosen = resolve(policy, **options)
     q, k, v = _stack("queries", queries), _stack("keys", keys), _stack("values", values)
@@ -91,6 +94,7 @@ def plan(
     if decode is not None:
         _check_decode(decode, q, k, v)
     batch, kv_heads, dim = k.shape[1], k.shape[2], k.shape[4]
+    projections = _projections(chosen, output_weights, q, v)
     factor = dim**-0.5 if scale is None else scale
     check_float("scale", factor, 0.0, open_low=True)
     parsed, entries = _entries(chosen, budget, k, v)
@@ -99,7 +103,7 @@ def plan(
     for b in range(batch):
         row = slice(b, b + 1)
         tokens = None if decode is None else (decode[0][:, :, row], decode[1][:, :, row], decode[2][:, :, row])
-        rows.append(_plan_row(chosen, q[:, row], k[:, row], v[:, row], entries, factor, tokens))
+        rows.append(_plan_row(chosen, q[:, row], k[:, row], v[:, row], entries, factor, tokens, projections))
     keep, scores, budgets, steps = zip(*rows, strict=True)
     kept = torch.cat(keep, 1)
     return Plan(
@@ -121,12 +125,16 @@ def _plan_row(
     entries: Tensor,
     scale: float,
     decode: tuple[Tensor, Tensor, Tensor] | None,
+    projections: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Keep mask and scores ``[L, 1, K, N]``, recorded budgets over all heads ``[L, 1]``, decode keep masks."""
     layers, _, kv_heads, length, _ = k.shape
     window = min(policy.window, length)
     available = torch.full_like(entries, length - window)
-    sites = [Observation(q[i], k[i], v[i], scale, window, i, layers) for i in range(layers)]
+    sites = [
+        Observation(q[i], k[i], v[i], scale, window, i, layers, projection=projections[i], entries=entries)
+        for i in range(layers)
+    ]
     scores = torch.full(k.shape[:4], float("-inf"), device=k.device)
     weights = torch.zeros(1, layers, dtype=torch.float64, device=k.device)
     limits = torch.full((1, layers), torch.iinfo(torch.int64).max, device=k.device)
@@ -220,6 +228,25 @@ def _entries(
     geometry = Geometry(layers=layers, kv_heads=kv_heads, key_dim=dim, value_dim=v.shape[-1], itemsize=k.element_size())
     entries = parsed.check(length, policy.window, geometry.token_bytes)
     return parsed, torch.tensor([max(entries - policy.window, 0)], device=k.device)
+
+
+def _projections(policy: Policy, given: Layers | None, q: Tensor, v: Tensor) -> Sequence[Tensor | None]:
+    """Return the output projection of each layer, None for each if the policy does not read it."""
+    layers = q.shape[0]
+    if not policy.reads_projection:
+        return [None] * layers
+    if given is None or len(given) != layers:
+        count = "none is" if given is None else f"{len(given)} are"
+        raise ValueError(
+            f"policy {policy.name!r} reads the output projection of each layer: pass output_weights=[{layers}, hidden, "
+            f"H * Dv]; {count} given"
+        )
+    features = q.shape[2] * v.shape[4]
+    for layer, weight in enumerate(given):
+        if weight.dim() != 2 or weight.shape[1] != features or weight.shape[0] == 0:
+            raise ValueError(f"output_weights[{layer}].shape={tuple(weight.shape)}: must be [hidden, {features}]")
+        _check_finite(f"output_weights[{layer}]", weight)
+    return list(given)
 
 
 def _stack(name: str, tensors: Layers) -> Tensor:

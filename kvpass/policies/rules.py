@@ -57,7 +57,7 @@ def check_recompress(recompress: str, policy: Policy) -> Recompress:
 
     Raises:
         ValueError: unknown name, or the policy keeps everything, has rules that miss the budget, needs queries from
-            before the window, or scores a KV head by what other heads attend to.
+            before the window or the output projection, or scores a KV head by what other heads attend to.
     """
     for known in THRESHOLDS:
         if recompress == known:
@@ -77,6 +77,8 @@ def _refusal(policy: Policy) -> str | None:
         return "it keeps everything, there is no budget to return to"
     if policy.parity == "code":
         return "released rules (parity='code') know only a prompt"
+    if policy.reads_projection:
+        return "its score reads the output projection, which only a prompt has at hand"
     if policy.only_prompts:
         return "its score is defined for a prompt, not for the entries that are left of one"
     generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvpass.kernels import cpu
-from kvpass.operands import AppendBuffers, Attention, Blocks, Candidates, PrefillBuffers
+from kvpass.operands import AppendBuffers, Attention, Blocks, Candidates, PrefillBuffers, Requested
 from kvpass.ops import reference
 from kvpass.vllm.admission import Prompt, Rows
 from kvpass.vllm.kept import Kept, Tables
@@ -226,7 +226,8 @@ class KVPassImpl(AttentionImpl):
             meta.buffers[row.block] = self._buffers(keys, values, meta.tables.offsets[row.block : row.block + 1])
         buffers = meta.buffers[row.block]
         start = torch.zeros(1, dtype=torch.int64)
-        out, scores, stats, weight = reference.observe_attention(call, start, start, site, layers, self.policy)
+        asked = Requested(entries=buffers.entries)
+        out, scores, stats, weight = reference.observe_attention(call, start, start, site, layers, self.policy, asked)
         candidates = Candidates(call.k, call.v, scores, stats, weight, start)
         reference.cascade_step(buffers, candidates, site, self.policy)
         if site == layers - 1:

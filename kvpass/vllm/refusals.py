@@ -69,6 +69,11 @@ REFUSALS = [
         'each process sees only its own heads: pass --tensor-parallel-size 1, or use the policy "snapkv"',
     ),
     Refusal(
+        "policies that read the output projection of a layer",
+        lambda _, settings: settings.policy.reads_projection,
+        'an attention layer of vLLM does not know it: use another policy, such as "lava"',
+    ),
+    Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
         "leave --speculative-config out",

@@ -14,14 +14,20 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.config import Geometry, LayerGroup
-from kvpass.operands import Attention, Candidates
+from kvpass.operands import Attention, Candidates, Requested
 from kvpass.ops import reference
 from kvpass.policies import resolve
 from kvpass.policies.plan import plan
 from kvpass.ranks import Ranks
 
 SIZE, LAYERS, ROWS, KV_HEADS, GROUP, TOKENS, DIM, BUDGET = 2, 3, 2, 4, 2, 60, 8, 21
-OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "pyramidkv": {"shape": "entropy"}}
+OPTIONS = {
+    "cake": {"tau1": 1.0, "tau2": 1.0},
+    "pyramidkv": {"shape": "entropy"},
+    "criticalkv": {"base": "ada_snapkv", "epsilon": 0.1},
+}
+WEIGHTS = torch.randn(LAYERS, 12, KV_HEADS * GROUP * DIM, generator=torch.Generator().manual_seed(1))
+"""Output projections."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,9 @@ class ThreadRanks(Ranks):
 
 def kept(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks | None) -> Tensor:
     """What the operators of compiled models keep, bool ``[L, B, K, N]``; of the own heads where there are ranks."""
+    weights = WEIGHTS
     if ranks is not None:
+        weights = weights.chunk(SIZE, 2)[ranks.rank]
         q, k, v = (x.chunk(SIZE, 2)[ranks.rank] for x in (q, k, v))
     heads = k.shape[2]
     geometry = Geometry(layers=LAYERS, kv_heads=heads, key_dim=DIM, value_dim=DIM, itemsize=4)
@@ -55,7 +63,8 @@ def kept(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ran
     buffers = store._prefill
     for layer in range(LAYERS):
         call = Attention(q[layer], k[layer], v[layer], DIM**-0.5)
-        seen = reference.judge(call, None, start, start, layer, LAYERS, policy, ranks=ranks)
+        asked = Requested(weights[layer], buffers.entries)
+        seen = reference.judge(call, None, start, start, layer, LAYERS, policy, asked, ranks)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)
     store.finish_prefill()
@@ -84,4 +93,5 @@ def test_threads_keep_together_what_one_keeps(name, padding, parity):
     if padding:
         assert torch.equal(found, kept(policy, q, k, v, start, None))
     else:
-        assert torch.equal(found, plan(policy, q, k, v, budget=BUDGET if policy.needs_budget else None).keep)
+        budget = BUDGET if policy.needs_budget else None
+        assert torch.equal(found, plan(policy, q, k, v, budget=budget, output_weights=WEIGHTS).keep)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import kvpass
-from kvpass.operands import AppendBuffers, Attention, Candidates, Entered, Lines, PrefillBuffers
+from kvpass.operands import AppendBuffers, Attention, Candidates, Entered, Lines, PrefillBuffers, Requested
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.policies import POLICIES, resolve
@@ -341,7 +341,8 @@ def test_no_layer_of_a_prefill_synchronises(name, dtype):
 
     def prefill(state: PrefillBuffers) -> None:
         for layer in range(LAYERS):
-            _, *observed = torch.ops.kvpass.observe_attention(*call, STARTS, first, layer, LAYERS, policy.spec)
+            asked = Requested(entries=state.entries)
+            _, *observed = torch.ops.kvpass.observe_attention(*call, STARTS, first, layer, LAYERS, policy.spec, *asked)
             candidates = Candidates(call.k, call.v, *observed, first)
             torch.ops.kvpass.cascade_step(*state, *candidates, layer, policy.spec)
         torch.ops.kvpass.pack(*state)

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.kernels import window_statistics
-from kvpass.operands import AppendBuffers, Attention, Candidates, PrefillBuffers
+from kvpass.operands import AppendBuffers, Attention, Candidates, PrefillBuffers, Requested
 from kvpass.ops import cuda as device
 from kvpass.ops import reference
 from kvpass.policies import POLICIES, resolve
@@ -19,6 +19,8 @@ LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "scissorhands"}}
 STARTS = torch.tensor([0, 9, 9])
 TOKENS = 37
+WEIGHT = torch.randn(20, KV_HEADS * GROUP * VALUE_DIM, generator=torch.Generator().manual_seed(2))
+"""Output projection."""
 
 
 def site(seed, tokens=TOKENS, dtype=torch.float32):
@@ -45,7 +47,7 @@ def test_column_sums_of_blocks_add_up_to_those_of_the_prompt(backend):
     policy = resolve("h2o", window=WINDOW)
     last = call._replace(q=call.q[:, :, -WINDOW:])
     lse = backend.attend_prompt(last, STARTS)[1]
-    found = backend.judge(last, lse, STARTS, STARTS, 0, LAYERS, policy, total)
+    found = backend.judge(last, lse, STARTS, STARTS, 0, LAYERS, policy, Requested(summed=total))
     for x, y in zip(found, reference.judge(call, None, STARTS, STARTS, 0, LAYERS, policy), strict=True):
         assert_close("h2o", x, y, atol=1e-5)
 
@@ -80,7 +82,8 @@ def prefill(backend, policy, entries):
     buffers, outputs = state(policy, entries), []
     for layer in range(LAYERS):
         call = Attention(*site(layer), 0.3)
-        out, *seen = backend.observe_attention(call, STARTS, STARTS, layer, LAYERS, policy)
+        asked = Requested(WEIGHT, buffers.entries)
+        out, *seen = backend.observe_attention(call, STARTS, STARTS, layer, LAYERS, policy, asked)
         backend.cascade_step(buffers, Candidates(call.k, call.v, *seen, STARTS), layer, policy)
         outputs.append(out)
     backend.pack(buffers)
@@ -170,8 +173,9 @@ def test_rows_of_different_padding_are_judged_together_as_each_alone(name, optio
     policy = resolve(name, **{"window": WINDOW, **options})
     assert policy.takes_padded_rows == (name != "lagkv")  # its parts begin where the row does
     call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
-    expected = reference.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy)
-    found = device.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy)
+    asked = Requested(WEIGHT, torch.full((len(RAGGED),), 9))
+    expected = reference.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
+    found = device.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
     for what, one, other in zip(("output", "scores", "stats", "weight"), found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4, msg=lambda text, what=what: f"{what}: {text}")
 

@@ -23,7 +23,7 @@ from kvpass.kernels import (
     window_statistics,
 )
 from kvpass.kernels.prompt_attention import Machine
-from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, RingBuffers
+from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, Requested, RingBuffers
 from kvpass.ops import cuda as device
 from kvpass.ops import evict, sliding
 from kvpass.policies import POLICIES, resolve
@@ -76,7 +76,8 @@ def test_a_prefill_up_to_its_packed_pool(
     entries = 6 if policy.needs_budget else TOKENS
     call = Attention(*site(TOKENS, dtype), 0.3)
     first = on_device(ROWS, dtype=torch.int64)
-    out, scores, stats, weight = device.observe_attention(call, STARTS, first, 1, LAYERS, policy)
+    asked = Requested(on_device(24, HEADS * DIM, dtype=dtype), on_device(ROWS, dtype=torch.int64))
+    out, scores, stats, weight = device.observe_attention(call, STARTS, first, 1, LAYERS, policy, asked)
     assert ("_prefill_kernel" in launched) == (dtype == torch.float32)
     check("output", out.transpose(1, 2), (ROWS, TOKENS, HEADS, DIM), dtype)
     check("scores", scores, (ROWS, KV_HEADS, TOKENS), torch.float32)

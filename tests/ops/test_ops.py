@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass.ops.schemas  # noqa: F401
-from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, RecompressBuffers
+from kvpass.operands import (
+    AppendBuffers,
+    Attention,
+    Candidates,
+    EvictBuffers,
+    PrefillBuffers,
+    RecompressBuffers,
+    Requested,
+)
 from kvpass.ops import evict, reference, slots
 from kvpass.policies import resolve
 from numeric_checks import DecodeCase, Exact, assert_rounded, exact_attention
@@ -65,7 +73,8 @@ def test_opcheck_site_and_observe_attention():
     q, k, v = qkv()
     torch.library.opcheck(OPS.site.default, (q, k, v, SCALE))
     spec = resolve("lava", window=8).spec
-    args = (*Attention(q, k, v, SCALE), torch.tensor([0, 3]), torch.tensor([0, 3]), 0, 2, spec)
+    start, asked = torch.tensor([0, 3]), Requested(entries=torch.tensor([6, 6]))
+    args = (*Attention(q, k, v, SCALE), start, start, 0, 2, spec, *asked)
     torch.library.opcheck(OPS.observe_attention.default, args)
 
 
@@ -74,7 +83,7 @@ def test_opcheck_cascade_step_and_pack():
     policy = resolve("lava", window=8)
     entries, start = torch.tensor([6, 6]), torch.tensor([0, 3])
     state = without_nan(prefill_state(2, 2, 2, 8, 8, 40, entries, policy))
-    _, *seen = OPS.observe_attention.default(*Attention(q, k, v, SCALE), start, start, 0, 2, policy.spec)
+    _, *seen = OPS.observe_attention.default(*Attention(q, k, v, SCALE), start, start, 0, 2, policy.spec, *Requested())
     torch.library.opcheck(OPS.cascade_step.default, (*state, *Candidates(k, v, *seen, start), 0, policy.spec))
     torch.library.opcheck(OPS.pack.default, tuple(state))
 

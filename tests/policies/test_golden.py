@@ -31,6 +31,8 @@ CASES = sorted(
 )
 OF_KEYS = ("keydiff", "knorm", "lagkv")
 """Policies whose cases lie a folder deeper, with other parameters: kvpress counts all that a head keeps."""
+CRITICAL = ("criticalkv_snapkv", "criticalkv_ada_snapkv")
+CASES_OF_CRITICAL = sorted(path for name in CRITICAL for path in ROOT.glob(f"{name}/cases/*.json"))
 CASES_OF_KEYS = sorted(
     path
     for name in OF_KEYS
@@ -40,6 +42,8 @@ CASES_OF_KEYS = sorted(
 POOLS = {"maxpool": "max", "avgpool": "avg", "max": "max", "avg": "avg", None: None}
 POLICY_OF = {
     "ada_snapkv_normalized_kvcf": "ada_snapkv",
+    "criticalkv_snapkv": "criticalkv",
+    "criticalkv_ada_snapkv": "criticalkv",
     "h2o_prefill": "h2o",
     "h2o_decode": "h2o",
     "pyramidkv_adakv_repo": "pyramidkv",
@@ -160,6 +164,33 @@ def test_contract_5_policies_that_read_no_query_keep_what_kvpress_keeps(path):
     assert (best <= worst).all()
 
 
+def prompt_of(path: Path, about: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = load_file((path.parent / about["inputs"]).resolve())
+    q, k, v = (inputs[name].float().unsqueeze(1) for name in "qkv")
+    return q, k, v
+
+
+def output_weights(path: Path, about: dict[str, Any]) -> Tensor:
+    (extra,) = about["extra_inputs"]
+    return load_file((path.parent / extra).resolve())["wo"].float()
+
+
+@pytest.mark.parametrize("path", CASES_OF_CRITICAL, ids=lambda p: f"{p.parents[1].name}-{p.stem}")
+def test_contract_5_criticalkv_keeps_what_kvpress_and_the_authors_keep(path):
+    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
+    params, prompt, weights = about["params"], prompt_of(path, about), output_weights(path, about)
+    budget = max(1, int(prompt[1].shape[3] * (1 - params["compression_ratio"])))
+    options = {"base": path.parents[1].name.removeprefix("criticalkv_"), "kernel_size": params["kernel"]}
+    options |= {"first_stage": params["first_stage_ratio"], "epsilon": params["epsilon"], "window": params["window"]}
+    options |= {"alpha": params["alpha_safeguard"]} if "alpha_safeguard" in params else {}
+    found = plan("criticalkv", *prompt, budget=budget, output_weights=weights, **options)
+    assert torch.equal(found.lengths[:, 0], want["head_kept"])
+    assert torch.equal(found.keep[:, 0], want["keep_mask"])
+    sites = zip(*prompt, weights, strict=True)
+    norms = [Observation(q, k, v, 1.0, 0, 0, 1, projection=w).projected_value_norm[0] for q, k, v, w in sites]
+    torch.testing.assert_close(torch.stack(norms), want["value_output_norm"], rtol=2e-4, atol=0)
+
+
 CAKE = [p for p in CASES if p.parent.name == "cake"]
 
 
@@ -214,16 +245,16 @@ def test_contract_5_layer_weights_and_budgets_at_every_stage_of_the_cascade(path
 
 def test_the_policies_page_gives_the_number_of_shipped_cases_of_every_published_policy():
     shipped = [path for path in SHIPPED.glob("*/*.json") if path.parent.name != "inputs"]
-    of_keys = [*SHIPPED.glob("*/cases/*.json")]
+    second = [*SHIPPED.glob("*/cases/*.json")]
     cases = Counter(POLICY_OF.get(path.parent.name, path.parent.name) for path in shipped)
-    cases += Counter(path.parents[1].name for path in of_keys)
+    cases += Counter(POLICY_OF.get(path.parents[1].name, path.parents[1].name) for path in second)
     rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \|$", POLICIES_PAGE.read_text(), re.MULTILINE)
     assert cases == {policy: int(count) for policy, count in rows}
-    assert f"{len(shipped) + len(of_keys)} files in `tests/golden`" in POLICIES_PAGE.read_text()
+    assert f"{len(shipped) + len(second)} files in `tests/golden`" in POLICIES_PAGE.read_text()
     formulas = [path for path in shipped if not json.loads(path.read_text())["produced_by_running_reference_code"]]
     assert sorted(path.parent.name for path in formulas) == ["lava", "lava_nohead", "vatp_snapkv", "vatp_snapkv"]
     assert cases.keys() == {
         *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv"),
-        *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp", *OF_KEYS),
+        *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp", "criticalkv", *OF_KEYS),
     }
-    assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 3_000_000
+    assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 3_200_000

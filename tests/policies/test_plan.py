@@ -12,17 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass.operands import Attention, Candidates, PrefillBuffers
+from kvpass.operands import Attention, Candidates, PrefillBuffers, Requested
 from kvpass.ops import reference
 from kvpass.policies import POLICIES, resolve
 from kvpass.policies.decode_rules import Slots, keep_mask
 from kvpass.policies.observation import Observation
-from kvpass.policies.plan import plan
+from kvpass.policies.plan import Plan
+from kvpass.policies.plan import plan as plan_without_weights
 from pairwise import pairwise
 
 BUILT_IN = (
     *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv", "ada_pyramidkv"),
     *("cake", "h2o", "tova", "streaming_llm", "vatp", "keydiff", "lagkv", "knorm", "random", "full"),
+    "criticalkv",
 )
 TAUS = {"tau1": 1.6, "tau2": 0.4}
 VARIANTS = [
@@ -37,6 +39,7 @@ VARIANTS = [
     ("vatp", {"indicator": "h2o", "sinks": 3}),
     ("vatp", {"indicator": "scissorhands"}),
     *(("lagkv", {"sinks": 2, "lag": 5, "cross_scoring": cross}) for cross in (False, True)),
+    *(("criticalkv", {"base": "ada_snapkv", "alpha": alpha, "epsilon": 0.01}) for alpha in (0.0, 0.2)),
 ]
 EVICTING = [
     *(("cake", TAUS), ("h2o", {}), ("tova", {}), ("streaming_llm", {}), ("vatp", {"indicator": "h2o", "sinks": 2})),
@@ -56,6 +59,20 @@ def tensors(
     k = torch.randn(layers, batch, kv_heads, length, dim, generator=g)
     v = torch.randn(layers, batch, kv_heads, length, dim, generator=g)
     return q, k, v
+
+
+def output_weights(q: Tensor, v: Tensor) -> Tensor:
+    """Of each layer, the same for tensors of the same shapes."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(q.shape[0], 6, q.shape[2] * v.shape[4], generator=generator)
+
+
+def plan(policy, queries, keys, values, **given) -> Plan:
+    """``kvpass.plan`` with an output projection for the policies that read it."""
+    chosen = POLICIES.get(policy) if isinstance(policy, str) else policy
+    if getattr(chosen, "reads_projection", False):
+        given["output_weights"] = output_weights(queries, values)
+    return plan_without_weights(policy, queries, keys, values, **given)
 
 
 def new_tokens(seed: int, steps: int, like: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -335,8 +352,11 @@ def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
         q, k, v = tensors(seed, layers, length=length)
         found = plan(name, q, k, v, budget=budget, window=window, **options)
         policy = resolve(name, window=window, **options)
-        sites = [Observation(q[i], k[i], v[i], 0.5, window, i, layers) for i in range(layers)]
         entries, available = torch.tensor([budget - window]), torch.tensor([length - window])
+        sites = [
+            Observation(q[i], k[i], v[i], 0.5, window, i, layers, projection=weight, entries=entries)
+            for i, weight in enumerate(output_weights(q, v))
+        ]
         scores = [policy.score(obs) for obs in sites]
         weights = [policy.layer_weight(obs, s) for obs, s in zip(sites, scores, strict=True)]
         known = torch.zeros(1, layers).double() if weights[0] is None else torch.stack(weights, 1)
@@ -367,7 +387,8 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
     state = pool_k, pool_v, slots, slot_stats, layer_weights, window_stats, tail_k, tail_v, offsets, share
     for layer in range(layers):
         call = Attention(q[layer], k[layer], v[layer], 0.5)
-        _, *seen = reference.observe_attention(call, start, start, layer, layers, policy)
+        asked = Requested(output_weights(q, v)[layer], share)
+        _, *seen = reference.observe_attention(call, start, start, layer, layers, policy, asked)
         reference.cascade_step(PrefillBuffers(*state), Candidates(call.k, call.v, *seen, start), layer, policy)
     keep = torch.zeros_like(want)
     keep[..., length - window :] = True
@@ -385,8 +406,8 @@ def test_no_decision_needs_a_value_on_the_host(variant, parity):
     name, options = variant
     policy = resolve(name, window=3, parity=parity, **options)
     q, k, v = (x[0].to("meta") for x in tensors(0, batch=2))
-    obs = Observation(q, k, v, 0.5, 3, 1, 4)
     entries = torch.empty(2, dtype=torch.int64, device="meta")
+    obs = Observation(q, k, v, 0.5, 3, 1, 4, projection=output_weights(q[None], v[None])[0].to("meta"), entries=entries)
     weights = torch.empty(2, 4, dtype=torch.float64, device="meta")
     scores = policy.score(obs)
     assert scores.shape == (2, 2, 21)

@@ -10,7 +10,11 @@ from kvpass.vllm.settings import Settings
 
 LAVA, SNAPKV = (Settings.read({"kvpass": {"policy": name, "budget": 64, "room": 8}}) for name in ("lava", "snapkv"))
 
+OUTPUT_PROJECTION = "policies that read the output projection of a layer"
+CRITICALKV = Settings.read({"kvpass": {"policy": "criticalkv", "budget": 64, "room": 8}})
+
 FAULTS = {
+    OUTPUT_PROJECTION: {},
     "chunked prefill": {"scheduler_config.enable_chunked_prefill": True},
     "prefix caching": {"cache_config.enable_prefix_caching": True},
     "splitting long prompts": {"scheduler_config.long_prefill_token_threshold": 512},
@@ -71,7 +75,7 @@ def test_what_is_supported_is_not_refused():
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
 def test_each_row_of_the_table_refuses_its_fault_alone_and_says_what_to_do(refusal):
     with pytest.raises(ValueError) as raised:
-        check_config(config(**FAULTS[refusal.name]), LAVA)
+        check_config(config(**FAULTS[refusal.name]), CRITICALKV if refusal.name == OUTPUT_PROJECTION else LAVA)
     assert str(raised.value) == f"kvpass does not support {refusal.name} ({refusal.advice})"
 
 

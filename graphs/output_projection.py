@@ -1,0 +1,91 @@
+"""The output projection of an attention op: the linear layer that reads its output, and nothing else does.
+
+Found, with any number of reshapes that keep the order::
+
+    out = kvpass.site(q, k, v)                       # [B, H, T, Dv]
+    x = out.transpose(1, 2).reshape(B, T, H * Dv)
+    y = linear(x, weight, bias)                      # or addmm(bias, x, weight), x @ weight, x @ weight.T
+
+So the columns ``h * Dv .. (h + 1) * Dv`` of the weight ``[hidden, H * Dv]`` read query head h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from kvpass.graphs.fx_utils import is_module_tensor, is_scalar, shape_of, target_name
+
+_RESHAPES = ("view", "reshape", "flatten", "_unsafe_view", "unflatten")
+_COPIES = ("contiguous", "clone")
+_SWAPS = ("transpose", "swapaxes", "permute")
+
+
+@dataclass(frozen=True)
+class OutputProjection:
+    """Weight of the linear layer that reads an attention op's output.
+
+    Attributes:
+        weight: parameter ``[hidden, H * Dv]``; ``[H * Dv, hidden]`` where ``inputs_first``.
+    """
+
+    weight: Node
+    inputs_first: bool
+
+
+def output_projection(site: Node) -> OutputProjection | None:
+    """Return the output projection of a ``kvpass::site`` node; None where there is none of this form."""
+    shape = shape_of(site)
+    if shape is None or not (isinstance(shape[1], int) and isinstance(shape[3], int)):
+        return None
+    heads, dim, tokens_first = shape[1], shape[3], False
+    node = site
+    while True:
+        users = [user for user in node.users if not is_scalar(user)]
+        if len(users) != 1:
+            return None
+        user, name = users[0], target_name(users[0])
+        sizes = shape_of(user)
+        if sizes is None:
+            return None
+        if name in _SWAPS and not tokens_first and shape_of(node) == shape and _order(user) == (0, 2, 1, 3):
+            tokens_first = True
+        elif name in _RESHAPES and tokens_first and not (sizes[-1] == heads * dim or sizes[-2:] == (heads, dim)):
+            return None
+        elif name not in (*_RESHAPES, *_COPIES):  # these leave elements in their order
+            return _read_by(user, node, heads * dim) if tokens_first else None
+        node = user
+
+
+def _order(node: Node) -> tuple[int, ...] | None:
+    """Return the axes of its operand, of 4, in the order in which ``transpose`` or ``permute`` gives them."""
+    axes = node.args[1:] if len(node.args) != 2 else node.args[1]
+    if node.kwargs or not isinstance(axes, (tuple, list)) or not all(isinstance(axis, int) for axis in axes):
+        return None
+    given = [int(axis) % 4 for axis in axes]
+    if target_name(node) == "permute":
+        return tuple(given)
+    order = list(range(4))
+    if len(given) != 2:
+        return None
+    order[given[0]], order[given[1]] = order[given[1]], order[given[0]]
+    return tuple(order)
+
+
+def _read_by(call: Node, x: Node, features: int) -> OutputProjection | None:
+    """Return the projection if the call multiplies ``x`` ``[..., features]`` by a parameter."""
+    operands = [operand for operand in call.args if isinstance(operand, Node)]
+    name = target_name(call)
+    place = 1 if name == "addmm" else 0
+    if name not in ("linear", "addmm", "mm", "matmul") or (shape_of(x) or (None,))[-1] != features:
+        return None
+    if call.kwargs.keys() - {"bias"} or len(operands) < place + 2 or operands[place] is not x:
+        return None
+    weight, inputs_first = operands[place + 1], name != "linear"
+    if inputs_first and (target_name(weight) == "t" or weight.args[1:] == ("T",)):
+        weight, inputs_first = weight.all_input_nodes[0], False
+    shape = shape_of(weight) or ()
+    if len(shape) != 2 or shape[0 if inputs_first else 1] != features or not is_module_tensor(weight):
+        return None
+    return OutputProjection(weight, inputs_first)

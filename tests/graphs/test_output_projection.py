@@ -1,0 +1,118 @@
+"""The output projection that a policy reads is the linear layer after attention, head by head, or it is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import kvpass
+from kvpass.ops import reference
+from numeric_checks import assert_close
+from pairwise import quick
+from tiny_models import FAMILIES, compiled_once, random_ids, tiny_model
+
+PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
+UNFOUND = {"diffllama": "two attention ops are subtracted before it"}
+SLIDING = {"mistral_sliding"}
+"""Families whose layers all have a sliding window, which no policy scores."""
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """What the policy is given of each layer: the attention op and its output projection."""
+    seen, judge = [], reference.judge
+
+    def record(call, lse, start, first, layer, layers, policy, requested, ranks=None):
+        seen.append((call, requested.projection))
+        return judge(call, lse, start, first, layer, layers, policy, requested, ranks)
+
+    monkeypatch.setattr(reference, "judge", record)
+    return seen
+
+
+def results_of_projections(model, ids):
+    """What the output projections of a model give, without their bias, ``[1, N, hidden]`` each."""
+    found, hooks = [], []
+    for path, module in model.named_modules():
+        if path.rsplit(".", 1)[-1] in PROJECTIONS and "mlp" not in path:
+            bias = getattr(module, "bias", None)
+
+            def keep(module, args, out, bias=bias):
+                found.append(out if bias is None else out - bias)
+
+            hooks.append(module.register_forward_hook(keep))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("family", quick(sorted(FAMILIES.keys() - UNFOUND - SLIDING), ["llama", "gpt2", "deepseek_v3"]))
+def test_attention_times_the_projection_given_is_what_the_layer_adds(family, judged):
+    model, fast = compiled_once(family, policy="criticalkv", budget=24, window=8, backend="eager")
+    ids = random_ids(1, 40)
+    fast(ids)
+    wanted = results_of_projections(model, ids)
+    assert judged
+    found = []
+    for call, projection in judged:
+        every = call._replace(q=call.q[:, :, -8:])  # rows of which the policy has queries
+        out = reference.causal_attention(every).transpose(1, 2).flatten(2) @ projection.T
+        found.append(min(float((out - result[:, -8:]).detach().abs().max()) for result in wanted if result.dim() == 3))
+    assert max(found) < 1e-4
+
+
+@pytest.mark.parametrize("family", sorted(UNFOUND))
+def test_a_model_without_one_is_refused_and_works_with_another_policy(family):
+    _, fast = compiled_once(family, policy="criticalkv", budget=24, window=8, backend="eager")
+    with pytest.raises(kvpass.UnsupportedAttentionError, match="needs the output projection of the layer"):
+        fast(random_ids(1, 40))
+    fast.set_policy("snapkv", 24, window=8)
+    assert fast(random_ids(1, 40)).past_key_values.lengths.max() == 24
+    fast.set_policy("criticalkv", 24, window=8)
+
+
+class Decoder(nn.Module):
+    """One layer of attention; ``scaled`` multiplies its output before the projection."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Embedding(50, 32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.head, self.scaled = nn.Linear(32, 50), scaled
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.permute(0, 2, 1, 3).flatten(2)
+        return self.head(x + self.out(y * 0.5 if self.scaled else y))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_another_module_is_compressed_if_its_linear_layer_reads_attention_and_nothing_else(scaled, judged):
+    torch.manual_seed(0)
+    module = Decoder(scaled).eval()
+    options = {"policy": "criticalkv", "budget": 16, "window": 4, "compiler": "eager"}
+    compiled = torch.compile(module, backend="kvpass", dynamic=True, options=options)
+    ids = torch.randint(50, (1, 30))
+    if scaled:
+        refused = pytest.raises(kvpass.UnsupportedAttentionError, match="needs the output projection of the layer")
+        with refused, torch.no_grad(), kvpass.session():
+            compiled(ids)
+        return
+    with torch.no_grad(), kvpass.session():
+        assert_close("logits", compiled(ids), module(ids), atol=1e-5)
+    ((_, projection),) = judged
+    assert projection is module.out.weight
+
+
+def test_one_token_and_a_whole_graph_know_it_too():
+    ids = random_ids(2, 50)
+    blocks = kvpass.compile(tiny_model("gpt2"), policy="criticalkv", budget=24, window=8, backend="eager")
+    whole = kvpass.compile(
+        tiny_model("gpt2"), policy="criticalkv", budget=24, window=8, backend="eager", compile_regions=False
+    )
+    assert torch.equal(blocks(ids).past_key_values.positions, whole(ids).past_key_values.positions)
+    assert_close("logits", blocks(ids[:, :1]).logits, whole(ids[:, :1]).logits, atol=1e-5)
