@@ -10,8 +10,10 @@ VLLM_READY := $(VLLM_VENV)/ready
 
 # The checkout has folders named kernels, graphs and eval: keep it off sys.path.
 export PYTHONSAFEPATH := 1
-# Most of what the libraries bring is never imported; what is, Python compiles then.
+# Most of what the libraries bring is never imported; what is, Python compiles then, once: images that forbid it to keep
+# the bytecode would have every process compile torch and transformers again.
 export PIP_NO_COMPILE := 1
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test docs test-versions test-torch-2.11 test-torch-2.15 test-vllm lint typecheck support-table mutations gpu-check clean
 
