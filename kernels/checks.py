@@ -45,6 +45,18 @@ def check_tensors(expected: Expected, device: torch.device, strided: Collection[
             raise ValueError(f"{name} has strides {tensor.stride()}: must be contiguous")
 
 
+def check_block_layout(keys: Tensor, values: Tensor, dim: int, entries: int) -> None:
+    """Raise if blocks of keys and values ``[blocks, R, D]`` are not packed, or hold fewer than these entries.
+
+    Raises:
+        ValueError: says which.
+    """
+    if keys.shape[2] != dim or keys.stride() != values.stride() or keys.stride()[1:] != (dim, 1):
+        raise ValueError("keys and values must be [blocks, entries, D], packed within a block")
+    if keys.stride(0) % dim or keys.shape[1] < entries:
+        raise ValueError(f"a block of {keys.shape[1]} entries does not hold its pool and tails of {entries}")
+
+
 def check_heads(heads: int, kv_heads: int) -> None:
     """Raise if the query heads do not divide into equal groups, one per KV head.
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from kvpass.kernels.checks import check_heads
+from kvpass.kernels.checks import check_block_layout, check_heads
 from kvpass.operands import AppendBuffers, Attention, Blocks, Lines
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
@@ -239,7 +239,7 @@ def attend_blocks(call: Attention, held: Blocks, layer: int) -> Tensor:
     rows, heads, tokens, dim = q.shape
     kv_heads = k.shape[1]
     check_heads(heads, kv_heads)
-    keys, values, block, offsets, used, pool, tail = held
+    keys, values, block, offsets, used, pool, tail = held[:7]
     segments = offsets.shape[1] - 1
     given = [k, v, block, used, values]
     shape = (rows, kv_heads, tokens, dim)
@@ -249,15 +249,9 @@ def attend_blocks(call: Attention, held: Blocks, layer: int) -> Tensor:
         (tuple(keys.shape), q.dtype),
     ]
     check_layout(_BLOCK_NAMES, given, expected)
-    if (
-        keys.dtype != q.dtype
-        or keys.shape[2] != dim
-        or keys.stride() != values.stride()
-        or keys.stride()[1:] != (dim, 1)
-    ):
-        raise ValueError("keys and values must be [blocks, entries, D] of the dtype of q, packed within a block")
-    if keys.stride(0) % dim or keys.shape[1] < pool + segments * tail:
-        raise ValueError(f"a block of {keys.shape[1]} entries does not hold a pool of {pool} and tails of {tail}")
+    if keys.dtype != q.dtype:
+        raise ValueError(f"keys has dtype {keys.dtype}: expected {q.dtype}")
+    check_block_layout(keys, values, dim, pool + segments * tail)
     if offsets.shape[0] != rows or offsets.dtype != torch.int32 or not offsets.is_contiguous():
         raise ValueError(f"offsets must be int32 [{rows}, P], contiguous")
     if not 0 <= layer < segments // kv_heads:

@@ -30,7 +30,7 @@ TAIL_TILE = 64
 """Tail slots per program."""
 
 
-def _block_rows(dtype: torch.dtype, key_block: int, value_block: int, query_rows: int) -> int:
+def block_rows_of(dtype: torch.dtype, key_block: int, value_block: int, query_rows: int) -> int:
     """Return the query rows per block: all rows, up to what fits in registers."""
     if dtype == torch.float32:
         return 16
@@ -68,6 +68,72 @@ def _merge_tiles(  # type: ignore[no-untyped-def]
         tl.store(p_row[:, None] + o_e[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
+@triton.jit
+def attend_part(  # type: ignore[no-untyped-def]
+    q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh,
+    stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last, new, used,
+    first_tile, pool_tiles, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Attend entries first..last-1 of p_k and p_v and the first ``new`` new tokens, which are appended behind ``used``.
+
+    Stores the partial result of this program; the last program of KV head i_h of row i_b merges all of the head, which
+    are numbered as in :func:`_merge_tiles`.
+    """
+    i_p = tl.program_id(0)
+    i_r = tl.program_id(1)
+    num_partials = tl.num_programs(0).to(tl.int64)
+    o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_t = o_r // G
+    o_d = tl.arange(0, BD)
+    o_e = tl.arange(0, BDV)
+    m_r = o_r < G * tokens
+    p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r % G).to(tl.int64) * stride_qh
+    # [BLOCK_R, BD]
+    b_q = tl.load(
+        (p_q + o_t.to(tl.int64) * stride_qt)[:, None] + o_d[None, :],
+        mask=m_r[:, None] & (o_d < D)[None, :],
+        other=0.0,
+    )
+    b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    b_l = tl.zeros([BLOCK_R], tl.float32)
+    b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
+    b_m, b_l, b_acc = absorb_entries(
+        b_q, b_m, b_l, b_acc, p_k, p_v, D, DV, first, last, o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
+    )  # fmt: skip
+    p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
+    p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
+    b_m, b_l, b_acc = absorb_entries(
+        b_q, b_m, b_l, b_acc, p_k_new, p_v_new, stride_kt, stride_vt, 0, new, o_t, scale, softcap, D, DV, BD, BDV,
+        BLOCK_T, True,
+    )  # fmt: skip
+    if i_r == 0:
+        p_tail_k = p_k + used.to(tl.int64) * D
+        p_tail_v = p_v + used.to(tl.int64) * DV
+        append_entries(
+            p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, BD, BDV,
+            BLOCK_T,
+        )  # fmt: skip
+    o_partial = i_p * G * tokens.to(tl.int64) + o_r
+    tl.store(partial_ml + o_partial, b_m, mask=m_r)
+    tl.store(partial_ml + num_partials * G * tokens + o_partial, b_l, mask=m_r)
+    m_acc = m_r[:, None] & (o_e < DV)[None, :]
+    tl.store(partial + o_partial[:, None] * DV + o_e[None, :], b_acc, mask=m_acc)
+
+    i_segment = i_b * K + i_h
+    count = pool_tiles + tl.minimum(used // TAIL_TILE + 1, tail_tiles)
+    tl.debug_barrier()  # the stores of all threads, then the count
+    before = tl.atomic_add(arrivals + i_segment, 1, sem="acq_rel")
+    if before == count * tl.num_programs(1) - 1:
+        tl.store(arrivals + i_segment, 0)
+        p_out = out + i_b.to(tl.int64) * tokens * K * G * DV
+        _merge_tiles(
+            partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_tile, pool_tiles, first_tail, count, K,
+            G, DV, BDV, BLOCK_P, BLOCK_M,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["layer", "rows", "entries", "slots", "tokens", "num_tiles", "tail_tiles"])
 def _attend_tile(  # type: ignore[no-untyped-def]
     q, k, v, pool_k, pool_v, tiles, tile_offsets, arrivals, tail_k, tail_v, tail_start, tail_used, sinks, partial,
@@ -83,8 +149,6 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     holds the slot tail_used also attends the new tokens and appends them.
     """
     i_p = tl.program_id(0)
-    i_r = tl.program_id(1)
-    num_partials = tl.num_programs(0).to(tl.int64)
     used = tl.load(tail_used).to(tl.int32)
     if i_p < num_tiles:
         p_tile = tiles + (layer.to(tl.int64) * num_tiles + i_p) * 4
@@ -110,58 +174,17 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         p_k = tail_k + i_row * D
         p_v = tail_v + i_row * DV
     if is_live:
-        o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
-        o_t = o_r // G
-        o_d = tl.arange(0, BD)
-        o_e = tl.arange(0, BDV)
-        m_r = o_r < G * tokens
-        p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r % G).to(tl.int64) * stride_qh
-        # [BLOCK_R, BD]
-        b_q = tl.load(
-            (p_q + o_t.to(tl.int64) * stride_qt)[:, None] + o_d[None, :],
-            mask=m_r[:, None] & (o_d < D)[None, :],
-            other=0.0,
-        )
-        b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
-        b_l = tl.zeros([BLOCK_R], tl.float32)
-        b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
-        b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, p_k, p_v, D, DV, first, last, o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
-        )  # fmt: skip
-        p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
-        p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
-        b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, p_k_new, p_v_new, stride_kt, stride_vt, 0, new, o_t, scale, softcap, D, DV, BD, BDV,
-            BLOCK_T, True,
-        )  # fmt: skip
-        if i_r == 0:
-            p_tail_k = p_k + used.to(tl.int64) * D
-            p_tail_v = p_v + used.to(tl.int64) * DV
-            append_entries(
-                p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, BD, BDV,
-                BLOCK_T,
-            )  # fmt: skip
-        o_partial = i_p * G * tokens.to(tl.int64) + o_r
-        tl.store(partial_ml + o_partial, b_m, mask=m_r)
-        tl.store(partial_ml + num_partials * G * tokens + o_partial, b_l, mask=m_r)
-        m_acc = m_r[:, None] & (o_e < DV)[None, :]
-        tl.store(partial + o_partial[:, None] * DV + o_e[None, :], b_acc, mask=m_acc)
-
         i_segment = i_b * K + i_h
         p_offsets = tile_offsets + layer.to(tl.int64) * (rows * K + 1) + i_segment
         first_tile = tl.load(p_offsets)
         pool_tiles = tl.load(p_offsets + 1) - first_tile
-        count = pool_tiles + tl.minimum(used // TAIL_TILE + 1, tail_tiles)
-        tl.debug_barrier()  # the stores of all threads, then the count
-        before = tl.atomic_add(arrivals + i_segment, 1, sem="acq_rel")
-        if before == count * tl.num_programs(1) - 1:
-            tl.store(arrivals + i_segment, 0)
-            o_tail = num_tiles + i_segment * tail_tiles - pool_tiles
-            p_out = out + i_b.to(tl.int64) * tokens * K * G * DV
-            _merge_tiles(
-                partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_tile, pool_tiles, o_tail, count, K,
-                G, DV, BDV, BLOCK_P, BLOCK_M,
-            )  # fmt: skip
+        first_tail = num_tiles + i_segment * tail_tiles - pool_tiles
+        attend_part(
+            q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
+            stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
+            new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, DV, BD, BDV, TAIL_TILE, BLOCK_T,
+            BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M,
+        )  # fmt: skip
 
 
 def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
@@ -202,7 +225,7 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     partial_ml = torch.empty(2, num_partials, query_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     shared = shared_arguments(call, held, layer)
-    block_rows = _block_rows(q.dtype, shared["BD"], shared["BDV"], query_rows)
+    block_rows = block_rows_of(q.dtype, shared["BD"], shared["BDV"], query_rows)
     arguments = {
         **shared, "tiles": tiles, "tile_offsets": tile_offsets, "arrivals": arrivals, "sinks": sinks, "out": out,
         "partial": partial, "partial_ml": partial_ml, "num_tiles": num_tiles, "tail_tiles": tail_tiles,

@@ -27,17 +27,23 @@ def tile_of(entries: int) -> int:
     return max(TILE, 1 << max(fewest - 1, 0).bit_length())
 
 
-def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE) -> tuple[Tensor, Tensor]:
+def most_tiles(entries: int, kv_heads: int, tile: int) -> int:
+    """Return the most tiles of a layer that holds up to ``entries`` entries."""
+    return max(-(-entries // tile) + kv_heads - 1, FEWEST_TILES)
+
+
+def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE, count: int | None = None) -> tuple[Tensor, Tensor]:
     """Cut every segment of the pool into tiles of at most ``tile`` entries, layer by layer.
 
     A segment of n entries has ceil(n / tile) tiles, an empty one none; only the last tile of a segment may be shorter.
-    The host reads one value, the number of tiles of the largest layer. It is rounded up by at most a quarter, so that
-    prompts of one shape mostly have lists of one length: a CUDA graph fits one.
+    Without ``count`` the host reads one value, the number of tiles of the largest layer. It is rounded up by at most a
+    quarter, so that prompts of one shape mostly have lists of one length: a CUDA graph fits one.
 
     Args:
         offsets: int32 ``[B, L*K + 1]``, rows of the pool where each (layer, head) begins.
         kv_heads: K.
         tile: entries of a tile, a power of two.
+        count: length of the list, at least :func:`most_tiles`.
 
     Returns:
         tiles: int32 ``[L, tiles, 4]``, each (row, KV head, first, last) with last exclusive. Tiles are ordered by row,
@@ -63,9 +69,10 @@ def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE) -> tuple[Tensor, 
     tile_offsets = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
     total = tile_offsets[:, -1:]
 
-    count = max(int(total.max()), FEWEST_TILES)
-    step = 1 << max(count.bit_length() - 3, 0)
-    count = -(-count // step) * step
+    if count is None:
+        count = max(int(total.max()), FEWEST_TILES)
+        step = 1 << max(count.bit_length() - 3, 0)
+        count = -(-count // step) * step
     index = torch.arange(count, dtype=torch.int32, device=offsets.device).expand(layers, -1).contiguous()
     segment = torch.searchsorted(tile_offsets[:, 1:].contiguous(), index, right=True).clamp(max=rows * kv_heads - 1)
     tile_first = first.gather(1, segment) + (index - tile_offsets.gather(1, segment)) * tile

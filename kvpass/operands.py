@@ -140,6 +140,8 @@ class Blocks(NamedTuple):
 
     keys, values ``[blocks, R, D]``, packed within a block: first ``pool`` entries of the pool, then the tails
     ``[L, K, tail]``. block: of each row, int64 ``[B]``; offsets int32 ``[B, P]``; used: tail slots in use, int64.
+    On CUDA only: the tiles of all blocks, int32 ``[blocks, L, X, 4]``, (0 or -1, KV head, first, last), and
+    ``[blocks, L, K + 1]``; arrivals as in :class:`AppendBuffers`.
     """
 
     keys: Tensor
@@ -149,6 +151,9 @@ class Blocks(NamedTuple):
     used: Tensor
     pool: int
     tail: int
+    tiles: Tensor | None = None
+    tile_offsets: Tensor | None = None
+    arrivals: Tensor | None = None
 
 
 class EvictBuffers(NamedTuple):

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.operands import NOTHING_REQUESTED, AppendBuffers, Attention, Candidates, Lines, PrefillBuffers, Requested
+from kvpass.operands import (
+    NOTHING_REQUESTED,
+    AppendBuffers,
+    Attention,
+    Blocks,
+    Candidates,
+    Lines,
+    PrefillBuffers,
+    Requested,
+)
 from kvpass.ops import reference
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
@@ -128,6 +137,33 @@ def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tens
     return *tile_map(offsets, kv_heads, tile_of(slots // layers)), counters
 
 
+def index_blocks(held: Blocks, layers: int, kv_heads: int) -> Blocks:
+    """Return blocks with empty tables of tiles, for :func:`index_block` to fill."""
+    from kvpass.kernels.tile_map import most_tiles, tile_of
+
+    blocks, device = held.keys.shape[0], held.keys.device
+    count = most_tiles(held.pool, kv_heads, tile_of(held.pool // layers))
+    return held._replace(
+        tiles=torch.full((blocks, layers, count, 4), -1, dtype=torch.int32, device=device),
+        tile_offsets=torch.zeros(blocks, layers, kv_heads + 1, dtype=torch.int32, device=device),
+        arrivals=torch.zeros(held.block.shape[0] * kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def index_block(held: Blocks, block: int, offsets: Tensor) -> None:
+    """Divide the packed pool of one block among the programs of :func:`attend_blocks`; the host reads nothing.
+
+    Args:
+        offsets: of its pool, int32 ``[P]``.
+    """
+    from kvpass.kernels.tile_map import tile_map, tile_of
+
+    assert held.tiles is not None and held.tile_offsets is not None
+    _, layers, count, _ = held.tiles.shape
+    tile = tile_of(held.pool // layers)
+    held.tiles[block], held.tile_offsets[block] = tile_map(offsets[None], (offsets.numel() - 1) // layers, tile, count)
+
+
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     """See :func:`kvpass.ops.reference.attend_cache`; needs the tables of :func:`index_pool`.
 
@@ -138,6 +174,16 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
 
     attend = attend_ragged if call.q.shape[2] <= SPLIT_TOKENS else attend_extend
     return attend(readable(call), held, layer)
+
+
+def attend_blocks(call: Attention, held: Blocks, layer: int) -> Tensor:
+    """See :func:`kvpass.kernels.cpu.attend_blocks`; needs the tables of :func:`index_block` of each block.
+
+    The caller must ensure that T more tokens fit in the tails: the device is not asked.
+    """
+    from kvpass.kernels import block_decode
+
+    return block_decode.attend_blocks(readable(call), held, layer)
 
 
 def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:

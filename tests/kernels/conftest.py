@@ -18,7 +18,14 @@ if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
             importlib.reload(sys.modules[library])
 
 
-ON_CPU_TENSORS = {"test_device.py", "test_gather.py", "test_launch.py", "test_ragged_decode.py", "test_slots.py"}
+ON_CPU_TENSORS = {
+    "test_block_decode.py",
+    "test_device.py",
+    "test_gather.py",
+    "test_launch.py",
+    "test_ragged_decode.py",
+    "test_slots.py",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

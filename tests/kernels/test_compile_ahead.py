@@ -80,6 +80,7 @@ def call_everything(
 ) -> None:
     """Call every launcher with tensors of these sizes; with soft-capping, sinks and a sliding window, or plain."""
     from kvpass.kernels import (
+        block_decode,
         gather,
         prefill_attention,
         ragged_decode,
@@ -89,7 +90,7 @@ def call_everything(
         tile_map,
         window_statistics,
     )
-    from kvpass.operands import AppendBuffers, Attention, Candidates, Entered, Lines, PrefillBuffers
+    from kvpass.operands import AppendBuffers, Attention, Blocks, Candidates, Entered, Lines, PrefillBuffers
 
     heads, layers, entries, capacity = kv_heads * group, 2, 96, 128
     extra = (20.0, torch.zeros(heads, dtype=dtype)) if options else ()
@@ -125,6 +126,14 @@ def call_everything(
     for count in (1, 16):
         ragged_decode.attend_ragged(site(count), held, 1)
     ragged_extend.attend_extend(site(17), held, 1)
+
+    if dims[0] == dims[1]:
+        sides = [torch.zeros(3, entries + layers * kv_heads * capacity, dims[0], dtype=dtype) for _ in range(2)]
+        tiles = torch.zeros(3, layers, 12, 4, dtype=torch.int32)
+        tile_offsets = torch.zeros(3, layers, kv_heads + 1, dtype=torch.int32)
+        blocks = Blocks(*sides, start, offsets, start, entries, capacity, tiles, tile_offsets, arrivals)
+        for count in (1, 16):
+            block_decode.attend_blocks(site(count), blocks, 1)
 
     line = (rows, kv_heads, capacity + 40)
     position, decode_state = torch.zeros(line, dtype=torch.int32), torch.zeros(line)
