@@ -69,7 +69,7 @@ def check_divided(rules: Rules, ranks: Ranks | None) -> None:
             f"policy {policy.name!r} {several}: while decoding it evicts by the attention of all heads; where it has "
             "the option, give evict_during_decode=False"
         )
-    if not (type(policy).__module__.startswith("kvpass.policies.") or vars(type(policy)).get("divisible")):
+    if not policy.is_right_divided:
         raise ValueError(
             f"policy {policy.name!r} {several}: its class does not say that it is right there. Use obs.all_heads where "
             "it compares heads, and set divisible = True"

@@ -137,31 +137,37 @@ def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tens
     return *tile_map(offsets, kv_heads, tile_of(slots // layers)), counters
 
 
-def index_blocks(held: Blocks, layers: int, kv_heads: int) -> Blocks:
-    """Return blocks with empty tables of tiles, for :func:`index_block` to fill."""
+def index_blocks(
+    blocks: int, layers: int, kv_heads: int, pool: int, rows: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tables of :func:`attend_blocks`, for :func:`index_block` to fill.
+
+    Args:
+        pool: entries that all layers of a block share. rows: most that attend in one call.
+    Returns:
+        tiles, tile_offsets and arrivals of :class:`kvpass.operands.Blocks`.
+    """
     from kvpass.kernels.tile_map import most_tiles, tile_of
 
-    blocks, device = held.keys.shape[0], held.keys.device
-    count = most_tiles(held.pool, kv_heads, tile_of(held.pool // layers))
-    return held._replace(
-        tiles=torch.full((blocks, layers, count, 4), -1, dtype=torch.int32, device=device),
-        tile_offsets=torch.zeros(blocks, layers, kv_heads + 1, dtype=torch.int32, device=device),
-        arrivals=torch.zeros(held.block.shape[0] * kv_heads, dtype=torch.int32, device=device),
+    count = most_tiles(pool, kv_heads, tile_of(pool // layers))
+    return (
+        torch.full((blocks, layers, count, 4), -1, dtype=torch.int32, device=device),
+        torch.zeros(blocks, layers, kv_heads + 1, dtype=torch.int32, device=device),
+        torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
     )
 
 
-def index_block(held: Blocks, block: int, offsets: Tensor) -> None:
+def index_block(tiles: Tensor, tile_offsets: Tensor, block: int, offsets: Tensor, pool: int) -> None:
     """Divide the packed pool of one block among the programs of :func:`attend_blocks`; the host reads nothing.
 
     Args:
-        offsets: of its pool, int32 ``[P]``.
+        offsets: of its pool, int32 ``[P]``. pool: as in :func:`index_blocks`.
     """
     from kvpass.kernels.tile_map import tile_map, tile_of
 
-    assert held.tiles is not None and held.tile_offsets is not None
-    _, layers, count, _ = held.tiles.shape
-    tile = tile_of(held.pool // layers)
-    held.tiles[block], held.tile_offsets[block] = tile_map(offsets[None], (offsets.numel() - 1) // layers, tile, count)
+    _, layers, count, _ = tiles.shape
+    kv_heads = tile_offsets.shape[2] - 1
+    tiles[block], tile_offsets[block] = tile_map(offsets[None], kv_heads, tile_of(pool // layers), count)
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
@@ -176,14 +182,17 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     return attend(readable(call), held, layer)
 
 
-def attend_blocks(call: Attention, held: Blocks, layer: int) -> Tensor:
+def attend_blocks(call: Attention, held: Blocks, layer: int, row_tiles: int | None = None) -> Tensor:
     """See :func:`kvpass.kernels.cpu.attend_blocks`; needs the tables of :func:`index_block` of each block.
 
     The caller must ensure that T more tokens fit in the tails: the device is not asked.
+
+    Args:
+        row_tiles: at least the tiles that the layer has in any of the blocks; None: as many as the tables hold.
     """
     from kvpass.kernels import block_decode
 
-    return block_decode.attend_blocks(readable(call), held, layer)
+    return block_decode.attend_blocks(readable(call), held, layer, row_tiles)
 
 
 def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:

@@ -71,6 +71,11 @@ class Policy(ABC):
         self._check_shape("score() gave", scores, (obs.keys.shape[0], obs.kv_heads, obs.evictable))
         return scores.float().nan_to_num(nan=torch.finfo(torch.float32).min)
 
+    @property
+    def is_right_divided(self) -> bool:
+        """Whether it is right where several processes share the heads: ours are, others say so themselves."""
+        return type(self).__module__.startswith("kvpass.policies.") or bool(vars(type(self)).get("divisible"))
+
     def heads(self) -> HeadSplit:
         """Return the head split."""
         return UniformHeads()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,12 +15,14 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvpass.kernels import cpu
 from kvpass.operands import AppendBuffers, Attention, Blocks, Candidates, PrefillBuffers, Requested
 from kvpass.ops import reference
-from kvpass.vllm.admission import Prompt, Rows
+from kvpass.vllm import devices, versions
+from kvpass.vllm.admission import Rows
 from kvpass.vllm.kept import Kept, Tables
 from kvpass.vllm.layout import BlockLayout
 from kvpass.vllm.refusals import check_layer
 from kvpass.vllm.settings import Settings
 from kvpass.vllm.spec import KVPassSpec
+from kvpass.vllm.steps import PromptRow, Step, read_step
 
 
 class KVPassBackend(AttentionBackend):
@@ -30,11 +32,12 @@ class KVPassBackend(AttentionBackend):
     forward_includes_kv_cache_update = True
     settings: ClassVar[Settings]
     layers: ClassVar[int]
+    processes: ClassVar[int]
     max_model_len: ClassVar[int]
 
     @staticmethod
     def get_name() -> str:
-        return "CPU_ATTN"
+        return "CPU_ATTN" if versions.is_cpu() else "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[KVPassImpl]:
@@ -52,7 +55,7 @@ class KVPassBackend(AttentionBackend):
     def customize_spec(cls, spec: Any) -> KVPassSpec:
         if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
             raise ValueError(f"kvpass does not support layers with {type(spec).__name__} in vLLM")
-        layout = cls.settings.layout(cls.layers, spec.num_kv_heads, spec.head_size)
+        layout = cls.settings.layout(cls.layers, spec.num_kv_heads, spec.head_size, cls.processes)
         return KVPassSpec(
             block_size=-(-cls.max_model_len // 128) * 128,
             num_kv_heads=spec.num_kv_heads,
@@ -67,26 +70,23 @@ def bound_backend(config: Any, settings: Settings) -> type[KVPassBackend]:
     """Return the backend class of an engine."""
     model = config.model_config
     layers = model.get_num_layers(config.parallel_config)
-    attributes = {"settings": settings, "layers": layers, "max_model_len": model.max_model_len}
-    return type("KVPassBackend", (KVPassBackend,), attributes)
-
-
-class PromptRow(NamedTuple):
-    """A row that begins: its tokens in the step, its block, and which part of the tokens is the prompt."""
-
-    tokens: slice
-    block: int
-    prompt: Prompt
+    processes = config.parallel_config.tensor_parallel_size
+    attributes = {
+        "settings": settings,
+        "layers": layers,
+        "processes": processes,
+        "max_model_len": model.max_model_len,
+    }
+    found = type("Backend", (KVPassBackend,), attributes)
+    found.__module__ = "kvpass.vllm.backend_choice"  # vLLM on CUDA finds a class by its name a second time
+    return found
 
 
 @dataclass
 class KVPassMetadata:
-    """One step: rows that begin, rows that go on, and the buffers of prompts between first and last layer."""
+    """One step: its rows, and the buffers of prompts between first and last layer."""
 
-    prompts: list[PromptRow]
-    tokens: Tensor
-    block: Tensor
-    length: Tensor
+    step: Step
     tables: Tables
     order: dict[str, int]
     buffers: dict[int, PrefillBuffers] = field(default_factory=dict)
@@ -107,22 +107,21 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
             )
         self.order = {name: i for i, name in enumerate(layer_names)}
         segments = layers * kv_cache_spec.num_kv_heads
-        self.tables = Tables.empty(2 * vllm_config.scheduler_config.max_num_seqs, segments)
+        rows, kv_heads = vllm_config.scheduler_config.max_num_seqs, kv_cache_spec.num_kv_heads
+        processes = vllm_config.parallel_config.tensor_parallel_size
+        settings = Settings.read(vllm_config.additional_config)
+        assert settings is not None
+        pool = settings.layout(layers, kv_heads, kv_cache_spec.head_size, processes).pool
+        self.tables = Tables.empty(2 * rows, segments, devices.operators(device)(layers, kv_heads, pool, rows))
         self.rows = Rows.latest
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVPassMetadata:
-        common = common_attn_metadata
-        starts = common.query_start_loc_cpu[: common.num_reqs + 1].long()
-        blocks = common.block_table_tensor[: common.num_reqs, 0].long()
-        lengths = common.seq_lens[: common.num_reqs].long()
-        new = starts[1:] - starts[:-1]
-        begins = (new > 0) & (new == lengths)
-        on = (new > 0) & ~begins
-        prompts = [
-            PromptRow(slice(int(starts[row]), int(starts[row + 1])), int(blocks[row]), self.rows[row])
-            for row in begins.nonzero().flatten().tolist()
-        ]
-        return KVPassMetadata(prompts, starts[:-1][on], blocks[on], lengths[on], self.tables, self.order)
+        """Read a step; no value of the device is read on the host."""
+        common, rows = common_attn_metadata, common_attn_metadata.num_reqs
+        starts = common.query_start_loc_cpu[: rows + 1].long()
+        lengths = common.seq_lens_cpu_upper_bound[:rows].long()  # exact without speculative decoding
+        on_device = (common.query_start_loc[: rows + 1], common.seq_lens[:rows], common.block_table_tensor[:rows, 0])
+        return KVPassMetadata(read_step(starts, lengths, on_device, self.rows), self.tables, self.order)
 
 
 class KVPassImpl(AttentionImpl):
@@ -157,8 +156,11 @@ class KVPassImpl(AttentionImpl):
         self.num_heads, self.num_kv_heads, self.head_size, self.scale = num_heads, num_kv_heads, head_size, float(scale)
         self.softcap, self.sinks = logits_soft_cap or None, sinks
         layers = config.model_config.get_num_layers(config.parallel_config)
-        self.layout: BlockLayout = settings.layout(layers, num_kv_heads, head_size)
-        cpu.attend_function(config.model_config.dtype)  # without a compiler: refused at start
+        self.ranks = versions.ranks()
+        processes = 1 if self.ranks is None else self.ranks.size
+        self.layout: BlockLayout = settings.layout(layers, num_kv_heads, head_size, processes)
+        if versions.is_cpu():
+            cpu.attend_function(config.model_config.dtype)  # without a compiler: refused at start
 
     def forward(
         self,
@@ -178,13 +180,13 @@ class KVPassImpl(AttentionImpl):
         meta = attn_metadata
         site = meta.order[layer.layer_name]
         keys, values = self.layout.blocks(kv_cache, site)
-        meta.tables.cover(keys.shape[0])
-        for row in meta.prompts:
+        meta.tables.cover(keys.shape[0], keys.device)
+        for row in meta.step.prompts:
             call = self._call(*(x[row.tokens].transpose(0, 1)[None] for x in (query, key, value)))
             out = self._begin(call, keys[row.block], values[row.block], site, row, meta)
             output[row.tokens] = out[0].transpose(0, 1)
-        if meta.tokens.numel():
-            output[meta.tokens] = self._append(query, key, value, keys, values, site, meta)
+        if meta.step.tokens.numel():
+            output[meta.step.tokens] = self._append(query, key, value, keys, values, site, meta)
         return output
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Attention:
@@ -194,13 +196,14 @@ class KVPassImpl(AttentionImpl):
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, site: int, meta: KVPassMetadata
     ) -> Tensor:
         """One token of each row that goes on, in one call of the kernel."""
+        step = meta.step
         if meta.offsets is None or meta.used is None:
-            prompt = meta.tables.prompt[meta.block]
-            meta.offsets = meta.tables.offsets[meta.block]
-            meta.used = prompt.clamp(max=self.policy.window) + meta.length - 1 - prompt
-        held = Blocks(keys, values, meta.block, meta.offsets, meta.used, self.layout.pool, self.layout.tail)
-        call = self._call(*(x[meta.tokens][:, :, None] for x in (query, key, value)))
-        return cpu.attend_blocks(call, held, site)[:, :, 0]
+            prompt = meta.tables.prompt[step.block]
+            meta.offsets = meta.tables.offsets[step.block]
+            meta.used = (prompt.clamp(max=self.policy.window) + step.length - 1 - prompt).clamp(min=0)
+        held = Blocks(keys, values, step.block, meta.offsets, meta.used, self.layout.pool, self.layout.tail)
+        call = self._call(*(x[step.tokens][:, :, None] for x in (query, key, value)))
+        return meta.tables.device.attend_blocks(call, held, site)[:, :, 0]
 
     def _begin(
         self, call: Attention, keys: Tensor, values: Tensor, site: int, row: PromptRow, meta: KVPassMetadata
@@ -209,29 +212,34 @@ class KVPassImpl(AttentionImpl):
         n = row.prompt.length
         if call.q.shape[2] == n:
             return self._prefill(call, keys, values, site, row, meta)
-        kept = meta.tables.kept[row.prompt.digest]
+        kept, device = meta.tables.kept[row.prompt.digest], meta.tables.device
         prompt, answer = (call.rows(slice(None), part) for part in (slice(0, n), slice(n, None)))
         buffers = self._restore(prompt, keys, values, site, kept)
         if site == 0:
             meta.tables.enter(row.block, n, row.prompt.digest, kept)
-        out = reference.attend_prompt(prompt, torch.zeros(1, dtype=torch.int64))[0]
-        return torch.cat([out, reference.attend_cache(answer, buffers, site)], 2)
+        if row.resumed is None:
+            row.resumed = device.pool_tables(kept.offsets)
+        held = AppendBuffers(*buffers, *row.resumed)
+        out = device.ops.attend_prompt(prompt, torch.zeros(1, dtype=torch.int64))[0]
+        return torch.cat([out, device.ops.attend_cache(answer, held, site)], 2)
 
     def _prefill(
         self, call: Attention, keys: Tensor, values: Tensor, site: int, row: PromptRow, meta: KVPassMetadata
     ) -> Tensor:
         """Attend a prompt and keep what the policy chooses; after the last layer, note what was kept."""
-        layers = self.layout.layers
+        layers, ops = self.layout.layers, meta.tables.device.ops
         if site == 0:
             meta.buffers[row.block] = self._buffers(keys, values, meta.tables.offsets[row.block : row.block + 1])
         buffers = meta.buffers[row.block]
         start = torch.zeros(1, dtype=torch.int64)
-        asked = Requested(entries=buffers.entries)
-        out, scores, stats, weight = reference.observe_attention(call, start, start, site, layers, self.policy, asked)
-        candidates = Candidates(call.k, call.v, scores, stats, weight, start)
-        reference.cascade_step(buffers, candidates, site, self.policy)
+        first, asked = start.to(call.k.device), Requested(entries=buffers.entries)
+        out, lse = ops.attend_prompt(call, start)
+        judged = ops.judge(call, lse, start, first, site, layers, self.policy, asked, ranks=self.ranks)
+        scores, stats, weight = judged
+        candidates = Candidates(call.k, call.v, scores, stats, weight, first)
+        ops.cascade_step(buffers, candidates, site, self.policy, self.ranks)
         if site == layers - 1:
-            reference.pack(buffers)
+            ops.pack(buffers)
             del meta.buffers[row.block]
             kept = Kept(buffers.slots[reference.POSITION, 0].clone(), buffers.offsets[0].clone())
             meta.tables.enter(row.block, row.prompt.length, row.prompt.digest, kept)
@@ -241,21 +249,26 @@ class KVPassImpl(AttentionImpl):
         """The buffers of a prompt: pool and tails in its block, the rest for this step only."""
         layers, kv_heads, pool = self.layout.layers, self.layout.kv_heads, self.layout.pool
         (pool_k, tail_k), (pool_v, tail_v) = self.layout.parts(keys), self.layout.parts(values)
+        device = keys.device
         return PrefillBuffers(
             pool_k=pool_k,
             pool_v=pool_v,
-            slots=torch.full((4, 1, pool), -1, dtype=torch.int32),
-            slot_stats=torch.zeros(2, 1, pool),
-            layer_weights=torch.zeros(1, layers, dtype=torch.float64),
-            window_stats=torch.zeros(2, 1, layers, kv_heads, max(self.policy.window, 1)),
+            slots=torch.full((4, 1, pool), -1, dtype=torch.int32, device=device),
+            slot_stats=torch.zeros(2, 1, pool, device=device),
+            layer_weights=torch.zeros(1, layers, dtype=torch.float64, device=device),
+            window_stats=torch.zeros(2, 1, layers, kv_heads, max(self.policy.window, 1), device=device),
             tail_k=tail_k,
             tail_v=tail_v,
             offsets=offsets,
-            entries=torch.tensor([self.entries]),
+            entries=torch.tensor([self.entries], device=device),
         )
 
-    def _restore(self, prompt: Attention, keys: Tensor, values: Tensor, site: int, kept: Kept) -> AppendBuffers:
-        """Put what this layer's prompt had kept back into its block; nothing is decided anew."""
+    def _restore(self, prompt: Attention, keys: Tensor, values: Tensor, site: int, kept: Kept) -> tuple[Tensor, ...]:
+        """Put what this layer's prompt had kept back into its block; nothing is decided anew.
+
+        Returns:
+            the buffers of :class:`kvpass.operands.AppendBuffers`, without tables of a device.
+        """
         kv_heads, n = self.layout.kv_heads, prompt.k.shape[2]
         window = min(self.policy.window, n)
         bounds = kept.offsets[site * kv_heads : (site + 1) * kv_heads + 1].tolist()
@@ -268,5 +281,6 @@ class KVPassImpl(AttentionImpl):
             tail[site, 0, :, :window] = rows[0, :, n - window :]
             sides.append((pool, tail))
         (pool_k, tail_k), (pool_v, tail_v) = sides
-        start, used = torch.zeros(1, dtype=torch.int64), torch.tensor(window)
-        return AppendBuffers(pool_k, pool_v, kept.offsets[None], tail_k, tail_v, start, used)
+        start = torch.zeros(1, dtype=torch.int64, device=keys.device)
+        used = torch.tensor(window, device=keys.device)
+        return pool_k, pool_v, kept.offsets[None], tail_k, tail_v, start, used

@@ -13,8 +13,13 @@ def __getattr__(name: str) -> type:
 
     config = get_current_vllm_config()
     settings = checked_settings(config)
-    if settings is None:
+    if settings is None and versions.is_cpu():
         return versions.stock_backend()
+    if settings is None:
+        raise ValueError(
+            "the attention backend CUSTOM is kvpass, which is not configured: give additional_config, or leave "
+            "--attention-backend out"
+        )
     from kvpass.vllm.backend import bound_backend
 
     return bound_backend(config, settings)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvpass.policies.head_splits import UniformHeads
-from kvpass.policies.layer_splits import PyramidLayers, UniformLayers
 from kvpass.vllm.settings import Settings
 from kvpass.vllm.versions import check_version, installed
 
@@ -19,16 +17,12 @@ class Refusal(NamedTuple):
     advice: str
 
 
-def _compares(config: Any, settings: Settings) -> bool:
-    policy = settings.policy
-    layers = policy.layers()
-    alone = isinstance(layers, UniformLayers) or (
-        isinstance(layers, PyramidLayers) and layers.shape not in ("entropy", "gini")
-    )
-    return config.parallel_config.tensor_parallel_size > 1 and not (isinstance(policy.heads(), UniformHeads) and alone)
-
-
 REFUSALS = [
+    Refusal(
+        "the second model runner",
+        lambda config, _: config.use_v2_model_runner,
+        "it does not tell which request is in which row: set VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
     Refusal(
         "chunked prefill",
         lambda config, _: config.scheduler_config.enable_chunked_prefill,
@@ -64,9 +58,18 @@ REFUSALS = [
         "pass --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
     ),
     Refusal(
-        "tensor parallelism with a policy that compares heads or layers",
-        _compares,
-        'each process sees only its own heads: pass --tensor-parallel-size 1, or use the policy "snapkv"',
+        "more processes than divide the KV heads",
+        lambda config, _: (
+            config.model_config.get_total_num_kv_heads() % config.parallel_config.tensor_parallel_size > 0
+        ),
+        "each process needs KV heads of its own: pass a --tensor-parallel-size that divides their number",
+    ),
+    Refusal(
+        "tensor parallelism with a policy of your own",
+        lambda config, settings: (
+            config.parallel_config.tensor_parallel_size > 1 and not settings.policy.is_right_divided
+        ),
+        "use obs.all_heads where it compares heads and set divisible = True, or pass --tensor-parallel-size 1",
     ),
     Refusal(
         "policies that read the output projection of a layer",

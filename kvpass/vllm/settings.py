@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpass.policies import Policy, resolve, resolve_budget
+from kvpass.policies.head_splits import UniformHeads
 from kvpass.vllm.layout import BlockLayout
 
 KEY = "kvpass"
@@ -68,7 +69,14 @@ class Settings:
         """Evictable entries per KV head per layer."""
         return self.budget - self.policy.window
 
-    def layout(self, layers: int, kv_heads: int, head_dim: int) -> BlockLayout:
-        """Return the layout of a request's block."""
-        pool = self.policy.capacity(self.entries, layers, kv_heads)
+    def layout(self, layers: int, kv_heads: int, head_dim: int, processes: int = 1) -> BlockLayout:
+        """Return the layout of a request's block.
+
+        Args:
+            kv_heads: of this process. processes: that share the heads. Where a policy compares heads, all entries may
+                be of one process; else those of a layer are divided alike, but for less than one per head.
+        """
+        pool = self.policy.capacity(self.entries, layers, kv_heads * processes)
+        if processes > 1 and isinstance(self.policy.heads(), UniformHeads):
+            pool = pool // processes + layers * kv_heads
         return BlockLayout(layers, kv_heads, head_dim, pool, self.policy.window + self.room)

@@ -6,6 +6,8 @@ import functools
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from kvpass.ranks import Ranks
+
 _STOCK = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 _KNOWN = "0.32."
 
@@ -31,10 +33,11 @@ def installed() -> str:
 
 
 def override_backend() -> None:
-    """Have vLLM ask :mod:`kvpass.vllm.backend_choice` for its CPU backend."""
+    """Have vLLM ask :mod:`kvpass.vllm.backend_choice` for its CPU backend, and on CUDA for the backend CUSTOM."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CPU_ATTN, "kvpass.vllm.backend_choice.Backend")
+    for name in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
+        register_backend(name, "kvpass.vllm.backend_choice.Backend")
 
 
 def stock_backend() -> type:
@@ -50,6 +53,42 @@ def forget_backend() -> None:
     from vllm.v1.attention import selector
 
     selector._cached_get_attn_backend.cache_clear()
+
+
+def is_cpu() -> bool:
+    """Whether vLLM runs on the CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def check_platform(config: Any) -> None:
+    """Refuse devices that kvpass has no kernels for, and another attention backend on CUDA.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    if not current_platform.is_cuda():
+        raise ValueError(
+            "kvpass in vLLM has kernels for CPUs and for CUDA, not for this device: leave 'kvpass' out of "
+            "additional_config"
+        )
+    if getattr(config.attention_config.backend, "name", None) != "CUSTOM":
+        raise ValueError("kvpass in vLLM on CUDA is the attention backend CUSTOM: pass --attention-backend CUSTOM")
+
+
+def ranks() -> Ranks | None:
+    """Return the processes that share the heads of the engine's model; None if there is one."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return None
+    return Ranks(group.device_group.group_name, group.rank_in_group, group.world_size)
 
 
 def check_requests() -> None:

@@ -47,9 +47,15 @@ class Case:
         extra = (20.0, torch.randn(heads)) if options else ()
         self.call = Attention(q, k, v, 0.25, *extra)
         held = Blocks(keys, values, block, offsets, torch.tensor(USED), self.layout.pool, TAIL)
-        self.held = cuda.index_blocks(held, LAYERS, KV_HEADS)
+        tables = cuda.index_blocks(BLOCKS, LAYERS, KV_HEADS, self.layout.pool, len(USED), torch.device("cpu"))
+        self.held = Blocks(*held[:7], *tables)
         for row, place in enumerate(block.tolist()):
-            cuda.index_block(self.held, place, offsets[row])
+            self.index(place, offsets[row])
+
+    def index(self, block: int, offsets: Tensor) -> None:
+        tiles, tile_offsets = self.held.tiles, self.held.tile_offsets
+        assert tiles is not None and tile_offsets is not None
+        cuda.index_block(tiles, tile_offsets, block, offsets, self.layout.pool)
 
     def row(self, row: int) -> tuple[Attention, AppendBuffers]:
         """A row by itself, in memory of its own."""
@@ -114,8 +120,8 @@ def test_the_grid_may_be_cut_to_the_largest_row():
 def test_new_tables_of_a_block_replace_its_old_ones():
     case = Case()
     other = torch.tensor([0, 150, 160, 160, 160, 160, 200], dtype=torch.int32)
-    cuda.index_block(case.held, 4, other)
-    cuda.index_block(case.held, 4, case.held.offsets[0])
+    case.index(4, other)
+    case.index(4, case.held.offsets[0])
     case.check(0)
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from kvpass.vllm.devices import OnCPU
 from kvpass.vllm.kept import Kept, Tables
 
 
@@ -10,8 +11,8 @@ def kept(number: int) -> Kept:
 
 
 def tables(most: int = 2) -> Tables:
-    made = Tables.empty(most, segments=1)
-    made.cover(4)
+    made = Tables.empty(most, segments=1, device=OnCPU(1, 1, 6, 4))
+    made.cover(4, torch.device("cpu"))
     return made
 
 

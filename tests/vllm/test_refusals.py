@@ -13,15 +13,30 @@ LAVA, SNAPKV = (Settings.read({"kvpass": {"policy": name, "budget": 64, "room": 
 OUTPUT_PROJECTION = "policies that read the output projection of a layer"
 CRITICALKV = Settings.read({"kvpass": {"policy": "criticalkv", "budget": 64, "room": 8}})
 
+
+class Own(type(SNAPKV.policy)):
+    name = "own"
+
+
+class OwnDivisible(Own):
+    divisible = True
+
+
+OWN, OWN_DIVISIBLE = (Settings(kind(), 64, 8) for kind in (Own, OwnDivisible))
+
+OWN_DIVIDED = "tensor parallelism with a policy of your own"
+WITH_POLICY = {OUTPUT_PROJECTION: CRITICALKV, OWN_DIVIDED: OWN}
 FAULTS = {
     OUTPUT_PROJECTION: {},
+    "the second model runner": {"use_v2_model_runner": True},
     "chunked prefill": {"scheduler_config.enable_chunked_prefill": True},
     "prefix caching": {"cache_config.enable_prefix_caching": True},
     "splitting long prompts": {"scheduler_config.long_prefill_token_threshold": 512},
     "scheduling by priority": {"scheduler_config.policy": "priority"},
     "pipeline parallelism": {"parallel_config.pipeline_parallel_size": 2},
     "context parallelism": {"parallel_config.decode_context_parallel_size": 2},
-    "tensor parallelism with a policy that compares heads or layers": {"parallel_config.tensor_parallel_size": 2},
+    "more processes than divide the KV heads": {"parallel_config.tensor_parallel_size": 3},
+    OWN_DIVIDED: {"parallel_config.tensor_parallel_size": 2},
     "speculative decoding": {"speculative_config": object()},
     "KV transfer": {"kv_transfer_config": object()},
     "LoRA": {"lora_config": object()},
@@ -53,7 +68,13 @@ def config(**changes: object) -> SimpleNamespace:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),
-        model_config=SimpleNamespace(enable_prompt_embeds=False, runner_type="generate", is_multimodal_model=False),
+        model_config=SimpleNamespace(
+            enable_prompt_embeds=False,
+            runner_type="generate",
+            is_multimodal_model=False,
+            get_total_num_kv_heads=lambda: 4,
+        ),
+        use_v2_model_runner=False,
         speculative_config=None,
         kv_transfer_config=None,
         lora_config=None,
@@ -75,7 +96,7 @@ def test_what_is_supported_is_not_refused():
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
 def test_each_row_of_the_table_refuses_its_fault_alone_and_says_what_to_do(refusal):
     with pytest.raises(ValueError) as raised:
-        check_config(config(**FAULTS[refusal.name]), CRITICALKV if refusal.name == OUTPUT_PROJECTION else LAVA)
+        check_config(config(**FAULTS[refusal.name]), WITH_POLICY.get(refusal.name, LAVA))
     assert str(raised.value) == f"kvpass does not support {refusal.name} ({refusal.advice})"
 
 
@@ -84,8 +105,9 @@ def test_all_faults_are_told_at_once():
         check_config(config(**FAULTS["chunked prefill"], **FAULTS["LoRA"]), LAVA)
 
 
-def test_a_policy_that_compares_nothing_may_be_split_over_processes():
-    check_config(config(**{"parallel_config.tensor_parallel_size": 2}), SNAPKV)
+@pytest.mark.parametrize("settings", [LAVA, SNAPKV, OWN_DIVISIBLE], ids=lambda settings: type(settings.policy).__name__)
+def test_processes_may_share_the_heads_of_policies_that_are_right_there(settings):
+    check_config(config(**{"parallel_config.tensor_parallel_size": 2}), settings)
 
 
 def test_prefill_in_contexts_is_refused_too():

@@ -58,3 +58,17 @@ def test_a_block_holds_the_budget_and_the_room():
 def test_a_cascade_has_one_entry_more_for_each_layer():
     layout = Settings.read({"kvpass": GIVEN}).layout(layers=4, kv_heads=2, head_dim=8)
     assert (layout.pool, layout.slots) == (96 * 8 + 4, 128 + 64 + 1)
+
+
+def test_each_process_has_room_for_all_entries_where_heads_compete():
+    alone = Settings.read({"kvpass": GIVEN}).layout(layers=4, kv_heads=4, head_dim=8)
+    divided = Settings.read({"kvpass": GIVEN}).layout(layers=4, kv_heads=2, head_dim=8, processes=2)
+    assert divided.pool == alone.pool
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
+def test_each_process_has_its_part_of_the_room_where_heads_hold_equal_numbers(policy):
+    settings = Settings.read({"kvpass": GIVEN | {"policy": policy}})
+    alone = settings.layout(layers=4, kv_heads=4, head_dim=8)
+    divided = settings.layout(layers=4, kv_heads=2, head_dim=8, processes=2)
+    assert alone.pool / 2 <= divided.pool <= alone.pool / 2 + 4 * 2

@@ -80,15 +80,21 @@ def alone(llm: LLM) -> Tokens:
     return {length: found for case in CASES for length, found in together(llm, [case]).items()}
 
 
-def joined(llm: LLM, every: int = 5, preempt_at: int | None = None) -> tuple[Tokens, int]:
+def joined(
+    llm: LLM,
+    every: int = 5,
+    preempt_at: int | None = None,
+    cases: list[tuple[int, int]] = CASES,
+    new: int = NEW,
+) -> tuple[Tokens, int]:
     """One more request every few steps; at a step, preempt all that run. Also return how many were preempted."""
     core = llm.llm_engine
     scheduler = core.engine_core.engine_core.scheduler
-    waiting, found, step, preempted = list(CASES), {}, 0, 0
+    waiting, found, step, preempted = list(cases), {}, 0, 0
     while waiting or core.has_unfinished_requests():
         while waiting and (every == 0 or step % every == 0):
             seed, length = waiting.pop(0)
-            core.add_request(str(length), {"prompt_token_ids": prompt(seed, length)}, greedy())
+            core.add_request(str(length), {"prompt_token_ids": prompt(seed, length)}, greedy(new))
             if every:
                 break
         if step == preempt_at:

@@ -19,17 +19,21 @@ from vllm.v1.request import RequestStatus
 
 import kvpass
 
+SHORT, SHORT_NEW = [(1, 60), (2, 90), (3, 40)], 8
+"""Cases for Triton's interpreter, which is slow."""
 
-def reference(folder: str, policy: str | None, budget: int | None) -> dict[int, list[int]]:
+
+def reference(folder: str, policy: str | None, budget: int | None, short: bool = False) -> dict[int, list[int]]:
     """Tokens of ``kvpass.compile``, each prompt alone; without a policy, of the model itself."""
+    cases, new = (SHORT, SHORT_NEW) if short else (CASES, NEW)
     model: Any = make_model(folder)
     if policy is not None:
         model = kvpass.compile(model, policy=policy, budget=budget, backend="eager")
     return {
-        n: model.generate(torch.tensor([prompt(seed, n)]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)[
+        n: model.generate(torch.tensor([prompt(seed, n)]), max_new_tokens=new, do_sample=False, eos_token_id=None)[
             0, n:
         ].tolist()
-        for seed, n in CASES
+        for seed, n in cases
     }
 
 
@@ -110,9 +114,33 @@ def soak(folder: str, settings: dict[str, Any], requests: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def two_processes(folder: str, settings: dict[str, Any]) -> dict[int, list[int]]:
-    """Tokens with tensor parallelism."""
-    return together(engine(folder, settings, tensor_parallel_size=2), CASES)
+def two_processes(folder: str, settings: dict[str, Any]) -> tuple[dict[int, list[int]], int]:
+    """Tokens with tensor parallelism, with one more request every 3 steps, all preempted after 25; how many were."""
+    return joined(engine(folder, settings, tensor_parallel_size=2), every=3, preempt_at=25)
+
+
+def cuda_kernels(folder: str, settings: dict[str, Any]) -> tuple[dict[int, list[int]], int]:
+    """Tokens of short prompts by what runs on CUDA, in Triton's interpreter; three in a batch, preempted after 6 steps.
+
+    Returns:
+        tokens, and how many requests were preempted.
+    """
+    from kvpass.vllm import devices
+
+    devices.operators = lambda device: devices.OnCUDA
+    found = joined(engine(folder, settings), every=2, preempt_at=6, cases=SHORT, new=SHORT_NEW)
+    assert "kvpass.kernels.block_decode" in sys.modules
+    return found
+
+
+def loaded(folder: str) -> list[bool]:
+    """Whether the plug-in is among the logits processors that each model runner loads."""
+    from vllm.v1.sample.logits_processor import _load_logitsprocs_plugins
+    from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_plugins
+
+    from kvpass.vllm.prompt_rows import PromptRows
+
+    return [PromptRows in load() for load in (_load_logitsprocs_plugins, _load_v2_logitsprocs_plugins)]
 
 
 def in_turn(folder: str, settings: list[dict[str, Any] | None]) -> list[dict[int, list[int]]]:

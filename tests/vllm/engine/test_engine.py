@@ -77,9 +77,22 @@ def test_many_requests_of_all_kinds_are_answered_as_each_alone(folder):
     assert found["resident"][-1] < found["resident"][1] + 64
 
 
-def test_two_processes_with_a_policy_that_judges_each_head_alone(folder):
-    expected = ask("reference", folder, "snapkv", 64)
-    assert ask("two_processes", folder, {"policy": "snapkv", "budget": 64, "room": 64}) == expected
+@pytest.mark.parametrize("policy", ["pyramidkv", "lava"])
+def test_two_processes_keep_what_one_keeps(folder, policy):
+    expected = ask("reference", folder, policy, 64)
+    found, preempted = ask("two_processes", folder, {"policy": policy, "budget": 64, "room": 64})
+    assert found == expected and preempted == 8
+
+
+def test_what_runs_on_cuda_gives_the_same_tokens_in_the_interpreter(folder, monkeypatch):
+    expected = ask("reference", folder, "lava", 40, True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found, preempted = ask("cuda_kernels", folder, {"policy": "lava", "budget": 40, "room": 16})
+    assert found == expected and preempted == 3
+
+
+def test_both_model_runners_take_the_plug_in(folder):
+    assert ask("loaded", folder) == [True, True]
 
 
 def test_engines_of_one_process_do_not_take_each_others_backend(folder, full):
