@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import inspect
 from types import SimpleNamespace
 
@@ -63,10 +64,25 @@ def recorded(monkeypatch):
         yield asked
 
 
+def graphed_model(family="llama", **options):
+    """A model whose steps are captured."""
+    return kvpass.compile(tiny_model(family, layers=2), **OPTIONS | options, cuda_graphs=True)
+
+
+@functools.cache
+def shared_plain(family):
+    return kvpass.compile(tiny_model(family, layers=2), **OPTIONS, cuda_graphs=False)
+
+
+def plain_model(family="llama", policy="lava", budget=16, window=8):
+    """The same model whose steps are not: it keeps no memory, and the tests of this file share it."""
+    fast = shared_plain(family)
+    fast.set_policy(policy, budget, window=window)
+    return fast
+
+
 def pair(family="llama", **options):
-    """A model whose steps are captured, and one that keeps no memory."""
-    model = tiny_model(family, layers=2)
-    return [kvpass.compile(model, **OPTIONS | options, cuda_graphs=graphs) for graphs in (True, False)]
+    return graphed_model(family, **options), plain_model(family, **options)
 
 
 def answer(model, ids, new=12, **options):
@@ -133,7 +149,7 @@ def test_a_cache_that_is_still_referred_to_is_not_overwritten():
 
 
 def test_a_report_outlives_its_cache():
-    graphed, _ = pair()
+    graphed = graphed_model()
     graphed(random_ids(1, 61))
     report = graphed.report()
     expected = [tensor.clone() for tensor in (report.prompt.start, report.prompt.full_layers[0].offsets)]
@@ -144,7 +160,7 @@ def test_a_report_outlives_its_cache():
 
 
 def test_a_cache_that_is_reset_gives_its_memory_to_the_next():
-    graphed, _ = pair()
+    graphed = graphed_model()
     cache = graphed(random_ids(1, 61)).past_key_values
     before = cache.full_layers[0].pool_k.data_ptr()
     cache.reset()
@@ -168,7 +184,7 @@ def test_what_is_held_back_is_bounded_and_let_go_by_a_prompt_of_another_shape():
 
 
 def test_where_no_steps_are_captured_nothing_is_held_back():
-    _, plain = pair()
+    plain = plain_model()
     plain(random_ids(1, 61))
     assert not plain._kvpass.captures.compiler.recycled._known
 
@@ -204,14 +220,14 @@ def tails(model: CompressedModel, monkeypatch):
     ids=str,
 )
 def test_generate_reserves_the_tail_once(asked, slots, monkeypatch):
-    _, plain = pair()
+    plain = plain_model()
     seen = tails(plain, monkeypatch)
     out = plain.generate(random_ids(1, 61), do_sample=False, **asked)
     assert set(seen) == {slots} and len(seen) == out.shape[1] - 61
 
 
 def test_a_turn_reserves_the_tail_once(monkeypatch):
-    _, plain = pair()
+    plain = plain_model()
     cache = plain.compress(random_ids(1, 61), reusable=False)
     seen = tails(plain, monkeypatch)
     answer(plain, random_ids(1, 9), new=300, past_key_values=cache)
@@ -220,7 +236,7 @@ def test_a_turn_reserves_the_tail_once(monkeypatch):
 
 def test_what_is_reserved_ahead_is_bounded_and_so_is_what_an_early_end_leaves():
     """Many ask for thousands of tokens and mean: until the end of the answer."""
-    _, plain = pair()
+    plain = plain_model()
     ids = random_ids(1, 61)
     end = int(answer(plain, ids, new=3)[0, -1])
     out = answer(plain, ids, new=50_000, eos_token_id=end, return_dict_in_generate=True)
@@ -232,7 +248,7 @@ def test_what_is_reserved_ahead_is_bounded_and_so_is_what_an_early_end_leaves():
 
 
 def test_tokens_beyond_what_was_expected_find_room():
-    _, plain = pair()
+    plain = plain_model()
     cache = answer(plain, random_ids(1, 61), new=4, return_dict_in_generate=True).past_key_values
     token = random_ids(1, 1)
     for _ in range(80):

@@ -10,6 +10,7 @@ import pytest
 
 from kvpass.eval.tasks import GROUPS, Sample, encode, find_tasks, registry
 from kvpass.eval.tasks.needle import DEPTHS, LENGTHS, NAMES, move_fact
+from pairwise import each_value
 
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] | trim }}</user>{% endfor %}<model>"
 
@@ -88,8 +89,7 @@ def test_names_are_found_once_and_unknown_ones_refused():
 GENERATED = [name for name in registry() if not name.startswith(("longbench", "infinitebench"))]
 
 
-@pytest.mark.parametrize("kind", ["words", "pieces"])
-@pytest.mark.parametrize("name", GENERATED)
+@each_value(name=GENERATED, kind=["words", "pieces"])
 def test_generated_prompts_fill_the_length_asked_for_with_any_tokenizer(name, kind, request):
     if "needle" not in name:
         pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
