@@ -9,6 +9,7 @@ import kvpass
 from kvpass.cache.layers import FullAttentionLayers
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
+from pairwise import quick
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 WINDOW, BUDGET = 8, 20
@@ -28,6 +29,8 @@ LIKE_A_PROMPT = {
     "knorm": {},
 }
 """Policies that can compress again, with options."""
+DIVIDE_OTHERS = {"lava_nohead", "lava_pyramid", "lava_uniform", "ada_pyramidkv"}
+"""Those that divide a budget by the layers as one of the others does, and by the heads as another."""
 
 
 def compiled(family="llama", policy="lava", **options):
@@ -83,7 +86,7 @@ def test_generate_twice_appends_and_equals_the_masked_model(family, whole):
 # -- compressing again ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", LIKE_A_PROMPT)
+@pytest.mark.parametrize("policy", quick([*LIKE_A_PROMPT], LIKE_A_PROMPT.keys() - DIVIDE_OTHERS))
 def test_a_turn_is_judged_like_a_prompt_when_nothing_was_lost_before(policy):
     """A first prompt below the budget is kept whole, so that turn and prompt together are just one prompt."""
     options = LIKE_A_PROMPT[policy]
