@@ -20,14 +20,19 @@ RIGHT_PADDED = torch.ones(1, 40).tril(29)
 TINY = {"vocab_size": 128, "hidden_size": 16, "num_hidden_layers": 1}
 
 
+def compiled(budget=16):
+    """A model and its compiled copy, both shared with other tests."""
+    return compiled_once("llama", layers=2, budget=budget, window=8, backend="eager")
+
+
 @pytest.fixture
 def model():
-    return compiled_once("llama", layers=2, budget=16, window=8, backend="eager")[0]
+    return compiled()[0]
 
 
 @pytest.fixture
-def fast(model):
-    return kvpass.compile(model, budget=16, window=8, backend="eager")
+def fast():
+    return compiled()[1]
 
 
 def bert():
@@ -191,8 +196,8 @@ def test_a_compiled_model_is_not_pickled(fast, tmp_path):
 
 
 @pytest.mark.parametrize("budget", [10**30, f"{10**30}GB"])
-def test_a_budget_beyond_every_prompt_keeps_everything(model, budget):
-    fast = kvpass.compile(model, budget=budget, window=8, backend="eager")
+def test_a_budget_beyond_every_prompt_keeps_everything(budget):
+    _, fast = compiled(budget)
     assert int(fast(IDS).past_key_values.lengths.sum()) == 40 * 4
 
 
