@@ -253,9 +253,16 @@ def test_a_mixture_of_experts_is_captured_for_any_logits_to_keep(monkeypatch, tm
     assert len(symbols) == 3 and len(set(symbols)) == 1, "the prompt length is a symbol, and in none logits_to_keep"
 
 
-def test_a_streamer_and_stopping_criteria_work():
+@functools.cache
+def builtin_compiled():
+    """The built-in model, its compiled copy, and the tokenizer; a test sets the budget."""
     model, tokenizer = builtin.load()
-    fast = kvpass.compile(model, budget=48, backend="eager")
+    return model, kvpass.compile(model, budget=1.0, backend="eager"), tokenizer
+
+
+def test_a_streamer_and_stopping_criteria_work():
+    _, fast, tokenizer = builtin_compiled()
+    fast.set_budget(48)
     inputs = tokenizer(CHAIN, return_tensors="pt")
     inputs.pop("token_type_ids", None)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
@@ -278,8 +285,8 @@ def test_a_streamer_and_stopping_criteria_work():
 
 
 def test_the_text_generation_pipeline_works_unmodified():
-    model, tokenizer = builtin.load()
-    fast = kvpass.compile(model, budget=10**6, backend="eager")
+    model, fast, tokenizer = builtin_compiled()
+    fast.set_budget(10**6)
     answers = [
         pipeline("text-generation", model=subject, tokenizer=tokenizer)(CHAIN, max_new_tokens=5, do_sample=False)
         for subject in (model, fast)
