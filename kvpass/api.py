@@ -64,6 +64,13 @@ def compile(
 ) -> CompressedModel: ...
 @overload
 def compile(
+    model: PreTrainedModel,
+    *,
+    policy: Literal["defensivekv", "layer_defensivekv"],
+    **options: Unpack[o.DefensiveKVOptions],
+) -> CompressedModel: ...
+@overload
+def compile(
     model: PreTrainedModel, *, policy: Literal["cake"], **options: Unpack[o.CakeOptions]
 ) -> CompressedModel: ...
 @overload

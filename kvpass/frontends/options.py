@@ -22,12 +22,14 @@ PolicyName = Literal[
     "ada_snapkv",
     "cake",
     "criticalkv",
+    "defensivekv",
     "full",
     "h2o",
     "keydiff",
     "knorm",
     "lagkv",
     "lava",
+    "layer_defensivekv",
     "lava_nohead",
     "lava_pyramid",
     "lava_uniform",
@@ -107,6 +109,10 @@ class CriticalKVOptions(ScoreOptions, total=False):
     alpha: float
     first_stage: float
     epsilon: float
+
+
+class DefensiveKVOptions(Options, total=False):
+    kernel_size: int
 
 
 class SnapKVOptions(ScoreOptions, total=False):

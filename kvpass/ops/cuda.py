@@ -88,11 +88,14 @@ def _judge_padded(obs: Observation, first: Tensor, policy: Policy) -> tuple[Tens
     """As :func:`kvpass.ops.reference.judge_rows`, rows of different padding together."""
     b, kv_heads, n, _ = obs.keys.shape
     m, real = obs.evictable, torch.arange(n, device=first.device) >= first[:, None, None]
-    found = obs.all_heads(policy.checked_score(obs))
+    own = policy.checked_score(obs)
+    found = obs.all_heads(own)
     scores = found.new_full((b, found.shape[1], n), float("-inf"))
     scores[..., :m] = torch.where(real[..., :m], found, float("-inf"))
     stats = found.new_zeros(2, b, kv_heads, n)
     stats[reference.MASS] = obs.mass
+    if policy.compares_layers:
+        stats[reference.DECODE_STATE, ..., :m] = own
     rule = policy.decode_rule()
     if rule is not None:
         stats[reference.DECODE_STATE] = torch.where(real, rule.start(obs), 0.0)

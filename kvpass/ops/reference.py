@@ -17,6 +17,7 @@ from kvpass.ops.slots import attend_slots, evict_lowest
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
+from kvpass.policies.scheduler import best_over_layers
 from kvpass.ranks import Ranks
 
 __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` has them
@@ -40,7 +41,7 @@ OWNER, RANK, POSITION, STORAGE_ORDER = 0, 1, 2, 3
 ``layer * K + head`` (-1 = empty), order of entry, true position, storage order of the decode rule.
 """
 MASS, DECODE_STATE = 0, 1
-"""Planes of the stats, fp32: attention mass, and decode state of each entry."""
+"""Planes of the stats, fp32: attention mass, and decode state of each entry; its score where layers compete."""
 
 
 def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
@@ -207,9 +208,12 @@ def judge_rows(
     for rows, column in row_groups(start):
         window = min(policy.window, n - column)
         obs = observe(rows, column, window)
-        site_scores = obs.all_heads(policy.checked_score(obs))
+        own = policy.checked_score(obs)
+        site_scores = obs.all_heads(own)
         judged.append(F.pad(site_scores, (column, window), value=float("-inf")))
         stats[MASS, rows, :, column:] = obs.mass
+        if policy.compares_layers:
+            stats[DECODE_STATE, rows, :, column:] = F.pad(own, (0, window), value=float("-inf"))
         if rule is not None:
             stats[DECODE_STATE, rows, :, column:] = rule.start(obs)
         layer_weight = policy.checked_weight(obs, site_scores)
@@ -265,6 +269,8 @@ def reallocate_budgets(
     b, kv_heads, n = scores.shape
     buffers.layer_weights[:, layer] = candidates.weight
     available = (n - candidates.start - policy.window).clamp(min=0)
+    if policy.compares_layers:
+        buffers.layer_weights.copy_(_best_entries(buffers, candidates, layer, ranks))
     budgets = policy.layer_budgets(buffers.layer_weights, entries, available, kv_heads, layer + 1)
     own = candidates.k.shape[1]
     owner_layer = slots[OWNER].clamp(min=0).long() // own
@@ -277,6 +283,20 @@ def reallocate_budgets(
     keep = (rank < budgets[:, layer, None, None]) & (scores > float("-inf"))
     heads = slice(None) if ranks is None else slice(ranks.rank * own, (ranks.rank + 1) * own)
     return keep[:, heads], rank[:, heads], storage_order[:, heads]
+
+
+def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, ranks: Ranks | None) -> Tensor:
+    """Return how many of the best entries each layer has, of those held and those of one more layer; ``[B, L]``."""
+    slots, scores = buffers.slots, candidates.scores
+    layers = buffers.layer_weights.shape[1]
+    held = torch.where(slots[OWNER] == _EMPTY, float("-inf"), buffers.slot_stats[DECODE_STATE])
+    of_layer = slots[OWNER].clamp(min=0).long() // candidates.k.shape[1]
+    if ranks is not None:
+        held, of_layer = ranks.gather(held, 1), ranks.gather(of_layer, 1)
+    both = torch.cat([held, scores.flatten(1)], 1)
+    of_both = torch.cat([of_layer, torch.full_like(scores.flatten(1), layer, dtype=torch.int64)], 1)
+    total = buffers.entries * (layers * scores.shape[1])
+    return best_over_layers(both, of_both, total, layers)
 
 
 def keep_window(buffers: PrefillBuffers, candidates: Candidates, layer: int, window: int) -> None:

@@ -18,6 +18,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.baselines import Full, Random
 from kvpass.policies.cake import Cake
 from kvpass.policies.criticalkv import CriticalKV
+from kvpass.policies.defensivekv import DefensiveKV, LayerDefensiveKV
 from kvpass.policies.h2o import H2O
 from kvpass.policies.keydiff import KeyDiff
 from kvpass.policies.knorm import Knorm
@@ -165,6 +166,8 @@ for _policy in (
     AdaPyramidKV,
     Cake,
     CriticalKV,
+    DefensiveKV,
+    LayerDefensiveKV,
     H2O,
     Tova,
     StreamingLLM,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.policies.decode_rules import DecodeRule
 from kvpass.policies.head_splits import HeadSplit, UniformHeads
-from kvpass.policies.layer_splits import LayerSplit, UniformLayers
+from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import Parity, check_int, check_literal, check_options, option
 
@@ -83,6 +83,11 @@ class Policy(ABC):
     def layers(self) -> LayerSplit:
         """Return the layer split."""
         return UniformLayers(self.parity)
+
+    @property
+    def compares_layers(self) -> bool:
+        """Whether scores of all layers compete; the weights of layers are then counts of their best entries."""
+        return isinstance(self.layers(), GlobalLayers)
 
     def decode_rule(self) -> DecodeRule | None:
         """Return the rule for eviction while decoding; None: tokens are only appended."""

@@ -105,6 +105,25 @@ class CakeLayers:
         return num_layers
 
 
+@dataclass(frozen=True)
+class GlobalLayers:
+    """The best scores of all layers stay: layers compete as heads do, and get what they have among the best.
+
+    Scores must compare across layers, and rank the entries of a layer (``AdaptiveHeads(0.0)``). The weight of a layer
+    is the number of its entries among the best of the layers seen, which :func:`best_over_layers` counts.
+    """
+
+    @takes_padding
+    def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
+        return None
+
+    def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+        return until(seen, weights.long())
+
+    def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
+        return 0
+
+
 Shape = Literal["linear", "geometric", "exponential", "entropy", "gini"]
 
 

@@ -15,6 +15,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, Slots, keep_mask
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_float
+from kvpass.policies.scheduler import best_over_layers
 
 Layers = Tensor | Sequence[Tensor]
 
@@ -143,6 +144,10 @@ def _plan_row(
         weight = policy.checked_weight(obs, found)
         if weight is not None:
             weights[:, i] = weight
+        if policy.compares_layers:
+            held = scores[: i + 1, 0].flatten()[None]
+            of_layer = torch.arange(i + 1, device=k.device).repeat_interleave(kv_heads * length)[None]
+            weights = best_over_layers(held, of_layer, entries * (layers * kv_heads), layers)
         stage = policy.layer_budgets(weights, entries, available, kv_heads, i + 1)
         limits[:, : i + 1] = torch.minimum(limits, stage)[:, : i + 1]
 

@@ -79,6 +79,8 @@ def _refusal(policy: Policy) -> str | None:
         return "released rules (parity='code') know only a prompt"
     if policy.reads_projection:
         return "its score reads the output projection, which only a prompt has at hand"
+    if policy.compares_layers:
+        return "it compares the scores of all layers, which is done in a prompt only"
     if policy.only_prompts:
         return "its score is defined for a prompt, not for the entries that are left of one"
     generator = torch.Generator().manual_seed(0)

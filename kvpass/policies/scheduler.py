@@ -108,6 +108,24 @@ def fixed_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads:
     return torch.where(torch.arange(layers, device=final.device) < seen, final, 0)
 
 
+def best_over_layers(scores: Tensor, layer: Tensor, total: Tensor, layers: int) -> Tensor:
+    """Return how many of the ``total`` best scores each layer has, fp64 ``[B, L]``; ties: lower layer.
+
+    Called with the best of the layers before and all entries of one more layer, it gives what it gives of all entries
+    of all these layers: what is not among the best of some layers is not among those of more.
+
+    Args:
+        scores: fp32 ``[B, C]``, ``-inf`` for no entry. layer: of each, int64 ``[B, C]``. total: int64 ``[B]``.
+    """
+    last = (total - 1).clamp(min=0, max=scores.shape[1] - 1)
+    bound = scores.sort(dim=1, descending=True).values.gather(1, last[:, None])
+    above, equal = scores > bound, (scores == bound) & (scores > float("-inf"))
+    none = torch.zeros(scores.shape[0], layers, dtype=torch.int64, device=scores.device)
+    certain, ties = (none.scatter_add(1, layer, found.long()) for found in (above, equal))
+    left = (total - certain.sum(1)).clamp(min=0)[:, None] - (ties.cumsum(1) - ties)
+    return (certain + torch.minimum(ties, left.clamp(min=0))).double()
+
+
 def rank_entries(scores: Tensor, alpha: float = 0.0) -> Tensor:
     """Return the order in which a layer's entries enter as its budget grows: a permutation per row.
 

@@ -174,7 +174,8 @@ RAGGED = torch.tensor([0, 9, 32, 33, 35])
 )
 def test_rows_of_different_padding_are_judged_together_as_each_alone(name, options):
     policy = resolve(name, **{"window": WINDOW, **options})
-    assert policy.takes_padded_rows == (name != "lagkv")  # its parts begin where the row does
+    apart = ("lagkv", "defensivekv", "layer_defensivekv")  # parts that begin where the row does; rows of the window
+    assert policy.takes_padded_rows == (name not in apart)
     call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
     asked = Requested(WEIGHT, torch.full((len(RAGGED),), 9))
     expected = reference.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy, asked)

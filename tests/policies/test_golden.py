@@ -33,6 +33,7 @@ OF_KEYS = ("keydiff", "knorm", "lagkv")
 """Policies whose cases lie a folder deeper, with other parameters: kvpress counts all that a head keeps."""
 CRITICAL = ("criticalkv_snapkv", "criticalkv_ada_snapkv")
 CASES_OF_CRITICAL = sorted(path for name in CRITICAL for path in ROOT.glob(f"{name}/cases/*.json"))
+CASES_OF_DEFENSIVE = sorted(ROOT.glob("defensivekv/cases/*.json"))
 CASES_OF_KEYS = sorted(
     path
     for name in OF_KEYS
@@ -191,6 +192,20 @@ def test_contract_5_criticalkv_keeps_what_kvpress_and_the_authors_keep(path):
     torch.testing.assert_close(torch.stack(norms), want["value_output_norm"], rtol=2e-4, atol=0)
 
 
+@pytest.mark.parametrize("path", CASES_OF_DEFENSIVE, ids=lambda p: p.stem)
+def test_contract_5_defensivekv_keeps_what_the_authors_keep(path):
+    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
+    params, prompt = about["params"], prompt_of(path, about)
+    policy = "layer_defensivekv" if path.stem.endswith("_layers") else "defensivekv"
+    budget = round(prompt[1].shape[3] * (1 - params["compression_ratio"]) - 0.5 + 1e-6)
+    options = {"kernel_size": params["kernel"], "window": params["window"], "parity": "code"}
+    found = plan(policy, *prompt, budget=budget, output_weights=output_weights(path, about), **options)
+    assert torch.equal(found.lengths[:, 0], want["head_kept"])
+    assert torch.equal(found.keep[:, 0], want["keep_mask"])
+    m = prompt[1].shape[3] - params["window"]
+    torch.testing.assert_close(found.scores[:, 0, :, :m], want["scores"][..., :m], rtol=2e-4, atol=0)
+
+
 CAKE = [p for p in CASES if p.parent.name == "cake"]
 
 
@@ -255,6 +270,6 @@ def test_the_policies_page_gives_the_number_of_shipped_cases_of_every_published_
     assert sorted(path.parent.name for path in formulas) == ["lava", "lava_nohead", "vatp_snapkv", "vatp_snapkv"]
     assert cases.keys() == {
         *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv"),
-        *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp", "criticalkv", *OF_KEYS),
+        *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp", "criticalkv", "defensivekv", *OF_KEYS),
     }
-    assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 3_200_000
+    assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 3_400_000

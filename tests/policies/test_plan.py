@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,8 +16,10 @@ from torch import Tensor
 
 from kvpass.operands import Attention, Candidates, PrefillBuffers, Requested
 from kvpass.ops import reference
-from kvpass.policies import POLICIES, resolve
+from kvpass.policies import POLICIES, Policy, resolve
 from kvpass.policies.decode_rules import Slots, keep_mask
+from kvpass.policies.head_splits import AdaptiveHeads
+from kvpass.policies.layer_splits import GlobalLayers
 from kvpass.policies.observation import Observation
 from kvpass.policies.plan import Plan
 from kvpass.policies.plan import plan as plan_without_weights
@@ -24,7 +28,7 @@ from pairwise import pairwise
 BUILT_IN = (
     *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv", "ada_pyramidkv"),
     *("cake", "h2o", "tova", "streaming_llm", "vatp", "keydiff", "lagkv", "knorm", "random", "full"),
-    "criticalkv",
+    *("criticalkv", "defensivekv", "layer_defensivekv"),
 )
 TAUS = {"tau1": 1.6, "tau2": 0.4}
 VARIANTS = [
@@ -344,7 +348,84 @@ def test_the_table_above_covers_every_built_in_policy():
     assert {name for name, _ in VARIANTS} == set(BUILT_IN) - {"full"}
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 30)),
+    window=st.integers(0, 6),
+    budget=st.integers(1, 34),
+    values=st.integers(1, 6),
+)
+def test_contract_3_layers_that_compete_keep_the_best_of_all_entries(seed, sizes, window, budget, values):
+    """Layer by layer, with equal scores aplenty, as sorting all entries once."""
+    layers, kv_heads, length = sizes
+    window = min(window, length)
+    entries, evictable = max(budget - window, 0), length - window
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(values, (layers, kv_heads, evictable), generator=generator).float()
+    total = min(entries, evictable) * layers * kv_heads
+    order = sorted(np.ndindex(*scores.shape), key=lambda at: (-float(scores[at]), at[0], at[2], at[1]))
+    wanted = torch.zeros_like(scores, dtype=torch.bool)
+    for at in order[:total]:
+        wanted[at] = True
+
+    policy, share = GivenScores(window=window), torch.tensor([entries])
+    buffers = prefill_buffers(policy, entries, layers, 1, kv_heads, window)
+    start, keys = torch.zeros(1, dtype=torch.int64), torch.zeros(1, kv_heads, length, 4)
+    for layer in range(layers):
+        call = Attention(keys[..., -max(window, 1) :, :], keys, keys, 0.5)
+        GIVEN[:] = [scores[layer][None]]
+        seen = reference.judge(call, None, start, start, layer, layers, policy, Requested(entries=share))
+        reference.cascade_step(buffers, Candidates(keys, keys, *seen, start), layer, policy)
+        assert int((buffers.slots[reference.OWNER] >= 0).sum()) <= entries * layers * kv_heads
+    assert torch.equal(kept_of(buffers, wanted[:, None])[:, 0], wanted)
+
+
+GIVEN: list[Tensor] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenScores(Policy):
+    """Scores that a test has chosen; layers compete."""
+
+    name: ClassVar[str] = "given_scores"
+
+    def score(self, obs: Observation) -> Tensor:
+        return GIVEN[0]
+
+    def heads(self) -> AdaptiveHeads:
+        return AdaptiveHeads(0.0)
+
+    def layers(self) -> GlobalLayers:
+        return GlobalLayers()
+
+
+def prefill_buffers(policy, entries, layers, batch, kv_heads, window) -> PrefillBuffers:
+    """Of keys and values of 4 numbers; the pool has exactly the slots that the policy states."""
+    capacity = policy.capacity(entries, layers, kv_heads)
+    return PrefillBuffers(
+        *torch.zeros(2, batch, capacity, 4),
+        slots=torch.full((4, batch, capacity), -1, dtype=torch.int32),
+        slot_stats=torch.zeros(2, batch, capacity),
+        layer_weights=torch.zeros(batch, layers, dtype=torch.float64),
+        window_stats=torch.zeros(2, batch, layers, kv_heads, max(window, 1)),
+        **dict(zip(("tail_k", "tail_v"), torch.zeros(2, layers, batch, kv_heads, window + 2, 4), strict=True)),
+        offsets=torch.zeros(batch, layers * kv_heads + 1, dtype=torch.int32),
+        entries=torch.full((batch,), entries),
+    )
+
+
+def kept_of(buffers: PrefillBuffers, like: Tensor) -> Tensor:
+    """The entries in the pool, bool ``[L, B, K, N]`` as another mask."""
+    keep, kv_heads = torch.zeros_like(like), like.shape[2]
+    owner, _, position, _ = buffers.slots.long()
+    row, slot = (owner >= 0).nonzero(as_tuple=True)
+    owner, position = owner[row, slot], position[row, slot]
+    keep[owner // kv_heads, row, owner % kv_heads, position] = True
+    return keep
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v[0] != "layer_defensivekv"], ids=name_of)
 def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
     name, options = variant
     for seed in range(4):
@@ -375,27 +456,14 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
     policy = resolve(name, window=window, parity=parity, **options)
     want = plan(policy, q, k, v, budget=budget if policy.needs_budget else None).keep
     entries = (budget if policy.needs_budget else length) - window
-    capacity = policy.capacity(entries, layers, kv_heads)
-    pool_k, pool_v = torch.zeros(batch, capacity, 4), torch.zeros(batch, capacity, 4)
-    slots = torch.full((4, batch, capacity), -1, dtype=torch.int32)
-    slot_stats = torch.zeros(2, batch, capacity)
-    window_stats = torch.zeros(2, batch, layers, kv_heads, max(window, 1))
-    layer_weights = torch.zeros(batch, layers, dtype=torch.float64)
-    tail_k, tail_v = torch.zeros(2, layers, batch, kv_heads, window + 2, 4)
-    start, share = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), entries)
-    offsets = torch.zeros(batch, layers * kv_heads + 1, dtype=torch.int32)
-    state = pool_k, pool_v, slots, slot_stats, layer_weights, window_stats, tail_k, tail_v, offsets, share
+    buffers, start = prefill_buffers(policy, entries, layers, batch, kv_heads, window), torch.zeros(batch).long()
     for layer in range(layers):
         call = Attention(q[layer], k[layer], v[layer], 0.5)
-        asked = Requested(output_weights(q, v)[layer], share)
+        asked = Requested(output_weights(q, v)[layer], buffers.entries)
         _, *seen = reference.observe_attention(call, start, start, layer, layers, policy, asked)
-        reference.cascade_step(PrefillBuffers(*state), Candidates(call.k, call.v, *seen, start), layer, policy)
-    keep = torch.zeros_like(want)
+        reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy)
+    keep = kept_of(buffers, want)
     keep[..., length - window :] = True
-    owner, _, position, _ = slots.long()
-    row, slot = (owner >= 0).nonzero(as_tuple=True)
-    owner, position = owner[row, slot], position[row, slot]
-    keep[owner // kv_heads, row, owner % kv_heads, position] = True
     assert torch.equal(keep, want)
 
 
