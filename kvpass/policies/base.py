@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.decode_rules import DecodeRule
-from kvpass.policies.head_splits import HeadSplit, UniformHeads
+from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import Parity, check_int, check_literal, check_options, option
@@ -56,6 +56,13 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.compares_layers:
+            if self.decode_rule() is not None:
+                raise ValueError(
+                    f"policy {self.name!r}: with GlobalLayers() decoding can only append, decode_rule() is None"
+                )
+            if self.heads() != AdaptiveHeads(0.0):
+                raise ValueError(f"policy {self.name!r}: GlobalLayers() needs heads() to be AdaptiveHeads(0.0)")
 
     @abstractmethod
     def score(self, obs: Observation) -> Tensor:
