@@ -281,9 +281,13 @@ class DataFlow:
         """
         return self._closure(targets, value_inputs, before, stop)
 
-    def needed(self, targets: Collection[Node]) -> list[Node]:
-        """Return ``targets`` and every node they need to run, sizes included, in execution order."""
-        return self._closure(targets, lambda node: node.all_input_nodes, None, ())
+    def needed(self, targets: Collection[Node], *, stop: Collection[Node] = ()) -> list[Node]:
+        """Return ``targets`` and every node they need to run, sizes included, in execution order.
+
+        Args:
+            stop: nodes that are included, but not their inputs.
+        """
+        return self._closure(targets, lambda node: node.all_input_nodes, None, stop)
 
     def _closure(
         self, targets: Collection[Node], inputs: Any, before: Node | None, stop: Collection[Node]

@@ -20,6 +20,9 @@ or, under a policy that evicts while decoding::
 An attention op with a sliding window becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and extend, under
 every policy. One ``columns_held`` precedes all ops that share a ring. ``layer`` of an operator is its index among the
 ops of its pool or ring. The tuples are defined in :mod:`kvpass.operands`.
+
+``read_state`` becomes an input, ``write_state`` a ``store_state`` into another; in prefill ``real_tokens`` gets the first
+columns.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
-from kvpass.config import Layout, SiteShape
+from kvpass.config import Layout, SiteShape, StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
 from kvpass.graphs.output_projection import OutputProjection, output_projection
@@ -49,6 +52,9 @@ from kvpass.operands import (
 from kvpass.policies.base import Policy
 
 SITE = torch.ops.kvpass.site.default
+READ_STATE = torch.ops.kvpass.read_state.default
+WRITE_STATE = torch.ops.kvpass.write_state.default
+REAL_TOKENS = torch.ops.kvpass.real_tokens.default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +111,30 @@ def find_sites(gm: GraphModule) -> list[Site]:
     return [Site.of(node, layer) for layer, node in enumerate(nodes)]
 
 
+def state_of(node: Node) -> tuple[int, str]:
+    """Return layer and name of the state that a ``read_state`` or ``write_state`` is of."""
+    layer, name = node.args[1:3]
+    assert isinstance(layer, int) and isinstance(name, str)
+    return layer, name
+
+
+def results_of(gm: GraphModule) -> list[Node]:
+    """Return the output of a graph, and what writes states for the call after it."""
+    return [*gm.graph.find_nodes(op="call_function", target=WRITE_STATE), gm.graph.output_node()]
+
+
+def _state_shapes(gm: GraphModule) -> list[StateShape]:
+    """Return the states that a graph reads, in order of execution."""
+    nodes = gm.graph.find_nodes(op="call_function", target=READ_STATE)
+    found = {}
+    for node in nodes:
+        layer, name = state_of(node)
+        value = recorded(node)
+        dtype = str(value.dtype).removeprefix("torch.")
+        found[layer, name] = StateShape(layer=layer, name=name, shape=tuple(map(int, value.shape[1:])), dtype=dtype)
+    return list(found.values())
+
+
 def batch_and_tokens(gm: GraphModule) -> tuple[Dim, Dim]:
     """Return the batch size and the number of tokens of the attention ops, of which there must be some."""
     shape = recorded(find_sites(gm)[0].q).shape
@@ -156,7 +186,7 @@ def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
     """Return layout, dtype and device of the KV entries of a graph that passed :func:`check_sites_pass`."""
     sites = find_sites(gm)
     k = recorded(sites[0].k)
-    return Layout.of([_shape(site) for site in sites]), k.dtype, k.device
+    return Layout.of([_shape(site) for site in sites], _state_shapes(gm)), k.dtype, k.device
 
 
 @dataclass(frozen=True)
@@ -206,6 +236,9 @@ class Rewriter:
         One ``pack`` per pool is added at the end.
         """
         places = places_of(self.layout)
+        self._bind_states()
+        for node in self.gm.graph.find_nodes(op="call_function", target=REAL_TOKENS):
+            node.args = (node.args[0], self.state["first"])
         count = self._each(lambda site, place: self._fill_ring(site, place) if place.ring else self._prune(site, place))
         with self.gm.graph.inserting_before(self.gm.graph.output_node()):
             for place in places.values():
@@ -219,6 +252,7 @@ class Rewriter:
         If the state has buffers for recompression scores, ``observe_held`` follows ``attend_cache``.
         """
         columns: dict[str, Node] = {}
+        self._bind_states()
 
         def attend(site: Site, place: Place) -> Node:
             if place.ring:
@@ -234,6 +268,17 @@ class Rewriter:
             return output
 
         return self._each(attend)
+
+    def _bind_states(self) -> None:
+        """Read states from the cache, and write them there."""
+        places = {(state.layer, state.name): index for index, state in enumerate(self.layout.states)}
+        for node in self.gm.graph.find_nodes(op="call_function", target=READ_STATE):
+            node.replace_all_uses_with(self.state[f"state{places[state_of(node)]}_held"])
+            self.gm.graph.erase_node(node)
+        for node in self.gm.graph.find_nodes(op="call_function", target=WRITE_STATE):
+            with self.gm.graph.inserting_before(node):
+                self._call("store_state", node.args[0], self.state[f"state{places[state_of(node)]}_made"])
+            self.gm.graph.erase_node(node)
 
     def _each(self, rewrite: Callable[[Site, Place], Node]) -> int:
         sites, places = find_sites(self.gm), places_of(self.layout)

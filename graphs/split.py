@@ -105,6 +105,8 @@ def join(
         if isinstance(piece, Node):
             copies[piece] = graph.node_copy(piece, copies.__getitem__)
             continue
+        if not piece.outputs:  # sizes that nothing reads
+            continue
         result = graph.call_function(functions[piece.key], tuple(copies[node] for node in piece.inputs))
         for place, node in enumerate(piece.outputs):
             copies[node] = graph.call_function(operator.getitem, (result, place))

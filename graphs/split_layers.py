@@ -39,7 +39,7 @@ from kvpass.graphs.fx_utils import (
     storage_of,
     symbols_of,
 )
-from kvpass.graphs.rewrite_attention import SITE, Site, batch_and_tokens, find_sites
+from kvpass.graphs.rewrite_attention import READ_STATE, SITE, Site, batch_and_tokens, find_sites
 from kvpass.graphs.split import CannotSplitError, Part, make_parts
 
 _MANY = 1024
@@ -91,6 +91,8 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
             of another, or the decoder returns something else than logits.
     """
     tokens = batch_and_tokens(gm)[1]
+    if gm.graph.find_nodes(op="call_function", target=READ_STATE):
+        raise CannotSplitError("its recurrent layers pass a state from token to token")
     if not isinstance(tokens, sympy.Symbol):
         raise CannotSplitError("the decoder was captured for one number of tokens")
     given = [

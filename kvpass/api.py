@@ -24,7 +24,9 @@ from kvpass.frontends import options as o
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import ATTENTION_NAME
 from kvpass.frontends.options import BudgetLike
+from kvpass.frontends.recurrent import recurrent_layers
 from kvpass.frontends.tensor_parallel import check_divided, divides_heads, hold_own_weights, ranks_of
+from kvpass.frontends.token_mixers import replace_token_mixers
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
 from kvpass.frontends.wrappers import check_wrappers, remove_wrappers
 from kvpass.policies import Policy
@@ -166,11 +168,15 @@ def compile(
     name = str(model.config.name_or_path)
     rules = read_rules(policy, budget, recompress, window=window, options=policy_options, model_name=name)
     ranks = ranks_of(model)
+    recurrent = recurrent_layers(model)
+    layers = model.config.get_text_config().num_hidden_layers if recurrent is None else len(recurrent.attention)
     heads = ranks if ranks is not None and divides_heads(model) else None
     check_divided(rules, heads)
     compiled = copy_structure(model)
     whole = hold_own_weights(compiled, model, ranks) if ranks is not None else {}
     remove_wrappers(compiled, model)
+    if recurrent is not None:
+        replace_token_mixers(compiled)
     compiled.__class__ = compressed_class(type(model))
     if type(model)._can_set_attn_implementation():  # otherwise passes find its attention in the graph
         for module in compiled.modules():
@@ -183,11 +189,15 @@ def compile(
         captures=CaptureCache(
             PhaseCompiler(
                 compiler=compiler,
-                layers=model.config.get_text_config().num_hidden_layers,
+                layers=model.config.get_text_config().num_hidden_layers
+                if recurrent is None
+                else len(recurrent.attention),
                 regions=check_regions(compile_regions),
                 cuda_graphs=cuda_graphs,
-            )
+            ),
+            None if recurrent is None else recurrent.arguments,
         ),
+        attention=None if recurrent is None else recurrent.attention,
         one_length="longrope" in ropes,
         ranks=heads,
     )

@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Literal
 
 import numpy as np
+import torch
 
 MAX_ENTRIES = 2**31 - 1
 """Largest prompt length, since positions are int32. A larger budget also keeps everything."""
@@ -70,9 +71,23 @@ class LayerGroup:
     sliding_window: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateShape:
+    """A state of a recurrent layer, outside the budget.
+
+    Attributes:
+        layer: in the model's own count. name: ``conv0``, ``recurrent0``, ... shape: of one row. dtype: of torch.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Grouping of layers: pools (one per KV geometry), rings (one per geometry and sliding window).
+    """Grouping of layers: pools (one per KV geometry), rings (one per geometry and sliding window); recurrent states.
 
     Raises:
         ValueError: a size is below 1, or the groups do not hold each attention op of a model once, in ascending order.
@@ -80,6 +95,7 @@ class Layout:
 
     pools: tuple[LayerGroup, ...]
     rings: tuple[LayerGroup, ...]
+    states: tuple[StateShape, ...] = ()
 
     def __post_init__(self) -> None:
         groups = (*self.pools, *self.rings)
@@ -96,10 +112,13 @@ class Layout:
             raise ValueError("layers with a sliding window must be among the rings, not the pools")
         if any(group.sliding_window is None or group.sliding_window < 1 for group in self.rings):
             raise ValueError("layers among the rings must have a sliding window >= 1")
+        for state in self.states:
+            if min(state.shape, default=1) < 1 or not isinstance(getattr(torch, state.dtype, None), torch.dtype):
+                raise ValueError(f"{state}: every size must be >= 1, and the dtype one of torch")
 
     @classmethod
-    def of(cls, sites: Sequence[SiteShape]) -> Layout:
-        """Group the attention ops of a model, given in order of execution."""
+    def of(cls, sites: Sequence[SiteShape], states: Sequence[StateShape] = ()) -> Layout:
+        """Group the attention ops of a model, given in order of execution; states in that order too."""
         layers: dict[SiteShape, list[int]] = {}
         for layer, site in enumerate(sites):
             layers.setdefault(site, []).append(layer)
@@ -120,6 +139,7 @@ class Layout:
         return cls(
             pools=tuple(group for group in groups if group.sliding_window is None),
             rings=tuple(group for group in groups if group.sliding_window is not None),
+            states=tuple(states),
         )
 
     @property

@@ -20,12 +20,12 @@ class Buffer:
     """Description of one buffer of the cache.
 
     Attributes:
-        dims: its sizes, letters of the legend or numbers. dtype: None for the dtype of keys and values.
+        dims: its sizes, letters of the legend or numbers, * for others. dtype: None for the dtype of keys and values.
         prefill, append, evict: how graphs of the phase use it: "w" writes, "r" reads, "" not at all. append and evict
             are extend and decode, under a policy that only appends or that evicts while decoding.
         counter: the number of new tokens is added to it after each call.
         saved: when files hold it and searches select rows of it: "always", "evicting" (policies that evict while
-            decoding), "ring", or "" for never.
+            decoding), "ring", "state", or "" for never.
         initial: its value before the prompt; None for any.
     """
 
@@ -93,6 +93,9 @@ BUFFERS = {
     # layers with a sliding window
     "ring_k": Buffer("L B K R D", prefill="w", append="w", evict="w", saved="ring"),
     "ring_v": Buffer("L B K R V", prefill="w", append="w", evict="w", saved="ring"),
+    # recurrent layers: the sizes of a row are those of the state
+    "held": Buffer("B *", saved="state"),
+    "made": Buffer("B *"),
 }
 """All cache tensors that a graph reads or writes, or that a file holds beside the counters."""
 

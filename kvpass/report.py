@@ -43,7 +43,8 @@ class Report:
 
     Attributes:
         policy, budget: the rules. prompt: what they kept. compiled: one record per compiled graph. ranks: processes
-            that share the heads; all numbers are of the heads of this one.
+            that share the heads; all numbers are of the heads of this one. attention: numbers of the layers with
+            attention in the model's own count, where other layers are recurrent; None: all have attention.
     """
 
     policy: Policy
@@ -51,6 +52,13 @@ class Report:
     prompt: PromptRecord
     compiled: Sequence[CompileRecord]
     ranks: Ranks | None = None
+    attention: tuple[int, ...] | None = None
+
+    def _name(self, layer: int) -> str:
+        """What the model itself calls an attention op's layer, as far as each layer has one op."""
+        groups = [store.group for store in self.prompt.full_layers] + list(self.prompt.sliding_layers)
+        ops = sum(len(group.layers) for group in groups)
+        return str(layer if self.attention is None or ops != len(self.attention) else self.attention[layer])
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -106,10 +114,12 @@ class Report:
             "pools": [asdict(store.group) for store in self.prompt.full_layers],
             "rings": [asdict(group) for group in self.prompt.sliding_layers],
             "layers": list(self.layer_ids),
+            "model_layers": [int(self._name(layer)) for layer in self.layer_ids],
             "lengths": self.lengths.tolist(),
             "bytes_kept": self.bytes_kept.tolist(),
             "nbytes": self.prompt.nbytes,
             "ring_nbytes": self.prompt.ring_nbytes,
+            "state_nbytes": self.prompt.state_nbytes,
             "bytes_full": self.bytes_full,
             "window_attention_mass": self.attention_mass.tolist(),
             "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
@@ -123,7 +133,7 @@ class Report:
             table.add_column(name, justify="right")
         for layer, lengths, size, mass in self._layers():
             table.add_row(
-                str(layer),
+                self._name(layer),
                 f"{float(lengths.double().mean()):.1f}",
                 str(int(lengths.min())),
                 str(int(lengths.max())),
@@ -133,7 +143,7 @@ class Report:
             )
         for ring in self.prompt.sliding_layers:
             for layer in ring.layers:
-                table.add_row(str(layer), f"ring of {ring.sliding_window}", "", "", "", "", "")
+                table.add_row(self._name(layer), f"ring of {ring.sliding_window}", "", "", "", "", "")
         rows, tokens = self.prompt.start.numel(), ", ".join(map(str, self.prompt_lengths.tolist()))
         lines = [f"rows: {rows}, prompt tokens: {tokens}"]
         if self.prompt.full_layers:
@@ -150,6 +160,8 @@ class Report:
             lines.append(
                 f"{count} layers with a sliding window are outside the budget: {self.prompt.ring_nbytes} bytes of rings"
             )
+        if self.prompt.state_nbytes:
+            lines.append(f"recurrent layers are outside the budget: {self.prompt.state_nbytes} bytes of states")
         if self.ranks is not None:
             lines.append(f"heads of process {self.ranks.rank} of {self.ranks.size}, counted from 0")
         if self.policy.parity == "code":
@@ -199,7 +211,7 @@ class Report:
         figure.colorbar(image, ax=left, label="entries kept")
         left.set(xlabel="KV head", ylabel="layer", title=f"{self.policy.name}, budget {self.budget}")
         left.set_xticks(range(lengths.shape[1]))
-        left.set_yticks(range(layers), map(str, self.layer_ids))
+        left.set_yticks(range(layers), map(self._name, self.layer_ids))
         tokens = int(self.prompt_lengths[row])
         bins = min(tokens, 128)
         share = torch.zeros(layers, bins)
@@ -219,7 +231,7 @@ class Report:
             interpolation="nearest",
             extent=(0, tokens, layers - 0.5, -0.5),
         )
-        right.set_yticks(range(layers), map(str, self.layer_ids))
+        right.set_yticks(range(layers), map(self._name, self.layer_ids))
         figure.colorbar(image, ax=right, label="share of positions kept")
         right.set(xlabel="position in the prompt", ylabel="layer", title="what was kept")
         for (name, places), color in zip((marks or {}).items(), ("tab:blue", "tab:green", "tab:purple"), strict=False):

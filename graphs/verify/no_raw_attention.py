@@ -24,7 +24,7 @@ from kvpass.graphs.fx_utils import (
     token_sizes,
 )
 from kvpass.graphs.insert_nodes import SLOPES
-from kvpass.graphs.rewrite_attention import SITE, batch_and_tokens, find_sites
+from kvpass.graphs.rewrite_attention import SITE, batch_and_tokens, find_sites, results_of
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 _RECURRENT = re.compile(r"lstm|gru|rnn_(tanh|relu)|(.*_)?scan(_.*)?|causal_conv1d.*", re.IGNORECASE)
@@ -45,7 +45,7 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
             raise refuse(site.node, site.refusal)
         if site.node.meta.get(SLOPES) is not None:
             raise refuse(site.node, "its logits grow with the position of the key, and nothing has folded that")
-    live = DataFlow(gm).sources([gm.graph.output_node()])
+    live = DataFlow(gm).sources(results_of(gm))
     batch, tokens = batch_and_tokens(gm) if find_sites(gm) else (None, None)
     symbols = symbols_of(token_sizes(live) if tokens is None else [tokens])
     for node in live:

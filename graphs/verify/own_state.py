@@ -27,6 +27,7 @@ from kvpass.graphs.fx_utils import (
     target_name,
     token_sizes,
 )
+from kvpass.graphs.rewrite_attention import results_of
 from kvpass.graphs.verify.examples import fed_by_inputs
 from kvpass.torch_compat import (
     ChainedSource,
@@ -57,7 +58,7 @@ def check_own_state_pass(gm: GraphModule) -> int:
     }
     written = {storage_of(node): name for node, name in held.items()}
     fed = {node.name for node in fed_by_inputs(list(gm.graph.nodes))}
-    for node in DataFlow(gm).sources([gm.graph.output_node()]):
+    for node in DataFlow(gm).sources(results_of(gm)):
         for operand in mutated_inputs(node):
             # allowed: rewritten whole in every call before it is read, such as the frequencies of longrope
             made_anew = target_name(node) == "copy_" and operand in held and min(operand.users) is node

@@ -2,7 +2,8 @@
 
 The graph runs on an example of N tokens and, call by call beside it, on the same tokens in three pieces: as prefill,
 extend and decode would have them. Attention ops are replaced by a call that computes each token from its own query, key
-and value, because what an attention op does with a cache is known. Positions that the decoder counts itself continue
+and value, because what an attention op does with a cache is known. A piece reads the states that the piece before it
+writes (``read_state``, ``write_state``), and the first one zeros. Positions that the decoder counts itself continue
 from the tokens of earlier pieces where this gives the right result; ``offset_positions`` finds them marked.
 
 Where a call gives a piece the values of the whole text up to rounding, the piece continues with exactly these values:
@@ -38,7 +39,15 @@ from kvpass.graphs.fx_utils import (
     token_sizes,
     value_inputs,
 )
-from kvpass.graphs.rewrite_attention import SITE, batch_and_tokens, find_sites
+from kvpass.graphs.rewrite_attention import (
+    READ_STATE,
+    SITE,
+    WRITE_STATE,
+    batch_and_tokens,
+    find_sites,
+    results_of,
+    state_of,
+)
 from kvpass.graphs.verify.examples import (
     EvaluationError,
     ExampleRun,
@@ -82,7 +91,7 @@ def self_check_pass(gm: GraphModule) -> int:
             f"the decoder was captured for exactly {tokens} tokens and no other number: something makes a constant "
             "of it, or a table of positions ends there",
         )
-    live = DataFlow(gm).sources([gm.graph.output_node()])
+    live = DataFlow(gm).sources(results_of(gm))
     given = symbols_of(token_sizes(gm.graph.nodes)) - symbols_of([batch])
     _check_length_as_number(live, symbols_of([tokens]) | given)
     _check_reduced(live, tokens, given=False)
@@ -133,7 +142,7 @@ def check_reduced_inputs_pass(gm: GraphModule) -> int:
     """
     tokens = batch_and_tokens(gm)[1]
     if tokens != 1:
-        _check_reduced(DataFlow(gm).sources([gm.graph.output_node()]), tokens, given=True)
+        _check_reduced(DataFlow(gm).sources(results_of(gm)), tokens, given=True)
     return 0
 
 
@@ -187,7 +196,8 @@ class _Offsets:
         seen: input of the copy that is the number of tokens seen. beside: by call, what may take an operand's place.
         fits: whether that was right in all examples so far; not there when none had the call. differs: calls and
             operands where the two were not the same.
-        live: nodes that reach the output, in execution order, and what makes the offset operands.
+        live: nodes that reach the output or a state, in execution order, and what makes the offset operands.
+        writes: those of them that write states.
         fed: those of the former whose elements come from the inputs of the decoder. added: the latter.
     """
 
@@ -197,7 +207,7 @@ class _Offsets:
         self.batch, self.tokens = batch_and_tokens(self.gm)
         self._flat = self.batch * self.tokens
         flow = DataFlow(self.gm)
-        live = flow.sources([self.gm.graph.output_node()])
+        live = flow.sources(results_of(self.gm))
         self.fed = fed_by_inputs(live)
         with self.gm.graph.inserting_before(flow.nodes[0]):
             self.seen = self.gm.graph.placeholder("kvpass_seen")
@@ -218,6 +228,7 @@ class _Offsets:
         self._axes: dict[Node, tuple[int, bool] | None] = {}
         self.flow = DataFlow(self.gm)
         self.added = {node for node in self.flow.nodes if node not in self._originals}
+        self.writes = [node for node in live if node.target is WRITE_STATE]
         wanted = {*live, *self.flow.sources([new for beside in self.beside.values() for new in beside.values()])}
         self.live = [node for node in self.flow.nodes if node in wanted]
 
@@ -260,7 +271,11 @@ class _Run(ExampleRun):
     def __init__(self, offsets: _Offsets, length: int, seen: int, env: Mapping[Node, Any]) -> None:
         feeds = {offsets.seen: torch.tensor(seen), **env}
         super().__init__(offsets.gm, offsets.sizes(length), feeds, {SITE: token_wise_site})
-        self.seen, self.length = seen, length
+        self.offsets, self.seen, self.length = offsets, seen, length
+
+    def copy(self) -> _Run:
+        """Return a run that goes on alone from where this one is."""
+        return _Run(self.offsets, self.length, self.seen, self.env)
 
 
 class _Lockstep:
@@ -331,6 +346,10 @@ class _Lockstep:
 
     def _call(self, node: Node) -> None:
         whole = self.whole.call(node)
+        if node.target is READ_STATE:
+            for place, run in enumerate(self.parts):
+                run.env[node] = self._state_before(place, node, {})
+            return
         beside = self.offsets.beside.get(node)
         if not beside or not self._fits_with_offsets(node, whole, beside):
             for run in self.parts:
@@ -348,6 +367,39 @@ class _Lockstep:
             for exact, part in filter(None, views):
                 if 0 not in part.stride():
                     part.copy_(exact)
+
+    def _state_before(self, place: int, read: Node, known: dict[tuple[int, Node], Tensor]) -> Tensor:
+        """What a piece reads: what the one before it writes, of which as much is run ahead as that needs.
+
+        Args:
+            known: values of earlier pieces, by piece and node.
+        """
+        (write,) = (node for node in self.offsets.writes if state_of(node) == state_of(read))
+        if place == 0:
+            return self.parts[0].call(read)
+        key = (place - 1, write)
+        if key not in known:
+            known[key] = self._ahead(place - 1, write, known)
+        return known[key]
+
+    def _ahead(self, place: int, write: Node, known: dict[tuple[int, Node], Tensor]) -> Tensor:
+        """The value of ``write`` in a piece that has not come there yet; the piece does not change."""
+        run, target = self.parts[place], write.args[0]
+        assert isinstance(target, Node)
+        scratch = run.copy()
+        needed = self.offsets.flow.needed([target], stop=scratch.env)
+        missing = [node for node in needed if node not in scratch.env and node.op != "placeholder"]
+        made: set[Node] = set()
+        for node in missing:
+            if not made.issuperset(mutated_inputs(node)):
+                raise _no_example(node, "it writes into a tensor that was made before a state is read")
+            if node.target is READ_STATE:
+                scratch.env[node] = self._state_before(place, node, known)
+            else:
+                scratch.call(node)
+            made.add(node)
+        state: Tensor = scratch.env[target]
+        return state
 
     def _fits_with_offsets(self, node: Node, whole: Any, beside: Mapping[Node, Node]) -> bool:
         """Whether all pieces are right when positions go on from the tokens seen; else nothing has happened.

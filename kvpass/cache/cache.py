@@ -1,4 +1,4 @@
-"""The compressed cache: stores of kept KV entries, and ring buffers of sliding-window layers.
+"""The compressed cache: stores of kept KV entries, ring buffers of sliding-window layers, states of recurrent layers.
 
 Legend: B batch, N prompt columns, L layers, K KV heads, P entries of the longest head.
 """
@@ -22,6 +22,7 @@ from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.metadata import CacheMetadata, check_tensors
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, by_layer, layer_ids
 from kvpass.cache.recompression import Recompression
+from kvpass.cache.recurrent_states import RecurrentStates
 from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.shared_heads import divided, joined, layout_of_all
@@ -60,7 +61,7 @@ class CompressedCache(Cache):
         block: tokens of a block in which its prompt is prefilled; None: those of the model.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
         full_layers: the layers that share the budget, a group for each KV geometry. sliding_layers: the layers with a
-            sliding window.
+            sliding window. states: those of the recurrent layers.
     """
 
     def __init__(self, policy: Policy, budget: Budget | None, owner: Fingerprint, ranks: Ranks | None = None) -> None:
@@ -80,6 +81,7 @@ class CompressedCache(Cache):
         self.layout: Layout | None = None
         self.full_layers: list[FullAttentionLayers] = []
         self.sliding_layers: list[SlidingWindowLayers] = []
+        self.states = RecurrentStates((), ())
         self._recompressions: list[Recompression] = []
         self.columns = 0
         self.appended = 0
@@ -115,7 +117,8 @@ class CompressedCache(Cache):
             self._allocate(layout, dtype, device)
         self._check_layout(layout)
         state = self._state([store.prefill_state for store in self.full_layers])
-        return {**state, "start": self.start, "first": self.start.to(device, non_blocking=True)}
+        first = self.start.to(device, non_blocking=True)
+        return {**state, **self.states.state, "start": self.start, "first": first}
 
     def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         n, window = self._prompt_columns, self.policy.window
@@ -130,6 +133,7 @@ class CompressedCache(Cache):
         self.sliding_layers = [
             SlidingWindowLayers.empty(group, len(lengths), dtype, device, self.recycled) for group in layout.rings
         ]
+        self.states = RecurrentStates.empty(layout.states, len(lengths), device, self.recycled)
         self._device = device
         self.layout = layout
 
@@ -138,6 +142,7 @@ class CompressedCache(Cache):
         n = self._prompt_columns
         window = min(self.policy.window, n)
         stores = tuple(store.finish_prefill(self.recycled) for store in self.full_layers)
+        self.states = self.states.advance()
         self._seen_columns = self.recycled.empty("seen", (), torch.int64, self._device).fill_(n)
         start = self.recycled.empty("start", self.start.shape, torch.int64, self._device)
         self.start, self.columns = start.copy_(self.start), n
@@ -169,13 +174,14 @@ class CompressedCache(Cache):
         state = self._state(
             [{**store.cached_state, **turn} for store, turn in zip(self.full_layers, turns, strict=True)]
         )
-        return {**state, "seen": self._seen_columns, "first": self.start}
+        return {**state, **self.states.state, "seen": self._seen_columns, "first": self.start}
 
     def advance(self, tokens: int) -> None:
         """Count tokens whose rows a graph has written."""
         self.columns += tokens
         self.appended += tokens
         self._seen_columns.add_(tokens)
+        self.states = self.states.advance()
         for store in self.full_layers:
             store.advance(tokens)
 
@@ -241,6 +247,7 @@ class CompressedCache(Cache):
             sliding_layers=tuple(ring.group for ring in self.sliding_layers),
             nbytes=self.nbytes,
             ring_nbytes=sum(ring.nbytes for ring in self.sliding_layers),
+            state_nbytes=self.states.nbytes,
         )
 
     def _state(self, stores: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -309,14 +316,14 @@ class CompressedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache's storages: spare slots, tail capacity, rings, positions and all tables included."""
+        """Bytes of the cache's storages: spare slots, tail capacity, rings, states, positions, all tables included."""
         if self.is_empty:
             return 0
         return sum(part.nbytes for part in self._parts) + self.start.untyped_storage().nbytes()
 
     @property
-    def _parts(self) -> tuple[FullAttentionLayers | SlidingWindowLayers, ...]:
-        return (*self.full_layers, *self.sliding_layers)
+    def _parts(self) -> tuple[FullAttentionLayers | SlidingWindowLayers | RecurrentStates, ...]:
+        return (*self.full_layers, *self.sliding_layers, self.states)
 
     @property
     def device(self) -> torch.device:
@@ -357,6 +364,7 @@ class CompressedCache(Cache):
         twin.reusable = False
         twin.full_layers = [store.clone(self.recycled) for store in self.full_layers]
         twin.sliding_layers = [ring.clone(self.recycled) for ring in self.sliding_layers]
+        twin.states = self.states.clone(() if self.layout is None else self.layout.states, self.recycled)
         twin._seen_columns = self.recycled.copy("seen", self._seen_columns)
         return twin
 
@@ -370,6 +378,7 @@ class CompressedCache(Cache):
         twin = copy.copy(self)
         twin.full_layers = [store.to(target) for store in self.full_layers]
         twin.sliding_layers = [ring.to(target) for ring in self.sliding_layers]
+        twin.states = self.states.to(target)
         for name in ("start", "_seen_columns"):
             setattr(twin, name, getattr(self, name).to(target))
         twin._device = twin.start.device
@@ -439,8 +448,13 @@ class CompressedCache(Cache):
             tokens: how many, negative or 0; or a positive number, as before transformers 5.17: how many to keep.
         Raises:
             ValueError: they are not all appended, or are no more there: layers with a sliding window or a policy that
-                evicts while decoding have overwritten older entries for them.
+                evicts while decoding have overwritten older entries for them, recurrent layers hold one state only.
         """
+        if self.states.held:
+            raise ValueError(
+                f"{self!r} cannot be cropped, as drafts (assistant_model, prompt_lookup_num_tokens) need it: a "
+                "recurrent layer holds the state after the last token, not those before; use no drafts"
+            )
         if self.overwrites:
             raise ValueError(
                 f"{self!r} cannot be cropped, as drafts (assistant_model, prompt_lookup_num_tokens) need it: layers "
@@ -489,7 +503,8 @@ class CompressedCache(Cache):
         identity = None if self._identity is None else self._identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
-        tensors = {**self._state([store.compact_tensors() for store in self.full_layers]), "start": self.start}
+        kept = self._state([store.compact_tensors() for store in self.full_layers])
+        tensors = {**kept, **self.states.saved, "start": self.start}
         metadata = CacheMetadata(
             kvpass_version=__version__,
             model=identity.describe(),
@@ -541,6 +556,7 @@ class CompressedCache(Cache):
             for i, group in enumerate(layout.pools)
         ]
         cache.sliding_layers = [SlidingWindowLayers(group, **part(f"ring{i}_")) for i, group in enumerate(layout.rings)]
+        cache.states = RecurrentStates.restore(layout.states, tensors)
         cache.start = tensors["start"]
         cache._device = cache.start.device
         cache._budgets = list(metadata.entries)
@@ -569,6 +585,7 @@ class CompressedCache(Cache):
         picked = {
             "full_layers": [store.with_rows(index) for store in self.full_layers],
             "sliding_layers": [ring.with_rows(index) for ring in self.sliding_layers],
+            "states": self.states.with_rows(index),
             "start": self.start[index],
             "_budgets": [self._budgets[row] for row in index.tolist()],
         }

@@ -101,6 +101,8 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
         parts[f"store{i}_"] = _shapes(saved_buffers(evicts=rule is not None), group, rows, entry)
     for i, group in enumerate(metadata.layout.rings):
         parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry)
+    for i, state in enumerate(metadata.layout.states):
+        parts[f"state{i}_"] = {"held": (getattr(torch, state.dtype), (rows, *state.shape))}
     names = {prefix + name for prefix, shapes in parts.items() for name in shapes}
     if tensors.keys() != names:
         raise ValueError(f"tensors {sorted(tensors.keys() ^ names)} are missing or unknown")

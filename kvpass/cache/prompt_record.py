@@ -45,7 +45,8 @@ class PromptRecord:
         window: window tokens of each row, int64 ``[B]``.
         full_layers: one record per KV geometry of the layers that share the budget.
         sliding_layers: layers with a sliding window, which are outside the budget.
-        nbytes: bytes of the cache after the prompt, rings included. ring_nbytes: the rings alone.
+        nbytes: bytes of the cache after the prompt, all included. ring_nbytes, state_nbytes: the rings alone, the
+            states of recurrent layers alone.
     """
 
     start: Tensor
@@ -56,6 +57,7 @@ class PromptRecord:
     sliding_layers: tuple[LayerGroup, ...]
     nbytes: int
     ring_nbytes: int
+    state_nbytes: int
 
     def lengths(self, store: LayersRecord) -> Tensor:
         """Return the entries that a store's layers kept, window included, int64 ``[B, L, K]``."""

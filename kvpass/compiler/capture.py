@@ -42,6 +42,9 @@ from kvpass.torch_compat import (
 Forward = types.MethodType
 """``forward`` of a causal language model of transformers."""
 
+Further = Callable[[Tensor], dict[str, Any]]
+"""Makes arguments of a forward from the ids; traced with it."""
+
 
 _NOT_ITS_CODE = (*torch.__path__, *transformers.utils.__path__, str(Path(__file__).parent))
 """Folders of code that is never a model's own."""
@@ -121,13 +124,13 @@ class CaptureCache:
     """Runs a model's forward as captured graphs.
 
     Args:
-        compiler: makes the phases of every capture.
+        compiler: makes the phases of every capture. further: of the ids, what else the forward is captured with.
     Attributes:
         repeated: the last decode step of each capture since the last call of several tokens.
     """
 
-    def __init__(self, compiler: PhaseCompiler) -> None:
-        self.compiler = compiler
+    def __init__(self, compiler: PhaseCompiler, further: Further | None = None) -> None:
+        self.compiler, self.further = compiler, further
         self._ends = _Ends()
         self._captured: dict[tuple[int, int], Callable[..., Tensor]] = {}
         self._hooks: tuple[int, ...] = ()
@@ -183,7 +186,7 @@ class CaptureCache:
             self._hooks = hooks
         key = self._key(ids, logits_to_keep)
         if key not in self._captured:
-            captured = _capturing(forward, self.compiler, key[1], self._ends)
+            captured = _capturing(forward, self.further, self.compiler, key[1], self._ends)
             _capture(captured, call, ids if ids.shape[1] > 1 else _several(ids))
             self._captured[key] = captured
 
@@ -280,7 +283,9 @@ def _stop(failure: Unsupported | TorchRuntimeError) -> str:
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, `{frames[-1].line}`: {reason}"
 
 
-def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, ends: _Ends) -> Callable[..., Tensor]:
+def _capturing(
+    forward: Forward, further: Further | None, compiler: PhaseCompiler, logits_to_keep: int, ends: _Ends
+) -> Callable[..., Tensor]:
     """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
 
     def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -292,6 +297,7 @@ def _capturing(forward: Forward, compiler: PhaseCompiler, logits_to_keep: int, e
             use_cache=False,
             logits_to_keep=logits_to_keep,
             return_dict=True,
+            **({} if further is None else further(input_ids)),
         ).logits
         return logits
 

@@ -57,7 +57,7 @@ class Runtime:
 
     ``identity``: fingerprint for its caches. ``one_length``: all rows must have one length, because the rotary
     frequencies follow the longest row. ``ranks``: processes that share the heads. ``block``: tokens of a block of a
-    prompt.
+    prompt. ``attention``: numbers of the layers with attention, where others are recurrent.
     """
 
     rules: Rules
@@ -66,11 +66,13 @@ class Runtime:
     one_length: bool = False
     ranks: Ranks | None = None
     block: Block = "auto"
+    attention: tuple[int, ...] | None = None
     last_prompt: PromptRecord | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copied model, without captures: those read the original's weights."""
-        captures = CaptureCache(replace(self.captures.compiler, records=[], recycled=Recycled()))
+        compiler = replace(self.captures.compiler, records=[], recycled=Recycled())
+        captures = CaptureCache(compiler, self.captures.further)
         return replace(self, captures=captures, identity=copy.deepcopy(self.identity, memo), last_prompt=None)
 
 
@@ -378,6 +380,7 @@ class CompressedModel(_Base):
             budget=runtime.rules.budget,
             prompt=runtime.last_prompt,
             ranks=runtime.ranks,
+            attention=runtime.attention,
             compiled=tuple(record for record in runtime.captures.compiler.records if record.policy == policy.spec),
         )
 

@@ -18,6 +18,12 @@ operator               what it does
 ``fill_ring``          sliding-window attention over a left-padded prompt; the newest columns go into the ring
 ``columns_held``       the column in each slot of a ring, once a step for all layers of the ring
 ``attend_ring``        attend ring + new tokens inside the sliding window, put the new tokens into the ring
+``read_state``         the state of a recurrent layer before the tokens of this call; zeros where no cache is bound
+``write_state``        its state after them; no cache is bound, so it is dropped
+``store_state``        its state after them, into a buffer of the cache
+``delta_rule``         a gated delta rule over the tokens of this call, from a state to the state after them
+``mamba2``             the same, of the selective state space of Mamba 2
+``real_tokens``        1 for tokens, 0 for the columns before a row's first one
 =====================  ==============================================================================================
 """
 
@@ -25,7 +31,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from types import ModuleType
@@ -33,6 +39,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from kvpass.operands import (
     AppendBuffers,
@@ -45,7 +52,7 @@ from kvpass.operands import (
     RingBuffers,
     written_in,
 )
-from kvpass.ops import evict, recompress, sliding
+from kvpass.ops import evict, recompress, recurrent, sliding
 from kvpass.policies import from_spec
 from kvpass.policies.base import Policy
 
@@ -161,6 +168,7 @@ _TYPES = {
     int: "int",
     int | None: "int?",
     str: "str",
+    bool: "bool",
     Policy: "str",
 }
 """Schema text of operand types; a policy is passed as its spec."""
@@ -247,3 +255,31 @@ _define(
 _define(_fill_ring, _fake_output, written=written_in("prefill"))
 _define(_columns_held, _fake_columns)
 _define(_attend_ring, _fake_output, written=written_in("append"))
+_define(recurrent.delta_rule, recurrent.fake_delta_rule, returns="(Tensor, Tensor)")
+_define(recurrent.mamba2, recurrent.fake_mamba2, returns="(Tensor, Tensor)")
+
+_LIBRARY.define("read_state(Tensor like, int layer, str name, int[] shape, ScalarType dtype) -> Tensor")
+_LIBRARY.define("write_state(Tensor state, int layer, str name) -> ()")
+_LIBRARY.define("store_state(Tensor state, Tensor(a!) made) -> ()")
+_LIBRARY.define("real_tokens(Tensor ids, Tensor? first=None) -> Tensor")
+
+
+def _read_state(like: Tensor, layer: int, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return like.new_zeros(like.shape[0], *shape, dtype=dtype)
+
+
+def _store_state(state: Tensor, made: Tensor) -> None:
+    made.copy_(state)
+
+
+def _real_tokens(ids: Tensor, first: Tensor | None = None) -> Tensor:
+    if first is None:
+        return torch.ones_like(ids)
+    return (torch.arange(ids.shape[1], device=ids.device) >= first[:, None]).to(ids.dtype)
+
+
+_register("read_state", _read_state, _read_state)
+_register("write_state", _fake_nothing, _fake_nothing)
+_register("store_state", _store_state, _fake_nothing)
+_register("real_tokens", _real_tokens, lambda ids, first=None: torch.empty_like(ids))
+has_side_effect(torch.ops.kvpass.write_state.default)  # its value reaches no output of a capture

@@ -20,7 +20,7 @@ import kvpass
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.eval.tables import markdown_table
 from kvpass.frontends.transformers import CompressedModel
-from tiny_models import FAMILIES, LLAMA_LIKE, VOCABULARY, random_ids, tiny_model
+from tiny_models import FAMILIES, HYBRIDS, LLAMA_LIKE, VOCABULARY, random_ids, tiny_model
 
 _FOUND_BY = {
     "find_attention": "`scaled_dot_product_attention`, found in the graph",
@@ -40,19 +40,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "mamba": {**_TINY, "num_hidden_layers": 1, "state_size": 4},
     "falcon_mamba": {**_TINY, "num_hidden_layers": 1, "state_size": 4},
     "rwkv": {**_TINY, "attention_hidden_size": 32},
-    "lfm2": {**LLAMA_LIKE, "full_attn_idxs": [1]},
-    "qwen3_next": {
-        **LLAMA_LIKE,
-        **_EXPERTS,
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_experts": 2,
-        "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
     "llama4_text": {**LLAMA_LIKE, **_EXPERTS, "head_dim": 16, "intermediate_size_mlp": 32, "attention_chunk_size": 8},
     "deepseek_v32": {
         **FAMILIES["deepseek_v3"][1],
@@ -83,7 +70,9 @@ def supported_row(family: str, model: CompressedModel) -> list[str]:
         "ALiBi as two more columns of queries and keys": any(
             record.name == "fold_alibi" and record.sites for record in prefill.passes
         ),
-        "two attention ops a layer, each with keys and values of its own": prefill.sites > config.num_hidden_layers,
+        "recurrent layers keep states outside the budget": bool(prefill.layout.states),
+        "two attention ops a layer, each with keys and values of its own": not prefill.layout.states
+        and prefill.sites > config.num_hidden_layers,
         "one KV head": all(group.geometry.kv_heads == 1 for group in groups),
         "not beyond the end of its table of positions": model._kvpass.captures.longest is not None,
         "expanded heads are cached, as transformers does, not latent rows": hasattr(config, "kv_lora_rank"),
@@ -140,7 +129,7 @@ def _grouped(rows: Iterable[list[str]]) -> list[list[str]]:
 def main(readme: Annotated[Path, typer.Argument(help="File whose tables are replaced.")]) -> None:
     """Compile a tiny model of every family, refuse what is refused, and write both tables."""
     supported = []
-    for family in track(FAMILIES, description="families"):
+    for family in track({**FAMILIES, **HYBRIDS}, description="families"):
         fast = kvpass.compile(tiny_model(family), policy="full", backend="eager")
         fast(random_ids(1, 20))
         supported.append(supported_row(family, fast))

@@ -174,6 +174,76 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Model type and configuration of the supported families, three layers each."""
+_LINEAR = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+_CONVOLUTION = {**LLAMA_LIKE, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+_MAMBA = {
+    **LLAMA_LIKE,
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_expand": 1,
+    "mamba_chunk_size": 16,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DELTA_RULE = {
+    **LLAMA_LIKE,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": _LINEAR,
+}
+_SHARED_EXPERT = {**_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 32}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", _CONVOLUTION),
+    "lfm2_moe": ("lfm2_moe", {**_CONVOLUTION, **_EXPERTS, "num_dense_layers": 1}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {**_MAMBA, "layer_types": _LINEAR, "num_local_experts": 4, "shared_intermediate_size": 32},
+    ),
+    "bamba": ("bamba", {**_MAMBA, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": ("falcon_h1", {**_MAMBA, "mamba_d_ssm": 64}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **LLAMA_LIKE,
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 16,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    "zamba2": (
+        "zamba2",
+        {
+            **LLAMA_LIKE,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 8,
+            "mamba_expand": 1,
+            "mamba_headdim": 16,
+            "chunk_size": 16,
+        },
+    ),
+    "qwen3_next": ("qwen3_next", {**_DELTA_RULE, **_SHARED_EXPERT}),
+    "qwen3_5": ("qwen3_5_text", {**_DELTA_RULE, "head_dim": 16}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**_DELTA_RULE, **_SHARED_EXPERT}),
+    "olmo_hybrid": ("olmo_hybrid", _DELTA_RULE),
+}
+"""The same of families with recurrent layers beside attention, which need transformers 5.22."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -187,7 +257,7 @@ def tiny_model(
     Args:
         layers: how many, if not as many as :data:`FAMILIES` has: the first ones. changes: of the configuration.
     """
-    model_type, options = FAMILIES[family]
+    model_type, options = (FAMILIES | HYBRIDS)[family]
     options = {**options, **changes}
     if layers is not None:
         options[next(name for name in _LAYERS if name in options)] = layers

@@ -1,0 +1,149 @@
+"""Decoders with recurrent layers beside attention: the cache they are captured with, which holds nothing itself.
+
+A recurrent layer of transformers asks its cache for the state of the tokens before, and gives it the state after its
+own. Here it gets what the operator ``kvpass::read_state`` returns, and ``kvpass::write_state`` takes what it gives; the
+graph then has the states at these nodes. Attention layers get their keys and values back as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+import kvpass.ops.schemas  # noqa: F401 (registers the operators)
+from kvpass.config import StateShape
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.transformers_compat import CACHE
+
+_RECURRENT = {"conv", "linear_attention", "mamba", "mamba2", "recurrent"}
+"""Kinds of layers in ``config.layer_types`` without attention."""
+_BOTH = {"hybrid", "hybrid_sliding"}
+_NEITHER = {"mlp", "moe", "dummy"}
+
+_States = Mapping[tuple[int, str], tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentLayers:
+    """The recurrent layers of a decoder that also has attention.
+
+    Attributes:
+        states: what they hold. attention: numbers of the layers with attention, in the model's own count.
+    """
+
+    states: tuple[StateShape, ...]
+    attention: tuple[int, ...]
+
+    @property
+    def arguments(self) -> Callable[[Tensor], dict[str, Any]]:
+        """Return a function of the ids: further arguments of ``forward`` to capture it with."""
+        states = {(state.layer, state.name): (state.shape, getattr(torch, state.dtype)) for state in self.states}
+
+        def arguments(ids: Tensor) -> dict[str, Any]:
+            real = torch.ops.kvpass.real_tokens.default(ids)
+            return {"attention_mask": real, CACHE: _Traced(states, real)}
+
+        return arguments
+
+
+def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
+    """Return the recurrent layers of a model, None if it has none beside attention.
+
+    The model is run on two tokens: only so it is known which states it has.
+
+    Raises:
+        UnsupportedAttentionError: transformers is too old.
+    """
+    kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if _RECURRENT.isdisjoint(kinds) and (_BOTH.isdisjoint(kinds) or not hasattr(Cache, "get_conv_state")):
+        return None
+    attention = tuple(layer for layer, kind in enumerate(kinds) if kind not in _RECURRENT | _NEITHER)
+    if not attention:
+        return None
+    if not hasattr(Cache, "get_conv_state"):
+        raise UnsupportedAttentionError(
+            "",
+            type(model).__name__,
+            "it has recurrent layers beside attention, for which kvpass needs transformers >= 5.22; here is "
+            f"{transformers.__version__}",
+        )
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+    return RecurrentLayers(states=_states_of(cache), attention=attention)
+
+
+def _states_of(cache: Cache) -> tuple[StateShape, ...]:
+    return tuple(
+        StateShape(
+            layer=number,
+            name=f"{kind}{index}",
+            shape=tuple(state.shape[1:]),
+            dtype=str(state.dtype).removeprefix("torch."),
+        )
+        for number, layer in enumerate(cache.layers)
+        for kind, held in (
+            ("conv", getattr(layer, "conv_states", {})),
+            ("recurrent", getattr(layer, "recurrent_states", {})),
+        )
+        for index, state in held.items()
+        if state is not None
+    )
+
+
+class _Traced(Cache):
+    """The cache of a capture.
+
+    Args:
+        states: shape of a row, and dtype. real: 1 for tokens, 0 for padding, int64 ``[B, T]``.
+    """
+
+    def __init__(self, states: _States, real: Tensor) -> None:
+        super().__init__(layers=[])
+        self.states, self.real = states, real
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True: one token then takes the way of several."""
+        return True
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: :meth:`update_conv_state` joins the columns before and the new ones."""
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Return the columns held and, without what padding left there, the new ones; the last are held then."""
+        name = f"conv{state_idx}"
+        held = self._read(layer_idx, name)
+        joined = torch.cat([held, conv_states * self.real[:, None, :].to(conv_states.dtype)], dim=-1)
+        self._write(joined[..., -held.shape[-1] :], layer_idx, name)
+        return joined
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        name = f"recurrent{state_idx}"
+        return self._read(layer_idx, name) if (layer_idx, name) in self.states else None
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        self._write(recurrent_states, layer_idx, f"recurrent{state_idx}")
+        return recurrent_states
+
+    def _read(self, layer: int, name: str) -> Tensor:
+        shape, dtype = self.states[layer, name]
+        state: Tensor = torch.ops.kvpass.read_state.default(self.real, layer, name, shape, dtype)
+        return state
+
+    def _write(self, state: Tensor, layer: int, name: str) -> None:
+        torch.ops.kvpass.write_state.default(state.to(self.states[layer, name][1]), layer, name)

@@ -1,0 +1,199 @@
+"""Decoders with recurrent layers beside attention: their states are part of the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+import transformers
+from packaging.version import Version
+from transformers import Cache, DynamicCache
+
+import kvpass
+from kvpass.compiler import backend as backends
+from support_table import listed, supported_row
+from tiny_models import HYBRIDS, compiled_once, left_pad, random_ids, tiny_model
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.22"), reason="the states of recurrent layers have no methods"
+)
+MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+UNLIMITED, NEW = 10**6, 6
+FAMILY = [pytest.param(name, marks=[] if name == "lfm2" else pytest.mark.exhaustive) for name in HYBRIDS]
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+
+
+def pair(family="lfm2", budget=UNLIMITED, backend="eager"):
+    return compiled_once(family, layers=2, backend=backend, policy="lava", budget=budget, window=8)
+
+
+def whole(family, backend):
+    model = tiny_model(family)
+    return model, kvpass.compile(model, policy="lava", budget=UNLIMITED, window=8, backend=backend)
+
+
+def states_of(cache):
+    return [state.clone() for state in cache.states.held]
+
+
+def check_two_turns(model, fast):
+    ids = random_ids(1, 61)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+    first = fast.generate(ids, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(first.sequences, model.generate(ids, **GREEDY))
+    longer = torch.cat([first.sequences, random_ids(1, 13, seed=3)], 1)
+    expected = model.generate(longer, **GREEDY)
+    assert torch.equal(fast.generate(longer, past_key_values=first.past_key_values, **GREEDY), expected)
+
+
+def check_padding(fast):
+    prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (50, 31, 64)]
+    ids, mask = left_pad(prompts)
+    fast.set_budget(24)
+    together = fast.generate(ids, attention_mask=mask, **GREEDY)[:, -NEW:]
+    kept = fast.report().lengths
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(together[row], fast.generate(prompt[None], **GREEDY)[0, -NEW:])
+        assert torch.equal(kept[row], fast.report().lengths[0])
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_contracts_1_4_6_two_turns_and_a_padded_batch(family):
+    model, fast = pair(family) if family == "lfm2" else whole(family, "eager")
+    check_two_turns(model, fast)
+    check_padding(fast)
+    fast(random_ids(1, 20))
+    assert supported_row(family, fast) in listed(MODELS_PAGE.read_text())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["lfm2", "granitemoehybrid", "falcon_h1", "qwen3_next", "qwen3_5", "olmo_hybrid"])
+def test_contracts_1_and_4_compiled(family):
+    model, fast = whole(family, "inductor")
+    check_two_turns(model, fast)
+    check_padding(fast)
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_states_are_those_of_transformers(family):
+    model, fast = pair(family)
+    ids = random_ids(1, 40)
+    cache = fast.compress(ids[:, :25], reusable=False)
+    for part in ids[:, 25:39], ids[:, 39:]:
+        fast(part, past_key_values=cache)
+    expected = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=expected, use_cache=True)
+    for shape, held in zip(cache.layout.states, cache.states.held, strict=True):
+        layer = expected.layers[shape.layer]
+        kind, index = shape.name.rstrip("0123456789"), int(shape.name[-1])
+        torch.testing.assert_close(held, getattr(layer, f"{kind}_states")[index], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["bamba", "qwen3_5"])
+def test_no_length_compiles_again(family):
+    _, fast = whole(family, "eager")
+    fast(random_ids(1, 100), logits_to_keep=1)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (150, 300, 5000):
+            fast(random_ids(1, tokens), logits_to_keep=1)
+    assert [record.phase for record in fast.report().compiled] == ["prefill"]
+
+
+def test_a_saved_cache_continues(tmp_path):
+    _, fast = pair(budget=24)
+    cache = fast.compress(random_ids(1, 60))
+    cache.save(tmp_path / "context.kv")
+    loaded, question = kvpass.load_cache(tmp_path / "context.kv", fast), random_ids(1, 9, seed=5)
+    assert all(map(torch.equal, loaded.states.held, cache.states.held))
+    answers = [fast.generate(question, past_key_values=given, **GREEDY) for given in (cache, loaded)]
+    assert torch.equal(*answers)
+
+
+def test_a_reusable_cache_and_rows_of_beams_have_states_of_their_own():
+    _, fast = pair(budget=24)
+    cache = fast.compress(random_ids(2, 60))
+    before = states_of(cache)
+    fast(random_ids(2, 5), past_key_values=cache)
+    assert all(map(torch.equal, before, cache.states.held))
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert all(
+        torch.equal(held[row], old[1]) for held, old in zip(cache.states.held, before, strict=True) for row in (0, 1)
+    )
+
+
+def test_a_call_that_fails_leaves_the_states(monkeypatch):
+    _, fast = pair(budget=24)
+    cache, question = fast.compress(random_ids(1, 60), reusable=False), random_ids(1, 7, seed=2)
+    twin = cache.clone()
+    fast(question, past_key_values=cache.clone())  # compiles
+    begin = backends.Call.begin
+
+    def interrupted(call):
+        begin(call)
+        for made in call.cache.states.made:  # as if the graph had written them
+            made.fill_(7.0)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(backends.Call, "begin", interrupted)
+        fast(question, past_key_values=cache)
+    assert all(map(torch.equal, cache.states.held, twin.states.held))
+    expected = fast(question, past_key_values=twin).logits
+    assert torch.equal(fast(question, past_key_values=cache).logits, expected)
+
+
+def test_the_report_names_the_layers_of_the_model_and_the_bytes_of_states():
+    _, fast = pair(budget=24)
+    cache = fast.compress(random_ids(1, 60))
+    report = fast.report()
+    size = sum(state.nbytes for state in (*cache.states.held, *cache.states.made))
+    assert report.to_dict()["model_layers"] == [1] and report.layer_ids == (0,)
+    assert report.to_dict()["state_nbytes"] == size > 0
+    assert f"recurrent layers are outside the budget: {size} bytes of states" in str(report)
+    assert "recurrent layers pass a state from token to token" in " ".join(str(report).split())
+
+
+def test_what_cannot_be_taken_back_is_not_cropped():
+    _, fast = pair(budget=24)
+    cache = fast.compress(random_ids(1, 60), reusable=False)
+    fast(random_ids(1, 3), past_key_values=cache)
+    with pytest.raises(ValueError, match="a recurrent layer holds the state after the last token"):
+        cache.crop(-1)
+    assert cache.columns == 63
+
+
+def test_recompression_leaves_the_states():
+    model = tiny_model("lfm2", layers=2)
+    fast = kvpass.compile(model, policy="lava", budget=24, window=8, backend="eager", recompress="every_turn")
+    never = pair(budget=24)[1]
+    texts = random_ids(1, 60), random_ids(1, 20, seed=4)
+    caches = []
+    for compiled in (fast, never):
+        caches.append(compiled.compress(texts[0], reusable=False))
+        compiled(texts[1], past_key_values=caches[-1])
+    assert int(caches[0].lengths.sum()) < int(caches[1].lengths.sum())
+    torch.testing.assert_close(caches[0].states.held, caches[1].states.held)
+
+
+def test_a_transformers_without_states_is_named(monkeypatch):
+    monkeypatch.delattr(Cache, "get_conv_state")
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"needs transformers >= 5\.22; here is"):
+        kvpass.compile(tiny_model("lfm2", layers=2), policy="full")
+
+
+def test_a_layer_that_mixes_tokens_beside_its_state_is_refused():
+    model = tiny_model("lfm2", layers=2)
+    forward = type(model.model.layers[0].feed_forward).forward
+    kind = type(model.model.layers[0].feed_forward)
+
+    def shifted(self, x):
+        return forward(self, x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+    model.model.layers[0].feed_forward.__class__ = type("Shifted", (kind,), {"forward": shifted})
+    with pytest.raises(kvpass.UnsupportedAttentionError, match="is not that for pieces"):
+        kvpass.compile(model, policy="full", backend="eager")(random_ids(1, 20))
