@@ -21,8 +21,8 @@ An attention op with a sliding window becomes ``fill_ring`` in prefill and ``att
 every policy. One ``columns_held`` precedes all ops that share a ring. ``layer`` of an operator is its index among the
 ops of its pool or ring. The tuples are defined in :mod:`kvpass.operands`.
 
-``read_state`` becomes an input, ``write_state`` a ``store_state`` into another; in prefill ``real_tokens`` gets the first
-columns.
+``read_state`` becomes an input, ``write_state`` a ``store_state`` into another; in prefill ``real_tokens`` gets the
+first columns.
 """
 
 from __future__ import annotations

@@ -169,6 +169,10 @@ def compile(
     rules = read_rules(policy, budget, recompress, window=window, options=policy_options, model_name=name)
     ranks = ranks_of(model)
     recurrent = recurrent_layers(model)
+    if recurrent is not None and ranks is not None:
+        raise ValueError(
+            f"{type(model).__name__} has recurrent layers, whose states several processes cannot share yet"
+        )
     layers = model.config.get_text_config().num_hidden_layers if recurrent is None else len(recurrent.attention)
     heads = ranks if ranks is not None and divides_heads(model) else None
     check_divided(rules, heads)
@@ -189,9 +193,7 @@ def compile(
         captures=CaptureCache(
             PhaseCompiler(
                 compiler=compiler,
-                layers=model.config.get_text_config().num_hidden_layers
-                if recurrent is None
-                else len(recurrent.attention),
+                layers=layers,
                 regions=check_regions(compile_regions),
                 cuda_graphs=cuda_graphs,
             ),

@@ -518,7 +518,7 @@ class CompressedCache(Cache):
             notes=dict(notes or {}),
         )
         if self.ranks is None:
-            write_cache_file(path, tensors, asdict(metadata))
+            write_cache_file(path, tensors, metadata.to_dict())
             return
         if any(store.evicts for store in self.full_layers):
             raise ValueError(
@@ -526,7 +526,7 @@ class CompressedCache(Cache):
             )
         parts = self.ranks.gather_to_first({name: tensor.cpu() for name, tensor in tensors.items()})
         whole = replace(metadata, layout=layout_of_all(layout, self.ranks.size))
-        self.ranks.first_does(lambda: write_cache_file(path, joined(parts, layout), asdict(whole)))
+        self.ranks.first_does(lambda: write_cache_file(path, joined(parts, layout), whole.to_dict()))
 
     @classmethod
     def restore(
