@@ -166,6 +166,7 @@ def test_what_cannot_be_taken_back_is_not_cropped():
     assert cache.columns == 63
 
 
+@pytest.mark.exhaustive
 def test_recompression_leaves_the_states():
     model = tiny_model("lfm2", layers=2)
     fast = kvpass.compile(model, policy="lava", budget=24, window=8, backend="eager", recompress="every_turn")
