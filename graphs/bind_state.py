@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from kvpass.graphs.fx_utils import Dim, dim_of, recorded, shape_of
+from kvpass.graphs.host_weights import is_host_weight
 from kvpass.torch_compat import FakeTensorMode, LocalSource, Source, TracingContext
 
 STATE_PREFIX = "kvpass_"
@@ -59,20 +60,24 @@ def backend_mode() -> FakeTensorMode:
     return context.fake_mode
 
 
-def fake_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+def fake_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
     """Return the captured graph's inputs as fake tensors of :func:`backend_mode`, with its symbols.
 
     Call it inside the trace: Dynamo forgets afterwards which tensor sizes were symbols.
     """
     mode, symbolic = backend_mode(), TracingContext.get().tensor_to_context
 
-    def fake(value: Any) -> Any:
+    def fake(node: Node, value: Any) -> Any:
+        if is_host_weight(node):
+            like = recorded(node)
+            with mode:
+                return torch.empty(like.shape, dtype=like.dtype, device=like.device)
         if not isinstance(value, Tensor):
             return value
         known = symbolic[value]
         return mode.from_tensor(value, symbolic_context=known, source=known.tensor_source)
 
-    return [fake(value) for value in example_inputs]
+    return [fake(node, value) for node, value in zip(placeholders(gm), example_inputs, strict=True)]
 
 
 def add_state_placeholders(

@@ -17,6 +17,7 @@ find a faulty one; results may then be wrong. In order:
 ``check_no_raw_attention``  raise: attention or other token mixing outside of ``kvpass::site``
 ``self_check``              raise: a text in pieces is not the whole text; marks positions that the decoder counts
 ``check_sites``             raise: no attention op, unsupported ops, mixed dtypes, layers without an op
+``take_host_weights``       copies of weights that stay on the host -> the weights, as inputs on the device
 ``offset_positions``        extend and decode: marked positions start at the number of tokens seen
 ``one_token``               decode: values recorded again for one token
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
@@ -47,6 +48,7 @@ from kvpass.graphs.find.flash import find_flash_attention_pass
 from kvpass.graphs.find.flex import find_flex_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.host_weights import take_host_weights_pass
 from kvpass.graphs.one_token import one_token_pass
 from kvpass.graphs.rewrite_attention import check_sites_pass, rewrite_cached_pass, rewrite_prefill_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
@@ -84,7 +86,7 @@ def capture_passes(layers: int | None) -> list[GraphPass]:
     Args:
         layers: attention layers the model is known to have; None when unknown.
     """
-    return [*CANONICAL_PASSES, partial(check_sites_pass, expected=layers)]
+    return [*CANONICAL_PASSES, partial(check_sites_pass, expected=layers), take_host_weights_pass]
 
 
 def phase_passes(
@@ -167,7 +169,7 @@ def _disabled() -> set[str]:
     """
     names = {name for name in os.environ.get(DISABLE, "").split(",") if name}
     phases = (offset_positions_pass, one_token_pass, decompose_linear_pass, rewrite_prefill_pass, rewrite_cached_pass)
-    known = {pass_name(graph_pass) for graph_pass in (*CANONICAL_PASSES, check_sites_pass, *phases)}
+    known = {pass_name(one) for one in (*CANONICAL_PASSES, check_sites_pass, take_host_weights_pass, *phases)}
     if names - known:
         raise ValueError(f"{DISABLE}: {sorted(names - known)} are no passes, which are {sorted(known)}")
     if names:

@@ -22,6 +22,8 @@ from torch.fx.node import map_arg
 
 from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.fx_utils import dim_of, is_scalar, mutated_inputs, recorded, storage_of, symbols_in, symbols_of
+from kvpass.graphs.host_weights import host_weights, storages_of_copies
+from kvpass.host_weights import next_copies
 
 
 class CannotSplitError(ValueError):
@@ -94,6 +96,8 @@ def join(
 ) -> GraphModule:
     """Return a graph of the whole in which each part is one call of its function.
 
+    Where weights stay on the host, it has one more input, :class:`HostCopies` of the groups of :func:`groups_of`.
+
     Args:
         gm: the graph that was split. functions: of the parts, by key; each returns a tuple.
     """
@@ -101,17 +105,32 @@ def join(
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             copies[node] = graph.node_copy(node)
-    for piece in pieces:
+    groups = groups_of(pieces)
+    host = graph.placeholder("kvpass_copies") if any(groups) else None
+    for piece, weights in zip(pieces, groups, strict=True):
+        given = dict(copies)
+        if weights:
+            on_device = graph.call_function(next_copies, (host, [copies[node] for node in weights]))
+            for place, node in enumerate(weights):
+                given[node] = graph.call_function(operator.getitem, (on_device, place))
         if isinstance(piece, Node):
-            copies[piece] = graph.node_copy(piece, copies.__getitem__)
+            copies[piece] = graph.node_copy(piece, given.__getitem__)
             continue
         if not piece.outputs:  # sizes that nothing reads
             continue
-        result = graph.call_function(functions[piece.key], tuple(copies[node] for node in piece.inputs))
+        result = graph.call_function(functions[piece.key], tuple(given[node] for node in piece.inputs))
         for place, node in enumerate(piece.outputs):
             copies[node] = graph.call_function(operator.getitem, (result, place))
     graph.output(map_arg(gm.graph.output_node().args[0], copies.__getitem__))
     return GraphModule(gm, graph)
+
+
+def groups_of(pieces: Sequence[Part | Node]) -> list[list[Node]]:
+    """Return for each piece the weights it reads that stay on the host."""
+    read = [
+        piece.all_input_nodes if isinstance(piece, Node) else piece.inputs if piece.outputs else () for piece in pieces
+    ]
+    return [host_weights(nodes) for nodes in read]
 
 
 def _listed(piece: Node | list[Node]) -> list[Node]:
@@ -154,6 +173,10 @@ def _part(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> Part:
     for node in nodes:
         if any(storage_of(operand) in held for operand in mutated_inputs(node)):
             raise CannotSplitError(f"{node.name} writes into a tensor of another part")
+    copied = storages_of_copies(inputs)
+    for node in outputs:
+        if storage_of(node) in copied:
+            raise CannotSplitError(f"{node.name}, a view of a weight that stays on the host, is needed in two parts")
     graph, copies = Graph(), dict[Node, Node]()
     for place, node in enumerate(inputs):
         copies[node] = graph.placeholder(f"input_{place}")

@@ -62,6 +62,11 @@ class Layer:
     results: tuple[Node, ...] = ()
     read_last: frozenset[Node] = frozenset()
 
+    @property
+    def reads(self) -> tuple[Node, ...]:
+        """What the parts and the site read."""
+        return *self.before.inputs, *self.site.node.all_input_nodes, *self.after.inputs
+
 
 @dataclass(frozen=True)
 class SplitPrompt:
@@ -79,6 +84,11 @@ class SplitPrompt:
     @property
     def parts(self) -> list[Part]:
         return [self.begin, *(part for layer in self.layers for part in (layer.before, layer.after))]
+
+    @property
+    def reads(self) -> list[tuple[Node, ...]]:
+        """What is read before all layers, and by each layer."""
+        return [self.begin.inputs, *(layer.reads for layer in self.layers)]
 
 
 def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
@@ -263,7 +273,7 @@ def _with_lives(layers: Sequence[Layer], kept: Collection[Node]) -> list[Layer]:
     for layer in reversed(layers):
         site = layer.site
         made = {*layer.before.outputs, site.node, *layer.after.outputs}
-        read = {*layer.before.inputs, *layer.after.inputs, *site.node.all_input_nodes} - made
+        read = set(layer.reads) - made
         results = tuple(node for node in kept if node in made)
         found.append(replace(layer, results=results, read_last=frozenset((read & set(kept)) - later)))
         later |= read

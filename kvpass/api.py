@@ -23,6 +23,7 @@ from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends import options as o
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import ATTENTION_NAME
+from kvpass.frontends.offload import hold_host_weights, offload_device, offload_hooks
 from kvpass.frontends.options import BudgetLike
 from kvpass.frontends.recurrent import recurrent_layers
 from kvpass.frontends.tensor_parallel import check_divided, divides_heads, hold_own_weights, ranks_of
@@ -128,7 +129,8 @@ def compile(
     ``model.set_budget`` change policy and budget.
 
     Args:
-        model: a causal language model of transformers, in eval mode.
+        model: a causal language model of transformers, in eval mode; on one device, or dispatched by accelerate with
+            weights on the host and one device that computes.
         policy: name of a registered policy, or an instance. Type checkers know the names and options of kvpass's own
             policies; with one of yours, or a name computed at run time, give an instance.
         budget: entries kept per KV head per layer on average, window included: an int; a float in (0, 1], the fraction
@@ -163,8 +165,11 @@ def compile(
     ropes = _rope_types(model)
     if "dynamic" in ropes:
         raise ValueError("rope_type='dynamic': its frequencies change as a sequence grows, those of kept keys cannot")
-    check_wrappers(model)
-    compiler = check_compiler("backend", backend)
+    device = offload_device(model)
+    check_wrappers(model, device)
+    compiler, regions = check_compiler("backend", backend), check_regions(compile_regions)
+    if device is not None and regions is False:
+        raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
     name = str(model.config.name_or_path)
     rules = read_rules(policy, budget, recompress, window=window, options=policy_options, model_name=name)
     ranks = ranks_of(model)
@@ -173,11 +178,14 @@ def compile(
         raise ValueError(
             f"{type(model).__name__} has recurrent layers, whose states several processes cannot share yet"
         )
+    if recurrent is not None and device is not None:
+        raise ValueError(f"{type(model).__name__} has recurrent layers, with which weights cannot stay on the host yet")
     layers = model.config.get_text_config().num_hidden_layers if recurrent is None else len(recurrent.attention)
     heads = ranks if ranks is not None and divides_heads(model) else None
     check_divided(rules, heads)
     compiled = copy_structure(model)
     whole = hold_own_weights(compiled, model, ranks) if ranks is not None else {}
+    on_host = hold_host_weights(compiled, model, device) if device is not None else 0
     remove_wrappers(compiled, model)
     if recurrent is not None:
         replace_token_mixers(compiled)
@@ -190,12 +198,14 @@ def compile(
     compiled._kvpass = Runtime(
         rules=rules,
         identity=ModelFingerprint(compiled, whole),
+        device=device,
         captures=CaptureCache(
             PhaseCompiler(
                 compiler=compiler,
                 layers=layers,
-                regions=check_regions(compile_regions),
+                regions=regions,
                 cuda_graphs=cuda_graphs,
+                on_host=on_host,
             ),
             None if recurrent is None else recurrent.arguments,
         ),
@@ -214,8 +224,9 @@ def _rope_types(model: PreTrainedModel) -> set[str]:
 
 
 def copy_structure(model: nn.Module) -> Any:
-    """Return a deep copy that shares parameters and buffers with ``model``."""
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    """Return a deep copy that shares parameters, buffers and what accelerate keeps on the host with ``model``."""
+    hooks = (hook for _, hook in offload_hooks(model))
+    memo: dict[int, Any] = {id(shared): shared for shared in (*model.parameters(), *model.buffers(), *hooks)}
     return copy.deepcopy(model, memo)
 
 
@@ -279,6 +290,6 @@ def restore_cache(
         cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.ranks)
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
-    cache = cache.to(runtime.identity.weights.device if device is None else device)
+    cache = cache.to(model.device if device is None else device)
     cache.recycled = runtime.captures.compiler.memory(cache.device)  # of copies, where the cache is reusable
     return cache

@@ -44,7 +44,8 @@ class Report:
     Attributes:
         policy, budget: the rules. prompt: what they kept. compiled: one record per compiled graph. ranks: processes
             that share the heads; all numbers are of the heads of this one. attention: numbers of the layers with
-            attention in the model's own count, where other layers are recurrent; None: all have attention.
+            attention in the model's own count, where other layers are recurrent; None: all have attention. on_host:
+            bytes of the weights that stay on the host.
     """
 
     policy: Policy
@@ -53,6 +54,7 @@ class Report:
     compiled: Sequence[CompileRecord]
     ranks: Ranks | None = None
     attention: tuple[int, ...] | None = None
+    on_host: int = 0
 
     def _name(self, layer: int) -> str:
         """What the model itself calls an attention op's layer, as far as each layer has one op."""
@@ -124,6 +126,7 @@ class Report:
             "window_attention_mass": self.attention_mass.tolist(),
             "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
             "ranks": None if self.ranks is None else asdict(self.ranks),
+            "weights_on_host": self.on_host,
             "compiled": [asdict(record) for record in self.compiled],
         }
 
@@ -164,6 +167,11 @@ class Report:
             lines.append(f"recurrent layers are outside the budget: {self.prompt.state_nbytes} bytes of states")
         if self.ranks is not None:
             lines.append(f"heads of process {self.ranks.rank} of {self.ranks.size}, counted from 0")
+        if self.on_host:
+            lines.append(
+                f"{self.on_host / 2**20:.0f} MiB of weights stay on the host: each call copies those of the next layer "
+                "while one runs, and no CUDA graph is captured"
+            )
         if self.policy.parity == "code":
             lines.append("parity='code': released rules, which may keep more or fewer entries than the budget")
         lines += [

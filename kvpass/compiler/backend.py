@@ -150,6 +150,7 @@ class PhaseCompiler:
         cuda_graphs: on CUDA, capture decode steps (and extensions of up to 8 tokens) once and replay them.
         records: one entry per compiled graph, appended here.
         recycled: memory of caches that decode in captured steps.
+        on_host: bytes of the weights that stay on the host.
     """
 
     compiler: Compiler
@@ -158,10 +159,11 @@ class PhaseCompiler:
     cuda_graphs: bool = True
     records: list[CompileRecord] = field(default_factory=list)
     recycled: Recycled = field(default_factory=Recycled)
+    on_host: int = 0
 
     def captures_steps(self, device: torch.device) -> bool:
-        """Whether decode steps on the device are captured as CUDA graphs."""
-        return device.type == "cuda" and self.cuda_graphs and self.compiler == "inductor"
+        """Whether decode steps on the device are captured as CUDA graphs: not where each copies weights."""
+        return device.type == "cuda" and self.cuda_graphs and self.compiler == "inductor" and not self.on_host
 
     def memory(self, device: torch.device) -> Recycled:
         """Return where caches on the device take their memory from: recycled only for captured steps."""
@@ -179,7 +181,7 @@ class PhaseCompiler:
     def _pays(self, phase: Phase, sites: int, device: torch.device) -> bool:
         """Whether to compile in parts by default."""
         many = phase != "decode" or device.type == "cuda" or sites > FEW_LAYERS
-        return self.compiler == "inductor" and many
+        return bool(self.on_host) or (self.compiler == "inductor" and many)
 
     def _seconds(self, phase: Phase, sites: int) -> float:
         """Of the last compilation of this phase here; before one, what small models took on two cores.
@@ -327,12 +329,20 @@ class PhaseCompiler:
     def _compiled(
         self, gm: GraphModule, examples: Sequence[Any], compile_one: CompileOne, in_parts: bool
     ) -> tuple[Callable[..., Any], int, str]:
-        """Return a graph in compiled code, in how many parts, and why it is whole where it should be in parts."""
+        """Return a graph in compiled code, in how many parts, and why it is whole where it should be in parts.
+
+        Raises:
+            ValueError: weights stay on the host, and it cannot be in parts.
+        """
         if not in_parts:
             return compile_one(gm, examples), 1, ""
         try:
             return *compile_parts(gm, examples, compile_one), ""
         except CannotSplitError as reason:
+            if self.on_host:
+                raise ValueError(
+                    f"a model with weights on the host runs in parts, but this one cannot: {reason}"
+                ) from None
             return compile_one(gm, examples), 1, str(reason)
 
     @staticmethod

@@ -25,9 +25,11 @@ from kvpass.compiler.parts import Regions
 from kvpass.config import Block
 from kvpass.graphs.bind_state import placeholders, size_reader
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
+from kvpass.graphs.host_weights import host_weights, is_host_weight, rooms_of
 from kvpass.graphs.rewrite_attention import Place, Site, batch_and_tokens, layout_of, places_of
 from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
+from kvpass.host_weights import HostCopies
 from kvpass.operands import Attention, Candidates, PrefillBuffers, Requested, RingBuffers
 from kvpass.ops.schemas import implementation
 from kvpass.ops.sliding import keep_newest
@@ -150,6 +152,7 @@ class BlockedPrefill:
         self.lengths = {node for node in self.inputs if is_scalar(node) and dim_of(recorded(node)) == tokens}
         self.layout, self.dtype, self.device = layout_of(gm)
         self.places = places_of(self.layout)
+        self.rooms = rooms_of([host_weights(reads) for reads in split.reads])
 
     def edges(self, tokens: int, block: int) -> list[int]:
         """Return where blocks begin, and the end: one block where the decoder is another one for so few tokens."""
@@ -173,7 +176,8 @@ class BlockedPrefill:
         if policy.reads_projection:
             for layer in self.split.layers:
                 if not self.places[layer.site.layer].ring:
-                    _ = layer.site.output_projection  # raises before anything is written
+                    weight = layer.site.output_projection.weight  # raises before anything is written
+                    assert not is_host_weight(weight) or weight in layer.reads, "it is copied with the layer"
         prompt = _Prompt(self, policy, state, inputs, ranks)
         edges = self.edges(prompt.tokens, block)
         prompt.begin()
@@ -200,7 +204,8 @@ class _Prompt:
     """A prompt that is being prefilled.
 
     Attributes:
-        known: inputs, and what passes between layers, by node.
+        known: inputs, and what passes between layers, by node. on_host: inputs that stay on the host; ``known`` has
+            copies of those that the present layer reads.
     """
 
     def __init__(
@@ -216,11 +221,22 @@ class _Prompt:
         self.start, self.first = self.state["start"], self.state["first"]
         given = [*inputs, nothing_seen(decoder.device)]
         self.known: dict[Node, Any] = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
+        self.on_host = {node: self.known[node] for node in host_weights(decoder.inputs)}
+        self.copies = HostCopies(decoder.device, decoder.rooms) if decoder.rooms else None
         self.ops = implementation(self.first)
 
     def begin(self) -> None:
         """Run what comes before all layers."""
+        self._copy_weights(self.decoder.split.begin.inputs)
         self.known.update(self._call(self.decoder.split.begin, 0, self.tokens, {}))
+
+    def _copy_weights(self, reads: Sequence[Node]) -> None:
+        """Copy what is read and stays on the host to the device."""
+        weights = host_weights(reads)
+        if weights:
+            assert self.copies is not None
+            given = [self.on_host[node] for node in weights]
+            self.known.update(zip(weights, self.copies.next(given), strict=True))
 
     def run(self, layer: Layer, edges: Sequence[int], only_last: bool = False) -> None:
         """Run a layer, and let the policy judge its entries.
@@ -228,6 +244,7 @@ class _Prompt:
         Args:
             edges: where blocks begin, and the end. only_last: what comes after attention is needed of the last block.
         """
+        self._copy_weights(layer.reads)
         site, place, n = layer.site, self.decoder.places[layer.site.layer], self.tokens
         read = self._rows_read(place)
         queries, lses, keys, values = _Columns(n - read, n), _Columns(n - read, n), _Columns(0, n), _Columns(0, n)

@@ -91,7 +91,7 @@ class Capture:
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> None:
         self.graph = compiler.canonicalize(gm)
         self.compiler = compiler
-        self._inputs = fake_inputs(example_inputs)
+        self._inputs = fake_inputs(self.graph.gm, example_inputs)
         self._context = TracingContext.get()
         shapes = backend_mode().shape_env
         assert shapes is not None

@@ -55,7 +55,8 @@ _DROPPED = (
 class Runtime:
     """Rules and captures of a compiled model.
 
-    ``identity``: fingerprint for its caches. ``one_length``: all rows must have one length, because the rotary
+    ``identity``: fingerprint for its caches. ``device``: on which a model computes that has weights on the
+    host. ``one_length``: all rows must have one length, because the rotary
     frequencies follow the longest row. ``ranks``: processes that share the heads. ``block``: tokens of a block of a
     prompt. ``attention``: numbers of the layers with attention, where others are recurrent.
     """
@@ -63,6 +64,7 @@ class Runtime:
     rules: Rules
     captures: CaptureCache
     identity: ModelFingerprint
+    device: torch.device | None = None
     one_length: bool = False
     ranks: Ranks | None = None
     block: Block = "auto"
@@ -302,6 +304,11 @@ class CompressedModel(_Base):
         )
 
     @property
+    def device(self) -> torch.device:
+        """The device on which the model computes; weights may stay on the host."""
+        return self._kvpass.device or super().device
+
+    @property
     def policy(self) -> Policy:
         """The policy that decides which entries are kept."""
         return self._kvpass.rules.policy
@@ -381,6 +388,7 @@ class CompressedModel(_Base):
             prompt=runtime.last_prompt,
             ranks=runtime.ranks,
             attention=runtime.attention,
+            on_host=runtime.captures.compiler.on_host,
             compiled=tuple(record for record in runtime.captures.compiler.records if record.policy == policy.spec),
         )
 

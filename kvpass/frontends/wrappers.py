@@ -1,7 +1,7 @@
 """Handle ``forward`` attributes that were replaced on an instance of a model.
 
 Such a ``forward`` hides the one of the class, so kvpass would never be called. Accepted, and removed from the copy, are
-a compiled forward, and accelerate hooks that move no weights. All others raise.
+a compiled forward, and accelerate hooks that move nothing or copy weights from the host (``offload.py``). Others raise.
 """
 
 from __future__ import annotations
@@ -9,24 +9,29 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import torch
 from torch import nn
 
 
-def check_wrappers(model: nn.Module) -> None:
+def check_wrappers(model: nn.Module, offloaded: torch.device | None) -> None:
     """Raise if the weights are not on one device, or an unknown function replaces ``forward``.
 
+    Args:
+        offloaded: device that computes, of a model with weights on the host.
     Raises:
         ValueError: with the module, the hook or function, and what to do.
     """
     devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    if offloaded is not None:
+        devices = [str(offloaded)]
     if devices == ["meta"] or len(devices) > 1:
         raise ValueError(
-            f"the weights of {type(model).__name__} are on {', '.join(devices)}: kvpass runs a model on one device, "
-            "without offloading; load it without offload and with one device in device_map"
+            f"the weights of {type(model).__name__} are on {', '.join(devices)}: kvpass runs a model on one device; "
+            "load it with one device in device_map, and 'cpu' for what does not fit there"
         )
     for path, module in model.named_modules():
         hook = module.__dict__.get("_hf_hook")
-        if hook is not None and not _moves_nothing(hook, devices):
+        if hook is not None and not _is_known(hook, devices):
             raise ValueError(
                 f"{path or type(model).__name__} has the accelerate hook {type(hook).__name__}: a compiled graph "
                 "cannot run it; remove it with accelerate.hooks.remove_hook_from_submodules(model)"
@@ -49,12 +54,12 @@ def remove_wrappers(copied: nn.Module, model: nn.Module) -> None:
             del twin.forward
 
 
-def _moves_nothing(hook: Any, devices: list[str]) -> bool:
-    """Return whether an accelerate hook only moves tensors to the device they are on."""
-    if type(hook).__name__ != "AlignDevicesHook" or hook.offload:
+def _is_known(hook: Any, devices: list[str]) -> bool:
+    """Return whether an accelerate hook only moves tensors to the device they are on, or weights from the host."""
+    if type(hook).__name__ != "AlignDevicesHook":
         return False
     target = hook.execution_device
-    return target is None or str(target) in devices or f"cuda:{target}" in devices
+    return target is None or str(torch.empty(0, device=target).device) in devices
 
 
 def _is_own(forward: Any, module: nn.Module) -> bool:

@@ -143,13 +143,12 @@ def test_a_replaced_forward_that_changes_nothing_is_left_out_of_the_copy(change)
     assert_close("original", model(ids, use_cache=False).logits, plain(ids, use_cache=False).logits, atol=1e-4)
 
 
-def offloaded_to_the_cpu(model):
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+def without_weights(model):
+    model.to("meta")
 
 
-def offloaded_partly(model):
-    accelerate.dispatch_model(model, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
-    accelerate.cpu_offload(model.lm_head, execution_device=torch.device("cpu"))
+def partly_without_weights(model):
+    model.lm_head.to("meta")
 
 
 def own_hook(model):
@@ -171,8 +170,8 @@ def own_method(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (offloaded_to_the_cpu, "weights of LlamaForCausalLM are on .*meta.*without offload"),
-        (offloaded_partly, "weights of LlamaForCausalLM are on cpu, meta"),
+        (without_weights, "weights of LlamaForCausalLM are on .*meta.*one device in device_map"),
+        (partly_without_weights, "weights of LlamaForCausalLM are on cpu, meta"),
         (own_hook, r"model\.layers\.0 has the accelerate hook ModelHook"),
         (own_forward, "forward of this LlamaForCausalLM was replaced on the instance"),
         (own_method, "forward of this LlamaForCausalLM was replaced on the instance"),
