@@ -178,8 +178,6 @@ def compile(
         raise ValueError(
             f"{type(model).__name__} has recurrent layers, whose states several processes cannot share yet"
         )
-    if recurrent is not None and device is not None:
-        raise ValueError(f"{type(model).__name__} has recurrent layers, with which weights cannot stay on the host yet")
     layers = model.config.get_text_config().num_hidden_layers if recurrent is None else len(recurrent.attention)
     heads = ranks if ranks is not None and divides_heads(model) else None
     check_divided(rules, heads)

@@ -19,6 +19,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.config import StateShape
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.frontends.offload import offload_hooks
 from kvpass.transformers_compat import CACHE
 
 _RECURRENT = {"conv", "linear_attention", "mamba", "mamba2", "recurrent"}
@@ -58,7 +59,7 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
     The model is run on two tokens: only so it is known which states it has.
 
     Raises:
-        UnsupportedAttentionError: transformers is too old.
+        UnsupportedAttentionError: transformers is too old. ValueError: weights are on the host.
     """
     kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if _RECURRENT.isdisjoint(kinds) and (_BOTH.isdisjoint(kinds) or not hasattr(Cache, "get_conv_state")):
@@ -73,6 +74,8 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
             "it has recurrent layers beside attention, for which kvpass needs transformers >= 5.22; here is "
             f"{transformers.__version__}",
         )
+    if any(offload_hooks(model)):
+        raise ValueError(f"{type(model).__name__} has recurrent layers, with which weights cannot stay on the host yet")
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
