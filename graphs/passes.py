@@ -57,6 +57,7 @@ from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.graphs.verify.own_state import check_own_state_pass
 from kvpass.graphs.verify.self_check import self_check_pass
 from kvpass.policies.base import Policy
+from kvpass.ranks import Ranks
 from kvpass.torch_compat import trace_structured
 
 log = logging.getLogger(__name__)
@@ -97,12 +98,13 @@ def phase_passes(
     one_token: GraphPass | None = None,
     *,
     cpp: bool,
+    ranks: Ranks | None = None,
 ) -> list[GraphPass]:
     """Return the passes that rewrite a capture for one phase and policy.
 
     Args:
         state: tensors of the cache, inputs of the graph, by name. one_token: ``one_token_pass``, for a call of one
-            token. cpp: operators on a CPU may run in C++.
+            token. cpp: operators on a CPU may run in C++. ranks: processes that share the heads.
     """
     offset: list[GraphPass] = [] if phase == "prefill" else [partial(offset_positions_pass, seen=state["seen"])]
     passes = offset if one_token is None else [*offset, one_token]
@@ -111,7 +113,8 @@ def phase_passes(
     if phase == "decode" and cpp:
         passes = [*passes, decompose_linear_pass]
     impl = "cpp" if cpp else "eager"
-    return [*passes, partial(rewrite_cached_pass, state=state, layout=layout, policy=policy, impl=impl)]
+    rewrite = partial(rewrite_cached_pass, state=state, layout=layout, policy=policy, impl=impl, ranks=ranks)
+    return [*passes, rewrite]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ After, decode and extend::
 
 or, under a policy that evicts while decoding::
 
-    out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl)
+    out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl, ranks)
 
 An attention op with a sliding window becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and extend, under
 every policy. One ``columns_held`` precedes all ops that share a ring. ``layer`` of an operator is its index among the
@@ -50,6 +50,7 @@ from kvpass.operands import (
     RingBuffers,
 )
 from kvpass.policies.base import Policy
+from kvpass.ranks import Ranks
 
 SITE = torch.ops.kvpass.site.default
 READ_STATE = torch.ops.kvpass.read_state.default
@@ -221,7 +222,7 @@ class Rewriter:
 
     Attributes:
         state: the cache's tensors in the graph, by name. layout: of the entries. impl: "cpp" or "eager", the CPU
-            implementation of operators that attend the cache.
+            implementation of operators that attend the cache. ranks: processes that share the heads.
     """
 
     gm: GraphModule
@@ -229,6 +230,7 @@ class Rewriter:
     layout: Layout
     policy: Policy
     impl: str = "eager"
+    ranks: Ranks | None = None
 
     def prefill(self) -> int:
         """Replace ops by ``observe_attention`` and ``cascade_step``; return how many.
@@ -253,18 +255,20 @@ class Rewriter:
         """
         columns: dict[str, Node] = {}
         self._bind_states()
+        ranks = None if self.ranks is None else self.ranks.spec
 
         def attend(site: Site, place: Place) -> Node:
             if place.ring:
                 return self._attend_ring(site, place, columns)
             if self.policy.decode_rule() is not None:
                 held = self._buffers(EvictBuffers, place)
-                return self._call("attend_evict", *site.call, *held, place.layer, self.policy.spec, self.impl)
+                return self._call("attend_evict", *site.call, *held, place.layer, self.policy.spec, self.impl, ranks)
             held = self._buffers(AppendBuffers, place)
             output = self._call("attend_cache", *site.call, *held, place.layer, self.impl)
             if f"{place.prefix}_{RecompressBuffers._fields[0]}" in self.state:
                 found = self._buffers(RecompressBuffers, place)
-                self._call("observe_held", *site.call, *held, *found, place.layer, place.layers, self.policy.spec)
+                where = (place.layer, place.layers)
+                self._call("observe_held", *site.call, *held, *found, *where, self.policy.spec, ranks)
             return output
 
         return self._each(attend)
@@ -341,7 +345,7 @@ def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: 
 
 
 def rewrite_cached_pass(
-    gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy, impl: str
+    gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy, impl: str, ranks: Ranks | None
 ) -> int:
     """Replace attention ops by operators that append to the cache and attend it; return how many."""
-    return Rewriter(gm, state, layout, policy, impl).cached()
+    return Rewriter(gm, state, layout, policy, impl, ranks).cached()

@@ -180,7 +180,7 @@ def compile(
         )
     layers = model.config.get_text_config().num_hidden_layers if recurrent is None else len(recurrent.attention)
     heads = ranks if ranks is not None and divides_heads(model) else None
-    check_divided(rules, heads)
+    check_divided(rules.policy, heads)
     compiled = copy_structure(model)
     whole = hold_own_weights(compiled, model, ranks) if ranks is not None else {}
     on_host = hold_host_weights(compiled, model, device) if device is not None else 0
@@ -242,8 +242,7 @@ def load_cache(
     Raises:
         CacheMismatchError: the cache is of another model, dtype, policy or budget; the message says which.
         CacheFileError: the file is damaged, truncated, no cache of kvpass, or written by a newer one.
-        ValueError: the model was not compiled by kvpass; or several processes share its heads, and the policy evicts
-            while decoding.
+        ValueError: the model was not compiled by kvpass.
         OSError: the file cannot be read.
     """
     if not isinstance(model, CompressedModel):
@@ -273,8 +272,6 @@ def restore_cache(
 ) -> CompressedCache:
     """Like :func:`load_cache`, for a caller that has read the file and compiled the model."""
     runtime, rules = model._kvpass, model._kvpass.rules
-    if runtime.ranks is not None and rules.policy.decode_rule() is not None:
-        raise ValueError(f"no cache of policy {rules.policy.name!r} is loaded where several processes share the heads")
     runtime.identity.check(metadata.model)
     if metadata.policy != rules.policy.spec:
         raise CacheMismatchError(

@@ -29,6 +29,29 @@ class Ranks:
     rank: int
     size: int
 
+    @property
+    def spec(self) -> str:
+        """Text from which :meth:`from_spec` makes the ranks again, as operators of a graph take them."""
+        return f"{self.rank} of {self.size} in {self.group}"
+
+    @classmethod
+    def from_spec(cls, spec: str) -> Ranks:
+        """Return the ranks of a :attr:`spec`."""
+        rank, _, size, _, group = spec.split(" ", 4)
+        return cls(group, int(rank), int(size))
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """Return the part of a tensor of all heads, along ``dim``, that belongs to this process."""
+        return x.chunk(self.size, dim)[self.rank]
+
+    def most(self, number: int, device: torch.device) -> int:
+        """Return the largest number of all processes; reads it on the host.
+
+        Args:
+            device: on which the processes can send tensors to each other.
+        """
+        return int(self.gather(torch.tensor([number], device=device), 0).max())
+
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the tensors of all processes, of one shape, joined along ``dim`` in the order of their ranks."""
         return gather_ranks(x, self.group, self.size, dim)
@@ -71,6 +94,11 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of the tensors of all processes."""
         return sum_ranks(x, self.group)
+
+
+def processes(ranks: Ranks | None) -> int:
+    """Return how many processes share the heads; 1 where there are no ranks."""
+    return 1 if ranks is None else ranks.size
 
 
 @torch.library.custom_op("kvpass::gather_ranks", mutates_args=())

@@ -25,13 +25,13 @@ from kvpass.cache.recompression import Recompression
 from kvpass.cache.recurrent_states import RecurrentStates
 from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.cache.serialization import write_cache_file
-from kvpass.cache.shared_heads import divided, joined, layout_of_all
+from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all
 from kvpass.cache.sliding_layers import SlidingWindowLayers
 from kvpass.config import Block, Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks
+from kvpass.ranks import Ranks, processes
 from kvpass.version import __version__
 
 _ELSEWHERE = (
@@ -125,7 +125,7 @@ class CompressedCache(Cache):
         lengths = [n - column for column in self.start.tolist()]
         self._budgets = lengths
         if self.budget is not None and layout.pools:
-            token_bytes = layout.token_bytes * (1 if self.ranks is None else self.ranks.size)
+            token_bytes = layout.token_bytes * processes(self.ranks)
             self._budgets = [self.budget.check(length, window, token_bytes) for length in lengths]
         self.full_layers = [FullAttentionLayers(group, self.policy, self.ranks) for group in layout.pools]
         for store in self.full_layers:
@@ -201,7 +201,10 @@ class CompressedCache(Cache):
         if threshold == float("inf") or self.budget is None or not self.full_layers or self.full_layers[0].evicts:
             return False
         heads = sum(store.geometry.layers * store.geometry.kv_heads for store in self.full_layers)
-        held = sum((store.lengths.sum((1, 2)) for store in self.full_layers), torch.tensor(tokens * heads)).cpu()
+        held = sum((store.lengths.sum((1, 2)) for store in self.full_layers), torch.tensor(tokens * heads))
+        if self.ranks is not None:
+            heads, held = heads * self.ranks.size, self.ranks.gather(held[None], 0).sum(0)
+        held = held.cpu()
         budgets = torch.tensor(self._budgets)
         due = held > budgets * (heads * threshold)
         if not bool(due.any()):
@@ -493,8 +496,7 @@ class CompressedCache(Cache):
             notes: metadata of the caller, stored in the file; anything JSON can represent.
         Raises:
             ValueError: the cache is empty, a call on it was interrupted, or the model that filled it is gone, was
-                compiled by the raw backend; the policy evicts while decoding and the heads are on several processes;
-                or JSON cannot represent the notes.
+                compiled by the raw backend; or JSON cannot represent the notes.
             OSError: the file cannot be written, for instance because the disk is full; an old file is unchanged.
         """
         layout = self._known_layout()
@@ -520,13 +522,15 @@ class CompressedCache(Cache):
         if self.ranks is None:
             write_cache_file(path, tensors, metadata.to_dict())
             return
-        if any(store.evicts for store in self.full_layers):
-            raise ValueError(
-                f"{self!r} cannot be saved: several processes share its heads, and its policy evicts while decoding"
-            )
-        parts = self.ranks.gather_to_first({name: tensor.cpu() for name, tensor in tensors.items()})
-        whole = replace(metadata, layout=layout_of_all(layout, self.ranks.size))
-        self.ranks.first_does(lambda: write_cache_file(path, joined(parts, layout), whole.to_dict()))
+        own = {name: tensor.cpu() for name, tensor in tensors.items()}
+        parts = self.ranks.gather_to_first((own, metadata.stores))
+
+        def write() -> None:
+            stores = joined_facts([facts for _, facts in parts])
+            whole = replace(metadata, layout=layout_of_all(layout, len(parts)), stores=stores)
+            write_cache_file(path, joined([part for part, _ in parts], layout), whole.to_dict())
+
+        self.ranks.first_does(write)
 
     @classmethod
     def restore(
@@ -552,7 +556,7 @@ class CompressedCache(Cache):
             return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
         cache.full_layers = [
-            FullAttentionLayers.restore(group, policy, part(f"store{i}_"), metadata.stores[i])
+            FullAttentionLayers.restore(group, policy, part(f"store{i}_"), metadata.stores[i], ranks)
             for i, group in enumerate(layout.pools)
         ]
         cache.sliding_layers = [SlidingWindowLayers(group, **part(f"ring{i}_")) for i, group in enumerate(layout.rings)]

@@ -22,7 +22,7 @@ from kvpass.ops.evict import SLOT_POSITION, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks
+from kvpass.ranks import Ranks, processes
 
 TAIL_STEP = 64
 """Tails have room for a multiple of this number of slots, besides the prompt's."""
@@ -103,7 +103,7 @@ class FullAttentionLayers:
         b, n, g, window = start.numel(), columns, self.geometry, self.policy.window
         entries = [max(budget - window, 0) for budget in budgets]
         bound = g.layers * g.kv_heads * max(n - window, 0) + g.layers
-        heads = g.kv_heads * (1 if self.ranks is None else self.ranks.size)  # all entries may be of this process
+        heads = g.kv_heads * processes(self.ranks)  # all entries may be of this process
         slots = max(2, min(self.policy.capacity(max(entries), g.layers, heads), bound))
         tail = min(window, n) + _rounded_up(1 if self.evicts else min(max(expected, 1), MOST_SPARE))
 
@@ -280,10 +280,15 @@ class FullAttentionLayers:
 
     @classmethod
     def restore(
-        cls, group: LayerGroup, policy: Policy, tensors: Mapping[str, Tensor], facts: LayersFacts
+        cls,
+        group: LayerGroup,
+        policy: Policy,
+        tensors: Mapping[str, Tensor],
+        facts: LayersFacts,
+        ranks: Ranks | None = None,
     ) -> FullAttentionLayers:
         """Return the store of these :meth:`compact_tensors` and :attr:`facts`; nothing is checked."""
-        store = cls(group, policy)
+        store = cls(group, policy, ranks)
         store._tail_bound = facts.tail_bound
         return store.holding(tensors, facts.used)
 

@@ -30,6 +30,8 @@ class Recompression:
         self.store = store
         g, device = store.geometry, store.offsets.device
         slots = int(store.pool_lengths.max()) + store.tail_k.shape[3]
+        if store.ranks is not None:
+            slots = store.ranks.most(slots, device)
         sizes = {"B": store.rows, "L": g.layers, "K": g.kv_heads, "S": slots}
 
         def allocate(name: str, value: float) -> Tensor:
@@ -52,7 +54,10 @@ class Recompression:
         store = self.store
         scores, masses, layer_weights, window = self.buffers
         available = (seen - window).clamp(min=0)
-        stay = select_held(scores, layer_weights, entries, available, store.policy)
+        of_all = scores if store.ranks is None else store.ranks.gather(scores, 2)
+        stay = select_held(of_all, layer_weights, entries, available, store.policy)
+        if store.ranks is not None:
+            stay = store.ranks.own(stay, 2)
         due = window != NOT_DUE
         tails = torch.where(due, window, store.used - store.tail_start)
         kept = torch.where(due[:, None], stay.sum(3).flatten(1), store.offsets.diff(dim=1))

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvpass.cache.metadata import LayersFacts
 from kvpass.config import LayerGroup, Layout
 from kvpass.operands import BUFFERS
-from kvpass.ops.slots import EMPTY
+from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.ranks import Ranks
 
 _POOL = ("pool_k", "pool_v", "pool_positions")
@@ -34,6 +35,8 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
     found = {"start": parts[0]["start"]}
     for prefix, group in _groups(layout):
         own = [{name[len(prefix) :]: x for name, x in part.items() if name.startswith(prefix)} for part in parts]
+        if "table" in own[0]:
+            own = _of_one_width(own)
         buffers = {name: _joined_heads(name, [part[name] for part in own]) for name in own[0]}
         if "offsets" in buffers:
             bounds = [part["offsets"] for part in own]
@@ -43,6 +46,11 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
                 buffers[name] = _joined_pool(name, [part[name] for part in own], bounds, buffers["offsets"], group)
         found |= {prefix + name: x for name, x in buffers.items()}
     return found
+
+
+def joined_facts(parts: Sequence[tuple[LayersFacts, ...]]) -> tuple[LayersFacts, ...]:
+    """Return the facts of the stores of all heads, from those of each process."""
+    return tuple(replace(own[0], tail_bound=max(facts.tail_bound for facts in own)) for own in zip(*parts, strict=True))
 
 
 def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tuple[dict[str, Tensor], Layout]:
@@ -85,7 +93,22 @@ def _joined_heads(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 def _own_heads(name: str, whole: Tensor, ranks: Ranks) -> Tensor:
     sizes = BUFFERS[name].sizes
-    return whole.chunk(ranks.size, sizes.index("K"))[ranks.rank].contiguous() if "K" in sizes else whole
+    return ranks.own(whole, sizes.index("K")).contiguous() if "K" in sizes else whole
+
+
+def _of_one_width(parts: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Pad lines of slots, of the pool and of the tail, to those of the process that has most."""
+    widths = [(x["table"].shape[-1] - x["tail_k"].shape[3], x["tail_k"].shape[3]) for x in parts]
+    behind, capacity = map(max, zip(*widths, strict=True))
+    found = []
+    for part, (own_behind, own_capacity) in zip(parts, widths, strict=True):
+        wider = {name: pad(part[name], (0, 0, 0, capacity - own_capacity)) for name in ("tail_k", "tail_v")}
+        for name, absent, empty in (("table", ABSENT, EMPTY), ("decode_state", 0, 0)):
+            of_pool, of_tail = part[name].split([own_behind, own_capacity], -1)
+            of_pool = pad(of_pool, (0, behind - own_behind), value=absent)
+            wider[name] = torch.cat([of_pool, pad(of_tail, (0, capacity - own_capacity), value=empty)], -1)
+        found.append({**part, **wider})
+    return found
 
 
 def _counts(offsets: Tensor, group: LayerGroup) -> Tensor:

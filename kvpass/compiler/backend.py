@@ -295,7 +295,8 @@ class PhaseCompiler:
         if (phase == "decode" or call.one_token_prompt) and not isinstance(tokens, int):
             inputs = one_token_inputs(inputs, tokens, fake_mode)
             one_token = partial(one_token_pass, inputs=[*inputs, *fakes], mode=fake_mode)
-        passes = phase_passes(phase, nodes, layout, call.cache.policy, one_token, cpp=self.compiler == "inductor")
+        cache, cpp = call.cache, self.compiler == "inductor"
+        passes = phase_passes(phase, nodes, layout, cache.policy, one_token, cpp=cpp, ranks=cache.ranks)
         rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
         sites = rewritten[-1].sites
         in_parts = self.regions is True or (self.regions == "auto" and self._pays(phase, sites, device))

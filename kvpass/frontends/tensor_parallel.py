@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvpass.policies.rules import Rules
+from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
 
 _KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
@@ -53,8 +53,8 @@ def divides_heads(model: Any) -> bool:
     return any(style == "colwise" and path.rsplit(".", 1)[-1] in _KEY_LAYERS for path, style in plan.items())
 
 
-def check_divided(rules: Rules, ranks: Ranks | None) -> None:
-    """Check that policy and recompression are the same on several processes as on one.
+def check_divided(policy: Policy, ranks: Ranks | None) -> None:
+    """Check that a policy is the same on several processes as on one.
 
     Args:
         ranks: processes that share the heads.
@@ -63,19 +63,11 @@ def check_divided(rules: Rules, ranks: Ranks | None) -> None:
     """
     if ranks is None:
         return
-    policy, rule, several = rules.policy, rules.policy.decode_rule(), f"with heads on {ranks.size} processes"
-    if rule is not None and not rule.by_head:
-        raise ValueError(
-            f"policy {policy.name!r} {several}: while decoding it evicts by the attention of all heads; where it has "
-            "the option, give evict_during_decode=False"
-        )
     if not policy.is_right_divided:
         raise ValueError(
-            f"policy {policy.name!r} {several}: its class does not say that it is right there. Use obs.all_heads where "
-            "it compares heads, and set divisible = True"
+            f"policy {policy.name!r} with heads on {ranks.size} processes: its class does not say that it is right "
+            "there. Use obs.all_heads where it compares heads, and set divisible = True"
         )
-    if rules.recompress != "never":
-        raise ValueError(f"recompress={rules.recompress!r} {several}: must be 'never'")
 
 
 def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> dict[str, Any]:

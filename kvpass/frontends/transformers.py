@@ -368,7 +368,7 @@ class CompressedModel(_Base):
             options=policy_options,
             model_name=str(self.config.name_or_path),
         )
-        check_divided(rules, self._kvpass.ranks)
+        check_divided(rules.policy, self._kvpass.ranks)
         self._kvpass.rules = rules
         self._kvpass.last_prompt = None
 

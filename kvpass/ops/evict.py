@@ -18,6 +18,7 @@ from kvpass.ops import reference
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import Slots
+from kvpass.ranks import Ranks
 
 SLOT_POSITION, SLOT_ORDER = 0, 1
 """Planes of the slot table, int32 ``[2, L, B, K, S]``: true position, storage order."""
@@ -26,12 +27,18 @@ SLOT_STATE, SLOT_NORM = 0, 1
 
 
 def attend_evict(
-    call: Attention, held: EvictBuffers, layer: int, policy: Policy, implementation: ModuleType = reference
+    call: Attention,
+    held: EvictBuffers,
+    layer: int,
+    policy: Policy,
+    implementation: ModuleType = reference,
+    ranks: Ranks | None = None,
 ) -> Tensor:
     """Attend pool and tail with T new tokens; after each one, evict by the policy's decode rule.
 
     Args:
         implementation: module whose ``attend_slots``, ``evict_lowest`` and ``pool_in_order`` do the work.
+        ranks: processes that share the heads of the layer.
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q; a step's output uses the cache before that step's eviction.
     """
@@ -46,7 +53,7 @@ def attend_evict(
         out, attention = implementation.attend_slots(new, Lines(*held[:5], position, entered), layer)
         assert attention is not None
         outputs.append(out)
-        before = Slots(position.clone(), storage_order, state, norm, implementation.pool_in_order)
+        before = Slots(position.clone(), storage_order, state, norm, implementation.pool_in_order, ranks)
         worth, state_after = rule.observe(attention, before)
         state_after = state_after.contiguous()
         keep = implementation.evict_lowest(worth, position, state_after, held.quota[layer], rule.window)

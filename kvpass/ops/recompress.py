@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpass.operands import AppendBuffers, Attention, RecompressBuffers
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
+from kvpass.ranks import Ranks
 
 NOT_DUE = -1
 """Window of a row that is left as it is."""
@@ -39,13 +41,22 @@ class HeldObservation(Observation):
 
 
 def observe_held(
-    call: Attention, held: AppendBuffers, found: RecompressBuffers, layer: int, num_layers: int, policy: Policy
+    call: Attention,
+    held: AppendBuffers,
+    found: RecompressBuffers,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    ranks: Ranks | None = None,
 ) -> None:
     """Score the entries of pool and tail after new tokens were appended, before they count as used.
 
     The newest ``recompress_window`` tokens of a row will be kept; those of them among the new tokens observe. Rows of
     ``NOT_DUE`` are skipped. Writes scores (``-inf`` where nothing is evictable), masses (mean attention of the
     observing rows and the group) and the layer's weight.
+
+    Args:
+        ranks: processes that share the heads of the layer; scores and masses are of the heads of this process.
     """
     q, _, _, scale, softcap, sinks = call
     pool_k, pool_v, tail_k, tail_v = held.pool_k, held.pool_v, held.tail_k, held.tail_v
@@ -75,16 +86,27 @@ def observe_held(
             worth.append(policy.checked_score(obs)[0, 0, :evictable])
             scores[row, layer, head, :evictable] = worth[head]
             masses[row, layer, head, : obs.length] = obs.mass[0, 0]
-        present = _newest_last([torch.ones_like(k[:, 0], dtype=torch.bool) for k in keys])
-        whole = HeldObservation(queries, _newest_last(keys), _newest_last(values), sinks=sinks, present=present, **site)
-        weight = policy.checked_weight(whole, torch.cat(worth)[None, None])
+        of_all = _of_all_heads(worth, ranks)
+        longest = protected + max(scores_of_head.numel() for scores_of_head in of_all)
+        entries = [torch.ones_like(k[:, 0], dtype=torch.bool) for k in keys], keys, values
+        present, *rows = (_newest_last(heads, longest) for heads in entries)
+        whole = HeldObservation(queries, *rows, sinks=sinks, present=present, ranks=ranks, **site)
+        weight = policy.checked_weight(whole, torch.cat(of_all)[None, None])
         if weight is not None:
             layer_weights[row, layer] = weight[0]
 
 
-def _newest_last(heads: list[Tensor]) -> Tensor:
-    """Stack the entries ``[n_k, ...]`` of each head to ``[1, K, max n_k, ...]``, zeros before shorter heads."""
-    longest = max(entries.shape[0] for entries in heads)
+def _of_all_heads(worth: list[Tensor], ranks: Ranks | None) -> list[Tensor]:
+    """Return the scores ``[n_k]`` of each head of the layer, from those of the heads of this process."""
+    if ranks is None:
+        return worth
+    counts = ranks.gather(torch.tensor([scores.numel() for scores in worth], device=worth[0].device), 0).tolist()
+    padded = torch.stack([pad(scores, (0, max(counts) - scores.numel())) for scores in worth])
+    return [scores[:count] for scores, count in zip(ranks.gather(padded, 0), counts, strict=True)]
+
+
+def _newest_last(heads: list[Tensor], longest: int) -> Tensor:
+    """Stack the entries ``[n_k, ...]`` of each head to ``[1, K, longest, ...]``, zeros before shorter heads."""
     out = heads[0].new_zeros(1, len(heads), longest, *heads[0].shape[1:])
     for head, entries in enumerate(heads):
         out[0, head, longest - entries.shape[0] :] = entries

@@ -55,6 +55,7 @@ from kvpass.operands import (
 from kvpass.ops import evict, recompress, recurrent, sliding
 from kvpass.policies import from_spec
 from kvpass.policies.base import Policy
+from kvpass.ranks import Ranks
 
 _LIBRARY = torch.library.Library("kvpass", "DEF")
 
@@ -106,14 +107,22 @@ def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -
     return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
 
 
-def _attend_evict(call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str) -> Tensor:
-    return evict.attend_evict(call, held, layer, policy, implementation(call.q, impl))
+def _attend_evict(
+    call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str, ranks: Ranks | None
+) -> Tensor:
+    return evict.attend_evict(call, held, layer, policy, implementation(call.q, impl), ranks)
 
 
 def _observe_held(
-    call: Attention, held: AppendBuffers, found: RecompressBuffers, layer: int, num_layers: int, policy: Policy
+    call: Attention,
+    held: AppendBuffers,
+    found: RecompressBuffers,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    ranks: Ranks | None,
 ) -> None:
-    recompress.observe_held(call, held, found, layer, num_layers, policy)
+    recompress.observe_held(call, held, found, layer, num_layers, policy, ranks)
 
 
 def _fill_ring(call: Attention, ring: RingBuffers, start: Tensor, layer: int) -> Tensor:
@@ -170,8 +179,9 @@ _TYPES = {
     str: "str",
     bool: "bool",
     Policy: "str",
+    Ranks | None: "str?",
 }
-"""Schema text of operand types; a policy is passed as its spec."""
+"""Schema text of operand types; policies and ranks are passed as their specs."""
 
 
 def _operands(parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -216,6 +226,8 @@ def _taker(kind: Any) -> Callable[[Iterator[Any]], Any]:
     if hasattr(kind, "_fields"):
         count = len(kind._fields)
         return lambda left: kind(*islice(left, count))
+    if kind == Ranks | None:
+        return lambda left: None if (spec := next(left)) is None else Ranks.from_spec(spec)
     return (lambda left: from_spec(next(left))) if kind is Policy else next
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.scheduler import invert
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
+from kvpass.ranks import Ranks
 
 
 def rank_slots(scores: Tensor, storage_order: Tensor) -> Tensor:
@@ -81,6 +81,7 @@ class Slots:
         decode_state: decode state of each entry, fp32 ``[B, K, C]``; 0 for the new token.
         value_norm: L1 norm of each value row, fp32 ``[B, K, C]``.
         pool_in_order: :func:`pool_in_order`, or a kernel that does the same.
+        ranks: processes that share the heads of the layer; attention and slots are then of the heads of this process.
     """
 
     position: Tensor
@@ -88,6 +89,14 @@ class Slots:
     decode_state: Tensor
     value_norm: Tensor
     pool_in_order: Callable[[Tensor, Tensor, Tensor, int, Pool, int, Group], Tensor] = pool_in_order
+    ranks: Ranks | None = None
+
+    def all_heads(self, x: Tensor) -> Tensor:
+        """Return a statistic ``[B, heads, ...]`` of all heads of the layer, from that of the heads of this process.
+
+        A slot is the same entry in every head only where all heads keep the same.
+        """
+        return x if self.ranks is None else self.ranks.gather(x, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +106,6 @@ class DecodeRule:
     Args:
         window: newest tokens that are never evicted, the new one included; 0: the new one competes too.
     """
-
-    by_head: ClassVar[bool] = False
-    """Whether each head evicts by its own attention alone, so that several processes may share the heads."""
 
     window: int = 0
 
@@ -130,8 +136,6 @@ class DecodeRule:
 class RollingWindow(DecodeRule):
     """StreamingLLM: keep the first ``sinks`` tokens and the latest ones."""
 
-    by_head = True
-
     sinks: int
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
@@ -144,7 +148,7 @@ class LastQuery(DecodeRule):
     """TOVA: score by the new query's attention, averaged over all query heads, same for every KV head."""
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        return attention.mean(1, keepdim=True).expand_as(slots.decode_state), slots.decode_state
+        return slots.all_heads(attention).mean(1, keepdim=True).expand_as(slots.decode_state), slots.decode_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +158,6 @@ class Accumulated(DecodeRule):
     ``value_norm`` multiplies each addition by the L1 norm of the value (VATP). ``rows`` limits the prompt's part to its
     last rows, and ``divisor`` divides that part. The first ``sinks`` tokens always stay.
     """
-
-    by_head = True
 
     group: Group = "mean"
     value_norm: bool = False
@@ -185,8 +187,6 @@ class PooledLastQuery(DecodeRule):
     order is by descending score in every head that went through a selection; prompts of up to ``budget + window``
     tokens did not.
     """
-
-    by_head = True
 
     pool: Pool = "avg"
     kernel_size: int = 5

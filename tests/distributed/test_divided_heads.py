@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,14 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.layers import FullAttentionLayers
-from kvpass.config import Geometry, LayerGroup
-from kvpass.operands import Attention, Candidates, Requested
-from kvpass.ops import reference
+from kvpass.cache.recompression import Recompression
+from kvpass.cache.shared_heads import divided, joined, joined_facts
+from kvpass.config import Geometry, LayerGroup, Layout
+from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, Requested
+from kvpass.ops import evict, recompress, reference
 from kvpass.policies import resolve
+from kvpass.policies.h2o import H2O
+from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.plan import plan
 from kvpass.ranks import Ranks
 
@@ -50,12 +55,9 @@ class ThreadRanks(Ranks):
         return found
 
 
-def kept(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks | None) -> Tensor:
-    """What the operators of compiled models keep, bool ``[L, B, K, N]``; of the own heads where there are ranks."""
-    weights = WEIGHTS
-    if ranks is not None:
-        weights = weights.chunk(SIZE, 2)[ranks.rank]
-        q, k, v = (x.chunk(SIZE, 2)[ranks.rank] for x in (q, k, v))
+def prefilled(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks | None) -> FullAttentionLayers:
+    """The store of the layers after the operators of compiled models read a prompt, of the heads given."""
+    (weights,) = own_heads(ranks, WEIGHTS)
     heads = k.shape[2]
     geometry = Geometry(layers=LAYERS, kv_heads=heads, key_dim=DIM, value_dim=DIM, itemsize=4)
     store = FullAttentionLayers(LayerGroup(geometry=geometry, layers=tuple(range(LAYERS))), policy, ranks)
@@ -68,10 +70,39 @@ def kept(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ran
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)
     store.finish_prefill()
+    return store
+
+
+def own_heads(ranks: Ranks | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tensors if ranks is None else tuple(ranks.own(x, 2) for x in tensors)
+
+
+def kept(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks | None) -> Tensor:
+    """What is kept of a prompt, bool ``[L, B, K, N]``; of the own heads where there are ranks."""
+    q, k, v = own_heads(ranks, q, k, v)
+    store, heads = prefilled(policy, q, k, v, start, ranks), k.shape[2]
     keep = torch.zeros(ROWS, LAYERS, heads, TOKENS + 1, dtype=torch.bool)
     positions = store.positions(TOKENS - start)
     keep.scatter_(3, torch.where(positions < 0, TOKENS, positions + start[:, None, None, None]), True)
     return keep[..., :TOKENS].transpose(0, 1)
+
+
+def text(tokens: int, seed: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values of all layers and heads, ``[L, B, heads, tokens, D]``."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(LAYERS, ROWS, heads, tokens, DIM, generator=generator)
+        for heads in (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
+    )
+    return q, k * torch.linspace(0.2, 3, KV_HEADS)[:, None, None], v  # heads, and so processes, differ
+
+
+def in_threads(run: Callable[[Ranks], Any]) -> list[Any]:
+    """What each of the threads gives, in the order of their ranks."""
+    meeting = Meeting()
+    with ThreadPoolExecutor(SIZE) as pool:
+        threads = [pool.submit(run, ThreadRanks("", rank, SIZE, meeting)) for rank in range(SIZE)]
+        return [thread.result() for thread in threads]
 
 
 @pytest.mark.parametrize("parity", ["paper", "code"])
@@ -79,19 +110,114 @@ def kept(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ran
 @pytest.mark.parametrize("name", sorted(kvpass.POLICIES))
 def test_threads_keep_together_what_one_keeps(name, padding, parity):
     policy = resolve(name, window=6, parity=parity, **OPTIONS.get(name, {}))
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (
-        torch.randn(LAYERS, ROWS, heads, TOKENS, DIM, generator=generator)
-        for heads in (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
-    )
-    k = k * torch.linspace(0.2, 3, KV_HEADS)[:, None, None]  # heads, and so processes, differ
+    q, k, v = text(TOKENS, 3)
     start = torch.tensor([0, padding])
-    meeting = Meeting()
-    with ThreadPoolExecutor(SIZE) as pool:
-        threads = [pool.submit(kept, policy, q, k, v, start, ThreadRanks("", r, SIZE, meeting)) for r in range(SIZE)]
-        found = torch.cat([thread.result() for thread in threads], 2)
+    found = torch.cat(in_threads(lambda ranks: kept(policy, q, k, v, start, ranks)), 2)
     if padding:
         assert torch.equal(found, kept(policy, q, k, v, start, None))
     else:
         budget = BUDGET if policy.needs_budget else None
         assert torch.equal(found, plan(policy, q, k, v, budget=budget, output_weights=WEIGHTS).keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uneven(H2O):
+    """Evicts while decoding, and heads differ in how much they hold."""
+
+    divisible = True
+
+    def heads(self) -> HeadSplit:
+        return AdaptiveHeads(alpha=0.0)
+
+
+def evicting(name: str) -> Any:
+    return Uneven(window=6) if name == "uneven" else resolve(name, window=6, **OPTIONS.get(name, {}))
+
+
+def decoded(policy: Any, start: Tensor, ranks: Ranks | None, steps: int = 15) -> FullAttentionLayers:
+    """The store after a prompt and some new tokens."""
+    prompt, new = own_heads(ranks, *text(TOKENS, 3)), own_heads(ranks, *text(steps, 4))
+    store = prefilled(policy, *prompt, start, ranks)
+    for step in range(steps):
+        store.ensure_room(1)
+        for layer in range(LAYERS):
+            q, k, v = (x[layer, :, :, step : step + 1] for x in new)
+            held = EvictBuffers(**store.cached_state)
+            evict.attend_evict(Attention(q, k, v, DIM**-0.5), held, layer, policy, ranks=ranks)
+        store.advance(1)
+    return store
+
+
+@pytest.mark.parametrize("name", ["tova", "cake", "uneven"])
+def test_threads_evict_together_what_one_evicts(name):
+    policy, start = evicting(name), torch.tensor([0, 9])
+    seen = TOKENS + 15 - start
+    parts = in_threads(lambda ranks: decoded(policy, start, ranks))
+    whole = decoded(policy, start, None).positions(seen)
+    found = torch.cat([torch.nn.functional.pad(x, (0, whole.shape[-1] - x.shape[-1]), value=-1) for x in
+                       (part.positions(seen) for part in parts)], 2)
+    assert torch.equal(found, whole)
+
+
+def of_file(store: FullAttentionLayers, start: Tensor) -> dict[str, Tensor]:
+    return {"start": start, **{f"store0_{name}": x for name, x in store.compact_tensors().items()}}
+
+
+@pytest.mark.parametrize("name", ["tova", "uneven"])
+def test_a_file_of_threads_that_evict_is_that_of_one(name):
+    policy, start = evicting(name), torch.tensor([0, 9])
+    parts = in_threads(lambda ranks: decoded(policy, start, ranks))
+    one = decoded(policy, start, None)
+    layout = Layout(pools=(parts[0].group,), rings=())
+    whole, expected = joined([of_file(part, start) for part in parts], layout), of_file(one, start)
+    assert joined_facts([(part.facts,) for part in parts]) == (one.facts,)
+    assert whole.keys() == expected.keys()
+    for tensor, other in expected.items():
+        assert torch.equal(whole[tensor], other), tensor
+    own, _ = divided(whole, Layout(pools=(one.group,), rings=()), ThreadRanks("", 1, SIZE))
+    again = FullAttentionLayers.restore(
+        parts[1].group, policy, {key.removeprefix("store0_"): x for key, x in own.items() if key != "start"}, one.facts
+    )
+    seen = TOKENS + 15 - start
+    assert torch.equal(again.positions(seen), parts[1].positions(seen))
+
+
+RECOMPRESSING = {
+    "lava": {},
+    "cake": {"evict_during_decode": False},
+    "pyramidkv": {},
+    "ada_snapkv": {},
+    "tova": {"evict_during_decode": False},
+    "random": {},
+}
+
+
+def compressed_again(policy: Any, ranks: Ranks | None) -> tuple[FullAttentionLayers, Tensor]:
+    """The store after a prompt and a turn of which it was compressed again, and its layer weights."""
+    start, turn = torch.tensor([0, 9]), 17
+    prompt, new = own_heads(ranks, *text(TOKENS, 3)), own_heads(ranks, *text(turn, 4))
+    store = prefilled(policy, *prompt, start, ranks)
+    store.ensure_room(turn)
+    again = Recompression(store, torch.full((ROWS,), policy.window))
+    for layer in range(LAYERS):
+        call, held = Attention(*(x[layer] for x in new), DIM**-0.5), AppendBuffers(**store.cached_state)
+        reference.attend_cache(call, held, layer)
+        recompress.observe_held(call, held, again.buffers, layer, LAYERS, policy, ranks)
+    store.advance(turn)
+    left, record = again.finish(torch.full((ROWS,), BUDGET - policy.window), TOKENS + turn - start)
+    return left, record.weights
+
+
+@pytest.mark.parametrize("name", sorted(RECOMPRESSING))
+def test_threads_compress_again_together_what_one_does(name):
+    policy = resolve(name, window=6, **OPTIONS.get(name, {}), **RECOMPRESSING[name])
+    parts = in_threads(lambda ranks: compressed_again(policy, ranks))
+    one, weights = compressed_again(policy, None)
+    seen = TOKENS + 17 - torch.tensor([0, 9])
+    whole = one.positions(seen)
+    for rank, (part, own_weights) in enumerate(parts):
+        assert torch.equal(own_weights, weights)
+        heads = part.geometry.kv_heads
+        own, expected = part.positions(seen), whole[:, :, rank * heads : (rank + 1) * heads]
+        assert torch.equal(own, expected[..., : own.shape[-1]])
+        assert torch.equal(part.lengths, one.lengths[:, :, rank * heads : (rank + 1) * heads])
