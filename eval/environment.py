@@ -90,7 +90,8 @@ def _digest(paths: Iterable[Path]) -> str:
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Digest of a model: class, dtype, configuration, weights (:class:`~kvpass.cache.fingerprint.ModelFingerprint`)."""
-    text = json.dumps(ModelFingerprint(model).describe(), sort_keys=True)
+    divided = {name: tensor for name, tensor in model.named_parameters() if hasattr(tensor, "device_mesh")}
+    text = json.dumps(ModelFingerprint(model, divided).describe(), sort_keys=True)
     return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
 
 

@@ -69,20 +69,22 @@ class RecordFile:
     without its end is cut off when the file is opened.
 
     Args:
-        path: made when the first record is written.
+        path: made when the first record is written. writes: False: records are read from the file, and new ones are
+            only remembered; another process writes them.
 
     Raises:
         ValueError: a line is no record of this version; path and line are named.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path = path
+        self.writes = writes
         self.records: dict[str, Record] = {}
         if not path.is_file():
             return
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
-        if whole < len(content):
+        if whole < len(content) and writes:
             os.truncate(path, whole)
         for number, line in enumerate(content[:whole].splitlines(), 1):
             try:
@@ -95,13 +97,17 @@ class RecordFile:
 
     def add(self, record: Record) -> None:
         """Append a record; it is on disk when this returns."""
+        if self.writes:
+            self._append(record)
+        self.records[record.key] = record
+
+    def _append(self, record: Record) -> None:
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(file, msgspec.json.encode(record) + b"\n")
             os.fsync(file)
         finally:
             os.close(file)
-        self.records[record.key] = record
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from kvpass.eval.records import Question, Record, RecordFile, Row, results_markd
 from kvpass.eval.runner import Runner
 from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.eval.workers import Share, answer_in_processes
-from kvpass.loading import load_model
+from kvpass.loading import launched, load_model
 from kvpass.policies import Policy, resolve_budget
 from kvpass.progress import progress_bar
 from kvpass.report import import_figure
@@ -92,6 +92,8 @@ class EvalSettings:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= {low}")
         if not self.scopes or not set(self.scopes) <= set(SCOPES):
             raise ValueError(f"scope={','.join(self.scopes)!r}: must be one of {', '.join(SCOPES)}, or both")
+        if self.workers > 1 and launched()[1] > 1:
+            raise ValueError(f"workers={self.workers}: must be 1 where torchrun started processes that share the model")
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise ValueError(f"data_dir={str(self.data_dir)!r}: there is no such folder")
         if self.output.exists() and not self.output.is_dir():
@@ -149,7 +151,7 @@ class Evaluation:
         self.stops = stop_tokens(self.model, self.tokenizer)
         self.libraries = {name: version(name) for name in ("torch", "transformers")}
         self.samples: dict[str, list[tuple[Sample, Prompt]]] = {task.name: self._encoded(task) for task in tasks}
-        self.file = RecordFile(settings.output / "samples.jsonl")
+        self.file = RecordFile(settings.output / "samples.jsonl", writes=self.writes)
         self.conditions = [
             self._condition(task, spec, budget, scope)
             for spec in {spec.resolve().spec: spec for spec in settings.policies}.values()
@@ -158,8 +160,15 @@ class Evaluation:
             for task in tasks
         ]
 
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes: of those that share the model, the first one."""
+        return launched()[0] == 0
+
     def run(self, console: Console) -> list[Row]:
         """Answer what is not yet answered; write samples, tables and manifest.
+
+        Processes that share the model answer together, and the first one writes.
 
         Args:
             console: where the progress is shown.
@@ -167,16 +176,19 @@ class Evaluation:
             one row for each condition of this run.
         """
         begin = time.perf_counter()
-        self.settings.output.mkdir(parents=True, exist_ok=True)
-        self._write_manifest([], None)
+        if self.writes:
+            self.settings.output.mkdir(parents=True, exist_ok=True)
+            self._write_manifest([], None)
         waiting = sum(len(condition.waiting) for condition in self.conditions)
         total = sum(len(condition.questions) for condition in self.conditions)
-        with progress_bar(console) as progress:
+        with progress_bar(console if self.writes else Console(quiet=True)) as progress:
             bar = progress.add_task("", total=total, completed=total - waiting)
             if waiting:
                 self._answer(progress, bar)
         output, records = self.settings.output, self._records()
         rows = summarize(records)
+        if not self.writes:
+            return rows
         (output / "results.md").write_text(results_markdown(rows), encoding="utf-8")
         if grid := [record for record in records if record.question.task == _DRAWN]:
             plot_grid(grid, output / "needle_grid.png", title=f"{self.settings.model}: one fact by length and depth")

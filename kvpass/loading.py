@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -11,8 +16,17 @@ from kvpass import builtin
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+def launched() -> tuple[int, int]:
+    """Return the number of this process and of all that ``torchrun`` started with it; (0, 1) where it did not."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
 def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the built-in model, or one that ``from_pretrained`` finds, in evaluation mode.
+
+    Processes that ``torchrun`` started share it: each has some of its attention heads.
 
     Args:
         name: ``builtin``, or a folder or hub name.
@@ -24,20 +38,43 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
-    target = _device(device)
+    target, shared = _device(device), _shared()
     if name == "builtin":
         transformers.utils.logging.disable_progress_bar()
-        model, tokenizer = builtin.load(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype))
+        model, tokenizer = builtin.load(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype), **shared)
     else:
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+                name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **shared
             )
             tokenizer = AutoTokenizer.from_pretrained(name)
         except OSError as error:
             raise ValueError(f"model={name!r}: {str(error).strip().splitlines()[0]}") from error
-    model.eval().to(target)
+    model.eval()
+    if not shared:
+        model.to(target)  # type: ignore[arg-type]
+        return model, tokenizer
+    if model.device.type != target.type:
+        raise ValueError(
+            f"device={device!r}: transformers divides a model among the {model.device.type} devices of this machine"
+        )
     return model, tokenizer
+
+
+def _shared() -> dict[str, Any]:
+    """What ``from_pretrained`` must know where several processes share the model."""
+    _, processes = launched()
+    if processes == 1:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    atexit.register(_leave_processes)
+    return {"distributed_config": DistributedConfig(tp_size=processes)}
+
+
+def _leave_processes() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _device(name: str) -> torch.device:

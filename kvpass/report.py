@@ -18,7 +18,7 @@ from kvpass.cache.prompt_record import PromptRecord, by_layer, layer_ids
 from kvpass.compiler.backend import CompileRecord, rows_text
 from kvpass.config import Budget
 from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks
+from kvpass.ranks import Ranks, processes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ class Report:
 
     Attributes:
         policy, budget: the rules. prompt: what they kept. compiled: one record per compiled graph. ranks: processes
-            that share the heads; all numbers are of the heads of this one. attention: numbers of the layers with
+            that share the heads; all numbers are of all heads. attention: numbers of the layers with
             attention in the model's own count, where other layers are recurrent; None: all have attention. on_host:
             bytes of the weights that stay on the host.
     """
@@ -100,6 +100,19 @@ class Report:
             store.group.geometry.token_bytes for store in self.prompt.full_layers
         )
 
+    @property
+    def imbalance(self) -> Tensor:
+        """Entries of the fullest process over the average of all, fp64 ``[B, L]``; 1 where one process has all heads.
+
+        The fullest process decides how long a layer of a decode step takes.
+        """
+        size = processes(self.ranks)
+        parts = []
+        for store in self.prompt.full_layers:
+            of_process = self.prompt.lengths(store).double().unflatten(2, (size, -1)).sum(3)
+            parts.append((of_process.amax(2) / of_process.mean(2).clamp(min=1e-9))[..., None])
+        return self._by_layer(parts, 1).flatten(1)
+
     def _by_layer(self, parts: Sequence[Tensor], fill: float) -> Tensor:
         rows = self.prompt.start.numel()
         return by_layer([store.group for store in self.prompt.full_layers], parts, fill, (rows, 0, 0))
@@ -125,8 +138,9 @@ class Report:
             "bytes_full": self.bytes_full,
             "window_attention_mass": self.attention_mass.tolist(),
             "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
-            "ranks": None if self.ranks is None else asdict(self.ranks),
             "weights_on_host": self.on_host,
+            "processes": processes(self.ranks),
+            "imbalance": self.imbalance.tolist(),
             "compiled": [asdict(record) for record in self.compiled],
         }
 
@@ -134,6 +148,10 @@ class Report:
         table = Table(title=f"kvpass: {self.policy.name}, budget {self.budget}")
         for name in ("layer", "entries / head", "min", "max", "KiB", "attention mass", "min mass"):
             table.add_column(name, justify="right")
+        if self.ranks is not None:
+            table.add_column("fullest process", justify="right")
+        worst = self.imbalance.amax(0).tolist() if self.imbalance.numel() else []
+        fullest = {layer: f"{x:.2f} x" for layer, x in zip(self.layer_ids, worst, strict=True)}
         for layer, lengths, size, mass in self._layers():
             table.add_row(
                 self._name(layer),
@@ -143,6 +161,7 @@ class Report:
                 f"{size / 1024:.1f}",
                 f"{float(mass.double().mean()):.4f}",
                 f"{float(mass.min()):.4f}",
+                *([] if self.ranks is None else [fullest[layer]]),
             )
         for ring in self.prompt.sliding_layers:
             for layer in ring.layers:
@@ -171,6 +190,12 @@ class Report:
             lines.append(
                 f"{self.on_host / 2**20:.0f} MiB of weights stay on the host: each call copies those of the next layer "
                 "while one runs, and no CUDA graph is captured"
+            )
+        if self.ranks is not None:
+            most = self.imbalance.amax().item() if self.imbalance.numel() else 1.0
+            lines.append(
+                f"{self.ranks.size} processes share the heads; of a layer, the fullest holds up to {most:.2f} times "
+                "the average"
             )
         if self.policy.parity == "code":
             lines.append("parity='code': released rules, which may keep more or fewer entries than the budget")

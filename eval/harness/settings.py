@@ -50,7 +50,9 @@ def refuse_unsupported(arguments: dict[str, Any], batch_size: object) -> None:
     """
     if arguments.get("backend") == "seq2seq":
         raise ValueError("backend='seq2seq': kvpass compresses decoders only")
-    for name in ("parallelize", "tp_plan", "mixed_precision_dtype"):
+    if arguments.get("tp_plan") not in (None, "auto"):
+        raise ValueError(f"tp_plan={arguments['tp_plan']!r}: must be 'auto', the plan of the model's own class")
+    for name in ("parallelize", "mixed_precision_dtype"):
         if arguments.get(name):
             raise ValueError(f"{name}={arguments[name]!r}: not supported by the model 'kvpass'")
     if not str(batch_size).isdecimal() or int(str(batch_size)) < 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,16 +18,16 @@ def path() -> Path:
     return Path(str(files(__name__)))
 
 
-def load(*, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(*, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model and its tokenizer; never touches the network.
 
     Args:
-        dtype: of the parameters; they are stored as bf16.
+        dtype: of the parameters; they are stored as bf16. options: of ``from_pretrained``.
     Returns:
         model: ``Qwen3ForCausalLM`` on the CPU, in evaluation mode.
         tokenizer: one token per word, three-digit number and punctuation mark.
     """
     folder = path()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **options)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return model.eval(), tokenizer

@@ -25,7 +25,7 @@ from kvpass.cache.recompression import Recompression
 from kvpass.cache.recurrent_states import RecurrentStates
 from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.cache.serialization import write_cache_file
-from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all
+from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all, record_of_all
 from kvpass.cache.sliding_layers import SlidingWindowLayers
 from kvpass.config import Block, Budget, Geometry, Layout
 from kvpass.errors import CacheMismatchError
@@ -236,12 +236,12 @@ class CompressedCache(Cache):
         return self.record
 
     def _record(self, entries: Tensor, window: Tensor, full_layers: tuple[LayersRecord, ...]) -> PromptRecord:
-        """Return the record of what was kept.
+        """Return the record of what was kept, of all heads where several processes share them.
 
         Args:
             entries, window: of each row, int64 ``[B]``. stores: records of the stores.
         """
-        return PromptRecord(
+        record = PromptRecord(
             start=self.start.clone(),  # the record outlives the cache
             columns=self.columns,
             entries=entries,
@@ -252,6 +252,7 @@ class CompressedCache(Cache):
             ring_nbytes=sum(ring.nbytes for ring in self.sliding_layers),
             state_nbytes=self.states.nbytes,
         )
+        return record if self.ranks is None else record_of_all(record, self.ranks, self._device)
 
     def _state(self, stores: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         named = [(f"store{i}", state) for i, state in enumerate(stores)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.cache.metadata import LayersFacts
+from kvpass.cache.prompt_record import LayersRecord, PromptRecord
 from kvpass.config import LayerGroup, Layout
 from kvpass.operands import BUFFERS
 from kvpass.ops.slots import ABSENT, EMPTY
@@ -51,6 +52,39 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
 def joined_facts(parts: Sequence[tuple[LayersFacts, ...]]) -> tuple[LayersFacts, ...]:
     """Return the facts of the stores of all heads, from those of each process."""
     return tuple(replace(own[0], tail_bound=max(facts.tail_bound for facts in own)) for own in zip(*parts, strict=True))
+
+
+def record_of_all(record: PromptRecord, ranks: Ranks, device: torch.device) -> PromptRecord:
+    """Return the record of all heads, on the CPU, from that of the heads of each process.
+
+    Args:
+        device: on which the processes can send tensors to each other.
+    """
+
+    def gathered(x: Tensor) -> list[Tensor]:
+        return list(ranks.gather(x.to(device)[None], 0).cpu())
+
+    def all_heads(layers: LayersRecord) -> LayersRecord:
+        kept, mass = (torch.cat(gathered(x), 2) for x in (layers.kept, layers.mass))
+        offsets, bounds = _offsets(kept), gathered(layers.offsets)
+        slots = ranks.most(layers.positions.shape[1], device)
+        parts = gathered(pad(layers.positions, (0, slots - layers.positions.shape[1]), value=EMPTY))
+        positions = _joined_pool("pool_positions", parts, bounds, offsets, layers.group)
+        (group,) = layout_of_all(Layout(pools=(layers.group,), rings=()), ranks.size).pools
+        return LayersRecord(
+            group=group, kept=kept, mass=mass, weights=layers.weights.cpu(), positions=positions, offsets=offsets
+        )
+
+    sizes = torch.tensor([record.nbytes, record.ring_nbytes])
+    nbytes, ring_nbytes = torch.stack(gathered(sizes)).sum(0).tolist()
+    return replace(
+        record,
+        start=record.start.cpu(),
+        full_layers=tuple(map(all_heads, record.full_layers)),
+        sliding_layers=layout_of_all(Layout(pools=(), rings=record.sliding_layers), ranks.size).rings,
+        nbytes=nbytes,
+        ring_nbytes=ring_nbytes,
+    )
 
 
 def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tuple[dict[str, Tensor], Layout]:

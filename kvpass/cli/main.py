@@ -310,6 +310,8 @@ def evaluate(
         _make_folder("output", output)
     with _interruptible(_goes_on(output)):
         rows = checked.run(progress_console())
+    if not checked.writes:
+        return
     console = Console()
     console.print(results_table(rows))
     console.print(f"written: {output}", highlight=False)
@@ -453,6 +455,7 @@ def ask(
     _import_libraries()
     from kvpass.cli.documents import Document
     from kvpass.compiler.backend import check_compiler
+    from kvpass.loading import launched
     from kvpass.policies import policy_class
 
     with _bad_values():
@@ -460,7 +463,8 @@ def ask(
             policy_class(policy)
         found = Document.load(cache, model=model, device=device, backend=check_compiler("backend", backend))
         answer = found.ask(question, new_tokens=new_tokens)
-    typer.echo(answer)
+    if launched()[0] == 0:
+        typer.echo(answer)
 
 
 @app.command()

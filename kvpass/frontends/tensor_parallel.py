@@ -35,7 +35,9 @@ def ranks_of(model: nn.Module) -> Ranks | None:
         return None
     mesh, name = meshes.pop(), type(model).__name__
     if meshes or mesh.ndim != 1:
-        raise ValueError(f"the weights of {name} are divided in more than one way: {_NEEDED}, and nothing else")
+        raise ValueError(
+            f"the weights of {name} are divided in more than one way (as with ep_size or fsdp_size): {_NEEDED}"
+        )
     config: Any = model.config
     text = config.get_text_config()
     heads = text.num_attention_heads

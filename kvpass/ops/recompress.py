@@ -58,7 +58,7 @@ def observe_held(
     Args:
         ranks: processes that share the heads of the layer; scores and masses are of the heads of this process.
     """
-    q, _, _, scale, softcap, sinks = call
+    q, scale, softcap, sinks = call.q, *call[3:]
     pool_k, pool_v, tail_k, tail_v = held.pool_k, held.pool_v, held.tail_k, held.tail_v
     scores, masses, layer_weights, window = found
     t, kv_heads = q.shape[2], tail_k.shape[2]
@@ -88,9 +88,9 @@ def observe_held(
             masses[row, layer, head, : obs.length] = obs.mass[0, 0]
         of_all = _of_all_heads(worth, ranks)
         longest = protected + max(scores_of_head.numel() for scores_of_head in of_all)
-        entries = [torch.ones_like(k[:, 0], dtype=torch.bool) for k in keys], keys, values
-        present, *rows = (_newest_last(heads, longest) for heads in entries)
-        whole = HeldObservation(queries, *rows, sinks=sinks, present=present, ranks=ranks, **site)
+        present = _newest_last([torch.ones_like(k[:, 0], dtype=torch.bool) for k in keys], longest)
+        k, v = _newest_last(keys, longest), _newest_last(values, longest)
+        whole = HeldObservation(queries, k, v, sinks=sinks, present=present, ranks=ranks, **site)
         weight = policy.checked_weight(whole, torch.cat(of_all)[None, None])
         if weight is not None:
             layer_weights[row, layer] = weight[0]

@@ -154,8 +154,13 @@ def test_threads_evict_together_what_one_evicts(name):
     seen = TOKENS + 15 - start
     parts = in_threads(lambda ranks: decoded(policy, start, ranks))
     whole = decoded(policy, start, None).positions(seen)
-    found = torch.cat([torch.nn.functional.pad(x, (0, whole.shape[-1] - x.shape[-1]), value=-1) for x in
-                       (part.positions(seen) for part in parts)], 2)
+    found = torch.cat(
+        [
+            torch.nn.functional.pad(x, (0, whole.shape[-1] - x.shape[-1]), value=-1)
+            for x in (part.positions(seen) for part in parts)
+        ],
+        2,
+    )
     assert torch.equal(found, whole)
 
 
@@ -187,8 +192,6 @@ RECOMPRESSING = {
     "cake": {"evict_during_decode": False},
     "pyramidkv": {},
     "ada_snapkv": {},
-    "tova": {"evict_during_decode": False},
-    "random": {},
 }
 
 

@@ -14,6 +14,7 @@ import transformers
 from packaging.version import Version
 
 import kvpass
+from kvpass.cli.documents import Document
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests" / "distributed" / "worker.py"
 OPTIONS = {
     "cake": {"tau1": 1.0, "tau2": 1.0},
-    "tova": {"evict_during_decode": False},
+    "pyramidkv": {"shape": "entropy"},
 }
 POLICIES = sorted(kvpass.POLICIES)
 FAMILIES = ["phi3", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "qwen2", "gemma2"]
@@ -54,7 +55,7 @@ def compare(
 
 
 def test_two_processes_keep_what_one_device_keeps(tmp_path):
-    compare(tmp_path, "llama", ["cake"], layers=1)
+    compare(tmp_path, "llama", ["tova"], layers=1)
 
 
 @pytest.mark.exhaustive
@@ -98,3 +99,44 @@ def test_the_example_prints_what_its_docstring_shows():
     assert done.returncode == 0, done.stderr[-5000:]
     shown = inspect.cleandoc(example.read_text().split("Prints::\n\n")[1].split('"""')[0])
     assert done.stdout.strip() == shown
+
+
+@pytest.mark.exhaustive
+def test_the_command_answers_on_two_processes_what_it_answers_on_one(tmp_path):
+    given = (
+        "eval builtin --tasks multi_needle --policies lava,tova --budgets 0.4 --samples 2 --length 150 --backend eager"
+    )
+    command = ["-m", "kvpass", *given.split(), "--output"]
+    done = torchrun(2, *command, str(tmp_path / "two"))
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.count("written:") == 1
+    subprocess.run([sys.executable, *command, str(tmp_path / "one")], check=True, capture_output=True, timeout=300)
+    one, two = (
+        [json.loads(line) for line in (tmp_path / folder / "samples.jsonl").read_text().splitlines()]
+        for folder in ("one", "two")
+    )
+    for record in (*one, *two):
+        record["kept"].pop("cache_bytes")  # tables of each process
+    assert one == two
+
+
+@pytest.mark.exhaustive
+def test_a_document_is_asked_on_two_processes(tmp_path):
+    text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
+    made = Document.compress(text, model="builtin", policy="h2o", budget=64, backend="eager")
+    made.save(tmp_path / "document.kv")
+    question = "question the code of bara dador is"
+    command = [
+        "-m",
+        "kvpass",
+        "ask",
+        str(tmp_path / "document.kv"),
+        question,
+        "--new-tokens",
+        "3",
+        "--backend",
+        "eager",
+    ]
+    done = torchrun(2, *command)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.splitlines() == [made.ask(question, new_tokens=3)]

@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import kvpass
 from kvpass import ranks as module_of_ranks
+from kvpass.policies.base import Policy
+from kvpass.policies.observation import Observation
 
 SIZE = int(os.environ["WORLD_SIZE"])
 WINDOW = 8
@@ -25,6 +29,17 @@ torch.manual_seed(1)
 IDS, MORE = torch.randint(0, 128, (2, 90)), torch.randint(0, 128, (2, 5))
 MASK = torch.ones_like(IDS)
 MASK[1, :13] = 0
+
+
+@kvpass.register_policy
+@dataclass(frozen=True, kw_only=True)
+class Undeclared(Policy):
+    """A policy that does not say ``divisible = True``."""
+
+    name = "undeclared"
+
+    def score(self, obs: Observation) -> Tensor:
+        return obs.mean[..., : obs.evictable]
 
 
 def loaded(folder: str, **options: Any) -> PreTrainedModel:
@@ -36,25 +51,49 @@ def own(x: torch.Tensor, heads: int, rank: int) -> torch.Tensor:
     return x if heads == x.shape[2] else x[:, :, rank * heads : (rank + 1) * heads]
 
 
+def compare_entries(cache: Any, reference: Any, label: str) -> None:
+    rank, heads = dist.get_rank(), cache.lengths.shape[2]
+    assert torch.equal(cache.lengths, own(reference.lengths, heads, rank)), f"{label}: other numbers of entries"
+    positions = own(reference.positions, heads, rank)[..., : cache.positions.shape[-1]]
+    assert torch.equal(cache.positions, positions), f"{label}: other entries"
+
+
+def compare_reports(found: Any, expected: Any) -> None:
+    """Of all heads in every process."""
+    ours, theirs = found.report(), expected.report()
+    assert torch.equal(ours.lengths, theirs.lengths) and ours.bytes_full == theirs.bytes_full
+    torch.testing.assert_close(ours.attention_mass, theirs.attention_mass)
+    for part, other in zip(ours.prompt.full_layers, theirs.prompt.full_layers, strict=True):
+        assert part.group == other.group and torch.equal(part.offsets, other.offsets)
+        kept = torch.arange(part.positions.shape[1]) < other.offsets[:, -1:]
+        assert torch.equal(part.positions[kept], other.positions[:, : kept.shape[1]][kept])
+    if ours.ranks is not None:
+        of_process = ours.lengths.unflatten(2, (SIZE, -1)).sum(3).double()
+        assert torch.equal(ours.imbalance, of_process.amax(2) / of_process.mean(2))
+        assert f"{SIZE} processes share the heads" in str(ours) and ours.to_dict()["processes"] == SIZE
+
+
 def compare(divided: PreTrainedModel, whole: PreTrainedModel, compiler: str, policy: str, options: Any) -> None:
-    rank, label = dist.get_rank(), f"{policy} {options}"
+    label = f"{policy} {options}"
     given = {"policy": policy, **({} if policy == "full" else {"budget": 24, "window": WINDOW}), **options}
     found = kvpass.compile(divided, backend=compiler, **given)
     expected = kvpass.compile(whole, backend="eager", **given)
     cache = found.compress(IDS, MASK, reusable=False)
     reference = expected.compress(IDS, MASK, reusable=False)
-    heads = cache.lengths.shape[2]
-    assert torch.equal(cache.lengths, own(reference.lengths, heads, rank)), f"{label}: other numbers of entries"
-    positions = own(reference.positions, heads, rank)[..., : cache.positions.shape[-1]]
-    assert torch.equal(cache.positions, positions), f"{label}: other entries"
+    compare_entries(cache, reference, label)
+    compare_reports(found, expected)
     for new in (MORE, MORE[:, :1]):
         logits = found(new, cache=cache).logits
         torch.testing.assert_close(logits, expected(new, cache=reference).logits, atol=1e-4, rtol=0, msg=label)
+        compare_entries(cache, reference, label)
+    if policy in ("lava", "tova", "h2o") and found._kvpass.ranks is not None:
+        compare_files(found, cache, expected, reference)
     if policy == "lava" and found._kvpass.ranks is not None:
         compare_different_ids(found)
-        compare_files(found, cache, expected, reference)
-        if rank == 0 and found._kvpass.ranks is not None:
-            compare_refusals(found, divided)
+        if dist.get_rank() == 0:
+            compare_refusals(found)
+    if policy in ("lava", "pyramidkv"):
+        compare_recompression(divided, whole, policy, options)
     settings = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
     assert torch.equal(found.generate(IDS, **settings), expected.generate(IDS, **settings)), f"{label}: other tokens"
 
@@ -89,22 +128,26 @@ def compare_files(found: Any, cache: Any, expected: Any, reference: Any) -> None
     raise AssertionError("every process must raise what the first one does")
 
 
-def compare_refusals(fast: Any, divided: PreTrainedModel) -> None:
-    """Each without a word to the other processes."""
-    refused = {
-        "while decoding it evicts by the attention of all heads": lambda: fast.set_policy("tova", 24),
-        "recompress='every_turn'": lambda: kvpass.compile(
-            divided, policy="lava", budget=24, window=WINDOW, recompress="every_turn"
-        ),
-    }
-    for message, call in refused.items():
-        try:
-            call()
-        except ValueError as error:
-            assert message in str(error), error
-        else:
-            raise AssertionError(f"not refused: {message}")
-    assert f"heads of process 0 of {SIZE}" in str(fast.report())
+def compare_refusals(fast: Any) -> None:
+    """Without a word to the other processes."""
+    try:
+        fast.set_policy(Undeclared(window=WINDOW), 24)
+    except ValueError as error:
+        assert "its class does not say that it is right there" in str(error), error
+    else:
+        raise AssertionError("not refused")
+
+
+def compare_recompression(divided: PreTrainedModel, whole: PreTrainedModel, policy: str, options: Any) -> None:
+    """Two turns, each compressed again; one row is left as it is after the first."""
+    given = {"policy": policy, "budget": 24, "window": WINDOW, "recompress": "every_turn", "backend": "eager"}
+    found, expected = kvpass.compile(divided, **given, **options), kvpass.compile(whole, **given, **options)
+    cache, reference = (fast.compress(IDS, MASK, reusable=False) for fast in (found, expected))
+    for new in (MORE, torch.roll(MORE, 1), MORE[:, :1]):
+        logits = found(new, cache=cache).logits
+        torch.testing.assert_close(logits, expected(new, cache=reference).logits, atol=1e-4, rtol=0, msg=policy)
+        compare_entries(cache, reference, f"{policy}, compressed again")
+        compare_reports(found, expected)
 
 
 def compare_bytes_sent(divided: PreTrainedModel) -> None:

@@ -1,0 +1,56 @@
+"""Models that are divided among processes in a way that kvpass does not run: each is refused with a sentence.
+
+The processes are a fake group: this one is the first, and the others are never asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+import kvpass
+from tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
+)
+
+
+@pytest.fixture
+def group(request, monkeypatch) -> Iterator[int]:
+    """A group of so many processes."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": request.param}.items():
+        monkeypatch.setenv(name, str(value))
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+def divided(folder: Any, family: str, **given: Any) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    tiny_model(family, layers=1).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**given)).eval()
+
+
+@pytest.mark.parametrize("group", [4], indirect=True)
+def test_processes_that_outnumber_the_kv_heads_are_refused(group, tmp_path):
+    model = divided(tmp_path, "llama", tp_size=group)
+    with pytest.raises(ValueError, match="4 processes cannot share the 2 heads of LlamaForCausalLM"):
+        kvpass.compile(model, policy="lava", budget=64)
+
+
+@pytest.mark.parametrize(
+    ("group", "family", "other"), [(2, "qwen3_moe", {"ep_size": 2}), (4, "llama", {"fsdp_size": 2})], indirect=["group"]
+)
+def test_other_parallelism_beside_that_of_heads_is_refused(group, family, other, tmp_path):
+    model = divided(tmp_path, family, tp_size=2, **other)
+    with pytest.raises(ValueError, match=r"divided in more than one way \(as with ep_size or fsdp_size\)"):
+        kvpass.compile(model, policy="lava", budget=64)
