@@ -74,6 +74,30 @@ def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
+def plot_formats(rows: Sequence[Row], path: Path, *, title: str) -> None:
+    """Plot score against the bytes of kept entries: a panel per scope, a line per policy and entry format."""
+    figure_type = import_figure()
+    scopes = list(dict.fromkeys(row.scope for row in rows))
+    names, window = without_shared_window(list(dict.fromkeys(row.policy for row in rows)))
+    figure = figure_type(figsize=(4.2 * len(scopes) + 0.5, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(scopes), sharey=True, squeeze=False)[0]
+    for scope, panel in zip(scopes, axes, strict=True):
+        for policy, name in names.items():
+            line = sorted(
+                (row for row in rows if (row.scope, row.policy) == (scope, policy)), key=lambda r: r.kept_bytes
+            )
+            score = [100 * row.score for row in line]
+            spread = [[100 * (row.score - row.low) for row in line], [100 * (row.high - row.score) for row in line]]
+            kib = [row.kept_bytes / 1024 for row in line]
+            panel.errorbar(kib, score, yerr=spread, marker="o", markersize=4, capsize=2, elinewidth=0.8, label=name)
+        panel.set(title=f"scope = {scope}", xlabel="KiB of kept entries, scales included", xscale="log", ylim=(-3, 103))
+        panel.grid(alpha=0.3)
+    axes[0].set_ylabel("exact answers, %")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title + window, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
 def _plot_policy(panel: Axes, chosen: Sequence[Row], others: Sequence[Sequence[Row]], color: str) -> None:
     """The others in grey, with the band from their least to their most, and the chosen with its intervals."""
     spans: dict[str, list[Row]] = {}

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
 from kvpass.compiler.backend import Compiler
-from kvpass.config import Budget
+from kvpass.config import ENTRY_FORMATS, Budget, EntryFormat
 from kvpass.eval.environment import answering_digest, fingerprint, machine, policy_digest, versions
 from kvpass.eval.plots import plot_grid
 from kvpass.eval.policy_spec import PolicySpec
@@ -33,6 +33,7 @@ from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.eval.workers import Share, answer_in_processes
 from kvpass.loading import launched, load_model
 from kvpass.policies import Policy, resolve_budget
+from kvpass.policies.rules import check_entries
 from kvpass.progress import progress_bar
 from kvpass.report import import_figure
 
@@ -53,7 +54,7 @@ class EvalSettings:
     Attributes:
         model: ``builtin``, or a folder or hub name of a causal language model.
         tasks: names as in :func:`~kvpass.eval.tasks.find_tasks`. policies, budgets, scopes: all combinations are run; a
-            policy that needs no budget runs once.
+            policy that needs no budget runs once. entries: formats of kept entries, all combinations of these too.
         output: folder for ``samples.jsonl`` (to which later runs add), ``manifest.json`` and the tables.
         samples: of each task at most. length: longest prompt in tokens; longer ones lose their middle.
         data_dir: folder with local data. seed: of generated samples. batch: rows answered at once.
@@ -73,6 +74,7 @@ class EvalSettings:
     budgets: tuple[BudgetValue, ...]
     output: Path
     scopes: tuple[str, ...] = SCOPES
+    entries: tuple[EntryFormat, ...] = ("model",)
     samples: int = 20
     length: int = 2048
     data_dir: Path | None = None
@@ -100,7 +102,11 @@ class EvalSettings:
             raise ValueError(f"output={str(self.output)!r}: is a file, must be a folder")
         if not self.budgets and any(spec.resolve().needs_budget for spec in self.policies):
             raise ValueError("budgets='': name at least one budget")
+        if not self.entries:
+            raise ValueError(f"entries='': must be one or several of {', '.join(ENTRY_FORMATS)}")
         for spec in self.policies:
+            for entry_format in self.entries:
+                check_entries(entry_format, spec.resolve())
             for budget in self.budgets_of(spec):
                 resolve_budget(spec.resolve(), budget)
 
@@ -118,7 +124,7 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class Condition:
-    """One task under one policy, budget and scope.
+    """One task under one policy, budget, scope and entry format.
 
     Attributes:
         questions: one a sample. waiting: indices of the samples still to answer.
@@ -128,8 +134,17 @@ class Condition:
     spec: PolicySpec
     budget: BudgetValue | None
     scope: str
+    entry_format: EntryFormat = "model"
     questions: list[Question] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
+
+    def named(self, policy: str) -> str:
+        """Return a policy's name or spec, with the format of the entries if that is not the usual one."""
+        return policy if self.entry_format == "model" else f"{self.entry_format} {policy}"
+
+    @property
+    def label(self) -> str:
+        return self.named(str(self.spec))
 
 
 class Evaluation:
@@ -153,7 +168,8 @@ class Evaluation:
         self.samples: dict[str, list[tuple[Sample, Prompt]]] = {task.name: self._encoded(task) for task in tasks}
         self.file = RecordFile(settings.output / "samples.jsonl", writes=self.writes)
         self.conditions = [
-            self._condition(task, spec, budget, scope)
+            self._condition(task, spec, budget, scope, entry_format)
+            for entry_format in dict.fromkeys(settings.entries)
             for spec in {spec.resolve().spec: spec for spec in settings.policies}.values()
             for scope in dict.fromkeys(settings.scopes)
             for budget in dict.fromkeys(settings.budgets_of(spec))
@@ -185,7 +201,7 @@ class Evaluation:
             bar = progress.add_task("", total=total, completed=total - waiting)
             if waiting:
                 self._answer(progress, bar)
-        output, records = self.settings.output, self._records()
+        output, records = self.settings.output, self.records()
         rows = summarize(records)
         if not self.writes:
             return rows
@@ -195,14 +211,14 @@ class Evaluation:
         self._write_manifest(rows, time.perf_counter() - begin)
         return rows
 
-    def _records(self) -> list[Record]:
+    def records(self) -> list[Record]:
         """All records of this run's conditions, scored anew."""
         records = []
         for condition in self.conditions:
             for question, (sample, _) in zip(condition.questions, self.samples[condition.task.name], strict=True):
                 record = self.file.records[question.key]
                 score = condition.task.metric(record.prediction, sample)
-                records.append(msgspec.structs.replace(record, label=str(condition.spec), score=score))
+                records.append(msgspec.structs.replace(record, label=condition.label, score=score))
         return records
 
     def _answer(self, progress: Progress, bar: Any) -> None:
@@ -214,7 +230,7 @@ class Evaluation:
             return
         for condition in self.conditions:
             if condition.waiting:
-                named = f"{condition.spec} {condition.budget or ''} {condition.scope} {condition.task.name}"
+                named = f"{condition.label} {condition.budget or ''} {condition.scope} {condition.task.name}"
                 progress.update(bar, description=named)
                 for records in self.answers(condition, condition.waiting):
                     self._add(records, progress, bar)
@@ -234,10 +250,15 @@ class Evaluation:
         ]
 
     @cached_property
-    def _runner(self) -> Runner:
-        """With one compiled model: the decoder is captured once for all policies."""
-        model = kvpass.compile(self.model, policy="full", backend=self.settings.backend)
-        return Runner(model=model, tokenizer=self.tokenizer, batch=self.settings.batch)
+    def _runners(self) -> dict[EntryFormat, Runner]:
+        return {}
+
+    def _runner(self, entry_format: EntryFormat) -> Runner:
+        """With one compiled model for each entry format: the decoder is captured once for all policies."""
+        if entry_format not in self._runners:
+            model = kvpass.compile(self.model, policy="full", backend=self.settings.backend, entries=entry_format)
+            self._runners[entry_format] = Runner(model=model, tokenizer=self.tokenizer, batch=self.settings.batch)
+        return self._runners[entry_format]
 
     def answers(self, condition: Condition, indices: Sequence[int]) -> Iterator[list[Record]]:
         """Answer samples of a condition; yields the records of each batch.
@@ -245,10 +266,11 @@ class Evaluation:
         Args:
             indices: of the samples of the condition's task.
         """
-        self._runner.model.set_policy(condition.spec.resolve(), condition.budget)
+        runner = self._runner(condition.entry_format)
+        runner.model.set_policy(condition.spec.resolve(), condition.budget)
         samples = [self.samples[condition.task.name][index] for index in indices]
         prompts = [prompt.scoped(condition.scope, self.settings.num_uncompressed_tokens) for _, prompt in samples]
-        for answers in self._runner.greedy(prompts, [sample.max_new_tokens for sample, _ in samples], self.stops):
+        for answers in runner.greedy(prompts, [sample.max_new_tokens for sample, _ in samples], self.stops):
             records = []
             for index, tokens, kept in answers:
                 sample, question = samples[index][0], condition.questions[indices[index]]
@@ -256,7 +278,7 @@ class Evaluation:
                 records.append(
                     Record(
                         key=question.key,
-                        label=str(condition.spec),
+                        label=condition.label,
                         question=question,
                         answers=list(sample.answers),
                         prediction=text,
@@ -277,15 +299,17 @@ class Evaluation:
         chat = s.chat and task.chat
         return [(sample, encode(self.tokenizer, sample, chat=chat, limit=s.length)) for sample in samples]
 
-    def _condition(self, task: Task, spec: PolicySpec, budget: BudgetValue | None, scope: str) -> Condition:
-        condition = Condition(task, spec, budget, scope)
+    def _condition(
+        self, task: Task, spec: PolicySpec, budget: BudgetValue | None, scope: str, entry_format: EntryFormat
+    ) -> Condition:
+        condition = Condition(task, spec, budget, scope, entry_format)
         policy = spec.resolve()
         for index, (sample, prompt) in enumerate(self.samples[task.name]):
             self._check_budget(policy, budget, scope, prompt)
             question = Question(
                 task=task.name,
                 sample=sample.id,
-                policy=policy.spec,
+                policy=condition.named(policy.spec),
                 budget="all" if budget is None else str(budget),
                 scope=scope,
                 num_uncompressed_tokens=self.settings.num_uncompressed_tokens if scope == "prompt" else 0,

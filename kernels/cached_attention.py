@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,18 +28,33 @@ APPEND_BLOCK = 16
 
 
 @triton.jit
+def as_floats(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return entries in ``dtype``: floats as they are, int8 as numbers, the bits of fp8 e4m3 as the value / 256.
+
+    The bits of an e4m3, without its sign, are those of an fp16 of that value, seven further left; so no architecture
+    needs instructions for fp8.
+    """
+    if codes.dtype == tl.uint8:
+        bits = codes.to(tl.uint16)
+        codes = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return codes.to(dtype)
+
+
+@triton.jit
 def absorb_entries(  # type: ignore[no-untyped-def]
     b_q, b_m, b_l, b_acc, p_k, p_v, k_stride, v_stride, first, last, o_t, scale, softcap, D: tl.constexpr,
     DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    p_position=None, p_scores=None, m_r=None,
+    p_position=None, p_scores=None, m_r=None, p_k_scale=None, p_v_scale=None,
 ):  # fmt: skip
     """Attend rows first..last-1 of p_k and p_v by online softmax, base 2.
 
     If causal, each query row attends only up to row o_t. The first block has an entry that every query row attends
     (entry 0 if causal), so b_m is finite from then on. If p_position is given, rows with a negative position hold no
     entry, and b_m must be finite at the start. If p_scores is given, one pointer per query row, the scores of query
-    rows m_r are stored there, -inf for rows without an entry.
+    rows m_r are stored there, -inf for rows without an entry. If p_k_scale and p_v_scale are given, rows of p_k and p_v
+    are codes, and an entry is its codes, as :func:`as_floats` has them, times its scale.
     """
+    UNIT: tl.constexpr = 256.0 if p_k.dtype.element_ty == tl.uint8 else 1.0
     o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BDV)
     for i_s in range(first, last, BLOCK_S):
@@ -56,7 +72,12 @@ def absorb_entries(  # type: ignore[no-untyped-def]
         b_v = tl.load(
             p_v + o_row[:, None] * v_stride + o_e[None, :], mask=m_held[:, None] & (o_e < DV)[None, :], other=0.0
         )
-        b_s = logits_base2(tl.dot(b_q, b_k, input_precision="ieee"), scale, softcap)
+        b_dot = tl.dot(b_q, as_floats(b_k, b_q.dtype), input_precision="ieee")
+        if p_k_scale is not None:
+            b_dot = b_dot * (tl.load(p_k_scale + o_s, mask=m_held, other=0.0) * UNIT)[None, :]
+            b_v_scale = tl.load(p_v_scale + o_s, mask=m_held, other=0.0) * UNIT
+            b_v = (as_floats(b_v, tl.float32) * b_v_scale[:, None]).to(b_q.dtype)
+        b_s = logits_base2(b_dot, scale, softcap)
         m_visible = m_held[None, :]
         if IS_CAUSAL:
             m_visible = m_visible & (o_s[None, :] <= o_t[:, None])
@@ -173,12 +194,16 @@ def check_call(
 
 
 def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:
-    """Return the common arguments of the decode and the extend kernel."""
+    """Return the common arguments of the decode and the extend kernel; fp8 as bits."""
     q, k, v, scale, softcap, _ = call
     pool_k, pool_v, _, tail_k, tail_v, tail_start, tail_used = held[:7]
+    k_scale, v_scale = held.pool_k_scale, held.pool_v_scale
+    if pool_k.dtype == torch.float8_e4m3fn:
+        pool_k, pool_v = pool_k.view(torch.uint8), pool_v.view(torch.uint8)
     rows, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     return {
+        "pool_k_scale": k_scale, "pool_v_scale": v_scale,
         "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
         "tail_start": tail_start, "tail_used": tail_used, **strides("bht", q=q, k=k, v=v),
         "scale": scale, "softcap": softcap,

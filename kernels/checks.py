@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.operands import BUFFERS
+from kvpass.operands import BUFFERS, CODES
 
 Expected = Mapping[str, tuple[Tensor, Sequence[int], torch.dtype]]
 """Name of an argument -> the tensor given, and the shape and dtype it must have."""
@@ -18,9 +18,29 @@ def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], ent
 
     Args:
         sizes: by the letters of the table. entry: dtype of keys and values.
+    Raises:
+        ValueError: one side of the pool has scales and the other not, or what has scales is of no dtype of codes.
     """
     given = {name: tensor for name, tensor in buffers.items() if tensor is not None}
-    return {name: (x, BUFFERS[name].shape(sizes), BUFFERS[name].dtype or entry) for name, x in given.items()}
+    scales, pool_k = [given.get(name) for name in ("pool_k_scale", "pool_v_scale")], given.get("pool_k")
+    codes = entry if scales == [None, None] or pool_k is None else pool_dtype(pool_k, *scales)
+    return {
+        name: (x, BUFFERS[name].shape(sizes), codes if BUFFERS[name].packed else BUFFERS[name].dtype or entry)
+        for name, x in given.items()
+    }
+
+
+def pool_dtype(pool_k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> torch.dtype:
+    """Return the dtype that a pool with scales must have.
+
+    Raises:
+        ValueError: as :func:`of_table`.
+    """
+    if k_scale is None or v_scale is None:
+        raise ValueError("pool_k_scale and pool_v_scale: must be given together")
+    if pool_k.dtype not in CODES.values():
+        raise ValueError(f"pool_k is {pool_k.dtype} and has scales: must be one of {list(CODES.values())}")
+    return pool_k.dtype
 
 
 def check_tensors(expected: Expected, device: torch.device, strided: Collection[str] = ()) -> None:

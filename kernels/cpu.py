@@ -18,19 +18,21 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from kvpass.kernels.checks import check_block_layout, check_heads
+from kvpass.kernels.checks import check_block_layout, check_heads, pool_dtype
 from kvpass.operands import AppendBuffers, Attention, Blocks, Lines
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
 _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_CODE_TYPES = {torch.int8: "int8_t", torch.float8_e4m3fn: "e4m3"}
 
 Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of some tensors."""
 
-_ATTEND_CALL = struct.Struct("=42q2d")
-"""Fields of ``struct Call`` in decode_cpu.cpp: 19 pointers, 11 sizes, 9 strides, 3 of lines, scale, softcap."""
+_ATTEND_CALL = struct.Struct("=44q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 21 pointers, 11 sizes, 9 strides, 3 of lines, scale, softcap."""
 
 _CACHE_NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
+_SCALE_NAMES = ("pool_k_scale", "pool_v_scale")
 _BLOCK_NAMES = ("k", "v", "block", "used", "values")
 _SLOT_NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
 _POOL_NAMES = ("pool_k", "pool_v", "offsets")
@@ -55,15 +57,18 @@ def source(name: str, defines: str = "") -> str:
     return defines + re.sub(r'#include "(\w+\.h)"\n', lambda found: source(found[1]), text)
 
 
-def attend_source(dtype: torch.dtype) -> str:
+def attend_source(dtype: torch.dtype, pool: torch.dtype | None = None) -> str:
     """Return the text of decode_cpu.cpp for entries of ``dtype``.
 
+    Args:
+        pool: dtype of the codes that the pool holds; None: it holds entries of ``dtype``.
     Raises:
         ValueError: there is no kernel for ``dtype``.
     """
     if dtype not in _ENTRY_TYPES:
         raise ValueError(f"q has dtype {dtype}: CPU decode attention takes float32, bfloat16 or float16")
-    return source("decode_cpu.cpp", f"#define ENTRY {_ENTRY_TYPES[dtype]}\n")
+    entry = _ENTRY_TYPES[dtype]
+    return source("decode_cpu.cpp", f"#define ENTRY {entry}\n#define POOL {_CODE_TYPES[pool] if pool else entry}\n")
 
 
 def build(text: str) -> Any:
@@ -82,14 +87,16 @@ def build(text: str) -> Any:
 
 
 @functools.cache
-def attend_function(dtype: torch.dtype) -> Callable[[bytes], int]:
+def attend_function(dtype: torch.dtype, pool: torch.dtype | None = None) -> Callable[[bytes], int]:
     """Return ``kvpass_attend_decode`` for entries of ``dtype``; it takes a packed ``Call`` and returns 0 or a fault.
 
+    Args:
+        pool: as in :func:`attend_source`.
     Raises:
         ValueError: there is no kernel for ``dtype``.
         RuntimeError: as :func:`build`.
     """
-    function = build(attend_source(dtype)).kvpass_attend_decode
+    function = build(attend_source(dtype, pool)).kvpass_attend_decode
     function.argtypes = [ctypes.c_char_p]
     function.restype = ctypes.c_int64
     return cast("Callable[[bytes], int]", function)
@@ -102,6 +109,7 @@ def call_attend(
     line: Sequence[Tensor | None] = (None,) * 6,
     line_sizes: tuple[int, int, int] = (0, 0, 0),
     blocks: tuple[Tensor | None, Tensor | None] = (None, None),
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
 
@@ -111,6 +119,7 @@ def call_attend(
         line: position, storage_order, decode_state, norm, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
         blocks: first entry and used tail slots of each row, for rows that lie in blocks of one array.
+        scales: of keys and values of the pool, if it holds codes; then not with ``line`` or ``blocks``.
 
     Returns:
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`Fault` or 0; the row with the fault.
@@ -131,8 +140,9 @@ def call_attend(
         (tokens * heads * value_dim, value_dim, heads * value_dim, 1),
         dtype=q.dtype,
     )
-    tensors = (q, k, v, *buffers, sinks, out, *line, *blocks)
-    fault = attend_function(q.dtype)(
+    tensors = (q, k, v, *buffers, sinks, out, *line, *blocks, *scales)
+    pool = buffers[0].dtype if buffers[0] is not None and scales[0] is not None else None
+    fault = attend_function(q.dtype, pool)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
             rows,
@@ -174,8 +184,9 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     tail slots ``tail_start[b] .. used + t``. One softmax over both, in fp32: online (Milakov and Gimelshein,
     arXiv:1805.02867), with the log-sum-exp merge over chunks of FlashDecoding (Dao et al. 2023).
 
-    All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16). q, k and v may have any
-    strides, but are copied if the last dim is not contiguous; the buffers are contiguous.
+    All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or the pool holds codes
+    (int8 or fp8 e4m3) with scales, which are multiplied in while it is read. q, k and v may have any strides, but are
+    copied if the last dim is not contiguous; the buffers are contiguous.
 
     Returns:
         [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
@@ -196,27 +207,33 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     check_heads(heads, kv_heads)
-    dtype = q.dtype
+    dtype, scales = q.dtype, (held.pool_k_scale, held.pool_v_scale)
+    codes = dtype if scales == (None, None) else pool_dtype(pool_k, *scales)
     given = [k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start]
     expected: Layouts = [
         ((rows, kv_heads, tokens, key_dim), dtype),
         ((rows, kv_heads, tokens, value_dim), dtype),
-        ((rows, entries, key_dim), dtype),
-        ((rows, entries, value_dim), dtype),
+        ((rows, entries, key_dim), codes),
+        ((rows, entries, value_dim), codes),
         ((layers, rows, kv_heads, slots, key_dim), dtype),
         ((layers, rows, kv_heads, slots, value_dim), dtype),
         ((rows, layers * kv_heads + 1), torch.int32),
         ((rows,), torch.int64),
     ]
-    check_layout(_CACHE_NAMES, given, expected)
+    names: tuple[str, ...] = _CACHE_NAMES
+    if scales[0] is not None and scales[1] is not None:
+        names += _SCALE_NAMES
+        given += [scales[0], scales[1]]
+        expected += [((rows, entries), torch.float32)] * 2
+    check_layout(names, given, expected)
     packed = [x.is_contiguous() for x in given[2:]]
     if not all(packed):
-        raise ValueError(f"{_CACHE_NAMES[2 + packed.index(False)]} is not contiguous")
+        raise ValueError(f"{names[2 + packed.index(False)]} is not contiguous")
     if not all([x.is_cpu for x in (q, *given)]):
         raise ValueError("q, k, v, pool, tail, offsets and tail_start must all be on the CPU")
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
-    out, fault, row = call_attend(call, pools, sizes)
+    out, fault, row = call_attend(call, pools, sizes, scales=scales)
     if fault == Fault.OFFSETS:
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
     if fault == Fault.START:

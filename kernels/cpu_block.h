@@ -18,8 +18,8 @@ INLINE void fetch_ahead(const char* from, int64_t size) {
 
 // Computes the scores of n entries into s[entry][query]; -inf at or past limit[query]. Returns the lane maxima.
 template <class S, int R>
-INLINE vf score_block(const float* q, int64_t q_width, const S* k, int64_t dim, int64_t n, const int64_t* limit,
-                      float cap, float* s, const char* ahead, int64_t ahead_row) {
+INLINE vf score_block(const float* q, int64_t q_width, const S* k, const float* scale, int64_t dim, int64_t n,
+                      const int64_t* limit, float cap, float* s, const char* ahead, int64_t ahead_row) {
     constexpr int E = W / R;
     const int64_t all_visible = *std::min_element(limit, limit + R);
     vf highest = splat(MINUS_INF);
@@ -43,6 +43,7 @@ INLINE vf score_block(const float* q, int64_t q_width, const S* k, int64_t dim, 
                 sum[i] = fma(load_part(row[i / R] + d, dim - d), load(q + (i % R) * q_width + d), sum[i]);
         }
         vf x = add_lanes<W>(sum);
+        if constexpr (IS_CODE<S>) x *= scales<S, R>(scale + j, n - j);
         if (cap != 0.0f) x = softcapped(x, cap);
         if (j + E > all_visible) {
             for (int i = 0; i < W; i++)
@@ -98,15 +99,16 @@ INLINE void add_columns(const float* p, const S* v, int64_t dim, int64_t n, int6
 }
 
 // One step of the online softmax. top and mass hold one vector per query tile; lane i belongs to query i % R. Scores
-// are also stored to weights[query * weights_width + entry], unless weights is null.
+// are also stored to weights[query * weights_width + entry], unless weights is null. k_scale and v_scale hold one number
+// an entry, and are read only if entries are codes.
 template <class S, int R>
-void attend_block(const float* q, int64_t q_width, const S* k, const S* v, int64_t key_dim, int64_t value_dim,
-                  int64_t n, const int64_t* limit, float cap, float* s, float* top, float* mass, float* sum,
-                  int64_t width, bool first, float* weights, int64_t weights_width) {
+void attend_block(const float* q, int64_t q_width, const S* k, const S* v, const float* k_scale, const float* v_scale,
+                  int64_t key_dim, int64_t value_dim, int64_t n, const int64_t* limit, float cap, float* s, float* top,
+                  float* mass, float* sum, int64_t width, bool first, float* weights, int64_t weights_width) {
     const int64_t key_row = first ? key_dim * sizeof(S) : 0, value_row = first ? value_dim * sizeof(S) : 0;
     const char *values = (const char*)v, *next_keys = (const char*)(k + n * key_dim);
     const vf before = load(top);
-    const vf highest = score_block<S, R>(q, q_width, k, key_dim, n, limit, cap, s, values, value_row);
+    const vf highest = score_block<S, R>(q, q_width, k, k_scale, key_dim, n, limit, cap, s, values, value_row);
     if (weights)
         for (int64_t j = 0; j < n; j++)
             for (int r = 0; r < R; r++) weights[r * weights_width + j] = s[j * R + r];
@@ -115,7 +117,11 @@ void attend_block(const float* q, int64_t q_width, const S* k, const S* v, int64
     vf total = load(mass) * decay;
     for (int64_t i = 0; i < n * R; i += W) {
         const vf p = exp_nonpositive(load(s + i) - now);
-        store(s + i, p);
+        if constexpr (IS_CODE<S>) {
+            store(s + i, p * scales<S, R>(v_scale + i / R, n - i / R));
+        } else {
+            store(s + i, p);
+        }
         total += p;
     }
     store(top, now);

@@ -33,6 +33,21 @@ struct bf16 {
 struct fp16 {
     uint16_t bits;
 };
+struct e4m3 {
+    uint8_t bits;
+};
+
+// Codes of fewer bits; a scale belongs to each row of them, times UNIT of what load returns.
+template <class S>
+constexpr bool IS_CODE = false;
+template <>
+constexpr bool IS_CODE<int8_t> = true;
+template <>
+constexpr bool IS_CODE<e4m3> = true;
+template <class S>
+constexpr float UNIT = 1.0f;
+template <>
+constexpr float UNIT<e4m3> = 256.0f;
 
 template <class To, class From>
 INLINE To bits_as(const From& from) {
@@ -83,6 +98,40 @@ INLINE vf load(const fp16* p) {
 #endif
 }
 
+typedef int8_t vb __attribute__((vector_size(W)));
+typedef uint8_t vub __attribute__((vector_size(W)));
+
+INLINE vf load(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    vb x;
+    std::memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
+#endif
+}
+
+// Returns the value / 256: the bits of an e4m3, without its sign, are those of an fp16 of that value, seven further left.
+INLINE vf load(const e4m3* p) {
+#if defined(__AVX512F__)
+    const __m256i x = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+    return (vf)_mm512_maskz_cvtph_ps(0xffff, _mm256_and_si256(x, _mm256_set1_epi16(int16_t(0xbfff))));
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    const __m128i x = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7);
+    return (vf)_mm256_cvtph_ps(_mm_and_si128(x, _mm_set1_epi16(int16_t(0xbfff))));
+#else
+    vub raw;
+    std::memcpy(&raw, p, sizeof raw);
+    const vu x = __builtin_convertvector(raw, vu);
+    const vf magnitude = __builtin_convertvector((x & 0x7f) < 8 ? (x & 7) : (x & 7) | 8, vf);  // times 2^-9, subnormal
+    const vu exponent = (x >> 3) & 15;
+    const vf power = bits_as<vf>(((exponent == 0 ? exponent + 1 : exponent) + (127 - 10 - 8)) << 23);
+    return bits_as<vf>(bits_as<vu>(magnitude * power) | ((x & 0x80) << 24));
+#endif
+}
+
 template <class S>
 INLINE vf load_part(const S* p, int64_t n) {
     S padded[W] = {};
@@ -116,6 +165,20 @@ INLINE vf add_pairs(vf a, vf b, std::integer_sequence<int, I...>) {
     return SHUFFLE(a, b, SAME) + SHUFFLE(a, b, OTHER);
 #undef SAME
 #undef OTHER
+}
+
+template <int R, int... I>
+INLINE vf repeat_lanes(vf a, std::integer_sequence<int, I...>) {
+#define REPEATED(i) ((i) / R)
+    return SHUFFLE(a, a, REPEATED);
+#undef REPEATED
+}
+
+// Lane i is the scale of entry i / R of the next n; 0 from n on.
+template <class S, int R>
+INLINE vf scales(const float* scale, int64_t n) {
+    const vf x = n >= W ? load(scale) : load_part(scale, n);
+    return repeat_lanes<R>(x, LANES) * UNIT<S>;
 }
 
 // Lane i is the sum of all lanes of a[i]. N vectors are left to add; a is overwritten.

@@ -1,6 +1,7 @@
 // Ragged decode attention on the CPU: a few new tokens against a packed pool segment and a dense tail, or one new token
 // against a cache of constant size, whose slots are reused.
-// Built by cpu_library.py with the compiler and the flags of Inductor, once per ENTRY (float, bf16 or fp16).
+// Built by cpu.py with the compiler and the flags of Inductor, once per ENTRY (float, bf16 or fp16) and POOL, which is
+// ENTRY or the type of the codes that the pool holds (int8_t or e4m3).
 //
 // The entries of all (row, KV head) units form one queue. Every thread takes an equal stretch of it, whatever the
 // lengths of the units. The parts of a unit that is split between threads are merged by log-sum-exp.
@@ -35,6 +36,7 @@ struct Call {
     float* weights;
     // For rows that lie in blocks of one array; else null. row_at: first entry of the row's block; row_used: as used.
     const int64_t *row_at, *row_used;
+    const float *pool_k_scale, *pool_v_scale;  // of each entry of the pool, if it holds codes
     int64_t rows, heads, kv_heads, tokens, key_dim, value_dim;
     int64_t pool_entries, offset_stride, slots, used, layer;
     int64_t q_stride[3], k_stride[3], v_stride[3];  // row, head, token, in elements
@@ -50,6 +52,7 @@ INLINE int64_t rounded(int64_t n) { return (n + W - 1) / W * W; }
 
 struct Decoder {
     using S = ENTRY;
+    using P = POOL;
     const Call& c;
     const int64_t group = c.heads / c.kv_heads;
     const int64_t queries = group * c.tokens;  // of one unit, in (query head, token) order
@@ -136,7 +139,7 @@ struct Decoder {
         const int64_t behind = c.width - c.slots;
         for (int64_t unit = 0; unit < units; unit++) {
             const int64_t slot = taken[unit];
-            if (slot < behind) {
+            if (slot < behind) {  // never where the pool holds codes
                 put(c.pool_k, c.pool_v, pool_row(unit) + slot, unit, 0);
             } else {
                 put(c.tail_k, c.tail_v, tail_slot(unit, slot - behind), unit, 0);
@@ -168,12 +171,13 @@ struct Decoder {
         float* weights = c.weights ? c.weights + unit * group * c.width : nullptr;
         const auto side = [&](void* keys, void* values, int64_t row, int64_t first, int64_t from, int64_t to) {
             const auto occupied = [&](int64_t j) { return position[first + j] >= 0 || first + j == taken; };
-            const S *k = (const S*)keys + row * c.key_dim, *v = (const S*)values + row * c.value_dim;
+            const S *k = (const S*)keys + row * c.key_dim, *v = (const S*)values + row * c.value_dim;  // never codes
             while (from < to) {
                 while (from < to && !occupied(from)) from++;
                 int64_t stop = from;
                 while (stop < to && occupied(stop)) stop++;
-                attend_rows(k, v, from, stop, stop, scratch, out, weights ? weights + first : nullptr);
+                attend_rows(k, v, nullptr, nullptr, from, stop, stop, scratch, out,
+                            weights ? weights + first : nullptr);
                 from = stop;
             }
         };
@@ -193,9 +197,10 @@ struct Decoder {
     }
 
     // Attends entries begin..end-1 of one side (pool segment or tail); token t attends the first visible + t of them.
-    // If weights is not null, the scores are also stored there.
-    void attend_rows(const S* k, const S* v, int64_t begin, int64_t end, int64_t visible, float* scratch, Partial out,
-                     float* weights = nullptr) const {
+    // If weights is not null, the scores are also stored there. Scales: of each entry, where T is the type of codes.
+    template <class T>
+    void attend_rows(const T* k, const T* v, const float* k_scale, const float* v_scale, int64_t begin, int64_t end,
+                     int64_t visible, float* scratch, Partial out, float* weights = nullptr) const {
         float* s = scratch + queries * key_width;
         for (int64_t j = begin; j < end; j += BLOCK) {
             const int64_t n = std::min<int64_t>(BLOCK, end - j);
@@ -203,8 +208,8 @@ struct Decoder {
                 constexpr int R = decltype(r)::value;
                 int64_t limit[R];
                 for (int x = 0; x < R; x++) limit[x] = std::min(n, visible + (i + x) % c.tokens - j);
-                attend_block<S, R>(scratch + i * key_width, key_width, k + j * c.key_dim, v + j * c.value_dim,
-                                   c.key_dim, c.value_dim, n, limit, float(c.softcap), s, out.top + tile * W,
+                attend_block<T, R>(scratch + i * key_width, key_width, k + j * c.key_dim, v + j * c.value_dim,
+                                   IS_CODE<T> ? k_scale + j : nullptr, IS_CODE<T> ? v_scale + j : nullptr, c.key_dim, c.value_dim, n, limit, float(c.softcap), s, out.top + tile * W,
                                    out.mass + tile * W, out.sum + i * value_width, value_width, tile == 0,
                                    weights ? weights + i * c.width + j : nullptr, c.width);
             });
@@ -223,9 +228,10 @@ struct Decoder {
         start(unit, scratch, out);
         const int64_t pool = pool_length(unit), first = c.tail_start[unit / c.kv_heads];
         const int64_t kept = pool_row(unit), slot = tail_slot(unit, first);
-        attend_rows((const S*)c.pool_k + kept * c.key_dim, (const S*)c.pool_v + kept * c.value_dim, begin,
+        attend_rows((const P*)c.pool_k + kept * c.key_dim, (const P*)c.pool_v + kept * c.value_dim,
+                    IS_CODE<P> ? c.pool_k_scale + kept : nullptr, IS_CODE<P> ? c.pool_v_scale + kept : nullptr, begin,
                     std::min(end, pool), pool, scratch, out);
-        attend_rows((const S*)c.tail_k + slot * c.key_dim, (const S*)c.tail_v + slot * c.value_dim,
+        attend_rows((const S*)c.tail_k + slot * c.key_dim, (const S*)c.tail_v + slot * c.value_dim, nullptr, nullptr,
                     std::max(begin - pool, int64_t(0)), end - pool, used(unit / c.kv_heads) + 1 - first, scratch, out);
     }
 

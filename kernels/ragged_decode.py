@@ -74,10 +74,12 @@ def attend_part(  # type: ignore[no-untyped-def]
     stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last, new, used,
     first_tile, pool_tiles, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, codes_k=None,
+    codes_v=None, k_scale=None, v_scale=None, first_code=0, last_code=0,
 ):  # fmt: skip
     """Attend entries first..last-1 of p_k and p_v and the first ``new`` new tokens, which are appended behind ``used``.
 
+    If codes_k and codes_v are given, also entries first_code..last_code-1 of these, which have scales.
     Stores the partial result of this program; the last program of KV head i_h of row i_b merges all of the head, which
     are numbered as in :func:`_merge_tiles`.
     """
@@ -99,6 +101,11 @@ def attend_part(  # type: ignore[no-untyped-def]
     b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_R], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
+    if codes_k is not None:
+        b_m, b_l, b_acc = absorb_entries(
+            b_q, b_m, b_l, b_acc, codes_k, codes_v, D, DV, first_code, last_code, o_t, scale, softcap, D, DV, BD, BDV,
+            BLOCK_S, False, p_k_scale=k_scale, p_v_scale=v_scale,
+        )  # fmt: skip
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_k, p_v, D, DV, first, last, o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
     )  # fmt: skip
@@ -136,7 +143,8 @@ def attend_part(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["layer", "rows", "entries", "slots", "tokens", "num_tiles", "tail_tiles"])
 def _attend_tile(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, tiles, tile_offsets, arrivals, tail_k, tail_v, tail_start, tail_used, sinks, partial,
+    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, tiles, tile_offsets, arrivals, tail_k, tail_v, tail_start,
+    tail_used, sinks, partial,
     partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     scale, softcap, layer, rows, entries, slots, tokens, num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
@@ -159,8 +167,12 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         is_live = i_b >= 0
         new = 0
         i_row = i_b.to(tl.int64) * entries
-        p_k = pool_k + i_row * D
-        p_v = pool_v + i_row * DV
+        if pool_k_scale is None:
+            p_k = pool_k + i_row * D
+            p_v = pool_v + i_row * DV
+        else:
+            p_k = tail_k
+            p_v = tail_v
     else:
         i_segment = (i_p - num_tiles) // tail_tiles
         i_tile = (i_p - num_tiles) % tail_tiles
@@ -174,6 +186,21 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         p_k = tail_k + i_row * D
         p_v = tail_v + i_row * DV
     if is_live:
+        codes_k = None
+        codes_v = None
+        k_scale = None
+        v_scale = None
+        first_code = 0
+        last_code = 0
+        if pool_k_scale is not None:
+            i_pool = i_b.to(tl.int64) * entries
+            codes_k = pool_k + i_pool * D
+            codes_v = pool_v + i_pool * DV
+            k_scale = pool_k_scale + i_pool
+            v_scale = pool_v_scale + i_pool
+            first_code = first
+            last_code = tl.where(i_p < num_tiles, last, first)
+            first = tl.where(i_p < num_tiles, last, first)
         i_segment = i_b * K + i_h
         p_offsets = tile_offsets + layer.to(tl.int64) * (rows * K + 1) + i_segment
         first_tile = tl.load(p_offsets)
@@ -183,7 +210,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
             stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
             new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, DV, BD, BDV, TAIL_TILE, BLOCK_T,
-            BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M,
+            BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M, codes_k, codes_v, k_scale, v_scale, first_code, last_code,
         )  # fmt: skip
 
 
@@ -193,9 +220,9 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     New token t of row b attends to the pool entries of its KV head, to the tail slots
     ``tail_start[b] .. tail_used - 1`` and to the new tokens 0..t. One softmax, in fp32.
 
-    All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16). The caller must ensure
-    that ``tail_used + T <= C``; the device is not asked. Entries beyond the last slot are not stored, and it is
-    undefined whether they are attended.
+    All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16), or the pool holds codes
+    (int8 or fp8 e4m3) with scales. The caller must ensure that ``tail_used + T <= C``; the device is not asked. Entries
+    beyond the last slot are not stored, and it is undefined whether they are attended.
 
     Args:
         call: K divides H; q, k and v with any strides but a contiguous last dim.
@@ -210,7 +237,7 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     q, _, v, _, _, sinks = call
-    tail_k, (tiles, tile_offsets, arrivals) = held.tail_k, held[7:]
+    tail_k, (tiles, tile_offsets, arrivals) = held.tail_k, held[7:10]
     if tiles is None or tile_offsets is None or arrivals is None:
         raise ValueError("tiles, tile_offsets or arrivals are None: kernels on CUDA need the tile map of the pool")
     rows, heads, tokens, _ = q.shape
@@ -232,5 +259,6 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
         "TAIL_TILE": TAIL_TILE, "BLOCK_R": block_rows,
     }  # fmt: skip
     grid = (num_partials, triton.cdiv(query_rows, block_rows))
-    launch(_attend_tile, grid, arguments, f"decode {kind(q.dtype)}", config)
+    codes = " codes" if q.dtype != torch.float32 and held.pool_k_scale is not None else ""  # they take registers
+    launch(_attend_tile, grid, arguments, f"decode {kind(q.dtype)}{codes}", config)
     return out.transpose(1, 2)

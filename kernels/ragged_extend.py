@@ -30,7 +30,8 @@ def _case(dtype: torch.dtype, key_dim: int, value_dim: int) -> str:
 
 @triton.jit(do_not_specialize=["layer", "rows", "layers", "entries", "slots", "tokens"])
 def _attend_queries(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, tail_used, sinks, out, stride_qb, stride_qh,
+    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, offsets, tail_k, tail_v, tail_start, tail_used, sinks, out,
+    stride_qb, stride_qh,
     stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, layers,
     entries, slots, tokens, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -55,9 +56,15 @@ def _attend_queries(  # type: ignore[no-untyped-def]
 
     p_offsets = offsets + i_b.to(tl.int64) * (layers * K + 1) + layer * K + i_h
     i_row = i_b.to(tl.int64) * entries
+    p_k_scale = None
+    p_v_scale = None
+    if pool_k_scale is not None:
+        p_k_scale = pool_k_scale + i_row
+        p_v_scale = pool_v_scale + i_row
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, pool_k + i_row * D, pool_v + i_row * DV, D, DV, tl.load(p_offsets),
         tl.load(p_offsets + 1), o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
+        p_k_scale=p_k_scale, p_v_scale=p_v_scale,
     )  # fmt: skip
     used = tl.load(tail_used).to(tl.int32)
     i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots

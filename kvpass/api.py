@@ -18,7 +18,7 @@ from kvpass.cache.serialization import read_cache_file, typed
 from kvpass.compiler.backend import Compiler, PhaseCompiler, check_compiler
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.parts import Regions, check_regions
-from kvpass.config import Block
+from kvpass.config import Block, EntryFormat
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends import options as o
 from kvpass.frontends.arguments import check_model
@@ -119,6 +119,7 @@ def compile(
     cuda_graphs: bool = True,
     compile_regions: Regions = "auto",
     prefill_block: Block = "auto",
+    entries: EntryFormat = "model",
     **policy_options: Any,
 ) -> CompressedModel:
     """Return a copy of a decoder that compresses its KV cache after every prompt.
@@ -152,6 +153,10 @@ def compile(
         prefill_block: tokens of a block, at least 2. Each layer runs over a prompt in such blocks, so that their
             activations and not those of the whole prompt take memory; what is kept does not depend on it. ``"auto"``:
             on the CPU 1024 tokens over all rows of a batch, on CUDA 8192, at least 128 of each row.
+        entries: how kept entries are held: ``"model"``, in the dtype of the model; ``"int8"`` or ``"fp8"`` (e4m3), as
+            8-bit codes with one fp32 scale for the key and one for the value of each entry, which attention multiplies
+            in as it reads. A budget in bytes counts codes and scales. The window, tokens that are appended, and layers
+            with a sliding window stay in the dtype of the model. Not with policies that evict while decoding.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
             the model's name and budget when both are left out; give them where none are published.
     Raises:
@@ -171,7 +176,9 @@ def compile(
     if device is not None and regions is False:
         raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
     name = str(model.config.name_or_path)
-    rules = read_rules(policy, budget, recompress, window=window, options=policy_options, model_name=name)
+    rules = read_rules(
+        policy, budget, recompress, window=window, options=policy_options, model_name=name, entries=entries
+    )
     ranks = ranks_of(model)
     recurrent = recurrent_layers(model)
     if recurrent is not None and ranks is not None:
@@ -280,6 +287,11 @@ def restore_cache(
     if metadata.budget != rules.budget:
         raise CacheMismatchError(
             f"the cache has budget {metadata.budget}, the model {rules.budget}: set it with model.set_budget"
+        )
+    if metadata.entry_format != rules.entry_format:
+        raise CacheMismatchError(
+            f"the cache has entries={metadata.entry_format!r}, the model {rules.entry_format!r}: compile the "
+            "model with the cache's entries"
         )
     try:
         cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.ranks)

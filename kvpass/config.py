@@ -18,6 +18,13 @@ MAX_ENTRIES = 2**31 - 1
 Block = Literal["auto"] | int
 """Tokens of a block in which a prompt is prefilled, at least 2."""
 
+EntryFormat = Literal["model", "int8", "fp8"]
+"""How the pool holds entries: in the model's dtype, or as 8-bit codes with one fp32 scale for K and one for V."""
+
+ENTRY_FORMATS: tuple[EntryFormat, ...] = ("model", "int8", "fp8")
+
+SCALE_BYTES = 4
+
 _BYTE_UNITS = {
     "b": 1,
     "kb": 10**3,
@@ -45,10 +52,18 @@ class Geometry:
         """Bytes of one entry: one key row and its value row of one KV head."""
         return (self.key_dim + self.value_dim) * self.itemsize
 
+    def pool_entry_bytes(self, entry_format: EntryFormat) -> int:
+        """Bytes of one entry of the pool, its scales included."""
+        return self.entry_bytes if entry_format == "model" else self.key_dim + self.value_dim + 2 * SCALE_BYTES
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in a full cache of these attention ops."""
         return self.layers * self.kv_heads * self.entry_bytes
+
+    def pool_token_bytes(self, entry_format: EntryFormat) -> int:
+        """Bytes of one token of which every head keeps the entry in the pool."""
+        return self.layers * self.kv_heads * self.pool_entry_bytes(entry_format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +162,10 @@ class Layout:
         """Bytes of one token in a full cache of the layers that have a budget."""
         return sum(group.geometry.token_bytes for group in self.pools)
 
+    def pool_token_bytes(self, entry_format: EntryFormat) -> int:
+        """Bytes of one token of which every head of these layers keeps the entry in the pool."""
+        return sum(group.geometry.pool_token_bytes(entry_format) for group in self.pools)
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -196,13 +215,15 @@ class Budget:
             "or bytes such as '512MiB'"
         )
 
-    def entries(self, prompt_length: int, token_bytes: int) -> int:
+    def entries(self, prompt_length: int, token_bytes: int, window: int = 0, pool_token_bytes: int = 0) -> int:
         """Return entries per KV head per layer for ``prompt_length`` real tokens, window included.
 
         At most :data:`MAX_ENTRIES`: a larger budget keeps everything.
 
         Args:
             token_bytes: of one token in a full cache, over all layers that share the budget.
+            pool_token_bytes: of one token in the pool, where that differs; the window is not in the pool. 0: as
+                token_bytes.
         """
         match self.kind:
             case "entries":
@@ -210,15 +231,18 @@ class Budget:
             case "fraction":
                 return math.floor(self.value * prompt_length + 1e-9)  # 0.29 * 100 is less than 29
             case "bytes":
+                left = int(self.value) - window * token_bytes
+                if pool_token_bytes and left > 0:
+                    return min(window + left // pool_token_bytes, MAX_ENTRIES)
                 return min(int(self.value) // token_bytes, MAX_ENTRIES)
 
-    def check(self, prompt_length: int, window: int, token_bytes: int) -> int:
+    def check(self, prompt_length: int, window: int, token_bytes: int, pool_token_bytes: int = 0) -> int:
         """Return :meth:`entries`; raise if they cannot hold the window and one more entry.
 
         Raises:
             ValueError: fewer than ``window + 1`` entries, unless the whole prompt fits in them.
         """
-        entries = self.entries(prompt_length, token_bytes)
+        entries = self.entries(prompt_length, token_bytes, window, pool_token_bytes)
         if entries < min(window + 1, prompt_length):
             raise ValueError(
                 f"budget {self} is {entries} entries per KV head per layer for a prompt of {prompt_length} tokens; "

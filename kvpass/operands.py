@@ -21,16 +21,18 @@ class Buffer:
 
     Attributes:
         dims: its sizes, letters of the legend or numbers, * for others. dtype: None for the dtype of keys and values.
+        packed: outside prefill it holds codes of fewer bits where the cache has an entry format other than "model".
         prefill, append, evict: how graphs of the phase use it: "w" writes, "r" reads, "" not at all. append and evict
             are extend and decode, under a policy that only appends or that evicts while decoding.
         counter: the number of new tokens is added to it after each call.
-        saved: when files hold it and searches select rows of it: "always", "evicting" (policies that evict while
-            decoding), "ring", "state", or "" for never.
+        saved: when files hold it and searches select rows of it: "always", "packed" (entries in fewer bits),
+            "evicting" (policies that evict while decoding), "ring", "state", or "" for never.
         initial: its value before the prompt; None for any.
     """
 
     dims: str
     dtype: torch.dtype | None = None
+    packed: bool = False
     prefill: str = ""
     append: str = ""
     evict: str = ""
@@ -61,10 +63,15 @@ class Buffer:
 
 _I32, _I64, _F32, _F64 = torch.int32, torch.int64, torch.float32, torch.float64
 
+CODES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Dtype of the pool of each entry format but "model"; scales are fp32."""
+
 BUFFERS = {
     # layers that share the budget: one set for each KV geometry
-    "pool_k": Buffer("B E D", prefill="w", append="r", evict="w", saved="always"),
-    "pool_v": Buffer("B E V", prefill="w", append="r", evict="w", saved="always"),
+    "pool_k": Buffer("B E D", packed=True, prefill="w", append="r", evict="w", saved="always"),
+    "pool_v": Buffer("B E V", packed=True, prefill="w", append="r", evict="w", saved="always"),
+    "pool_k_scale": Buffer("B E", _F32, append="r", saved="packed"),
+    "pool_v_scale": Buffer("B E", _F32, append="r", saved="packed"),
     "pool_positions": Buffer("B E", _I32, saved="always"),
     "slots": Buffer("4 B E", _I32, prefill="w", initial=-1),
     "slot_stats": Buffer("2 B E", _F32, prefill="w", initial=0),
@@ -124,6 +131,7 @@ class AppendBuffers(NamedTuple):
 
     offsets cut the pool into segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA
     only: the tiles of the pool, and counters by which the last program of a KV head finds out that it is the last.
+    Scales only where the pool holds codes of fewer bits: entry e is ``pool_k[b, e] * pool_k_scale[b, e]``.
     """
 
     pool_k: Tensor
@@ -136,6 +144,8 @@ class AppendBuffers(NamedTuple):
     tiles: Tensor | None = None
     tile_offsets: Tensor | None = None
     arrivals: Tensor | None = None
+    pool_k_scale: Tensor | None = None
+    pool_v_scale: Tensor | None = None
 
 
 class Blocks(NamedTuple):
@@ -303,9 +313,9 @@ def written_in(phase: str) -> set[str]:
     return {name for name, buffer in BUFFERS.items() if getattr(buffer, phase) == "w"}
 
 
-def saved_buffers(*, evicts: bool) -> list[str]:
+def saved_buffers(*, evicts: bool, packed: bool = False) -> list[str]:
     """Return buffers without sliding window that a file holds and a search selects rows of."""
-    kinds = ("always", "evicting") if evicts else ("always",)
+    kinds = ("always", *(("evicting",) if evicts else ()), *(("packed",) if packed else ()))
     return [name for name, buffer in BUFFERS.items() if buffer.saved in kinds]
 
 

@@ -89,9 +89,7 @@ class Report:
     @property
     def bytes_kept(self) -> Tensor:
         """Bytes of the kept entries, int64 ``[B, L, K]``; ``nbytes`` adds spare slots, tail capacity and indices."""
-        return self._by_layer(
-            [self.prompt.lengths(store) * store.group.geometry.entry_bytes for store in self.prompt.full_layers], 0
-        )
+        return self._by_layer([self.prompt.bytes_kept(store) for store in self.prompt.full_layers], 0)
 
     @property
     def bytes_full(self) -> int:
@@ -124,6 +122,7 @@ class Report:
             "policy": self.policy.name,
             "policy_options": asdict(self.policy),
             "budget": None if self.budget is None else asdict(self.budget),
+            "entry_format": self.prompt.entry_format,
             "budget_entries": self.prompt.entries.tolist(),
             "prompt_tokens": self.prompt_lengths.tolist(),
             "pools": [asdict(store.group) for store in self.prompt.full_layers],
@@ -177,6 +176,11 @@ class Report:
                 f"entries kept: {kept} of {full} ({kept / full:.1%}); cache occupies {self.prompt.nbytes} bytes, "
                 f"a full one would hold {self.bytes_full}"
             )
+        if self.prompt.entry_format != "model":
+            lines.append(
+                f"entries={self.prompt.entry_format!r}: kept entries are 8-bit codes with a scale for key and value; "
+                "the window and appended tokens are in the dtype of the model"
+            )
         if self.prompt.sliding_layers:
             count = sum(len(ring.layers) for ring in self.prompt.sliding_layers)
             lines.append(
@@ -212,7 +216,7 @@ class Report:
         for store in self.prompt.full_layers:
             lengths = self.prompt.lengths(store)
             for index, layer in enumerate(store.group.layers):
-                size = int(lengths[:, index].sum()) * store.group.geometry.entry_bytes
+                size = int(self.prompt.bytes_kept(store)[:, index].sum())
                 found.append((layer, lengths[:, index], size, store.mass[:, index]))
         return iter(sorted(found, key=operator.itemgetter(0)))
 

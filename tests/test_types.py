@@ -15,7 +15,7 @@ import kvpass
 from kvpass.frontends.options import Options, PolicyName
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_COMPILE = {"budget", "window", "backend", "recompress", "cuda_graphs", "compile_regions", "prefill_block"}
+OF_COMPILE = {"budget", "window", "backend", "recompress", "cuda_graphs", "compile_regions", "prefill_block", "entries"}
 
 GIVEN = """\
 # mypy: disallow-any-generics, disallow-subclassing-any, disallow-untyped-calls, disallow-untyped-decorators

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
 
-from kvpass.eval.plots import plot_curve, without_shared_window
+from kvpass.eval.plots import plot_curve, plot_formats, without_shared_window
 from kvpass.eval.policy_spec import PolicySpec
-from kvpass.eval.records import Row
+from kvpass.eval.records import Record, Row
 from kvpass.eval.run import BudgetValue, EvalSettings, Evaluation
 from kvpass.eval.tables import FirstThatFits, markdown_table, rich_table
 from kvpass.policies import POLICIES
@@ -61,8 +61,12 @@ def draw_curve(evaluation: Evaluation, console: Console) -> list[Row]:
     """Answer what a checked run asks, draw ``curve.png`` and write ``curve.md``."""
     s, rows = evaluation.settings, evaluation.run(progress_console())
     title = f"{s.model}: needles in {s.length} tokens, {rows[0].samples} questions a point, 95 % intervals"
-    plot_curve(rows, s.output / "curve.png", title=title)
-    (s.output / "curve.md").write_text(curve_table(rows), encoding="utf-8")
+    (plot_curve if len(s.entries) == 1 else plot_formats)(rows, s.output / "curve.png", title=title)
+    text = curve_table(rows)
+    if len(s.entries) > 1:
+        text += "\n" + formats_table(rows, agreement(evaluation.records()))
+        console.print(f"answers as with entries='model': {s.output / 'curve.md'}", highlight=False)
+    (s.output / "curve.md").write_text(text, encoding="utf-8")
     console.print(terminal_tables(rows))
     console.print(f"written: {s.output / 'curve.png'}, curve.md, samples.jsonl, manifest.json", highlight=False)
     return rows
@@ -75,6 +79,46 @@ def curve_table(rows: Sequence[Row]) -> str:
         + markdown_table(header, [[f"`{policy}`", *cells] for policy, *cells in lines])
         for scope, own, header, lines in _blocks(rows, _cell)
     )
+
+
+def agreement(records: Sequence[Record]) -> dict[tuple[str, str, str], float]:
+    """Share of the answers that are those of the same policy, budget and scope with entries in the model's dtype.
+
+    Returns:
+        by label, budget and scope, for labels with another format.
+    """
+    answers: dict[tuple[str, str, str], dict[str, str]] = {}
+    for record in records:
+        asked = record.question
+        answers.setdefault((record.label, asked.budget, asked.scope), {})[asked.sample] = record.prediction
+    found = {}
+    for (label, budget, scope), given in answers.items():
+        plain = answers.get((label.partition(" ")[2], budget, scope))
+        if plain is not None:
+            found[label, budget, scope] = sum(plain[sample] == answer for sample, answer in given.items()) / len(given)
+    return found
+
+
+def formats_table(rows: Sequence[Row], same: Mapping[tuple[str, str, str], float]) -> str:
+    """Markdown: bytes and accuracy of each format of kept entries, fewest bytes first.
+
+    Args:
+        same: as :func:`agreement` gives it.
+    """
+    lines = []
+    for row in sorted(rows, key=lambda row: (row.scope, row.kept_bytes)):
+        agreed = same.get((row.policy, row.budget, row.scope))
+        lines.append(
+            [
+                row.scope,
+                f"`{row.policy}`",
+                _heading(row.budget),
+                f"{row.kept_bytes / 1024:.0f}",
+                _cell(row),
+                "" if agreed is None else f"{100 * agreed:.1f}",
+            ]
+        )
+    return markdown_table(["scope", "policy", "budget", "kept KiB", "score %", "answers unchanged %"], lines, left=2)
 
 
 def terminal_tables(rows: Sequence[Row]) -> Group:

@@ -27,7 +27,7 @@ from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all, record_of_all
 from kvpass.cache.sliding_layers import SlidingWindowLayers
-from kvpass.config import Block, Budget, Geometry, Layout
+from kvpass.config import Block, Budget, EntryFormat, Geometry, Layout
 from kvpass.errors import CacheMismatchError
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
@@ -48,7 +48,7 @@ class CompressedCache(Cache):
     Args:
         policy: decides what is kept. budget: how much; None only for a policy that needs none.
         owner: fingerprint of the model that fills the cache. ranks: processes that share its heads; the cache is of
-            those of this process.
+            those of this process. entry_format: how kept entries are held, as ``entries`` of ``kvpass.compile``.
     Attributes:
         columns: tokens seen, padding included. appended: how many of them after the prompt was compressed.
         start: first real column of each row, int64 ``[B]``.
@@ -64,7 +64,14 @@ class CompressedCache(Cache):
             sliding window. states: those of the recurrent layers.
     """
 
-    def __init__(self, policy: Policy, budget: Budget | None, owner: Fingerprint, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        budget: Budget | None,
+        owner: Fingerprint,
+        ranks: Ranks | None = None,
+        entry_format: EntryFormat = "model",
+    ) -> None:
         super().__init__(layers=[])
         self._identity = weakref.ref(owner) if isinstance(owner, ModelFingerprint) else None
         self._owner = reference(owner)
@@ -72,6 +79,7 @@ class CompressedCache(Cache):
         self.policy = policy
         self.budget = budget
         self.ranks = ranks
+        self.entry_format: EntryFormat = entry_format
         self.block: Block | None = None
         self.expected = 0
         self.recycled = NOTHING_KEPT
@@ -125,9 +133,12 @@ class CompressedCache(Cache):
         lengths = [n - column for column in self.start.tolist()]
         self._budgets = lengths
         if self.budget is not None and layout.pools:
-            token_bytes = layout.token_bytes * processes(self.ranks)
-            self._budgets = [self.budget.check(length, window, token_bytes) for length in lengths]
-        self.full_layers = [FullAttentionLayers(group, self.policy, self.ranks) for group in layout.pools]
+            heads = processes(self.ranks)
+            token_bytes = layout.token_bytes * heads, layout.pool_token_bytes(self.entry_format) * heads
+            self._budgets = [self.budget.check(length, window, *token_bytes) for length in lengths]
+        self.full_layers = [
+            FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools
+        ]
         for store in self.full_layers:
             store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.recycled)
         self.sliding_layers = [
@@ -167,7 +178,7 @@ class CompressedCache(Cache):
             CacheMismatchError: the cache has others.
         """
         self._check_layout(layout)
-        held = self.full_layers[0].pool_k if self.full_layers else self.sliding_layers[0].ring_k
+        held = self.full_layers[0].tail_k if self.full_layers else self.sliding_layers[0].ring_k
         if held.dtype != dtype:
             raise CacheMismatchError(f"{self!r} of {held.dtype} was handed to a model of {dtype}")
         turns = [turn.buffers._asdict() for turn in self._recompressions] or [{}] * len(self.full_layers)
@@ -251,6 +262,7 @@ class CompressedCache(Cache):
             nbytes=self.nbytes,
             ring_nbytes=sum(ring.nbytes for ring in self.sliding_layers),
             state_nbytes=self.states.nbytes,
+            entry_format=self.entry_format,
         )
         return record if self.ranks is None else record_of_all(record, self.ranks, self._device)
 
@@ -265,7 +277,9 @@ class CompressedCache(Cache):
 
     # -- what a user reads ------------------------------------------------------------------------------------------
 
-    def check_fingerprint(self, policy: Policy, budget: Budget | None, owner: Fingerprint) -> None:
+    def check_fingerprint(
+        self, policy: Policy, budget: Budget | None, owner: Fingerprint, entry_format: EntryFormat = "model"
+    ) -> None:
         """Check that the cache was filled by this model in its present state.
 
         Raises:
@@ -287,6 +301,11 @@ class CompressedCache(Cache):
             raise CacheMismatchError(
                 f"the cache has budget {self.budget}, the model {budget}: give the model the cache's budget "
                 "(model.set_budget), or prefill the prompt again"
+            )
+        if self.entry_format != entry_format:
+            raise CacheMismatchError(
+                f"the cache has entries={self.entry_format!r}, the model {entry_format!r}: compile the model with the "
+                "cache's entries, or prefill the prompt again"
             )
         self._check_state(owner)
 
@@ -519,6 +538,7 @@ class CompressedCache(Cache):
             reusable=self.reusable,
             stores=tuple(store.facts for store in self.full_layers),
             notes=dict(notes or {}),
+            entry_format=self.entry_format,
         )
         if self.ranks is None:
             write_cache_file(path, tensors, metadata.to_dict())
@@ -548,7 +568,7 @@ class CompressedCache(Cache):
             ValueError: metadata and tensors do not match.
         """
         check_tensors(metadata, policy, tensors)
-        cache, layout = cls(policy, metadata.budget, identity, ranks), metadata.layout
+        cache, layout = cls(policy, metadata.budget, identity, ranks, metadata.entry_format), metadata.layout
         if ranks is not None:
             tensors, layout = divided(tensors, layout, ranks)
         cache.layout = layout
@@ -557,7 +577,9 @@ class CompressedCache(Cache):
             return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
         cache.full_layers = [
-            FullAttentionLayers.restore(group, policy, part(f"store{i}_"), metadata.stores[i], ranks)
+            FullAttentionLayers.restore(
+                group, policy, part(f"store{i}_"), metadata.stores[i], cache.entry_format, ranks
+            )
             for i, group in enumerate(layout.pools)
         ]
         cache.sliding_layers = [SlidingWindowLayers(group, **part(f"ring{i}_")) for i, group in enumerate(layout.rings)]

@@ -15,9 +15,10 @@ from torch.nn.functional import pad
 from kvpass.cache.metadata import LayersFacts
 from kvpass.cache.prompt_record import LayersRecord
 from kvpass.cache.recycled import NOTHING_KEPT, Recycled
-from kvpass.config import LayerGroup
-from kvpass.operands import BUFFERS, AppendBuffers, EvictBuffers, PrefillBuffers, saved_buffers, written_in
+from kvpass.config import EntryFormat, LayerGroup
+from kvpass.operands import BUFFERS, CODES, AppendBuffers, EvictBuffers, PrefillBuffers, saved_buffers, written_in
 from kvpass.ops.cuda import index_pool
+from kvpass.ops.entry_formats import quantise
 from kvpass.ops.evict import SLOT_POSITION, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
@@ -38,13 +39,16 @@ class FullAttentionLayers:
 
     Args:
         group: the layers and their geometry. policy: decides what is kept. ranks: processes that share the heads of
-            the layers; the store and the geometry are of those of this process.
+            the layers; the store and the geometry are of those of this process. entry_format: of the pool, from the end
+            of the prompt on; the tail is in the dtype of keys and values.
     Attributes:
         used: tail slots in use.
     """
 
     pool_k: Tensor
     pool_v: Tensor
+    pool_k_scale: Tensor
+    pool_v_scale: Tensor
     pool_positions: Tensor
     offsets: Tensor
     tail_k: Tensor
@@ -59,11 +63,14 @@ class FullAttentionLayers:
     tile_offsets: Tensor
     arrivals: Tensor
 
-    def __init__(self, group: LayerGroup, policy: Policy, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, group: LayerGroup, policy: Policy, ranks: Ranks | None = None, entry_format: EntryFormat = "model"
+    ) -> None:
         self.group = group
         self.geometry = group.geometry
         self.policy = policy
         self.ranks = ranks
+        self.entry_format: EntryFormat = entry_format
         self.evicts = policy.decode_rule() is not None
         self.used = 0
         self._tail_bound = 0
@@ -72,7 +79,12 @@ class FullAttentionLayers:
     @property
     def saved(self) -> list[str]:
         """Names of buffers that are saved to files and row-selected in beam search."""
-        return saved_buffers(evicts=self.evicts)
+        return saved_buffers(evicts=self.evicts, packed=self.entry_format != "model")
+
+    @property
+    def pool_names(self) -> list[str]:
+        """Names of the saved buffers that have one element or row for each slot of the pool."""
+        return [name for name in self.saved if BUFFERS[name].sizes[:2] == ("B", "E")]
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
@@ -114,7 +126,8 @@ class FullAttentionLayers:
 
         def allocate(name: str) -> Tensor:
             buffer = BUFFERS[name]
-            place = recycled if name in self._cached else NOTHING_KEPT
+            stays = name in self._cached and not (buffer.packed and self.entry_format != "model")
+            place = recycled if stays else NOTHING_KEPT
             found = place.empty((self.group, name), buffer.shape(sizes), buffer.dtype or dtype, device)
             return found if buffer.initial is None else found.fill_(buffer.initial)
 
@@ -140,8 +153,12 @@ class FullAttentionLayers:
         heads = g.layers * g.kv_heads
         mass = torch.zeros(owner.shape[0], heads + 1, dtype=torch.float32, device=device)
         mass.scatter_add_(1, torch.where(owner < 0, heads, owner), prompt.slot_stats[MASS])
+        window_mass, weights = prompt.window_stats[MASS].sum(-1), prompt.layer_weights
         if self.evicts:
             self._begin_evicting(prompt)
+        if self.entry_format != "model":
+            del prompt
+            self._pack(recycled)
         self._index_pool()
         for name in self.cached_state.keys() - set(PrefillBuffers._fields):
             setattr(self, name, recycled.copy((self.group, name), getattr(self, name)))
@@ -149,11 +166,29 @@ class FullAttentionLayers:
         return LayersRecord(
             group=self.group,
             kept=self.pool_lengths,
-            mass=mass[:, :heads].view(-1, g.layers, g.kv_heads) + prompt.window_stats[MASS].sum(-1),
-            weights=prompt.layer_weights,
+            mass=mass[:, :heads].view(-1, g.layers, g.kv_heads) + window_mass,
+            weights=weights,
             positions=self.pool_positions,
             offsets=self.offsets.clone(),  # the record outlives the cache
         )
+
+    def _pack(self, recycled: Recycled) -> None:
+        """Quantise the pool, keys first: then only one side is held twice."""
+        for name in ("pool_k", "pool_v"):
+            floats: Tensor = getattr(self, name)
+            dtype = CODES[self.entry_format]
+            codes = recycled.empty((self.group, name, "packed"), floats.shape, dtype, floats.device)
+            packed, scale = quantise(floats, self.entry_format, codes)
+            vars(self).update({name: packed, f"{name}_scale": scale})
+            del floats
+
+    def as_pool(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """Return entries ``[.., D]``, ``[.., V]`` of the tail as the pool holds them, by the names of its buffers."""
+        if self.entry_format == "model":
+            return {"pool_k": keys, "pool_v": values}
+        k, k_scale = quantise(keys, self.entry_format)
+        v, v_scale = quantise(values, self.entry_format)
+        return {"pool_k": k, "pool_v": v, "pool_k_scale": k_scale, "pool_v_scale": v_scale}
 
     def _index_pool(self) -> None:
         """Make the tables by which CUDA kernels divide the pool; the CPU and ``attend_evict`` need none."""
@@ -266,9 +301,11 @@ class FullAttentionLayers:
         count = self.offsets[:, -1].long()
         held = max(2, int(count.max()))
         spare = torch.arange(held, device=count.device) >= count[:, None]
-        for name in ("pool_k", "pool_v"):
-            tensors[name] = tensors[name][:, :held].masked_fill(spare[..., None], 0)
-        tensors["pool_positions"] = tensors["pool_positions"][:, :held].masked_fill(spare, EMPTY)
+        for name in self.pool_names:
+            pool = tensors[name][:, :held].clone()
+            bits = pool.view(torch.int8) if pool.dtype.itemsize == 1 else pool  # torch fills no fp8
+            bits[spare] = EMPTY if name == "pool_positions" else 0
+            tensors[name] = pool
         if self.evicts:
             dead = self.table[SLOT_POSITION, ..., -self.tail_k.shape[3] :] < 0
         else:
@@ -285,10 +322,11 @@ class FullAttentionLayers:
         policy: Policy,
         tensors: Mapping[str, Tensor],
         facts: LayersFacts,
+        entry_format: EntryFormat,
         ranks: Ranks | None = None,
     ) -> FullAttentionLayers:
         """Return the store of these :meth:`compact_tensors` and :attr:`facts`; nothing is checked."""
-        store = cls(group, policy, ranks)
+        store = cls(group, policy, ranks, entry_format)
         store._tail_bound = facts.tail_bound
         return store.holding(tensors, facts.used)
 
@@ -314,6 +352,12 @@ class FullAttentionLayers:
         """Bytes of the storages: spare slots, tail capacity, positions and all tables included."""
         names = (*self.saved, *self._tables)
         return sum(getattr(self, name).untyped_storage().nbytes() for name in names)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of the entries held, scales included."""
+        g, pool = self.geometry, int(self.pool_lengths.sum())
+        return pool * g.pool_entry_bytes(self.entry_format) + (int(self.lengths.sum()) - pool) * g.entry_bytes
 
     @property
     def lengths(self) -> Tensor:

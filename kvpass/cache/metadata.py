@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kvpass.config import MAX_ENTRIES, Budget, LayerGroup, Layout
-from kvpass.operands import BUFFERS, RingBuffers, saved_buffers
+from kvpass.config import MAX_ENTRIES, Budget, EntryFormat, LayerGroup, Layout
+from kvpass.operands import BUFFERS, CODES, RingBuffers, saved_buffers
 from kvpass.ops.evict import SLOT_POSITION
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
@@ -45,7 +45,7 @@ class CacheMetadata:
     Attributes:
         model: fingerprint of the model that filled the cache, see :class:`kvpass.cache.fingerprint.ModelFingerprint`.
         policy: its ``spec``. entries: budget of each row in entries. stores: of the groups in ``layout.pools``. notes:
-            the user's.
+            the user's. entry_format: of the pools.
     Raises:
         ValueError: the numbers contradict each other.
     """
@@ -60,6 +60,7 @@ class CacheMetadata:
     reusable: bool
     stores: tuple[LayersFacts, ...]
     notes: dict[str, Any]
+    entry_format: EntryFormat = "model"
 
     def __post_init__(self) -> None:
         if not 1 <= self.columns <= MOST_COLUMNS:
@@ -86,8 +87,13 @@ class CacheMetadata:
         """Return the smallest and largest budget of a row; prompts are no longer than ``columns``."""
         if self.budget is None or not self.layout.pools:
             return 1, self.columns
-        most = self.budget.entries(self.columns, self.layout.token_bytes)
-        return 1 if self.budget.kind == "fraction" else most, most
+        most = self.budget.entries(self.columns, min(self.layout.token_bytes, self._pool_token_bytes))
+        exact = self.budget.kind == "entries" or (self.budget.kind == "bytes" and self.entry_format == "model")
+        return most if exact else 1, most
+
+    @property
+    def _pool_token_bytes(self) -> int:
+        return self.layout.pool_token_bytes(self.entry_format)
 
 
 def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
@@ -99,15 +105,20 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
         ValueError: a tensor is missing or unknown, or has another dtype, shape or range.
     """
     rows, rule = len(metadata.entries), policy.decode_rule()
-    dtypes = {tensor.dtype for name, tensor in tensors.items() if name.endswith(("_k", "_v"))}
+    dtypes = {
+        tensor.dtype for name, tensor in tensors.items() if name.endswith(("tail_k", "tail_v", "ring_k", "ring_v"))
+    }
     if len(dtypes) != 1:
         raise ValueError(f"keys and values of dtypes {dtypes}: must be of one")
     (entry,) = dtypes
+    codes = CODES.get(metadata.entry_format)
     parts: dict[str, Shapes] = {"": {"start": (torch.int64, (rows,))}}
     for i, group in enumerate(metadata.layout.pools):
-        parts[f"store{i}_"] = _shapes(saved_buffers(evicts=rule is not None), group, rows, entry)
+        parts[f"store{i}_"] = _shapes(
+            saved_buffers(evicts=rule is not None, packed=codes is not None), group, rows, entry, codes
+        )
     for i, group in enumerate(metadata.layout.rings):
-        parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry)
+        parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry, None)
     for i, state in enumerate(metadata.layout.states):
         parts[f"state{i}_"] = {"held": (getattr(torch, state.dtype), (rows, *state.shape))}
     names = {prefix + name for prefix, shapes in parts.items() for name in shapes}
@@ -130,13 +141,22 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
             _check_slots(store, facts, seen, rule)
 
 
-def _shapes(names: Iterable[str], group: LayerGroup, rows: int, entry: torch.dtype) -> Shapes:
-    """Return dtypes and shapes that a file must have; sizes not in the metadata keep their letters."""
+def _shapes(
+    names: Iterable[str], group: LayerGroup, rows: int, entry: torch.dtype, codes: torch.dtype | None
+) -> Shapes:
+    """Return dtypes and shapes that a file must have; sizes not in the metadata keep their letters.
+
+    Args:
+        entry: dtype of keys and values. codes: of those in the pool, if it holds codes.
+    """
     g = group.geometry
     sizes: dict[str, int] = {"B": rows, "L": g.layers, "K": g.kv_heads, "D": g.key_dim, "V": g.value_dim}
     sizes |= {"P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0, "2": 2}
     found = {name: BUFFERS[name] for name in names}
-    return {name: (b.dtype or entry, tuple(sizes.get(size, size) for size in b.sizes)) for name, b in found.items()}
+    return {
+        name: (codes if codes and b.packed else b.dtype or entry, tuple(sizes.get(size, size) for size in b.sizes))
+        for name, b in found.items()
+    }
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpass.config import LayerGroup
+from kvpass.config import EntryFormat, LayerGroup
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,6 +45,7 @@ class PromptRecord:
         window: window tokens of each row, int64 ``[B]``.
         full_layers: one record per KV geometry of the layers that share the budget.
         sliding_layers: layers with a sliding window, which are outside the budget.
+        entry_format: of the pool entries; the window is in the model's dtype.
         nbytes: bytes of the cache after the prompt, all included. ring_nbytes, state_nbytes: the rings alone, the
             states of recurrent layers alone.
     """
@@ -58,10 +59,16 @@ class PromptRecord:
     nbytes: int
     ring_nbytes: int
     state_nbytes: int
+    entry_format: EntryFormat = "model"
 
     def lengths(self, store: LayersRecord) -> Tensor:
         """Return the entries that a store's layers kept, window included, int64 ``[B, L, K]``."""
         return store.kept + self.window[:, None, None]
+
+    def bytes_kept(self, store: LayersRecord) -> Tensor:
+        """Return their bytes, scales included, int64 ``[B, L, K]``."""
+        g = store.group.geometry
+        return store.kept * g.pool_entry_bytes(self.entry_format) + self.window[:, None, None] * g.entry_bytes
 
 
 def layer_ids(groups: Sequence[LayerGroup]) -> tuple[int, ...]:

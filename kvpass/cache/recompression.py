@@ -84,10 +84,10 @@ class Recompression:
         store, used = self.store, int(tails.max())
         slots = max(2, int(offsets[:, -1].max()))
         tensors = {"offsets": offsets, "tail_start": used - tails}
-        tensors["pool_positions"] = store.pool_positions.new_full((store.rows, slots), EMPTY)
-        for name in ("pool_k", "pool_v"):
+        for name in store.pool_names:
             pool: Tensor = getattr(store, name)
-            tensors[name] = pool.new_empty(store.rows, slots, pool.shape[2])
+            tensors[name] = pool.new_empty(store.rows, slots, *pool.shape[2:])
+        tensors["pool_positions"].fill_(EMPTY)
         for name in ("tail_k", "tail_v"):
             tail: Tensor = getattr(store, name)
             tensors[name] = tail.new_empty(*tail.shape[:3], used + TAIL_STEP, tail.shape[4])
@@ -108,13 +108,10 @@ class Recompression:
             source, target = slice(*sources[segment : segment + 2]), slice(*targets[segment : segment + 2])
             layer, head = divmod(segment, store.geometry.kv_heads)
             live = (layer, row, head, slice(first, store.used))
-            for name, rest in (
-                ("pool_k", store.tail_k[live]),
-                ("pool_v", store.tail_v[live]),
-                ("pool_positions", appended.int()),
-            ):
+            rest = {"pool_positions": appended.int(), **store.as_pool(store.tail_k[live], store.tail_v[live])}
+            for name in store.pool_names:
                 held = getattr(store, name)[row, source]
                 if stay is not None:
-                    every = torch.cat([held, rest])
+                    every = torch.cat([held, rest[name]])
                     held = every[stay[segment, : every.shape[0]]]
                 tensors[name][row, target] = held

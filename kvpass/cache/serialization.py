@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvpass.cache.replace_file import replacing
 from kvpass.errors import CacheFileError
+from kvpass.operands import CODES
 
 T = TypeVar("T")
 
@@ -76,7 +77,8 @@ def read_cache_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
         tensors = load(content)
     except (SafetensorError, RuntimeError, KeyError) as error:  # the last two: sizes and dtypes that torch lacks
         raise CacheFileError(source, f"holds no cache: {error}") from None
-    strange = {tensor.dtype for tensor in tensors.values() if tensor.dtype.is_complex or tensor.dtype.itemsize < 2}
+    dtypes = {tensor.dtype for tensor in tensors.values()}.difference(CODES.values())
+    strange = {dtype for dtype in dtypes if dtype.is_complex or dtype.itemsize < 2}
     if strange:
         raise CacheFileError(source, f"holds no cache: tensors of {', '.join(map(str, strange))}")
     return metadata, tensors

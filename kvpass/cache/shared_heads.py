@@ -19,7 +19,7 @@ from kvpass.operands import BUFFERS
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.ranks import Ranks
 
-_POOL = ("pool_k", "pool_v", "pool_positions")
+_POOL = {"pool_k", "pool_v", "pool_k_scale", "pool_v_scale", "pool_positions"}
 
 
 def layout_of_all(layout: Layout, size: int) -> Layout:
@@ -43,7 +43,7 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
             bounds = [part["offsets"] for part in own]
             counts = torch.cat([_counts(offsets, group) for offsets in bounds], 2)
             buffers["offsets"] = _offsets(counts)
-            for name in _POOL:
+            for name in _POOL & buffers.keys():
                 buffers[name] = _joined_pool(name, [part[name] for part in own], bounds, buffers["offsets"], group)
         found |= {prefix + name: x for name, x in buffers.items()}
     return found
@@ -102,7 +102,7 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
             own["offsets"] = _offsets(counts[ranks.rank])
             heads = group.geometry.kv_heads // ranks.size
             begins = whole["offsets"][:, ranks.rank * heads : -1 : group.geometry.kv_heads]
-            for name in _POOL:
+            for name in _POOL & whole.keys():
                 own[name] = _own_pool(name, whole[name], begins, counts[ranks.rank].sum(2), own["offsets"])
         found |= {prefix + name: x for name, x in own.items()}
     return found, _with_heads(layout, lambda heads: heads // ranks.size)

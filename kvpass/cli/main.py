@@ -266,6 +266,9 @@ def evaluate(
     output: Annotated[Path, typer.Option(help="Folder for samples, tables and manifest; a rerun goes on there.")] = (
         Path("kvpass-eval")
     ),
+    entries: Annotated[
+        str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', or several of these.")
+    ] = "model",
     seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 1,
     workers: Annotated[
@@ -283,6 +286,7 @@ def evaluate(
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.eval.records import results_table
     from kvpass.eval.run import EvalSettings, Evaluation
+    from kvpass.policies.rules import check_format
     from kvpass.progress import progress_console
 
     with _interruptible(_goes_on(output)), _bad_values():
@@ -293,6 +297,7 @@ def evaluate(
                 policies=parse_policies(policies),
                 budgets=tuple(typed(text) for text in _names(budgets)),
                 scopes=_names(scope),
+                entries=tuple(map(check_format, _names(entries))),
                 samples=samples,
                 length=length,
                 data_dir=data_dir,
@@ -327,6 +332,9 @@ def curve(
     output: Annotated[Path, typer.Option(help="Folder for picture, table and samples; a rerun goes on there.")] = (
         Path("kvpass-curve")
     ),
+    entries: Annotated[
+        str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', or several of these.")
+    ] = "model",
     seed: Annotated[int, typer.Option(help="Seed of texts and facts.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 25,
     backend: Annotated[str, typer.Option(help="'eager', or 'inductor', which compiles each policy first.")] = "eager",
@@ -339,12 +347,14 @@ def curve(
     from kvpass.eval.experiments.curve import curve_settings, draw_curve
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.eval.run import Evaluation
+    from kvpass.policies.rules import check_format
 
     with _interruptible(_goes_on(output)), _bad_values():
         given: dict[str, Any] = {
             "samples": samples,
             "length": length,
             "scopes": _names(scope),
+            "entries": tuple(map(check_format, _names(entries))),
             "output": output,
             "seed": seed,
             "batch": batch,

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, TypedDict
 
 from kvpass.compiler.backend import Compiler
 from kvpass.compiler.parts import Regions
-from kvpass.config import Block, Budget
+from kvpass.config import Block, Budget, EntryFormat
 from kvpass.policies.cake import Indicator
 from kvpass.policies.layer_splits import Parity, Shape
 from kvpass.policies.rules import Recompress
@@ -54,6 +54,7 @@ class Options(TypedDict, total=False):
     cuda_graphs: bool
     compile_regions: Regions
     prefill_block: Block
+    entries: EntryFormat
 
 
 class EvictingOptions(Options, total=False):

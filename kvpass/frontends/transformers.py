@@ -367,6 +367,7 @@ class CompressedModel(_Base):
             window=window,
             options=policy_options,
             model_name=str(self.config.name_or_path),
+            entries=self._kvpass.rules.entry_format,
         )
         check_divided(rules.policy, self._kvpass.ranks)
         self._kvpass.rules = rules
@@ -413,8 +414,8 @@ def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
 def _new_cache(runtime: Runtime, given: CompressedCache | None) -> CompressedCache:
     rules = runtime.rules
     if given is None:
-        return CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.ranks)
-    given.check_fingerprint(rules.policy, rules.budget, runtime.identity)
+        return CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.ranks, rules.entry_format)
+    given.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
     return given
 
 
@@ -450,7 +451,7 @@ def _continue(
     runtime: Runtime = model._kvpass
     rules = runtime.rules
     b, t = input_ids.shape
-    cache.check_fingerprint(rules.policy, rules.budget, runtime.identity)
+    cache.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
     cache = continued(cache, b, input_ids.device)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.operands import AppendBuffers, Attention, RecompressBuffers
+from kvpass.ops.entry_formats import pool_rows
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 from kvpass.ranks import Ranks
@@ -59,7 +60,7 @@ def observe_held(
         ranks: processes that share the heads of the layer; scores and masses are of the heads of this process.
     """
     q, scale, softcap, sinks = call.q, *call[3:]
-    pool_k, pool_v, tail_k, tail_v = held.pool_k, held.pool_v, held.tail_k, held.tail_v
+    tail_k, tail_v = held.tail_k, held.tail_v
     scores, masses, layer_weights, window = found
     t, kv_heads = q.shape[2], tail_k.shape[2]
     group = q.shape[1] // kv_heads
@@ -77,8 +78,9 @@ def observe_held(
             segment = layer * kv_heads + head
             kept = slice(bounds[row][segment], bounds[row][segment + 1])
             live = (layer, row, head, slice(starts[row], end))
-            keys.append(torch.cat([pool_k[row, kept], tail_k[live]]))
-            values.append(torch.cat([pool_v[row, kept], tail_v[live]]))
+            pool_k, pool_v = pool_rows(held, row, kept)
+            keys.append(torch.cat([pool_k.to(tail_k.dtype), tail_k[live]]))
+            values.append(torch.cat([pool_v.to(tail_v.dtype), tail_v[live]]))
             heads = slice(head * group, (head + 1) * group)
             own = queries[:, heads], keys[head][None, None], values[head][None, None]
             obs = Observation(*own, sinks=None if sinks is None else sinks[heads], **site)

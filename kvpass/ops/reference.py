@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpass.operands import NOTHING_REQUESTED, AppendBuffers, Attended, Attention, Candidates, PrefillBuffers, Requested
+from kvpass.ops.entry_formats import pool_rows
 from kvpass.ops.slots import attend_slots, evict_lowest
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
@@ -358,8 +359,9 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
             segment = layer * kv_heads + kv_head
             kept = slice(bounds[row][segment], bounds[row][segment + 1])
             live = (layer, row, kv_head, slice(starts[row], used + t))
-            keys = torch.cat([held.pool_k[row, kept], tail_k[live]]).float()
-            values = torch.cat([held.pool_v[row, kept], tail_v[live]]).float()
+            pool_k, pool_v = pool_rows(held, row, kept)
+            keys = torch.cat([pool_k.float(), tail_k[live].float()])
+            values = torch.cat([pool_v.float(), tail_v[live].float()])
             heads = slice(kv_head * group, (kv_head + 1) * group)
             logits = (q[row, heads].float() @ keys.T) * scale
             extra = None if sinks is None else sinks[heads, None, None]

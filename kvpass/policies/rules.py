@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvpass.config import Budget
+from kvpass.config import ENTRY_FORMATS, Budget, EntryFormat
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 from kvpass.policies.cake import temperatures
 from kvpass.policies.observation import Observation
@@ -27,6 +27,7 @@ class Rules:
     policy: Policy
     budget: Budget | None
     recompress: Recompress
+    entry_format: EntryFormat = "model"
 
 
 def read_rules(
@@ -37,6 +38,7 @@ def read_rules(
     window: int | None,
     options: Mapping[str, Any],
     model_name: str,
+    entries: str = "model",
 ) -> Rules:
     """Return the rules from the arguments of ``kvpass.compile``; its docstring describes them.
 
@@ -47,7 +49,39 @@ def read_rules(
     if policy == "cake" and not {"tau1", "tau2"} & given.keys():
         given["tau1"], given["tau2"] = temperatures(model_name, budget)
     resolved = check_registered(resolve(policy, **given))
-    return Rules(resolved, resolve_budget(resolved, budget), check_recompress(recompress, resolved))
+    return Rules(
+        resolved,
+        resolve_budget(resolved, budget),
+        check_recompress(recompress, resolved),
+        check_entries(entries, resolved),
+    )
+
+
+def check_format(entries: str) -> EntryFormat:
+    """Return the entry format of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for known in ENTRY_FORMATS:
+        if entries == known:
+            return known
+    raise ValueError(f"entries={entries!r}: must be one of {', '.join(ENTRY_FORMATS)}")
+
+
+def check_entries(entries: str, policy: Policy) -> EntryFormat:
+    """Return the entry format if the policy's cache can have it.
+
+    Raises:
+        ValueError: unknown name, or the policy evicts while decoding.
+    """
+    known = check_format(entries)
+    if known != "model" and policy.decode_rule() is not None:
+        raise ValueError(
+            f"entries={entries!r} with policy {policy.name!r}: it evicts while decoding, and new entries take the "
+            "slots of evicted ones in full precision; pass evict_during_decode=False, or entries='model'"
+        )
+    return known
 
 
 def check_recompress(recompress: str, policy: Policy) -> Recompress:

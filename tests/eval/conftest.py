@@ -46,11 +46,11 @@ def compile_once(compiled, monkeypatch):
     """Most of the time would go into tracing the same model again."""
     original = kvpass.compile
 
-    def remembered(model, *, policy, backend, budget=None):
+    def remembered(model, *, policy, backend, budget=None, entries="model"):
         assert backend == "eager"
-        key = type(model), model.num_parameters()
+        key = type(model), model.num_parameters(), entries
         if key not in compiled:
-            compiled[key] = original(model, policy="full", backend=backend)
+            compiled[key] = original(model, policy="full", backend=backend, entries=entries)
         compiled[key].set_policy(policy, budget)
         return compiled[key]
 

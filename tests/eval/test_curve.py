@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,15 @@ from typer.testing import CliRunner
 
 import kvpass
 from kvpass.cli.main import app
-from kvpass.eval.experiments.curve import curve_settings, curve_table, default_policies, terminal_tables
-from kvpass.eval.plots import plot_curve, plot_grid
+from kvpass.eval.experiments.curve import (
+    agreement,
+    curve_settings,
+    curve_table,
+    default_policies,
+    formats_table,
+    terminal_tables,
+)
+from kvpass.eval.plots import plot_curve, plot_formats, plot_grid
 from kvpass.eval.records import Row
 from kvpass.policies import Policy
 
@@ -38,6 +46,24 @@ ROWS = [
     row("full", "all", "context", 0.9),
     row("lava", "0.03", "context", 0.25),
 ]
+
+
+def test_formats_of_entries_are_compared_by_bytes_and_by_their_answers(tmp_path):
+    def record(label: str, sample: str, prediction: str):
+        asked = SimpleNamespace(budget="0.03", scope="prompt", sample=sample)
+        return SimpleNamespace(label=label, question=asked, prediction=prediction)
+
+    answers = [("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")]
+    records = [record("lava", sample, said) for sample, said in answers]
+    records += [record("int8 lava", sample, "3" if sample == "d" else said) for sample, said in answers]
+    same = agreement(records)
+    assert same == {("int8 lava", "0.03", "prompt"): 0.75}
+    rows = [ROWS[1], replace(ROWS[1], policy="int8 lava", kept_bytes=0.5)]
+    lines = formats_table(rows, same).splitlines()
+    assert [line.split("|")[2].strip() for line in lines[2:]] == ["`int8 lava`", "`lava`"]
+    assert lines[2].endswith("| 75.0 |")
+    plot_formats(rows, tmp_path / "formats.png", title="formats")
+    assert (tmp_path / "formats.png").stat().st_size > 1000
 
 
 def test_every_registered_policy_is_in_the_curve_and_fits_in_3_percent_of_its_prompts():

@@ -126,6 +126,11 @@ def call_everything(
     for count in (1, 16):
         ragged_decode.attend_ragged(site(count), held, 1)
     ragged_extend.attend_extend(site(17), held, 1)
+    for codes in (torch.int8, torch.float8_e4m3fn):
+        scales = {name: torch.zeros(rows, entries) for name in ("pool_k_scale", "pool_v_scale")}
+        packed = held._replace(pool_k=pool[0].to(codes), pool_v=pool[1].to(codes), **scales)
+        ragged_decode.attend_ragged(site(1), packed, 1)
+        ragged_extend.attend_extend(site(17), packed, 1)
 
     if dims[0] == dims[1]:
         sides = [torch.zeros(3, entries + layers * kv_heads * capacity, dims[0], dtype=dtype) for _ in range(2)]

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 
+from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
+from kvpass.operands import CODES
 from numeric_checks import DecodeCase, assert_rounded, decode_case
 from pairwise import pairwise
 
@@ -27,7 +29,7 @@ def run(case: DecodeCase) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+    return tensor.view(torch.uint8)
 
 
 def check(case: DecodeCase) -> None:
@@ -66,6 +68,41 @@ def threads() -> Iterator[None]:
 def test_equals_exact_attention(dtype: torch.dtype, group: int, dims: tuple[int, int], tokens: int) -> None:
     dim, value_dim = dims
     check(decode_case(RAGGED, group=group, dim=dim, value_dim=value_dim, tokens=tokens, dtype=dtype, start=[0, 3]))
+
+
+@pairwise(
+    entry_format=["int8", "fp8"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    group=[1, 2, 4],
+    dims=[(32, 32), (80, 64), (20, 7)],
+    tokens=[1, 3],
+    softcap=[None, 1.5],
+)
+def test_a_pool_of_codes(
+    entry_format: EntryFormat,
+    dtype: torch.dtype,
+    group: int,
+    dims: tuple[int, int],
+    tokens: int,
+    softcap: float | None,
+) -> None:
+    case = decode_case(
+        RAGGED, group=group, dim=dims[0], value_dim=dims[1], tokens=tokens, dtype=dtype, start=[0, 3], softcap=softcap
+    )
+    check(case.packed(entry_format))
+
+
+def test_scales_that_do_not_fit_the_pool_are_refused() -> None:
+    case = decode_case(RAGGED)
+    with pytest.raises(ValueError, match="must be given together"):
+        run(replace(case.packed("int8"), pool_v_scale=None))
+    with pytest.raises(ValueError, match=r"pool_k is torch\.float32 and has scales"):
+        run(replace(case, pool_k_scale=torch.zeros(2, 9), pool_v_scale=torch.zeros(2, 9)))
+    packed = case.packed("fp8")
+    with pytest.raises(ValueError, match="pool_v_scale has shape"):
+        run(replace(packed, pool_v_scale=torch.zeros(2, 9)))
+    with pytest.raises(ValueError, match="pool_k has dtype"):
+        run(replace(packed, pool_k_scale=None, pool_v_scale=None))
 
 
 @pairwise(group=[1, 3, 7], softcap=[None, 1.5, 30.0], sinks=[False, True], dtype=[torch.float32, torch.bfloat16])
@@ -209,20 +246,32 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
-@pytest.mark.parametrize(("arch", "dtype"), [("x86-64-v2", torch.float16), ("x86-64-v3", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("arch", "dtype", "entry_format"),
+    [
+        ("x86-64-v2", torch.float16, "model"),
+        ("x86-64-v3", torch.bfloat16, "model"),
+        ("x86-64-v2", torch.float32, "fp8"),
+        *(
+            pytest.param(arch, torch.float32, entry_format, marks=pytest.mark.exhaustive)
+            for arch, entry_format in (("x86-64-v2", "int8"), ("x86-64-v3", "fp8"), ("x86-64-v3", "int8"))
+        ),
+    ],
+)
 def test_narrower_instruction_sets(
-    arch: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arch: str, dtype: torch.dtype, entry_format: EntryFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if arch == "x86-64-v3" and not torch.cpu._is_avx2_supported():
         pytest.skip("no AVX2")
     source, library = tmp_path / "decode.cpp", tmp_path / "decode.so"
-    source.write_text(cpu.attend_source(dtype), encoding="utf-8")
+    source.write_text(cpu.attend_source(dtype, CODES.get(entry_format)), encoding="utf-8")
     flags = ["-std=c++20", "-O3", f"-march={arch}", "-shared", "-fPIC", "-fopenmp"]
     subprocess.run([cpp_builder.get_cpp_compiler(), *flags, str(source), "-o", str(library)], check=True)
     function = ctypes.CDLL(str(library)).kvpass_attend_decode
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
-    monkeypatch.setattr(cpu, "attend_function", lambda _: function)
+    monkeypatch.setattr(cpu, "attend_function", lambda *_: function)
     for group in (1, 2, 4, 7):
         case = decode_case(RAGGED, group=group, dim=80, value_dim=50, tokens=3, dtype=dtype, start=[0, 3], sinks=True)
-        check(case)
-    test_every_value_survives_and_means_round_to_even(dtype)
+        check(case if entry_format == "model" else case.packed(entry_format))
+    if entry_format == "model":
+        test_every_value_survives_and_means_round_to_even(dtype)

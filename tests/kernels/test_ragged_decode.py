@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpass.config import EntryFormat
 from kvpass.kernels import ragged_decode, ragged_extend
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import TAIL_TILE, attend_ragged
@@ -105,6 +106,12 @@ def test_head_dims(dim: int, value_dim: int) -> None:
 @pytest.mark.parametrize("tokens", quick([1, 5], [5]))
 def test_half_precision(tokens: int) -> None:
     check(decode_case(LENGTHS, group=4, dim=80, tokens=tokens, dtype=torch.float16, start=[2, 0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("entry_format", ["int8", "fp8"])
+def test_a_pool_of_codes(entry_format: EntryFormat, dtype: torch.dtype) -> None:
+    check(decode_case(LENGTHS, group=2, dim=20, value_dim=7, tokens=2, dtype=dtype, start=[2, 0]).packed(entry_format))
 
 
 @each_value(lengths=[[[0, 0]], [[0, 0], [0, 90]], [[1, 0]]], used=[0, 5])
@@ -257,7 +264,7 @@ def test_tables_of_another_cache() -> None:
 def test_no_value_reaches_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers on meta tensors: reading a value would raise."""
     case = decode_case(LENGTHS, sinks=True)
-    held = AppendBuffers(*(x.to("meta") for x in tiled(case)))
+    held = AppendBuffers(*(None if x is None else x.to("meta") for x in tiled(case)))
     call = Attention(*(x.to("meta") if isinstance(x, Tensor) else x for x in case.call))
     for module in (ragged_decode, ragged_extend):
         monkeypatch.setattr(module, "launch", lambda *args: None)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpass.config import EntryFormat
 from kvpass.operands import AppendBuffers, Attention
+from kvpass.ops.entry_formats import dequantise, quantise
 
 
 def assert_close(label: str, actual: Tensor, expected: Tensor, *, atol: float, rtol: float = 0.0) -> None:
@@ -93,16 +95,18 @@ def exact_attention(
     hidden: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    rounds_weights: bool = False,
+    rounds_weights: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> ExactAttention:
     """Attention from its definition. On the CPU; the leading axes broadcast.
 
     Args:
         q: ``[..., T, D]``. k: ``[..., S, D]``. v: ``[..., S, Dv]``. hidden: bool ``[..., T, S]``, by default nothing.
         sinks: one more logit, broadcast to ``[..., T]``.
-        rounds_weights: whether the computation may round the weights to the dtype of the values.
+        rounds_weights: how often the computation may round weights or values to ``dtype``, by default that of the
+            values.
     """
-    half = torch.finfo(v.dtype).eps / 2 if rounds_weights else 0.0
+    half = rounds_weights * torch.finfo(dtype or v.dtype).eps / 2
     q, k, v = (x.cpu().double() for x in (q, k, v))
     logits = q @ k.mT * scale
     size = q.abs() @ k.abs().mT * abs(scale)
@@ -147,6 +151,14 @@ class DecodeCase:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    pool_k_scale: Tensor | None = None
+    pool_v_scale: Tensor | None = None
+
+    def packed(self, entry_format: EntryFormat) -> DecodeCase:
+        """The case with a pool of codes."""
+        k, k_scale = quantise(self.pool_k, entry_format)
+        v, v_scale = quantise(self.pool_v, entry_format)
+        return replace(self, pool_k=k, pool_v=v, pool_k_scale=k_scale, pool_v_scale=v_scale)
 
     @property
     def call(self) -> Attention:
@@ -154,7 +166,8 @@ class DecodeCase:
 
     @property
     def held(self) -> AppendBuffers:
-        return AppendBuffers(*(getattr(self, name) for name in AppendBuffers._fields[:7]))
+        held = AppendBuffers(*(getattr(self, name) for name in AppendBuffers._fields[:7]))
+        return held._replace(pool_k_scale=self.pool_k_scale, pool_v_scale=self.pool_v_scale)
 
     @property
     def decode_state(self) -> list[Tensor]:
@@ -165,12 +178,15 @@ class DecodeCase:
         """Output ``[B, H, T, Dv]``, one row and KV head after another."""
         (rows, heads, tokens, _), kv_heads = self.q.shape, self.k.shape[1]
         group, used = heads // kv_heads, int(self.tail_used)
+        pools = (self.pool_k, self.pool_k_scale), (self.pool_v, self.pool_v_scale)
+        pool_k, pool_v = (pool if scale is None else dequantise(pool, scale.double()) for pool, scale in pools)
+        roundings = rounds_weights * (1 if self.pool_k_scale is None else 2)  # values too, when they leave their codes
         outs = []
         for row, head in itertools.product(range(rows), range(kv_heads)):
             segment = slice(*self.offsets[row, self.layer * kv_heads + head :][:2].tolist())
             held = (self.layer, row, head, slice(int(self.tail_start[row]), used))
-            keys = torch.cat([self.pool_k[row, segment], self.tail_k[held], self.k[row, head]])
-            values = torch.cat([self.pool_v[row, segment], self.tail_v[held], self.v[row, head]])
+            keys = torch.cat([pool_k[row, segment], self.tail_k[held], self.k[row, head]])
+            values = torch.cat([pool_v[row, segment], self.tail_v[held], self.v[row, head]])
             of_head = slice(head * group, (head + 1) * group)
             found = exact_attention(
                 self.q[row, of_head],
@@ -180,7 +196,8 @@ class DecodeCase:
                 hidden=torch.arange(len(keys)) > torch.arange(len(keys) - tokens, len(keys))[:, None],
                 softcap=self.softcap,
                 sinks=None if self.sinks is None else self.sinks[of_head, None],
-                rounds_weights=rounds_weights,
+                rounds_weights=roundings,
+                dtype=self.q.dtype,
             )
             outs.append(found.out)
         return Exact.cat(outs).view(rows, heads, tokens, -1)
