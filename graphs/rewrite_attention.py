@@ -172,6 +172,13 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
     return 0
 
 
+def _values_in_keys(site: Site) -> bool:
+    """Return whether the values are written as the first columns of the keys, ``k[..., :n]``, of a layer in a pool."""
+    columns = (..., slice(None, recorded(site.v).shape[3], None))
+    is_part = site.v.target is operator.getitem and site.v.args == (site.k, columns)
+    return is_part and site.sliding_window is None
+
+
 def _shape(site: Site) -> SiteShape:
     k, v = recorded(site.k), recorded(site.v)
     return SiteShape(
@@ -180,6 +187,7 @@ def _shape(site: Site) -> SiteShape:
         value_dim=int(v.shape[3]),
         itemsize=k.dtype.itemsize,
         sliding_window=site.sliding_window,
+        values_in_keys=_values_in_keys(site),
     )
 
 

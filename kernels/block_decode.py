@@ -76,8 +76,8 @@ def _attend_block_tile(  # type: ignore[no-untyped-def]
         attend_part(
             q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
             stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
-            new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, D, BD, BD, TAIL_TILE, BLOCK_T, BLOCK_R,
-            BLOCK_S, BLOCK_P, BLOCK_M,
+            new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, D, D, BD, BD, TAIL_TILE, BLOCK_T,
+            BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M,
         )  # fmt: skip
 
 

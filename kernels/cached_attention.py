@@ -137,7 +137,7 @@ def merge_partials(  # type: ignore[no-untyped-def]
 @triton.jit
 def append_entries(  # type: ignore[no-untyped-def]
     p_k, p_v, k_stride, v_stride, p_tail_k, p_tail_v, first, last, room, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, BLOCK_T: tl.constexpr,
+    SV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Copy new entries first..last-1 to the same rows of the tail pointers, which have ``room`` rows."""
     o_d = tl.arange(0, BD)
@@ -152,7 +152,12 @@ def append_entries(  # type: ignore[no-untyped-def]
         # [BLOCK_T, BDV]
         b_v = tl.load(p_v + o_t[:, None] * v_stride + o_e[None, :], mask=m_v, other=0.0)
         tl.store(p_tail_k + o_t[:, None] * D + o_d[None, :], b_k, mask=m_k)
-        tl.store(p_tail_v + o_t[:, None] * DV + o_e[None, :], b_v, mask=m_v)
+        tl.store(p_tail_v + o_t[:, None] * SV + o_e[None, :], b_v, mask=m_v)
+
+
+def values_in_keys(stored: Tensor, key_dim: int, value_dim: int) -> bool:
+    """Return whether the values, of which no columns are stored, are the first columns of the keys."""
+    return stored.shape[-1] == 0 and value_dim <= key_dim
 
 
 def check_call(
@@ -166,8 +171,8 @@ def check_call(
         ValueError: names the first bad argument.
     """
     q, k, v, _, _, sinks = call
-    tail_k, pool_k, tiles = held["tail_k"], held["pool_k"], held.get("tiles")
-    assert tail_k is not None
+    tail_k, tail_v, pool_k, tiles = held["tail_k"], held["tail_v"], held["pool_k"], held.get("tiles")
+    assert tail_k is not None and tail_v is not None
     rows, heads, tokens, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
     layers, _, _, slots, _ = tail_k.shape
@@ -177,7 +182,8 @@ def check_call(
     if tokens > slots:
         raise ValueError(f"q has {tokens} tokens: the tail has {slots} slots")
     sizes = {
-        **{"B": rows, "L": layers, "K": kv_heads, "D": key_dim, "V": value_dim, "C": slots},
+        **{"B": rows, "L": layers, "K": kv_heads, "D": key_dim, "C": slots},
+        "V": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
         **{"E": 0 if pool_k is None else pool_k.shape[1], "X": 0 if tiles is None else tiles.shape[1]},
         **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "Y": rows * kv_heads + 1},
     }
@@ -202,12 +208,16 @@ def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[s
         pool_k, pool_v = pool_k.view(torch.uint8), pool_v.view(torch.uint8)
     rows, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
+    in_keys = values_in_keys(tail_v, key_dim, value_dim)
+    if in_keys:
+        pool_v, tail_v = pool_k, tail_k
     return {
         "pool_k_scale": k_scale, "pool_v_scale": v_scale,
         "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
         "tail_start": tail_start, "tail_used": tail_used, **strides("bht", q=q, k=k, v=v),
         "scale": scale, "softcap": softcap,
         "layer": layer, "rows": rows, "entries": pool_k.shape[1], "slots": tail_k.shape[3], "tokens": tokens,
-        "K": kv_heads, "G": heads // kv_heads, "D": key_dim, "DV": value_dim, "BD": block_dim(key_dim),
-        "BDV": block_dim(value_dim), "BLOCK_T": APPEND_BLOCK,
+        "K": kv_heads, "G": heads // kv_heads, "D": key_dim, "DV": value_dim,
+        "SV": key_dim if in_keys else value_dim, "BD": block_dim(key_dim), "BDV": block_dim(value_dim),
+        "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip

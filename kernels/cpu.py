@@ -28,8 +28,8 @@ _CODE_TYPES = {torch.int8: "int8_t", torch.float8_e4m3fn: "e4m3"}
 Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of some tensors."""
 
-_ATTEND_CALL = struct.Struct("=44q2d")
-"""Fields of ``struct Call`` in decode_cpu.cpp: 21 pointers, 11 sizes, 9 strides, 3 of lines, scale, softcap."""
+_ATTEND_CALL = struct.Struct("=45q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 21 pointers, 12 sizes, 9 strides, 3 of lines, scale, softcap."""
 
 _CACHE_NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
 _SCALE_NAMES = ("pool_k_scale", "pool_v_scale")
@@ -114,7 +114,8 @@ def call_attend(
     """Pack the arguments, already checked, and call the kernel.
 
     Args:
-        buffers: pool_k, pool_v, offsets, tail_k, tail_v, tail_start; None for those that do not exist.
+        buffers: pool_k, pool_v, offsets, tail_k, tail_v, tail_start; None for those that do not exist. Values without
+            columns are the first columns of the keys.
         sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer.
         line: position, storage_order, decode_state, norm, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
@@ -125,6 +126,12 @@ def call_attend(
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`Fault` or 0; the row with the fault.
     """
     q, k, v, scale, softcap, sinks = call
+    pool_k, pool_v, offsets, tail_k, tail_v, tail_start = buffers
+    assert tail_k is not None and tail_v is not None
+    if tail_v.shape[-1] == 0:  # values are stored in keys
+        pool_v, tail_v, value_row = pool_k, tail_k, tail_k.shape[-1]
+    else:
+        value_row = tail_v.shape[-1]
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -140,8 +147,8 @@ def call_attend(
         (tokens * heads * value_dim, value_dim, heads * value_dim, 1),
         dtype=q.dtype,
     )
-    tensors = (q, k, v, *buffers, sinks, out, *line, *blocks, *scales)
-    pool = buffers[0].dtype if buffers[0] is not None and scales[0] is not None else None
+    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out, *line, *blocks, *scales)
+    pool = pool_k.dtype if pool_k is not None and scales[0] is not None else None
     fault = attend_function(q.dtype, pool)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
@@ -151,6 +158,7 @@ def call_attend(
             tokens,
             key_dim,
             value_dim,
+            value_row,
             *sizes,
             *q_strides[:3],
             *k_strides[:3],
@@ -177,6 +185,11 @@ def check_layout(names: Sequence[str], given: Sequence[Tensor], expected: Layout
                     raise ValueError(f"{name} has {what} {has}: expected {must}")
 
 
+def _stored_columns(values: Tensor, key_dim: int, value_dim: int) -> int:
+    """Return how many columns stored values must have: none if they are stored in the keys."""
+    return 0 if values.shape[-1] == 0 and value_dim <= key_dim else value_dim
+
+
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     """Append the new entries of one layer to its tail, then attend pool segment and tail.
 
@@ -200,7 +213,7 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     rows, heads, tokens, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
     layers, _, _, slots, _ = tail_k.shape
-    entries = pool_k.shape[1]
+    entries, stored = pool_k.shape[1], _stored_columns(tail_v, key_dim, value_dim)
     used = int(tail_used)
     if used < 0 or used + tokens > slots:
         raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
@@ -214,9 +227,9 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         ((rows, kv_heads, tokens, key_dim), dtype),
         ((rows, kv_heads, tokens, value_dim), dtype),
         ((rows, entries, key_dim), codes),
-        ((rows, entries, value_dim), codes),
+        ((rows, entries, stored), codes),
         ((layers, rows, kv_heads, slots, key_dim), dtype),
-        ((layers, rows, kv_heads, slots, value_dim), dtype),
+        ((layers, rows, kv_heads, slots, stored), dtype),
         ((rows, layers * kv_heads + 1), torch.int32),
         ((rows,), torch.int64),
     ]
@@ -304,7 +317,7 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     check_heads(heads, kv_heads)
-    dtype = q.dtype
+    dtype, stored = q.dtype, _stored_columns(tail_v, key_dim, value_dim)
     given = [q, k, v, tail_k, tail_v, position]
     line_shape = (rows, kv_heads, width)
     expected: Layouts = [
@@ -312,7 +325,7 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
         ((rows, kv_heads, 1, key_dim), dtype),
         ((rows, kv_heads, 1, value_dim), dtype),
         ((layers, rows, kv_heads, slots, key_dim), dtype),
-        ((layers, rows, kv_heads, slots, value_dim), dtype),
+        ((layers, rows, kv_heads, slots, stored), dtype),
         (line_shape, torch.int32),
     ]
     names: tuple[str, ...] = _SLOT_NAMES
@@ -322,7 +335,7 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
         entries, pool_width = pool_k.shape[1], width - slots
         names += _POOL_NAMES
         given += [pool_k, pool_v, offsets]
-        expected += [((rows, entries, key_dim), dtype), ((rows, entries, value_dim), dtype)]
+        expected += [((rows, entries, key_dim), dtype), ((rows, entries, stored), dtype)]
         expected += [((rows, layers * kv_heads + 1), torch.int32)]
         contiguous += [pool_k, pool_v, offsets]
     if entered is not None:

@@ -103,12 +103,13 @@ INLINE void add_columns(const float* p, const S* v, int64_t dim, int64_t n, int6
 // an entry, and are read only if entries are codes.
 template <class S, int R>
 void attend_block(const float* q, int64_t q_width, const S* k, const S* v, const float* k_scale, const float* v_scale,
-                  int64_t key_dim, int64_t value_dim, int64_t n, const int64_t* limit, float cap, float* s, float* top,
-                  float* mass, float* sum, int64_t width, bool first, float* weights, int64_t weights_width) {
-    const int64_t key_row = first ? key_dim * sizeof(S) : 0, value_row = first ? value_dim * sizeof(S) : 0;
+                  int64_t key_dim, int64_t value_dim, int64_t value_row, int64_t n, const int64_t* limit, float cap,
+                  float* s, float* top, float* mass, float* sum, int64_t width, bool first, float* weights,
+                  int64_t weights_width) {
+    const int64_t key_row = first ? key_dim * sizeof(S) : 0, row_bytes = first ? value_dim * sizeof(S) : 0;
     const char *values = (const char*)v, *next_keys = (const char*)(k + n * key_dim);
     const vf before = load(top);
-    const vf highest = score_block<S, R>(q, q_width, k, k_scale, key_dim, n, limit, cap, s, values, value_row);
+    const vf highest = score_block<S, R>(q, q_width, k, k_scale, key_dim, n, limit, cap, s, values, row_bytes);
     if (weights)
         for (int64_t j = 0; j < n; j++)
             for (int r = 0; r < R; r++) weights[r * weights_width + j] = s[j * R + r];
@@ -131,7 +132,7 @@ void attend_block(const float* q, int64_t q_width, const S* k, const S* v, const
     int64_t d = 0;
     const auto columns = [&](auto count, auto part) {
         constexpr int N = decltype(count)::value;
-        add_columns<S, R, N, decltype(part)::value>(s, v + d, value_dim, n, value_dim - d, decays, sum + d, width,
+        add_columns<S, R, N, decltype(part)::value>(s, v + d, value_row, n, value_dim - d, decays, sum + d, width,
                                                     next_keys, d == 0 ? key_row : 0);
         d += N * W;
     };

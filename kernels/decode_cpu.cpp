@@ -38,6 +38,7 @@ struct Call {
     const int64_t *row_at, *row_used;
     const float *pool_k_scale, *pool_v_scale;  // of each entry of the pool, if it holds codes
     int64_t rows, heads, kv_heads, tokens, key_dim, value_dim;
+    int64_t value_row;  // elements from one value row of pool and tail to the next: value_dim, or key_dim in keys
     int64_t pool_entries, offset_stride, slots, used, layer;
     int64_t q_stride[3], k_stride[3], v_stride[3];  // row, head, token, in elements
     int64_t position_stride[2], width;              // row, KV head; slots of a line
@@ -108,7 +109,7 @@ struct Decoder {
         std::memcpy((S*)keys + slot * c.key_dim,
                     (const S*)c.k + row * c.k_stride[0] + head * c.k_stride[1] + t * c.k_stride[2],
                     c.key_dim * sizeof(S));
-        std::memcpy((S*)values + slot * c.value_dim, new_value(unit, t), c.value_dim * sizeof(S));
+        std::memcpy((S*)values + slot * c.value_row, new_value(unit, t), c.value_dim * sizeof(S));
     }
 
     void append() const {
@@ -171,7 +172,7 @@ struct Decoder {
         float* weights = c.weights ? c.weights + unit * group * c.width : nullptr;
         const auto side = [&](void* keys, void* values, int64_t row, int64_t first, int64_t from, int64_t to) {
             const auto occupied = [&](int64_t j) { return position[first + j] >= 0 || first + j == taken; };
-            const S *k = (const S*)keys + row * c.key_dim, *v = (const S*)values + row * c.value_dim;  // never codes
+            const S *k = (const S*)keys + row * c.key_dim, *v = (const S*)values + row * c.value_row;  // never codes
             while (from < to) {
                 while (from < to && !occupied(from)) from++;
                 int64_t stop = from;
@@ -208,8 +209,9 @@ struct Decoder {
                 constexpr int R = decltype(r)::value;
                 int64_t limit[R];
                 for (int x = 0; x < R; x++) limit[x] = std::min(n, visible + (i + x) % c.tokens - j);
-                attend_block<T, R>(scratch + i * key_width, key_width, k + j * c.key_dim, v + j * c.value_dim,
-                                   IS_CODE<T> ? k_scale + j : nullptr, IS_CODE<T> ? v_scale + j : nullptr, c.key_dim, c.value_dim, n, limit, float(c.softcap), s, out.top + tile * W,
+                attend_block<T, R>(scratch + i * key_width, key_width, k + j * c.key_dim, v + j * c.value_row,
+                                   IS_CODE<T> ? k_scale + j : nullptr, IS_CODE<T> ? v_scale + j : nullptr, c.key_dim,
+                                   c.value_dim, c.value_row, n, limit, float(c.softcap), s, out.top + tile * W,
                                    out.mass + tile * W, out.sum + i * value_width, value_width, tile == 0,
                                    weights ? weights + i * c.width + j : nullptr, c.width);
             });
@@ -228,10 +230,10 @@ struct Decoder {
         start(unit, scratch, out);
         const int64_t pool = pool_length(unit), first = c.tail_start[unit / c.kv_heads];
         const int64_t kept = pool_row(unit), slot = tail_slot(unit, first);
-        attend_rows((const P*)c.pool_k + kept * c.key_dim, (const P*)c.pool_v + kept * c.value_dim,
+        attend_rows((const P*)c.pool_k + kept * c.key_dim, (const P*)c.pool_v + kept * c.value_row,
                     IS_CODE<P> ? c.pool_k_scale + kept : nullptr, IS_CODE<P> ? c.pool_v_scale + kept : nullptr, begin,
                     std::min(end, pool), pool, scratch, out);
-        attend_rows((const S*)c.tail_k + slot * c.key_dim, (const S*)c.tail_v + slot * c.value_dim, nullptr, nullptr,
+        attend_rows((const S*)c.tail_k + slot * c.key_dim, (const S*)c.tail_v + slot * c.value_row, nullptr, nullptr,
                     std::max(begin - pool, int64_t(0)), end - pool, used(unit / c.kv_heads) + 1 - first, scratch, out);
     }
 

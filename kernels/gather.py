@@ -45,17 +45,18 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         b_head = b_source // columns
         b_column = b_source % columns
         o_d = tl.arange(0, BD)
-        o_dv = tl.arange(0, BDV)
         m_k = m_e[:, None] & (o_d < D)[None, :]
-        m_v = m_e[:, None] & (o_dv < DV)[None, :]
         p_k = k + i_b.to(tl.int64) * stride_kb + b_head * stride_kh + b_column * stride_kn
-        p_v = v + i_b.to(tl.int64) * stride_vb + b_head * stride_vh + b_column * stride_vn
         # [BLOCK_E, BD]
         b_k = tl.load(p_k[:, None] + o_d[None, :], mask=m_k, other=0.0)
-        # [BLOCK_E, BDV]
-        b_v = tl.load(p_v[:, None] + o_dv[None, :], mask=m_v, other=0.0)
         tl.store(pool_k + o_slot[:, None] * D + o_d[None, :], b_k, mask=m_k)
-        tl.store(pool_v + o_slot[:, None] * DV + o_dv[None, :], b_v, mask=m_v)
+        if DV > 0:  # otherwise values are stored in the keys
+            o_dv = tl.arange(0, BDV)
+            m_v = m_e[:, None] & (o_dv < DV)[None, :]
+            p_v = v + i_b.to(tl.int64) * stride_vb + b_head * stride_vh + b_column * stride_vn
+            # [BLOCK_E, BDV]
+            b_v = tl.load(p_v[:, None] + o_dv[None, :], mask=m_v, other=0.0)
+            tl.store(pool_v + o_slot[:, None] * DV + o_dv[None, :], b_v, mask=m_v)
 
         plane = rows.to(tl.int64) * entries
         o_entry = i_b.to(tl.int64) * K * columns + b_source

@@ -73,9 +73,9 @@ def attend_part(  # type: ignore[no-untyped-def]
     q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh,
     stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last, new, used,
     first_tile, pool_tiles, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, codes_k=None,
-    codes_v=None, k_scale=None, v_scale=None, first_code=0, last_code=0,
+    DV: tl.constexpr, SV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+    codes_k=None, codes_v=None, k_scale=None, v_scale=None, first_code=0, last_code=0,
 ):  # fmt: skip
     """Attend entries first..last-1 of p_k and p_v and the first ``new`` new tokens, which are appended behind ``used``.
 
@@ -107,7 +107,7 @@ def attend_part(  # type: ignore[no-untyped-def]
             BLOCK_S, False, p_k_scale=k_scale, p_v_scale=v_scale,
         )  # fmt: skip
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k, p_v, D, DV, first, last, o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
+        b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
     )  # fmt: skip
     p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
     p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
@@ -117,9 +117,9 @@ def attend_part(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     if i_r == 0:
         p_tail_k = p_k + used.to(tl.int64) * D
-        p_tail_v = p_v + used.to(tl.int64) * DV
+        p_tail_v = p_v + used.to(tl.int64) * SV
         append_entries(
-            p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, BD, BDV,
+            p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, SV, BD, BDV,
             BLOCK_T,
         )  # fmt: skip
     o_partial = i_p * G * tokens.to(tl.int64) + o_r
@@ -147,8 +147,9 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     tail_used, sinks, partial,
     partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     scale, softcap, layer, rows, entries, slots, tokens, num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of pool or tail and store its partial result; the last program of a KV head merges them.
 
@@ -169,7 +170,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         i_row = i_b.to(tl.int64) * entries
         if pool_k_scale is None:
             p_k = pool_k + i_row * D
-            p_v = pool_v + i_row * DV
+            p_v = pool_v + i_row * SV
         else:
             p_k = tail_k
             p_v = tail_v
@@ -184,7 +185,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         new = tl.where(i_tile == used // TAIL_TILE, tokens, 0)
         i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
         p_k = tail_k + i_row * D
-        p_v = tail_v + i_row * DV
+        p_v = tail_v + i_row * SV
     if is_live:
         codes_k = None
         codes_v = None
@@ -209,7 +210,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         attend_part(
             q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
             stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
-            new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, DV, BD, BDV, TAIL_TILE, BLOCK_T,
+            new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, DV, SV, BD, BDV, TAIL_TILE, BLOCK_T,
             BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M, codes_k, codes_v, k_scale, v_scale, first_code, last_code,
         )  # fmt: skip
 

@@ -33,8 +33,8 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, offsets, tail_k, tail_v, tail_start, tail_used, sinks, out,
     stride_qb, stride_qh,
     stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, layers,
-    entries, slots, tokens, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    entries, slots, tokens, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Attend a block of query rows of one KV head to pool segment, tail and new tokens."""
     i_r = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -62,16 +62,16 @@ def _attend_queries(  # type: ignore[no-untyped-def]
         p_k_scale = pool_k_scale + i_row
         p_v_scale = pool_v_scale + i_row
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, pool_k + i_row * D, pool_v + i_row * DV, D, DV, tl.load(p_offsets),
+        b_q, b_m, b_l, b_acc, pool_k + i_row * D, pool_v + i_row * SV, D, SV, tl.load(p_offsets),
         tl.load(p_offsets + 1), o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
         p_k_scale=p_k_scale, p_v_scale=p_v_scale,
     )  # fmt: skip
     used = tl.load(tail_used).to(tl.int32)
     i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
     p_tail_k = tail_k + i_row * D
-    p_tail_v = tail_v + i_row * DV
+    p_tail_v = tail_v + i_row * SV
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, DV, tl.load(tail_start + i_b).to(tl.int32), used, o_t, scale,
+        b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, tl.load(tail_start + i_b).to(tl.int32), used, o_t, scale,
         softcap, D, DV, BD, BDV, BLOCK_S, False,
     )  # fmt: skip
     p_k = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
@@ -93,8 +93,8 @@ def _attend_queries(  # type: ignore[no-untyped-def]
 
     share = tl.cdiv(tokens, tl.num_programs(0))
     append_entries(
-        p_k, p_v, stride_kt, stride_vt, p_tail_k + used.to(tl.int64) * D, p_tail_v + used.to(tl.int64) * DV,
-        i_r * share, tl.minimum(i_r * share + share, tokens), slots - used, D, DV, BD, BDV, BLOCK_T,
+        p_k, p_v, stride_kt, stride_vt, p_tail_k + used.to(tl.int64) * D, p_tail_v + used.to(tl.int64) * SV,
+        i_r * share, tl.minimum(i_r * share + share, tokens), slots - used, D, DV, SV, BD, BDV, BLOCK_T,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from kvpass.kernels.cached_attention import (
     begin_merge,
     check_call,
     merge_partials,
+    values_in_keys,
 )
 from kvpass.kernels.launch import KernelConfig, kind, launch, strides
 from kvpass.kernels.prefill_attention import FLOOR, block_dim
@@ -42,8 +43,8 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, position, weights, partial, partial_ml, stride_qb, stride_qh,
     stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, stride_ph, scale, softcap, layer, rows, entries, slots,
     width, pool_tiles, segments, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
+    SV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of the slots of one line.
 
@@ -65,7 +66,7 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     behind = width - slots
     i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
     p_k = tail_k + i_row * D
-    p_v = tail_v + i_row * DV
+    p_v = tail_v + i_row * SV
     if pool_k is not None:  # noqa: SIM102 (known at compile time, unlike the inner condition)
         if i_p < pool_tiles:
             p_offsets = offsets + i_b.to(tl.int64) * segments + layer * K + i_h
@@ -75,7 +76,7 @@ def _attend_slots(  # type: ignore[no-untyped-def]
             behind = behind * 0
             i_row = i_b.to(tl.int64) * entries + begin
             p_k = pool_k + i_row * D
-            p_v = pool_v + i_row * DV
+            p_v = pool_v + i_row * SV
 
     o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BD)
@@ -94,7 +95,7 @@ def _attend_slots(  # type: ignore[no-untyped-def]
         p_scores = p_line + behind
         p_score = p_line + taken
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k, p_v, D, DV, first, last, o_r, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
+        b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_r, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
         p_position + behind, p_scores, m_r,
     )  # fmt: skip
     tl.debug_barrier()  # the taken slot's score is stored twice; the new entry's score must come last
@@ -108,8 +109,8 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     if i_r == 0:
         p_k_at = p_k + at.to(tl.int64) * D
-        p_v_at = p_v + at.to(tl.int64) * DV
-        append_entries(p_k_new, p_v_new, D, DV, p_k_at, p_v_at, 0, mine, 1, D, DV, BD, BDV, BLOCK_T)
+        p_v_at = p_v + at.to(tl.int64) * SV
+        append_entries(p_k_new, p_v_new, D, DV, p_k_at, p_v_at, 0, mine, 1, D, DV, SV, BD, BDV, BLOCK_T)
     o_partial = (i_line.to(tl.int64) * num_tiles + i_p) * G + o_r
     tl.store(partial_ml + o_partial, b_m, mask=m_r)
     tl.store(partial_ml + tl.num_programs(1).to(tl.int64) * num_tiles * G + o_partial, b_l, mask=m_r)
@@ -211,11 +212,15 @@ def attend_slots(
         "width": width, "segments": tail_k.shape[0] * kv_heads + 1, "K": kv_heads, "G": group, "DV": value_dim,
         "BDV": block_dim(value_dim),
     }  # fmt: skip
+    in_keys = values_in_keys(tail_v, key_dim, value_dim)
+    if in_keys:
+        pool_v, tail_v = pool_k, tail_k
     attend = {
         **shared, "q": q, "k": k, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
         **strides("bh", q=q, k=k, p=position), "scale": scale, "softcap": softcap,
         "rows": rows, "entries": 0 if pool_k is None else pool_k.shape[1], "pool_tiles": pool_tiles, "D": key_dim,
-        "BD": block_dim(key_dim), "TILE": TILE, "BLOCK_R": block_rows, "BLOCK_T": APPEND_BLOCK,
+        "SV": key_dim if in_keys else value_dim, "BD": block_dim(key_dim), "TILE": TILE, "BLOCK_R": block_rows,
+        "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip
     grid = (num_tiles, num_lines, triton.cdiv(group, block_rows))
     launch(_attend_slots, grid, attend, f"slots {kind(q.dtype)}", config)

@@ -23,6 +23,7 @@ from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends import options as o
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import ATTENTION_NAME
+from kvpass.frontends.latent_attention import attend_latents, attends_latents
 from kvpass.frontends.offload import hold_host_weights, offload_device, offload_hooks
 from kvpass.frontends.options import BudgetLike
 from kvpass.frontends.recurrent import recurrent_layers
@@ -195,7 +196,14 @@ def compile(
     if recurrent is not None:
         replace_token_mixers(compiled)
     compiled.__class__ = compressed_class(type(model))
+    expanded = None
     if type(model)._can_set_attn_implementation():  # otherwise passes find its attention in the graph
+        expanded = attend_latents(compiled, divided=ranks is not None)
+        if rules.entry_format != "model" and any(map(attends_latents, compiled.modules())):
+            raise ValueError(
+                f"entries={rules.entry_format!r}: {type(model).__name__} caches latent rows, which have no format of "
+                "fewer bits yet; give entries='model'"
+            )
         for module in compiled.modules():
             config = getattr(module, "config", None)
             if config is not None:
@@ -217,6 +225,7 @@ def compile(
         attention=None if recurrent is None else recurrent.attention,
         one_length="longrope" in ropes,
         ranks=heads,
+        expanded=expanded,
     )
     compiled.prefill_block = prefill_block
     return compiled

@@ -39,18 +39,27 @@ _BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Shape of the KV entries of some attention ops, the same in each."""
+    """Shape of the KV entries of some attention ops, the same in each.
+
+    ``values_in_keys``: the value row is the first ``value_dim`` columns of the key row, and stored there only.
+    """
 
     layers: int
     kv_heads: int
     key_dim: int
     value_dim: int
     itemsize: int
+    values_in_keys: bool = False
+
+    @property
+    def stored_value_dim(self) -> int:
+        """Columns of a value row that are stored apart from the key row."""
+        return 0 if self.values_in_keys else self.value_dim
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry: one key row and its value row of one KV head."""
-        return (self.key_dim + self.value_dim) * self.itemsize
+        return (self.key_dim + self.stored_value_dim) * self.itemsize
 
     def pool_entry_bytes(self, entry_format: EntryFormat) -> int:
         """Bytes of one entry of the pool, its scales included."""
@@ -68,13 +77,17 @@ class Geometry:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteShape:
-    """Shape of one attention op's entries; ``sliding_window`` None: it attends the whole past."""
+    """Shape of one attention op's entries; ``sliding_window`` None: it attends the whole past.
+
+    ``values_in_keys``: as in :class:`Geometry`.
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
     itemsize: int
     sliding_window: int | None = None
+    values_in_keys: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +136,8 @@ class Layout:
                 raise ValueError(f"a geometry of {g.layers} layers for a group of {len(group.layers)}")
             if min(g.layers, g.kv_heads, g.key_dim, g.value_dim, g.itemsize) < 1:
                 raise ValueError(f"{g}: every size must be >= 1")
+            if g.values_in_keys and (g.value_dim > g.key_dim or group.sliding_window is not None):
+                raise ValueError(f"{g}: values are in keys only if they have no more columns, and never in a ring")
         if any(group.sliding_window is not None for group in self.pools):
             raise ValueError("layers with a sliding window must be among the rings, not the pools")
         if any(group.sliding_window is None or group.sliding_window < 1 for group in self.rings):
@@ -145,6 +160,7 @@ class Layout:
                     key_dim=site.key_dim,
                     value_dim=site.value_dim,
                     itemsize=site.itemsize,
+                    values_in_keys=site.values_in_keys,
                 ),
                 layers=tuple(members),
                 sliding_window=site.sliding_window,

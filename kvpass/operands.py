@@ -1,15 +1,15 @@
 """Operands of the ``kvpass::`` operators: the table of cache buffers, and tuples of operands.
 
-Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim, L layers of one KV
-geometry, E pool slots, C tail slots, W window (at least 1), P = L*K + 1 bounds of segments, S slots of a line, R slots
-of a ring, X tiles, A = B*K, Y = A + 1.
+Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim (of buffers: 0 where
+values are stored in the keys only), L layers of one KV geometry, E pool slots, C tail slots, W window (at least 1),
+P = L*K + 1 bounds of segments, S slots of a line, R slots of a ring, X tiles, A = B*K, Y = A + 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -278,6 +278,10 @@ class Candidates(NamedTuple):
     weight: Tensor
     start: Tensor
 
+    def stored_in(self, buffers: PrefillBuffers) -> Candidates:
+        """Return them with the columns of the values that the buffers have: none where values are stored in keys."""
+        return self._replace(v=self.v[..., : buffers.pool_v.shape[2]])
+
 
 class Entered(NamedTuple):
     """Tables that record a new entry.
@@ -306,6 +310,25 @@ class Lines(NamedTuple):
     tail_v: Tensor
     position: Tensor
     entered: Entered | None = None
+
+    def with_values(self, value_dim: int) -> Lines:
+        """As :func:`with_values` of buffers."""
+        if self.pool_k is None or self.tail_v.shape[4] == value_dim:
+            return self
+        return self._replace(pool_v=self.pool_k[..., :value_dim], tail_v=self.tail_k[..., :value_dim])
+
+
+Held = TypeVar("Held", PrefillBuffers, AppendBuffers, EvictBuffers)
+
+
+def with_values(buffers: Held, value_dim: int) -> Held:
+    """Return buffers with values of ``value_dim`` columns: those of the keys, where values are stored there only.
+
+    Then ``pool_v`` and ``tail_v`` of the given buffers have no columns.
+    """
+    if buffers.pool_v.shape[2] == value_dim:
+        return buffers
+    return buffers._replace(pool_v=buffers.pool_k[..., :value_dim], tail_v=buffers.tail_k[..., :value_dim])
 
 
 def written_in(phase: str) -> set[str]:

@@ -45,7 +45,8 @@ class Report:
         policy, budget: the rules. prompt: what they kept. compiled: one record per compiled graph. ranks: processes
             that share the heads; all numbers are of all heads. attention: numbers of the layers with
             attention in the model's own count, where other layers are recurrent; None: all have attention. on_host:
-            bytes of the weights that stay on the host.
+            bytes of the weights that stay on the host. expanded: why the model's latents are cached as expanded heads;
+            None if they are not, or it has none.
     """
 
     policy: Policy
@@ -55,6 +56,7 @@ class Report:
     ranks: Ranks | None = None
     attention: tuple[int, ...] | None = None
     on_host: int = 0
+    expanded: str | None = None
 
     def _name(self, layer: int) -> str:
         """What the model itself calls an attention op's layer, as far as each layer has one op."""
@@ -137,6 +139,7 @@ class Report:
             "bytes_full": self.bytes_full,
             "window_attention_mass": self.attention_mass.tolist(),
             "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
+            "expanded": self.expanded,
             "weights_on_host": self.on_host,
             "processes": processes(self.ranks),
             "imbalance": self.imbalance.tolist(),
@@ -201,6 +204,8 @@ class Report:
                 f"{self.ranks.size} processes share the heads; of a layer, the fullest holds up to {most:.2f} times "
                 "the average"
             )
+        if self.expanded is not None:
+            lines.append(f"latents are cached as expanded heads: {self.expanded}")
         if self.policy.parity == "code":
             lines.append("parity='code': released rules, which may keep more or fewer entries than the budget")
         lines += [

@@ -18,7 +18,13 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import disable as dynamo_disable
 from torch._dynamo import eval_frame, maybe_mark_dynamic
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, TorchRuntimeError, Unsupported
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    TensorifyScalarRestartAnalysis,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+)
 from torch._dynamo.source import GlobalSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.symbolic_convert import tls as dynamo_thread_locals
@@ -64,6 +70,7 @@ __all__ = [
     "TorchRuntimeError",
     "TracingContext",
     "Unsupported",
+    "UserError",
     "ValueRanges",
     "VariableTracker",
     "compile_fx",

@@ -57,6 +57,19 @@ _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
         1024,
         _SMALL | {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_key_value_heads": 2},
     ),
+    "deepseek-v3-tiny": (
+        4096,
+        _SMALL
+        | {"model_type": "deepseek_v3", "num_hidden_layers": 4, "kv_lora_rank": 128, "q_lora_rank": 128}
+        | {"qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1}
+        | {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 128,
+        },
+    ),
     "wide-mlp": (
         16384,
         _SMALL

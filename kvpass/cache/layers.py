@@ -16,7 +16,16 @@ from kvpass.cache.metadata import LayersFacts
 from kvpass.cache.prompt_record import LayersRecord
 from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.config import EntryFormat, LayerGroup
-from kvpass.operands import BUFFERS, CODES, AppendBuffers, EvictBuffers, PrefillBuffers, saved_buffers, written_in
+from kvpass.operands import (
+    BUFFERS,
+    CODES,
+    AppendBuffers,
+    EvictBuffers,
+    PrefillBuffers,
+    saved_buffers,
+    with_values,
+    written_in,
+)
 from kvpass.ops.cuda import index_pool
 from kvpass.ops.entry_formats import quantise
 from kvpass.ops.evict import SLOT_POSITION, first_slots
@@ -120,7 +129,7 @@ class FullAttentionLayers:
         tail = min(window, n) + _rounded_up(1 if self.evicts else min(max(expected, 1), MOST_SPARE))
 
         sizes = {
-            **{"B": b, "E": slots, "D": g.key_dim, "V": g.value_dim, "L": g.layers, "K": g.kv_heads, "C": tail},
+            **{"B": b, "E": slots, "D": g.key_dim, "V": g.stored_value_dim, "L": g.layers, "K": g.kv_heads, "C": tail},
             **{"W": max(window, 1), "P": g.layers * g.kv_heads + 1},
         }
 
@@ -155,7 +164,7 @@ class FullAttentionLayers:
         mass.scatter_add_(1, torch.where(owner < 0, heads, owner), prompt.slot_stats[MASS])
         window_mass, weights = prompt.window_stats[MASS].sum(-1), prompt.layer_weights
         if self.evicts:
-            self._begin_evicting(prompt)
+            self._begin_evicting(with_values(prompt, g.value_dim))
         if self.entry_format != "model":
             del prompt
             self._pack(recycled)

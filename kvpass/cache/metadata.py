@@ -150,7 +150,7 @@ def _shapes(
         entry: dtype of keys and values. codes: of those in the pool, if it holds codes.
     """
     g = group.geometry
-    sizes: dict[str, int] = {"B": rows, "L": g.layers, "K": g.kv_heads, "D": g.key_dim, "V": g.value_dim}
+    sizes: dict[str, int] = {"B": rows, "L": g.layers, "K": g.kv_heads, "D": g.key_dim, "V": g.stored_value_dim}
     sizes |= {"P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0, "2": 2}
     found = {name: BUFFERS[name] for name in names}
     return {

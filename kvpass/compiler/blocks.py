@@ -228,7 +228,8 @@ class _Prompt:
     def begin(self) -> None:
         """Run what comes before all layers."""
         self._copy_weights(self.decoder.split.begin.inputs)
-        self.known.update(self._call(self.decoder.split.begin, 0, self.tokens, {}))
+        made = self._call(self.decoder.split.begin, 0, self.tokens, {})
+        self.known.update({node: value.contiguous() for node, value in made.items()})  # as they are recorded
 
     def _copy_weights(self, reads: Sequence[Node]) -> None:
         """Copy what is read and stays on the host to the device."""
@@ -291,7 +292,7 @@ class _Prompt:
             )
         candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
         with record_function("kvpass::cascade_step"):
-            self.ops.cascade_step(buffers, candidates, place.layer, policy, self.ranks)
+            self.ops.cascade_step(buffers, candidates.stored_in(buffers), place.layer, policy, self.ranks)
 
     def _projection(self, site: Site) -> Tensor:
         """Weight of the layer's output projection, ``[hidden, H * Dv]``."""

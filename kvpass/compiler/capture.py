@@ -34,6 +34,7 @@ from kvpass.torch_compat import (
     TorchRuntimeError,
     TracingContext,
     Unsupported,
+    UserError,
     compile_lock,
     maybe_mark_dynamic,
     tracing,
@@ -262,7 +263,7 @@ def _called(captured: Callable[..., Tensor], call: Call, ids: Tensor, positions:
     except BackendCompilerFailed as failure:
         inner = failure.inner_exception
         raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
-    except Unsupported as failure:
+    except (Unsupported, UserError) as failure:
         raise ValueError(
             f"the decoder cannot be captured as one graph: {_stop(failure)}; change that, or use the model uncompiled"
         ) from failure
@@ -272,12 +273,13 @@ def _called(captured: Callable[..., Tensor], call: Call, ids: Tensor, positions:
         _CALL.reset(token)
 
 
-def _stop(failure: Unsupported | TorchRuntimeError) -> str:
+def _stop(failure: Unsupported | UserError | TorchRuntimeError) -> str:
     """Where in the model's code Dynamo stopped and why, in one line."""
     text = str(failure)
     detail = re.search(r"Developer debug context: (.+)|got (\w+\(.+\))", text)
     reason = text.splitlines()[0] + (f" ({detail[1] or detail[2]})" if detail else "")
-    frames = [frame for frame in failure.real_stack if not any(map(Path(frame.filename).is_relative_to, _NOT_ITS_CODE))]
+    stack = failure.real_stack or ()
+    frames = [frame for frame in stack if not any(map(Path(frame.filename).is_relative_to, _NOT_ITS_CODE))]
     if not frames:
         return reason
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, `{frames[-1].line}`: {reason}"

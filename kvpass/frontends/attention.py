@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
+from kvpass.frontends.latent_attention import absorbed_query, attends_latents, cannot_absorb, expanded_output
 
 ATTENTION_NAME = "kvpass"
 
@@ -101,10 +102,19 @@ def kvpass_attention(
     if query.shape[2] != key.shape[2]:
         refusal = "not every token of the prompt has a query here: the model leaves out those whose logits are not kept"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    latent = attends_latents(module)
+    if latent:
+        if (reason := cannot_absorb(module)) is not None:
+            refusal = f"{reason}, since kvpass.compile: compile the changed model"
+        query = absorbed_query(module, query)
     if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
+    if latent:
+        value = key[..., : value.shape[-1]]  # so written that the pass which lays out the cache sees it
     out = torch.ops.kvpass.site.default(query, key, value, scale, sliding_window, softcap, s_aux, refusal)
+    if latent:
+        out = expanded_output(module, out)
     return out.transpose(1, 2), None
 
 

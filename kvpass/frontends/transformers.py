@@ -55,10 +55,10 @@ _DROPPED = (
 class Runtime:
     """Rules and captures of a compiled model.
 
-    ``identity``: fingerprint for its caches. ``device``: on which a model computes that has weights on the
-    host. ``one_length``: all rows must have one length, because the rotary
-    frequencies follow the longest row. ``ranks``: processes that share the heads. ``block``: tokens of a block of a
-    prompt. ``attention``: numbers of the layers with attention, where others are recurrent.
+    ``identity``: fingerprint for its caches. ``device``: on which a model computes that has weights on the host.
+    ``one_length``: all rows must have one length, because the rotary frequencies follow the longest row. ``ranks``:
+    processes that share the heads. ``expanded``: why latents are cached as expanded heads. ``block``: tokens of a block
+    of a prompt. ``attention``: numbers of the layers with attention, where others are recurrent.
     """
 
     rules: Rules
@@ -67,6 +67,7 @@ class Runtime:
     device: torch.device | None = None
     one_length: bool = False
     ranks: Ranks | None = None
+    expanded: str | None = None
     block: Block = "auto"
     attention: tuple[int, ...] | None = None
     last_prompt: PromptRecord | None = None
@@ -390,6 +391,7 @@ class CompressedModel(_Base):
             ranks=runtime.ranks,
             attention=runtime.attention,
             on_host=runtime.captures.compiler.on_host,
+            expanded=runtime.expanded,
             compiled=tuple(record for record in runtime.captures.compiler.records if record.policy == policy.spec),
         )
 

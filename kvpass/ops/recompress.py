@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpass.operands import AppendBuffers, Attention, RecompressBuffers
+from kvpass.operands import AppendBuffers, Attention, RecompressBuffers, with_values
 from kvpass.ops.entry_formats import pool_rows
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
@@ -59,7 +59,8 @@ def observe_held(
     Args:
         ranks: processes that share the heads of the layer; scores and masses are of the heads of this process.
     """
-    q, scale, softcap, sinks = call.q, *call[3:]
+    q, v, scale, softcap, sinks = call.q, call.v, *call[3:]
+    held = with_values(held, v.shape[3])
     tail_k, tail_v = held.tail_k, held.tail_v
     scores, masses, layer_weights, window = found
     t, kv_heads = q.shape[2], tail_k.shape[2]

@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpass.operands import NOTHING_REQUESTED, AppendBuffers, Attended, Attention, Candidates, PrefillBuffers, Requested
+from kvpass.operands import (
+    NOTHING_REQUESTED,
+    AppendBuffers,
+    Attended,
+    Attention,
+    Candidates,
+    PrefillBuffers,
+    Requested,
+    with_values,
+)
 from kvpass.ops.entry_formats import pool_rows
 from kvpass.ops.slots import attend_slots, evict_lowest
 from kvpass.policies.base import Policy
@@ -342,6 +351,7 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         ValueError: the tail cannot take T more tokens (nothing was written).
     """
     q, k, v, scale, softcap, sinks = call
+    held = with_values(held, v.shape[3])
     tail_k, tail_v = held.tail_k, held.tail_v
     b, h, t, _ = q.shape
     kv_heads = k.shape[1]

@@ -95,7 +95,7 @@ def _observe_attention(
 
 
 def _cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:
-    implementation(candidates.k).cascade_step(buffers, candidates, layer, policy)
+    implementation(candidates.k).cascade_step(buffers, candidates.stored_in(buffers), layer, policy)
 
 
 def _pack(buffers: PrefillBuffers) -> None:

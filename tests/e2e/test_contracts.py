@@ -13,14 +13,18 @@ import kvpass
 from masked_oracle import MaskedOracle, kept_columns
 from numeric_checks import assert_close
 from support_table import listed, supported_row
-from tiny_models import FAMILIES, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import FAMILIES, LATENT, compiled_once, left_pad, random_ids, tiny_model
 
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 UNLIMITED = 10**6
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
 POLICIES = sorted(kvpass.POLICIES)
 PROMPT, NEW = 61, 12
-SOME = {family: ["lava", *POLICIES[i::7]] if i < 7 else ["lava"] for i, family in enumerate(FAMILIES)}
+SOME = {
+    family: ["lava", *POLICIES[i::7]] if i < 7 else ["lava"]
+    for i, family in enumerate(FAMILIES)
+    if family not in LATENT
+}
 """Policies tried on the first layers of each family: all on some family; on every whole family under ``exhaustive``."""
 LAYERS = dict.fromkeys(("llama", "gemma2", "gemma3", "cohere2", "gpt_oss", "smollm3", "gpt_neo", "deepseek_v3"), 2)
 """Of families whose layers differ, and of llama, two; of others one."""
@@ -32,12 +36,14 @@ OTHER = {*MASKED, "mistral_sliding", "gptj", "bloom", "falcon", "falcon_alibi"}
 """These, and families without a layer under the budget or with attention of their own, which no oracle can replace."""
 VERSION = Version(transformers.__version__)
 MET_OTHERWISE = {"diffllama"} if Version("5.17") > VERSION else {"gptj"} if Version("5.24") <= VERSION else set()
+if Version("5.16") > VERSION:
+    MET_OTHERWISE |= {"deepseek_v3", *LATENT}
 """Families that this version of transformers writes otherwise than the one that docs/models.md was made with."""
 ANYWHERE = [name for name in POLICIES if not kvpass.POLICIES[name].reads_projection]
-"""Policies that need no linear layer right after attention, which diffllama has not."""
+"""Policies that need no linear layer right after attention, which diffllama and latent attention have not."""
 EXHAUSTIVE = [
     pytest.param(
-        *(family, ANYWHERE if family == "diffllama" else POLICIES, None),
+        *(family, ANYWHERE if family in ("diffllama", "deepseek_v3", *LATENT) else POLICIES, None),
         id=f"{family}-all",
         marks=pytest.mark.exhaustive,
     )

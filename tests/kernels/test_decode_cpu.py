@@ -38,7 +38,7 @@ def check(case: DecodeCase) -> None:
     tokens, used = case.q.shape[2], int(case.tail_used)
     before = [tensor.clone() for tensor in case.decode_state]
     before[2][case.layer, :, :, used : used + tokens] = case.k
-    before[3][case.layer, :, :, used : used + tokens] = case.v
+    before[3][case.layer, :, :, used : used + tokens] = case.v[..., : before[3].shape[-1]]
     out = run(case)
     assert out.dtype == case.q.dtype
     assert out.transpose(1, 2).is_contiguous()
@@ -57,6 +57,16 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(5)
     yield
     torch.set_num_threads(count)
+
+
+@pytest.mark.parametrize(("dims", "dtype"), [((36, 20), torch.float32), ((80, 64), torch.bfloat16)])
+def test_values_stored_in_keys(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    dim, value_dim = dims
+    case = decode_case(
+        [[37], [130]], group=8, dim=dim, value_dim=value_dim, tokens=3, dtype=dtype, start=[0, 3], in_keys=True
+    )
+    assert case.pool_v.shape[2] == 0
+    check(case)
 
 
 @pairwise(

@@ -88,6 +88,7 @@ def gather_winners(
         (2, 2, 33, 64, 192, 128, torch.float32),
         (1, 2, 100, 129, 100, 16, torch.bfloat16),
         (1, 1, 4097, 300, 64, 64, torch.float32),
+        (2, 1, 40, 70, 72, 0, torch.float32),
     ],
 )
 def test_gather_winners(

@@ -103,6 +103,10 @@ def test_head_dims(dim: int, value_dim: int) -> None:
     check(decode_case([[19, 40]], dim=dim, value_dim=value_dim, tokens=2))
 
 
+def test_values_stored_in_keys() -> None:
+    check(decode_case([[19], [40]], group=4, dim=72, value_dim=64, tokens=2, start=[0, 2], in_keys=True))
+
+
 @pytest.mark.parametrize("tokens", quick([1, 5], [5]))
 def test_half_precision(tokens: int) -> None:
     check(decode_case(LENGTHS, group=4, dim=80, tokens=tokens, dtype=torch.float16, start=[2, 0]))

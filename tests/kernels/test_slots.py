@@ -78,7 +78,9 @@ class SlotsCase:
             live = (self.position[row, head] >= 0) | (torch.arange(width) == slot)
             first = 0 if self.offsets is None else int(self.offsets[row, self.layer * kv_heads + head])
             sides = []
-            for pool, tail, new in ((self.pool_k, self.tail_k, self.k), (self.pool_v, self.tail_v, self.v)):
+            stored = (self.pool_k, self.tail_k) if self.tail_v.shape[4] == 0 else (self.pool_v, self.tail_v)
+            values = [None if x is None else x[..., : self.v.shape[3]] for x in stored]
+            for pool, tail, new in ((self.pool_k, self.tail_k, self.k), (*values, self.v)):
                 line = tail.new_zeros(width, tail.shape[4])
                 if pool is not None:
                     segment = pool[row, first : first + behind]
@@ -116,11 +118,13 @@ def slots_case(
     softcap: float | None = None,
     sinks: bool = False,
     seed: int = 0,
+    in_keys: bool = False,
 ) -> SlotsCase:
     """Random arguments; of three layers the second is attended.
 
     Args:
-        lengths: of the pool segments, by row and KV head. live: share of the slots that hold an entry.
+        lengths: of the pool segments, by row and KV head. live: share of the slots that hold an entry. in_keys: values
+            are the first columns of the keys, and stored there only.
     """
     generator = torch.Generator().manual_seed(seed)
     rows, kv_heads, layers, layer = len(lengths), len(lengths[0]), 3, 1
@@ -151,6 +155,10 @@ def slots_case(
                     rows_of_pool[row, first + slot] = random(size)
         pools.append(rows_of_pool)
         tails.append(tail)
+    k = random(rows, 1, kv_heads, dim).transpose(1, 2)
+    v = k[..., :value_dim] if in_keys else random(rows, 1, kv_heads, value_dim or dim).transpose(1, 2)
+    if in_keys:
+        pools[1], tails[1] = pools[1][..., :0].contiguous(), tails[1][..., :0].contiguous()
     line = (rows, kv_heads, width)
     written = Entered(
         torch.randint(0, 99, line, generator=generator, dtype=torch.int32),
@@ -160,8 +168,8 @@ def slots_case(
     )
     return SlotsCase(
         q=random(rows, 1, group * kv_heads, dim).transpose(1, 2),
-        k=random(rows, 1, kv_heads, dim).transpose(1, 2),
-        v=random(rows, 1, kv_heads, value_dim or dim).transpose(1, 2),
+        k=k,
+        v=v,
         pool_k=pools[0] if pool else None,
         pool_v=pools[1] if pool else None,
         offsets=offsets if pool else None,
@@ -209,6 +217,11 @@ def test_groups_and_empty_slots(way: str, group: int, live: float) -> None:
 )
 def test_head_dims(way: Callable[..., Any], dim: int, value_dim: int) -> None:
     check(slots_case([[19, 40]], dim=dim, value_dim=value_dim), way)
+
+
+@both_ways
+def test_values_stored_in_keys(way: Callable[..., Any]) -> None:
+    check(slots_case([[19], [40]], group=4, dim=72, value_dim=64, in_keys=True), way)
 
 
 @pairwise(way=[*WAYS], softcap=[None, 4.0, 30.0], sinks=[False, True], entered=[True, False])

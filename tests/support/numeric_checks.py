@@ -135,7 +135,10 @@ def exact_attention(
 
 @dataclass
 class DecodeCase:
-    """Arguments of one ``attend_cache`` call by their names; what no implementation may read is NaN."""
+    """Arguments of one ``attend_cache`` call by their names; what no implementation may read is NaN.
+
+    Where ``pool_v`` and ``tail_v`` have no columns, values are stored in the keys.
+    """
 
     q: Tensor
     k: Tensor
@@ -178,7 +181,9 @@ class DecodeCase:
         """Output ``[B, H, T, Dv]``, one row and KV head after another."""
         (rows, heads, tokens, _), kv_heads = self.q.shape, self.k.shape[1]
         group, used = heads // kv_heads, int(self.tail_used)
-        pools = (self.pool_k, self.pool_k_scale), (self.pool_v, self.pool_v_scale)
+        columns, in_keys = self.v.shape[3], self.pool_v.shape[2] == 0
+        stored_v, tail_v = (self.pool_k, self.tail_k) if in_keys else (self.pool_v, self.tail_v)
+        pools = (self.pool_k, self.pool_k_scale), (stored_v, self.pool_v_scale)
         pool_k, pool_v = (pool if scale is None else dequantise(pool, scale.double()) for pool, scale in pools)
         roundings = rounds_weights * (1 if self.pool_k_scale is None else 2)  # values too, when they leave their codes
         outs = []
@@ -186,7 +191,8 @@ class DecodeCase:
             segment = slice(*self.offsets[row, self.layer * kv_heads + head :][:2].tolist())
             held = (self.layer, row, head, slice(int(self.tail_start[row]), used))
             keys = torch.cat([pool_k[row, segment], self.tail_k[held], self.k[row, head]])
-            values = torch.cat([pool_v[row, segment], self.tail_v[held], self.v[row, head]])
+            stored = [pool_v[row, segment, :columns], tail_v[held][:, :columns]]
+            values = torch.cat([*stored, self.v[row, head]])
             of_head = slice(head * group, (head + 1) * group)
             found = exact_attention(
                 self.q[row, of_head],
@@ -220,12 +226,14 @@ def decode_case(
     sinks: bool = False,
     scale: float | None = None,
     seed: int = 0,
+    in_keys: bool = False,
 ) -> DecodeCase:
     """Random arguments on the CPU.
 
     Args:
         lengths: pool entries of the attended layer, by row and KV head; the other layers hold a few of NaN.
         group: query heads of a KV head. dim, value_dim: head dims; tokens: new ones; scale: by default ``dim**-0.5``.
+        in_keys: values are the first columns of the keys, and stored there only.
         slots: of the tail, of which those from ``start[row]`` up to ``used`` hold entries.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -249,10 +257,17 @@ def decode_case(
             tail[layer, row, :, first[row] : used] = random(kv_heads, used - first[row], size)
         pools.append(pool)
         tails.append(tail)
+    q, k, v = (
+        random(rows, tokens, heads, size).transpose(1, 2)
+        for heads, size in ((group * kv_heads, dim), (kv_heads, dim), (kv_heads, pools[1].shape[2]))
+    )
+    if in_keys:
+        v = k[..., : v.shape[3]]
+        pools[1], tails[1] = pools[1][..., :0].contiguous(), tails[1][..., :0].contiguous()
     return DecodeCase(
-        q=random(rows, tokens, group * kv_heads, dim).transpose(1, 2),
-        k=random(rows, tokens, kv_heads, dim).transpose(1, 2),
-        v=random(rows, tokens, kv_heads, pools[1].shape[2]).transpose(1, 2),
+        q=q,
+        k=k,
+        v=v,
         pool_k=pools[0],
         pool_v=pools[1],
         offsets=offsets,

@@ -63,6 +63,7 @@ def supported_row(family: str, model: CompressedModel) -> list[str]:
     found = [_FOUND_BY[record.name] for record in prefill.passes if record.sites and record.name in _FOUND_BY]
     config = model.config
     groups = (*prefill.layout.pools, *prefill.layout.rings)
+    latent = any(group.geometry.values_in_keys for group in groups)
     notes = {
         "sliding layers keep a ring": bool(prefill.layout.rings),
         "soft-capping": getattr(config, "attn_logit_softcapping", None) is not None,
@@ -73,9 +74,9 @@ def supported_row(family: str, model: CompressedModel) -> list[str]:
         "recurrent layers keep states outside the budget": bool(prefill.layout.states),
         "two attention ops a layer, each with keys and values of its own": not prefill.layout.states
         and prefill.sites > config.num_hidden_layers,
-        "one KV head": all(group.geometry.kv_heads == 1 for group in groups),
+        "one KV head": all(group.geometry.kv_heads == 1 for group in groups) and not latent,
         "not beyond the end of its table of positions": model._kvpass.captures.longest is not None,
-        "expanded heads are cached, as transformers does, not latent rows": hasattr(config, "kv_lora_rank"),
+        "latent rows are cached, one for all heads, as transformers does": latent,
     }
     return [
         _VARIANTS.get(family, family),

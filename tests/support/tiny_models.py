@@ -9,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import kvpass
 from kvpass.compiler.backend import Compiler
@@ -38,6 +38,22 @@ _FALCON = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "new_decoder_architecture": False,
+}
+_LATENT = {
+    **LLAMA_LIKE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+_LATENT_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA_LIKE),
@@ -118,24 +134,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon": ("falcon", {**_FALCON, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False}),
     "falcon_alibi": ("falcon", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            **LLAMA_LIKE,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 32,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 24,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 12,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "deepseek_v3": ("deepseek_v3", {**_LATENT, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
     "gpt_neox": (
         "gpt_neox",
         {
@@ -174,6 +173,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Model type and configuration of the supported families, three layers each."""
+LATENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek_v2", {**_LATENT, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**_LATENT, **_LATENT_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "minicpm3": ("minicpm3", _LATENT),
+    "mistral4": (
+        "mistral4",
+        {
+            **_LATENT,
+            **_LATENT_EXPERTS,
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "llama_4_scaling_beta": 0.1,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "youtu": ("youtu", _LATENT),
+    "axk1": ("axk1", {**_LATENT, **_LATENT_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+}
+"""The same of families that this version of transformers has, which cache a latent, besides deepseek_v3."""
+LATENT = {family: made for family, made in LATENT.items() if made[0] in CONFIG_MAPPING}
+FAMILIES |= LATENT
 _LINEAR = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _CONVOLUTION = {**LLAMA_LIKE, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
 _MAMBA = {
@@ -263,7 +289,7 @@ def tiny_model(
         options[next(name for name in _LAYERS if name in options)] = layers
         if "attention_types" in options:
             options["attention_types"] = [[options["attention_types"][0][0][:layers], 1]]
-    for by_layer in ("layer_types", "no_rope_layers"):
+    for by_layer in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         if by_layer in options:
             options[by_layer] = options[by_layer][: options["num_hidden_layers"]]
     experts = family in {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"}
@@ -272,7 +298,10 @@ def tiny_model(
     config = AutoConfig.for_model(model_type, **options)
     config.initializer_range = 0.1
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    else:  # the text part of a model of images and text
+        model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config).to(dtype).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

@@ -1,0 +1,106 @@
+"""Latent attention: layers attend their latents, so that these and not expanded heads are cached.
+
+Such a layer (DeepSeek-V2 and later) makes one row of ``kv_lora_rank + qk_rope_head_dim`` values a token, and
+``expand_kv`` makes keys and values of all heads from it. Keys and values are linear in the row, so the same logits and
+outputs come from the row itself: with ``W_k``, ``W_v`` the two parts of ``kv_b_proj`` of a head,
+
+    q_nope . (W_k c) = (W_k^T q_nope) . c        sum_j p_j (W_v c_j) = W_v sum_j p_j c_j
+
+Source: DeepSeek-V2 (2405.04434), section 2.1.2. Attention then has one KV head, whose value row is the first
+``kv_lora_rank`` columns of its key row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def _rows(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """Take the place of ``expand_kv``: return the row of each token, and the values in it.
+
+    Args:
+        kv_nope: ``[B, 1, T, kv_lora_rank]``. k_rot: ``[B, 1, T, qk_rope_head_dim]``.
+    """
+    row = torch.cat((kv_nope, k_rot), -1)
+    return row, row[..., : kv_nope.shape[-1]]
+
+
+def attends_latents(module: nn.Module) -> bool:
+    """Return whether :func:`attend_latents` changed the layer."""
+    return getattr(module, "expand_kv", None) is _rows
+
+
+def attend_latents(model: nn.Module, divided: bool) -> str | None:
+    """Let the layers of a model, which is changed, attend their latents, if all of them can.
+
+    Args:
+        divided: several processes share the heads of the model.
+    Returns:
+        why they attend expanded heads; None if they do not, or the model has no latents.
+    """
+    layers = [(path, module) for path, module in model.named_modules() if _makes_latents(module)]
+    if not layers:
+        config: Any = getattr(model, "config", None)
+        has_latents = getattr(config, "kv_lora_rank", None) is not None
+        return "its layers have no expand_kv, as those of transformers before 5.16" if has_latents else None
+    if divided:
+        return "several processes share the heads"
+    for path, module in layers:
+        if (reason := cannot_absorb(module) or _expands_otherwise(module)) is not None:
+            return f"{path}: {reason}"
+    for _, module in layers:
+        module.expand_kv = _rows
+    return None
+
+
+def _makes_latents(module: nn.Module) -> bool:
+    return callable(getattr(type(module), "expand_kv", None)) and all(hasattr(module, name) for name in _SIZES)
+
+
+def cannot_absorb(module: Any) -> str | None:
+    """Return why the weights of ``kv_b_proj`` alone do not say what it computes; None if they do."""
+    projection = getattr(module, "kv_b_proj", None)
+    if type(projection) is not nn.Linear or projection.bias is not None:
+        return f"kv_b_proj is a {type(projection).__name__}, not a plain nn.Linear without bias"
+    if projection._forward_hooks or projection._forward_pre_hooks:
+        return "kv_b_proj has forward hooks"
+    return None
+
+
+@torch.no_grad()
+def _expands_otherwise(module: Any) -> str | None:
+    """Return what ``expand_kv`` does, if it is not what the weights of ``kv_b_proj`` say."""
+    weight = module.kv_b_proj.weight
+    row = torch.linspace(-1, 1, module.kv_lora_rank + module.qk_rope_head_dim, device=weight.device)
+    latent, rotated = row.to(weight.dtype).view(1, 1, 1, -1).split([module.kv_lora_rank, module.qk_rope_head_dim], -1)
+    keys, values = module.expand_kv(latent, rotated)
+    own = torch.cat((keys[0, :, 0, : module.qk_nope_head_dim], values[0, :, 0]), -1)
+    expected = module.kv_b_proj(latent).view_as(own)
+    same = torch.allclose(own, expected) and bool((keys[..., module.qk_nope_head_dim :] == rotated).all())
+    return None if same else "expand_kv does not compute what kv_b_proj says"
+
+
+def _parts(module: Any) -> Iterator[Tensor]:
+    """Yield the parts of ``kv_b_proj`` for keys ``[H, qk_nope_head_dim, R]`` and values ``[H, v_head_dim, R]``."""
+    sizes = [module.qk_nope_head_dim, module.v_head_dim]
+    weight: Tensor = module.kv_b_proj.weight
+    yield from weight.view(-1, sum(sizes), module.kv_lora_rank).split(sizes, 1)
+
+
+def absorbed_query(module: Any, query: Tensor) -> Tensor:
+    """Return queries of latents ``[B, H, T, kv_lora_rank + qk_rope_head_dim]`` for those of expanded keys."""
+    for_keys, _ = _parts(module)
+    nope, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    return torch.cat((torch.einsum("bhtn,hnr->bhtr", nope, for_keys), rotated), -1)
+
+
+def expanded_output(module: Any, out: Tensor) -> Tensor:
+    """Return the output ``[B, H, T, v_head_dim]`` for one of latents ``[B, H, T, kv_lora_rank]``."""
+    _, for_values = _parts(module)
+    return torch.einsum("bhtr,hvr->bhtv", out, for_values)

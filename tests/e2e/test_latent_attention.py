@@ -1,0 +1,136 @@
+"""Latent attention: the cache holds one latent row of each kept token, and attention of all heads reads it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers import DynamicCache
+
+import kvpass
+from masked_oracle import MaskedOracle, kept_columns
+from numeric_checks import assert_close
+from tiny_models import LATENT, compiled_once, left_pad, random_ids, tiny_model
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.16"), reason="transformers before 5.16 caches expanded heads"
+)
+FAMILY, PROMPT, WINDOW, BUDGET = "deepseek_v3", 61, 8, 20
+ROW = 16 + 8
+"""kv_lora_rank and qk_rope_head_dim of the tiny models."""
+
+
+def shared(**options):
+    return compiled_once(FAMILY, layers=2, backend="eager", window=WINDOW, **options)
+
+
+def test_a_kept_entry_is_one_row_for_all_heads():
+    model, fast = shared(policy="snapkv", budget=BUDGET)
+    ids = random_ids(2, PROMPT)
+    cache = fast(ids).past_key_values
+    g = cache.geometry
+    assert (g.kv_heads, g.key_dim, g.value_dim, g.entry_bytes) == (1, ROW, 16, ROW * 4)
+    (store,) = cache.full_layers
+    rows = 2 * 2 * (BUDGET - WINDOW) + 2 * 2 * store.tail_k.shape[3]  # of pool and tails: batch, layers, slots
+    assert sum(
+        getattr(store, name).untyped_storage().nbytes() for name in ("pool_k", "pool_v", "tail_k", "tail_v")
+    ) == (rows * ROW * 4)
+    report = fast.report()
+    assert int(report.bytes_kept.sum()) == 2 * 2 * BUDGET * ROW * 4 and "expanded" not in str(report)
+    theirs = DynamicCache(config=model.config)
+    model(ids, past_key_values=theirs)
+    assert report.bytes_full == sum(x.nbytes for layer in theirs.layers for x in (layer.keys, layer.values))
+
+
+def test_kept_entries_have_the_most_attention_of_the_window_over_all_heads():
+    _, fast = shared(policy="snapkv", budget=BUDGET, kernel_size=1)
+    ids = random_ids(1, PROMPT, seed=3)
+    kept = kept_columns(fast(ids).past_key_values, PROMPT)[0, :, 0]
+    eager = tiny_model(FAMILY, layers=2)
+    eager.set_attn_implementation("eager")
+    for layer, attention in enumerate(eager(ids, output_attentions=True).attentions):
+        scores = attention[0, :, -WINDOW:, :-WINDOW].mean((0, 1))
+        best = set(scores.topk(BUDGET - WINDOW).indices.tolist()) | set(range(PROMPT - WINDOW, PROMPT))
+        assert set(kept[layer].nonzero().flatten().tolist()) == best
+
+
+@pytest.mark.parametrize("policy", ["lava", pytest.param("tova", marks=pytest.mark.exhaustive)])
+def test_several_turns_padding_and_files_equal_the_masked_model(policy, tmp_path):
+    model, fast = shared(policy=policy, budget=BUDGET, **({"evict_during_decode": False} if policy == "tova" else {}))
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (PROMPT, 37)])
+    new = random_ids(2, 90, seed=5)
+    cache = fast(ids, attention_mask=mask).past_key_values
+    keep = kept_columns(cache, ids.shape[1])
+    logits = []
+    for piece in [*new[:, :70].split([1, 1, 9, 59], 1), *new[:, 70:].split([1, 19], 1)]:
+        cache.save(tmp_path / "cache.kv")
+        cache = kvpass.load_cache(tmp_path / "cache.kv", fast)
+        logits.append(fast(piece, past_key_values=cache).logits)
+    whole = torch.cat([mask, torch.ones_like(new)], 1)
+    expected = MaskedOracle(model).logits(torch.cat([ids, new], 1), whole, keep)[:, ids.shape[1] :]
+    assert_close("logits", torch.cat(logits, 1), expected, atol=1e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["lava", "h2o"])
+def test_compiled_and_uncompiled_graphs_keep_and_compute_the_same(policy):
+    ids, new = random_ids(1, PROMPT), random_ids(1, 12, seed=5)
+    found = []
+    for backend in ("eager", "inductor"):
+        _, fast = compiled_once(FAMILY, layers=2, backend=backend, policy=policy, budget=BUDGET, window=WINDOW)
+        cache, logits = fast(ids).past_key_values, []
+        for token in new.split(1, 1):
+            logits.append(fast(token, past_key_values=cache).logits)
+        found.append((cache.positions, torch.cat(logits, 1)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert_close("logits", found[1][1], found[0][1], atol=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_recompression_keeps_the_budget():
+    _, fast = compiled_once(
+        FAMILY, layers=2, backend="eager", recompress="every_turn", policy="snapkv", budget=BUDGET, window=WINDOW
+    )
+    cache = fast(random_ids(1, PROMPT)).past_key_values
+    fast(random_ids(1, 30, seed=1), past_key_values=cache)
+    assert cache.lengths.tolist() == [[[BUDGET], [BUDGET]]]
+
+
+class _Wrapped(nn.Linear):
+    """A projection of which the weight does not say all, as one with an adapter."""
+
+    def forward(self, x):
+        return super().forward(x) * 1.5
+
+
+def test_expanded_heads_are_cached_where_the_projection_is_no_plain_linear():
+    model = tiny_model(FAMILY, layers=2)
+    attention = model.model.layers[1].self_attn
+    wrapped = _Wrapped(attention.kv_b_proj.in_features, attention.kv_b_proj.out_features, bias=False)
+    wrapped.weight = attention.kv_b_proj.weight
+    attention.kv_b_proj = wrapped
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(1, PROMPT)
+    assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
+    assert "latents are cached as expanded heads: model.layers.1.self_attn: kv_b_proj is a _Wrapped" in str(
+        fast.report()
+    ).replace("\n", " ")
+
+
+def test_a_projection_replaced_after_compilation_raises():
+    fast = kvpass.compile(tiny_model(FAMILY, layers=1), policy="full", backend="eager")
+    attention = fast.model.layers[0].self_attn
+    attention.kv_b_proj.register_forward_hook(lambda module, args, output: output * 1.5)
+    with pytest.raises(kvpass.UnsupportedAttentionError, match="kv_b_proj has forward hooks"):
+        fast(random_ids(1, PROMPT))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", LATENT)
+def test_every_family_keeps_latents(family):
+    _, fast = compiled_once(family, backend="eager", policy="lava", budget=BUDGET, window=WINDOW)
+    cache = fast(random_ids(1, PROMPT)).past_key_values
+    assert (cache.geometry.kv_heads, cache.geometry.entry_bytes) == (1, ROW * 4)
+    assert int(cache.lengths.sum()) == len(cache) * BUDGET
