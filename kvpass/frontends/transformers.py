@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +38,7 @@ from kvpass.frontends.arguments import (
 from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import first_real_column
 from kvpass.frontends.tensor_parallel import check_divided
-from kvpass.policies import Policy, resolve_budget
+from kvpass.policies import POLICIES, Policy, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
 from kvpass.ranks import Ranks
@@ -265,6 +267,8 @@ class CompressedModel(_Base):
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
 
+        The logger ``kvpass`` says once if the policy scores by queries, of which none is the question's here.
+
         Args:
             input_ids: the context, int64 ``[B, N]``. attention_mask: ``[B, N]`` when rows are left-padded.
             reusable: True: each later call continues from a copy, so you can ask any number of independent questions.
@@ -275,6 +279,8 @@ class CompressedModel(_Base):
         cache = output[CACHE]
         assert isinstance(cache, CompressedCache)
         cache.reusable = reusable
+        if self.policy.reads_queries:
+            _warn_of_queries(self.policy.name)
         return cache
 
     def warmup(self, batch_sizes: Iterable[int] = (1,), *, prompt_tokens: int = 64, turns: bool = False) -> None:
@@ -514,6 +520,18 @@ def _graph(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> C
     runtime: Runtime = model._kvpass
     forward = types.MethodType(original_class(model).forward, model)
     return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep, runtime.identity.hooks)
+
+
+@functools.cache
+def _warn_of_queries(policy: str) -> None:
+    """Log, once for each policy, that it cannot know what will be asked."""
+    others = ", ".join(name for name, cls in POLICIES.items() if not cls.reads_queries and cls.needs_budget)
+    logging.getLogger("kvpass").warning(
+        "policy %r scores a context by its own queries, none of which asks for anything yet; these read no query: %s. "
+        "What each answers then: docs/policies.md",
+        policy,
+        others,
+    )
 
 
 def compressed_class(cls: type[PreTrainedModel]) -> type[CompressedModel]:

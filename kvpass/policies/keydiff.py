@@ -28,6 +28,7 @@ class KeyDiff(Policy):
 
     name: ClassVar[str] = "keydiff"
     query_rows = 0
+    reads_queries: ClassVar[bool] = False
 
     window: int = 0
 

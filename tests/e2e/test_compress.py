@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -78,3 +80,13 @@ def test_what_is_kept_does_not_depend_on_the_question():
     aware = kept_columns(fast(torch.cat([ids, random_ids(1, 9, seed=3)], 1)).past_key_values, 49)[..., :40]
     assert not torch.equal(agnostic, aware)
     assert_close("window", agnostic[..., 32:].float(), torch.ones(1, 2, 2, 8), atol=0)
+
+
+def test_a_policy_that_scores_by_queries_is_named_once_with_those_that_do_not(monkeypatch):
+    said = []
+    monkeypatch.setattr(logging.getLogger("kvpass"), "warning", lambda text, *args: said.append(text % args))
+    ids, mask = context()
+    for policy in ("keydiff", "snapkv", "snapkv"):
+        _, fast = compiled(policy)
+        fast.compress(ids, mask)
+    assert len(said) == 1 and "'snapkv'" in said[0] and "keydiff" in said[0] and "lava" not in said[0]

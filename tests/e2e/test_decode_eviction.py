@@ -87,6 +87,8 @@ def test_a_compiled_prefill_keeps_what_plan_says(monkeypatch, policy, parity):
     fast = compiled(layers=3, policy=policy, **options)
     cache = fast(random_ids(2, 50), logits_to_keep=1).past_key_values
     q, k, v = (torch.stack([call[i] for call in calls]) for i in range(3))
+    if kvpass.POLICIES[policy].reads_projection:
+        options["output_weights"] = torch.stack([layer.self_attn.o_proj.weight.detach() for layer in fast.model.layers])
     expected = plan(policy, q, k, v, budget=BUDGET, **options)
     assert torch.equal(kept_columns(cache, 50).transpose(0, 1), expected.keep)
     assert torch.equal(cache.lengths.transpose(0, 1), expected.lengths)
