@@ -267,7 +267,7 @@ class CompressedModel(_Base):
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
 
-        The logger ``kvpass`` says once if the policy scores by queries, of which none is the question's here.
+        The logger ``kvpass`` says once if the policy scores by what a prompt asks, which this one does not yet.
 
         Args:
             input_ids: the context, int64 ``[B, N]``. attention_mask: ``[B, N]`` when rows are left-padded.
@@ -279,8 +279,8 @@ class CompressedModel(_Base):
         cache = output[CACHE]
         assert isinstance(cache, CompressedCache)
         cache.reusable = reusable
-        if self.policy.reads_queries:
-            _warn_of_queries(self.policy.name)
+        if self.policy.needs_question:
+            _warn_of_question(self.policy.name)
         return cache
 
     def warmup(self, batch_sizes: Iterable[int] = (1,), *, prompt_tokens: int = 64, turns: bool = False) -> None:
@@ -523,12 +523,12 @@ def _graph(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> C
 
 
 @functools.cache
-def _warn_of_queries(policy: str) -> None:
+def _warn_of_question(policy: str) -> None:
     """Log, once for each policy, that it cannot know what will be asked."""
-    others = ", ".join(name for name, cls in POLICIES.items() if not cls.reads_queries and cls.needs_budget)
+    others = ", ".join(name for name, cls in POLICIES.items() if not cls.needs_question and cls.needs_budget)
     logging.getLogger("kvpass").warning(
-        "policy %r scores a context by its own queries, none of which asks for anything yet; these read no query: %s. "
-        "What each answers then: docs/policies.md",
+        "policy %r scores by what a prompt asks, and a context asks nothing yet; these do not: %s. What each answers then: "
+        "docs/policies.md, column 'before the question'",
         policy,
         others,
     )

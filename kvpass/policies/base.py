@@ -48,8 +48,8 @@ class Policy(ABC):
     ``obs.all_heads``. A class of your own says so itself, its subclasses again."""
     reads_projection: ClassVar[bool] = False
     """Whether it reads ``obs.projection``, the output projection of the layer; a model without one is then refused."""
-    reads_queries: ClassVar[bool] = True
-    """Whether its score depends on queries of the prompt, so that it can only keep what is asked for if the prompt asks."""
+    needs_question: ClassVar[bool] = True
+    """Whether its score follows what the prompt asks, so that it is poor where the question is not yet known."""
     only_prompts: ClassVar[bool] = False
     """Whether a score means nothing where entries are missing between those that are scored."""
 

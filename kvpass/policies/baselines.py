@@ -20,7 +20,7 @@ class Full(Policy):
 
     name: ClassVar[str] = "full"
     query_rows = 0
-    reads_queries: ClassVar[bool] = False
+    needs_question: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = False
 
     @takes_padding
@@ -45,7 +45,7 @@ class Random(Policy):
 
     name: ClassVar[str] = "random"
     query_rows = 0
-    reads_queries: ClassVar[bool] = False
+    needs_question: ClassVar[bool] = False
 
     seed: int = option(0, check_int, 0, high=1 << 64)
 

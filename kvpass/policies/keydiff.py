@@ -28,7 +28,7 @@ class KeyDiff(Policy):
 
     name: ClassVar[str] = "keydiff"
     query_rows = 0
-    reads_queries: ClassVar[bool] = False
+    needs_question: ClassVar[bool] = False
 
     window: int = 0
 

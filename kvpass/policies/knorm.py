@@ -24,7 +24,7 @@ class Knorm(Policy):
 
     name: ClassVar[str] = "knorm"
     query_rows = 0
-    reads_queries: ClassVar[bool] = False
+    needs_question: ClassVar[bool] = False
 
     window: int = 0
 

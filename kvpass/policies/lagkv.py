@@ -34,7 +34,7 @@ class LagKV(Policy):
 
     name: ClassVar[str] = "lagkv"
     query_rows = 0
-    reads_queries: ClassVar[bool] = False
+    needs_question: ClassVar[bool] = False
     only_prompts: ClassVar[bool] = True
 
     window: int = 0

@@ -32,7 +32,7 @@ class StreamingLLM(Policy):
 
     name: ClassVar[str] = "streaming_llm"
     query_rows = 0
-    reads_queries: ClassVar[bool] = False
+    needs_question: ClassVar[bool] = False
 
     window: int = 0
     sinks: int = option(4, check_int, 0)

@@ -82,7 +82,7 @@ def test_what_is_kept_does_not_depend_on_the_question():
     assert_close("window", agnostic[..., 32:].float(), torch.ones(1, 2, 2, 8), atol=0)
 
 
-def test_a_policy_that_scores_by_queries_is_named_once_with_those_that_do_not(monkeypatch):
+def test_a_policy_that_needs_the_question_is_named_once_with_those_that_do_not(monkeypatch):
     said = []
     monkeypatch.setattr(logging.getLogger("kvpass"), "warning", lambda text, *args: said.append(text % args))
     ids, mask = context()
