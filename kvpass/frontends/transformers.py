@@ -527,8 +527,8 @@ def _warn_of_question(policy: str) -> None:
     """Log, once for each policy, that it cannot know what will be asked."""
     others = ", ".join(name for name, cls in POLICIES.items() if not cls.needs_question and cls.needs_budget)
     logging.getLogger("kvpass").warning(
-        "policy %r scores by what a prompt asks, and a context asks nothing yet; these do not: %s. What each answers then: "
-        "docs/policies.md, column 'before the question'",
+        "policy %r scores by what a prompt asks, and a context asks nothing yet; these do not: %s. What each "
+        "answers then: docs/policies.md, column 'before the question'",
         policy,
         others,
     )
