@@ -181,7 +181,11 @@ def test_a_file_of_threads_that_evict_is_that_of_one(name):
         assert torch.equal(whole[tensor], other), tensor
     own, _ = divided(whole, Layout(pools=(one.group,), rings=()), ThreadRanks("", 1, SIZE))
     again = FullAttentionLayers.restore(
-        parts[1].group, policy, {key.removeprefix("store0_"): x for key, x in own.items() if key != "start"}, one.facts
+        parts[1].group,
+        policy,
+        {key.removeprefix("store0_"): x for key, x in own.items() if key != "start"},
+        one.facts,
+        "model",
     )
     seen = TOKENS + 15 - start
     assert torch.equal(again.positions(seen), parts[1].positions(seen))
