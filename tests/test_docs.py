@@ -80,21 +80,28 @@ def numbers_of_report(text: str) -> list[float]:
 
 @dataclass
 class Shared:
-    """The built-in model, compiled without Inductor once for each ``recompress``: one capture serves many pages."""
+    """The built-in model, compiled without Inductor once for each of two options: one capture serves many pages."""
 
     model: Any
     tokenizer: Any
-    compiled: dict[str, Any] = field(default_factory=dict)
+    compiled: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def compile(
-        self, model: Any, *, recompress: str = "never", policy: str = "lava", budget: Any = None, **rest: Any
+        self,
+        model: Any,
+        *,
+        recompress: str = "never",
+        entries: str = "model",
+        policy: str = "lava",
+        budget: Any = None,
+        **rest: Any,
     ) -> Any:
-        if recompress not in self.compiled:
-            self.compiled[recompress] = _compile(
-                self.model, policy=policy, budget=budget, recompress=recompress, backend="eager", **rest
-            )
-        self.compiled[recompress].set_policy(policy, budget, **rest)
-        return self.compiled[recompress]
+        fast = self.compiled.get((recompress, entries))
+        if fast is None:
+            given = {"policy": policy, "budget": budget, "recompress": recompress, "entries": entries, **rest}
+            fast = self.compiled[recompress, entries] = _compile(self.model, backend="eager", **given)
+        fast.set_policy(policy, budget, **rest)
+        return fast
 
 
 _compile = kvpass.compile
