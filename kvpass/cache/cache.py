@@ -543,13 +543,16 @@ class CompressedCache(Cache):
         if self.ranks is None:
             write_cache_file(path, tensors, metadata.to_dict())
             return
-        own = {name: tensor.cpu() for name, tensor in tensors.items()}
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        codes = torch.float8_e4m3fn  # pickle, by which processes send them, does not read it: sent as bits
+        own = {name: (x.view(torch.int8) if x.dtype == codes else x).cpu() for name, x in tensors.items()}
         parts = self.ranks.gather_to_first((own, metadata.stores))
 
         def write() -> None:
             stores = joined_facts([facts for _, facts in parts])
             whole = replace(metadata, layout=layout_of_all(layout, len(parts)), stores=stores)
-            write_cache_file(path, joined([part for part, _ in parts], layout), whole.to_dict())
+            held = [{name: x.view(dtypes[name]) for name, x in part.items()} for part, _ in parts]
+            write_cache_file(path, joined(held, layout), whole.to_dict())
 
         self.ranks.first_does(write)
 

@@ -46,10 +46,11 @@ def compare(
     processes: int = 2,
     compiler: str = "eager",
     layers: int | None = None,
+    entries: str = "model",
 ) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if processes > 2 else {}
     tiny_model(family, layers=layers, **heads).save_pretrained(folder)
-    given = json.dumps([(policy, OPTIONS.get(policy, {})) for policy in policies])
+    given = json.dumps([(policy, {**OPTIONS.get(policy, {}), "entries": entries}) for policy in policies])
     done = torchrun(processes, str(WORKER), str(folder), compiler, given)
     assert done.returncode == 0, done.stderr[-5000:]
 
@@ -85,6 +86,12 @@ def test_every_family_keeps_the_same(family, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_four_processes_keep_the_same(family, tmp_path):
     compare(tmp_path, family, ["lava", "snapkv"], processes=4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("entries", ["int8", "fp8"])
+def test_entries_in_fewer_bits_are_the_same(entries, tmp_path):
+    compare(tmp_path, "llama", ["lava"], layers=1, entries=entries)
 
 
 @pytest.mark.exhaustive
