@@ -103,7 +103,7 @@ def attend_part(  # type: ignore[no-untyped-def]
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
     if codes_k is not None:
         b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, codes_k, codes_v, D, DV, first_code, last_code, o_t, scale, softcap, D, DV, BD, BDV,
+            b_q, b_m, b_l, b_acc, codes_k, codes_v, D, SV, first_code, last_code, o_t, scale, softcap, D, DV, BD, BDV,
             BLOCK_S, False, p_k_scale=k_scale, p_v_scale=v_scale,
         )  # fmt: skip
     b_m, b_l, b_acc = absorb_entries(
@@ -196,7 +196,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         if pool_k_scale is not None:
             i_pool = i_b.to(tl.int64) * entries
             codes_k = pool_k + i_pool * D
-            codes_v = pool_v + i_pool * DV
+            codes_v = pool_v + i_pool * SV
             k_scale = pool_k_scale + i_pool
             v_scale = pool_v_scale + i_pool
             first_code = first
