@@ -137,5 +137,5 @@ def test_every_family_keeps_latents(family):
 
 
 def test_rows_in_fewer_bits_are_refused():
-    with pytest.raises(ValueError, match="entries='int8': .* caches latent rows"):
+    with pytest.raises(ValueError, match=r"entries='int8': .* caches latent rows"):
         kvpass.compile(tiny_model(FAMILY, layers=1), budget=64, entries="int8", backend="eager")
