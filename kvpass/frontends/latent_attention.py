@@ -65,9 +65,9 @@ def _makes_latents(module: nn.Module) -> bool:
 
 def cannot_absorb(module: Any) -> str | None:
     """Return why the weights of ``kv_b_proj`` alone do not say what it computes; None if they do."""
-    projection = getattr(module, "kv_b_proj", None)
-    # a class of its own with this forward reads weights from the host, see offload.py
-    if getattr(type(projection), "forward", None) is not nn.Linear.forward or projection.bias is not None:
+    projection: Any = getattr(module, "kv_b_proj", None)
+    forward = getattr(projection, "forward", None)  # also of the subclass that reads its weight from the host
+    if getattr(forward, "__func__", forward) is not nn.Linear.forward or projection.bias is not None:
         return f"kv_b_proj is a {type(projection).__name__}, not a plain nn.Linear without bias"
     if projection._forward_hooks or projection._forward_pre_hooks:
         return "kv_b_proj has forward hooks"
@@ -82,7 +82,7 @@ def _expands_otherwise(module: Any) -> str | None:
     latent, rotated = row.to(weight.dtype).view(1, 1, 1, -1).split([module.kv_lora_rank, module.qk_rope_head_dim], -1)
     keys, values = module.expand_kv(latent, rotated)
     own = torch.cat((keys[0, :, 0, : module.qk_nope_head_dim], values[0, :, 0]), -1)
-    expected = module.kv_b_proj(latent).view_as(own)
+    expected = nn.functional.linear(latent, weight).view_as(own)
     same = torch.allclose(own, expected) and bool((keys[..., module.qk_nope_head_dim :] == rotated).all())
     return None if same else "expand_kv does not compute what kv_b_proj says"
 

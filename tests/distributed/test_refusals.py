@@ -33,10 +33,10 @@ def group(request, monkeypatch) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-def divided(folder: Any, family: str, **given: Any) -> Any:
+def divided(folder: Any, family: str, layers: int = 1, **given: Any) -> Any:
     from transformers.distributed import DistributedConfig
 
-    tiny_model(family, layers=1).save_pretrained(folder)
+    tiny_model(family, layers=layers).save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**given)).eval()
 
 
@@ -53,4 +53,12 @@ def test_processes_that_outnumber_the_kv_heads_are_refused(group, tmp_path):
 def test_other_parallelism_beside_that_of_heads_is_refused(group, family, other, tmp_path):
     model = divided(tmp_path, family, tp_size=2, **other)
     with pytest.raises(ValueError, match=r"divided in more than one way \(as with ep_size or fsdp_size\)"):
+        kvpass.compile(model, policy="lava", budget=64)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="states have no methods")
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_a_hybrid_on_several_processes_is_refused(group, tmp_path):
+    model = divided(tmp_path, "granitemoehybrid", layers=2, tp_size=group)
+    with pytest.raises(ValueError, match="has recurrent layers, whose states several processes cannot share yet"):
         kvpass.compile(model, policy="lava", budget=64)

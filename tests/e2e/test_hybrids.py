@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,13 @@ MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 UNLIMITED, NEW = 10**6, 6
 FAMILY = [pytest.param(name, marks=[] if name == "lfm2" else pytest.mark.exhaustive) for name in HYBRIDS]
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+FRESH = """
+import sys, torch, kvpass
+from tiny_models import random_ids, tiny_model
+fast = kvpass.compile(tiny_model("qwen3_5"), policy="lava", budget=24, window=8, backend="eager")
+cache = kvpass.load_cache(sys.argv[1], fast)
+print(fast.generate(random_ids(2, 9, seed=5), past_key_values=cache, max_new_tokens=6, do_sample=False).tolist())
+"""
 
 
 def pair(family="lfm2", budget=UNLIMITED, backend="eager"):
@@ -45,8 +55,9 @@ def check_two_turns(model, fast):
     first = fast.generate(ids, return_dict_in_generate=True, **GREEDY)
     assert torch.equal(first.sequences, model.generate(ids, **GREEDY))
     longer = torch.cat([first.sequences, random_ids(1, 13, seed=3)], 1)
-    expected = model.generate(longer, **GREEDY)
-    assert torch.equal(fast.generate(longer, past_key_values=first.past_key_values, **GREEDY), expected)
+    given = GREEDY | {"attention_mask": torch.ones_like(longer)}  # the answer may hold the id of padding
+    expected = model.generate(longer, **given)
+    assert torch.equal(fast.generate(longer, past_key_values=first.past_key_values, **given), expected)
 
 
 def check_padding(fast):
@@ -112,6 +123,30 @@ def test_a_saved_cache_continues(tmp_path):
     assert all(map(torch.equal, loaded.states.held, cache.states.held))
     answers = [fast.generate(question, past_key_values=given, **GREEDY) for given in (cache, loaded)]
     assert torch.equal(*answers)
+
+
+@pytest.mark.exhaustive
+def test_a_fresh_process_continues_as_the_live_cache_does(tmp_path):
+    fast = kvpass.compile(tiny_model("qwen3_5"), policy="lava", budget=24, window=8, backend="eager")
+    cache, question = fast.compress(random_ids(2, 60)), random_ids(2, 9, seed=5)
+    cache.save(tmp_path / "context.kv")
+    live = fast.generate(question, past_key_values=cache, **GREEDY).tolist()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, "-c", FRESH, str(tmp_path / "context.kv")]
+    fresh = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert fresh.returncode == 0, fresh.stderr
+    assert fresh.stdout.strip() == str(live)
+
+
+@pytest.mark.exhaustive
+def test_thousands_of_steps_take_no_more_memory():
+    _, fast = compiled_once("lfm2", layers=2, backend="eager", policy="tova", budget=24)
+    cache = fast(random_ids(1, 60)).past_key_values
+    sizes, token = set(), random_ids(1, 1)
+    for _ in range(3000):
+        token = fast(token, past_key_values=cache).logits.argmax(-1)
+        sizes.add((cache.nbytes, cache.states.nbytes, int(cache.lengths.max())))
+    assert len(sizes) == 1 and cache.columns == 3060
 
 
 def test_a_reusable_cache_and_rows_of_beams_have_states_of_their_own():

@@ -98,6 +98,14 @@ def test_recompression_keeps_the_budget():
     assert cache.lengths.tolist() == [[[BUDGET], [BUDGET]]]
 
 
+@pytest.mark.exhaustive
+def test_greedy_tokens_are_those_of_transformers():
+    model, fast = compiled_once(FAMILY, backend="eager", policy="lava", budget=10**6, window=WINDOW)
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (PROMPT, 37)])
+    given = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
+    assert torch.equal(fast.generate(ids, **given), model.generate(ids, **given))
+
+
 class _Wrapped(nn.Linear):
     """A projection of which the weight does not say all, as one with an adapter."""
 
@@ -105,18 +113,28 @@ class _Wrapped(nn.Linear):
         return super().forward(x) * 1.5
 
 
-def test_expanded_heads_are_cached_where_the_projection_is_no_plain_linear():
-    model = tiny_model(FAMILY, layers=2)
-    attention = model.model.layers[1].self_attn
+def of_another_class(attention):
     wrapped = _Wrapped(attention.kv_b_proj.in_features, attention.kv_b_proj.out_features, bias=False)
     wrapped.weight = attention.kv_b_proj.weight
     attention.kv_b_proj = wrapped
+    return "_Wrapped"
+
+
+def with_another_forward(attention):
+    projection = attention.kv_b_proj
+    projection.forward = lambda x: nn.functional.linear(x, projection.weight) * 1.5
+    return "Linear"
+
+
+@pytest.mark.parametrize("change", [of_another_class, with_another_forward])
+def test_expanded_heads_are_cached_where_the_projection_is_no_plain_linear(change):
+    model = tiny_model(FAMILY, layers=2)
+    name = change(model.model.layers[1].self_attn)
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids = random_ids(1, PROMPT)
     assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
-    assert "latents are cached as expanded heads: model.layers.1.self_attn: kv_b_proj is a _Wrapped" in str(
-        fast.report()
-    ).replace("\n", " ")
+    said = f"latents are cached as expanded heads: model.layers.1.self_attn: kv_b_proj is a {name}"
+    assert said in str(fast.report()).replace("\n", " ")
 
 
 def test_a_projection_replaced_after_compilation_raises():
