@@ -289,7 +289,7 @@ def tiny_model(
         options[next(name for name in _LAYERS if name in options)] = layers
         if "attention_types" in options:
             options["attention_types"] = [[options["attention_types"][0][0][:layers], 1]]
-    for by_layer in ("layer_types", "no_rope_layers", "mlp_layer_types"):
+    for by_layer in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types"):
         if by_layer in options:
             options[by_layer] = options[by_layer][: options["num_hidden_layers"]]
     experts = family in {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"}
