@@ -40,6 +40,7 @@ from kvpass.config import Layout, SiteShape, StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
 from kvpass.graphs.output_projection import OutputProjection, output_projection
+from kvpass.graphs.rotary_embedding import rotary_frequencies
 from kvpass.operands import (
     AppendBuffers,
     Attention,
@@ -98,6 +99,23 @@ class Site:
                 "the policy needs the output projection of the layer, which must be a linear layer (or addmm, or a "
                 "matrix product with a parameter) that reads the output of attention, heads side by side, and nothing "
                 "else may read that output; take a policy that does not need it, see docs/policies.md",
+            )
+        return found
+
+    @property
+    def rotary_frequencies(self) -> Node:
+        """The inverse frequencies ``[D / 2]`` by which queries were rotated.
+
+        Raises:
+            UnsupportedAttentionError: they were not, or not all channels, or in another form.
+        """
+        found = rotary_frequencies(self.q)
+        if found is None:
+            raise refuse(
+                self.node,
+                "the policy needs the rotary embedding of the queries, which must turn all channels, each of the first "
+                "half with one of the second, by position_ids times a tensor of the model; take a policy that does not "
+                "need it, see docs/policies.md",
             )
         return found
 
@@ -313,7 +331,8 @@ class Rewriter:
         start, first = self.state["start"], self.state["first"]
         buffers = self._buffers(PrefillBuffers, place)
         entries = buffers[PrefillBuffers._fields.index("entries")]
-        requested = Requested(projection=self._projection(site), entries=entries)  # type: ignore[arg-type]
+        frequencies = site.rotary_frequencies if self.policy.reads_rotation else None
+        requested = Requested(self._projection(site), frequencies, entries)  # type: ignore[arg-type]
         observed = self._call(
             "observe_attention", *site.call, start, first, place.layer, place.layers, self.policy.spec, *requested
         )

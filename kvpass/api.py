@@ -75,6 +75,10 @@ def compile(
 ) -> CompressedModel: ...
 @overload
 def compile(
+    model: PreTrainedModel, *, policy: Literal["expected_attention"], **options: Unpack[o.ExpectedAttentionOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
     model: PreTrainedModel, *, policy: Literal["cake"], **options: Unpack[o.CakeOptions]
 ) -> CompressedModel: ...
 @overload

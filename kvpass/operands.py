@@ -233,11 +233,13 @@ class Requested(NamedTuple):
     """What policies may ask for besides the attention op of a prompt; None: not asked for, or not known.
 
     projection: weight of the output projection ``[hidden, H * Dv]``, query head h read by the columns from ``h * Dv``
-    on. entries: evictable entries per KV head per layer of each row, int64 ``[B]``. summed: attention summed over all
+    on. frequencies: inverse frequencies of the rotary embedding ``[D / 2]``. entries: evictable entries per KV head per
+    layer of each row, int64 ``[B]``. summed: attention summed over all
     rows, fp32 ``[B, H, N]``.
     """
 
     projection: Tensor | None = None
+    frequencies: Tensor | None = None
     entries: Tensor | None = None
     summed: Tensor | None = None
 
@@ -245,7 +247,7 @@ class Requested(NamedTuple):
         """Return the same for some rows of the batch, from a column on."""
         entries = None if self.entries is None else self.entries[rows]
         summed = None if self.summed is None else self.summed[rows, :, column:]
-        return Requested(self.projection, entries, summed)
+        return self._replace(entries=entries, summed=summed)
 
 
 NOTHING_REQUESTED = Requested()

@@ -178,6 +178,10 @@ class BlockedPrefill:
                 if not self.places[layer.site.layer].ring:
                     weight = layer.site.output_projection.weight  # raises before anything is written
                     assert not is_host_weight(weight) or weight in layer.reads, "it is copied with the layer"
+        if policy.reads_rotation:
+            for layer in self.split.layers:
+                if not self.places[layer.site.layer].ring:
+                    assert not is_host_weight(layer.site.rotary_frequencies), "vectors are on the device"  # may raise
         prompt = _Prompt(self, policy, state, inputs, ranks)
         edges = self.edges(prompt.tokens, block)
         prompt.begin()
@@ -278,14 +282,12 @@ class _Prompt:
             keep_newest(self._buffers(RingBuffers, place), call.k, call.v, columns, place.layer)
         else:
             lse = lses.until(n) if lses.began else None
-            projection = self._projection(site) if self.policy.reads_projection else None
-            self._judge(call._replace(q=queries.until(n)), lse, place, summed, projection)
+            requested = self._requested(site, summed)
+            self._judge(call._replace(q=queries.until(n)), lse, place, requested)
 
-    def _judge(
-        self, call: Attention, lse: Tensor | None, place: Place, summed: Tensor | None, projection: Tensor | None
-    ) -> None:
+    def _judge(self, call: Attention, lse: Tensor | None, place: Place, requested: Requested) -> None:
         policy, buffers = self.policy, self._buffers(PrefillBuffers, place)
-        requested = Requested(projection, buffers.entries, summed)
+        requested = requested._replace(entries=buffers.entries)
         with record_function("kvpass::judge"):
             scores, stats, weight = self.ops.judge(
                 call, lse, self.start, self.first, place.layer, place.layers, policy, requested, self.ranks
@@ -293,6 +295,12 @@ class _Prompt:
         candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
         with record_function("kvpass::cascade_step"):
             self.ops.cascade_step(buffers, candidates.stored_in(buffers), place.layer, policy, self.ranks)
+
+    def _requested(self, site: Site, summed: Tensor | None) -> Requested:
+        """What the policy asks for, without the entries."""
+        projection = self._projection(site) if self.policy.reads_projection else None
+        frequencies = self.known[site.rotary_frequencies] if self.policy.reads_rotation else None
+        return Requested(projection, frequencies, summed=summed)
 
     def _projection(self, site: Site) -> Tensor:
         """Weight of the layer's output projection, ``[hidden, H * Dv]``."""

@@ -23,6 +23,7 @@ PolicyName = Literal[
     "cake",
     "criticalkv",
     "defensivekv",
+    "expected_attention",
     "full",
     "h2o",
     "keydiff",
@@ -114,6 +115,16 @@ class CriticalKVOptions(ScoreOptions, total=False):
 
 class DefensiveKVOptions(Options, total=False):
     kernel_size: int
+
+
+class ExpectedAttentionOptions(Options, total=False):
+    n_future: int
+    sinks: int
+    epsilon: float
+    covariance: bool
+    value_norm: bool
+    head_split: Literal["uniform", "adaptive"]
+    alpha: float
 
 
 class SnapKVOptions(ScoreOptions, total=False):

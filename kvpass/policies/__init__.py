@@ -19,6 +19,7 @@ from kvpass.policies.baselines import Full, Random
 from kvpass.policies.cake import Cake
 from kvpass.policies.criticalkv import CriticalKV
 from kvpass.policies.defensivekv import DefensiveKV, LayerDefensiveKV
+from kvpass.policies.expected_attention import ExpectedAttention
 from kvpass.policies.h2o import H2O
 from kvpass.policies.keydiff import KeyDiff
 from kvpass.policies.knorm import Knorm
@@ -168,6 +169,7 @@ for _policy in (
     CriticalKV,
     DefensiveKV,
     LayerDefensiveKV,
+    ExpectedAttention,
     H2O,
     Tova,
     StreamingLLM,

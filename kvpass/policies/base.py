@@ -48,6 +48,8 @@ class Policy(ABC):
     ``obs.all_heads``. A class of your own says so itself, its subclasses again."""
     reads_projection: ClassVar[bool] = False
     """Whether it reads ``obs.projection``, the output projection of the layer; a model without one is then refused."""
+    reads_rotation: ClassVar[bool] = False
+    """Whether it reads ``obs.frequencies``, the rotary embedding; a model without one that is found is then refused."""
     needs_question: ClassVar[bool] = True
     """Whether its score follows what the prompt asks, so that it is poor where the question is not yet known."""
     only_prompts: ClassVar[bool] = False

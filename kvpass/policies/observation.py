@@ -46,6 +46,12 @@ def attention_weights(logits: Tensor, hidden: Tensor, softcap: float | None, sin
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return ``x`` ``[..., D]`` with channels j and ``j + D / 2`` as a pair multiplied by ``(cos + i sin)[..., j]``."""
+    real, imaginary = x.chunk(2, -1)
+    return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
+
+
 @dataclass(frozen=True, eq=False)
 class Observation:
     """One attention op after prefill.
@@ -65,6 +71,8 @@ class Observation:
         summed: :attr:`column_sum`, if it was computed before.
         projection: weight of the output projection ``[hidden, H * Dv]``, given to policies that say
             ``reads_projection``; the columns from ``h * Dv`` on read query head h.
+        frequencies: inverse frequencies of the rotary embedding ``[D / 2]``, given to policies that say
+            ``reads_rotation``; channels j and ``j + D / 2`` turn by ``position * frequencies[j]``.
         entries: evictable entries per KV head per layer on average, int64 ``[B]``: the budget without the window. None
             when a cache is compressed again.
         ranks: processes that share the heads of the layer; queries, keys, values and all statistics are then those of
@@ -86,6 +94,7 @@ class Observation:
     padding: Tensor | None = None
     summed: Tensor | None = None
     projection: Tensor | None = None
+    frequencies: Tensor | None = None
     entries: Tensor | None = None
     ranks: Ranks | None = None
 
@@ -139,6 +148,39 @@ class Observation:
         """M; with padding that of each row, int64 ``[B, 1, 1]``."""
         return self.evictable if self.padding is None else (self.evictable - self.padding).clamp(min=0)[:, None, None]
 
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the rotary embedding at any positions ``[P]``: fp32 ``[P, D / 2]``, without a factor.
+
+        Raises:
+            ValueError: the frequencies are not given.
+        """
+        if self.frequencies is None:
+            raise ValueError("the frequencies of the rotary embedding are needed and not given")
+        angles = positions.float()[:, None] * self.frequencies.float()  # fp32, as models have them
+        return angles.cos(), angles.sin()
+
+    def unrotated_queries(self, kv_head: int, first: int) -> Tensor:
+        """Return queries of one KV head before RoPE, prompt rows from ``first`` on: fp32 ``[B, G, N - first, D]``.
+
+        They are turned back by their position in the row, which must have no padding: exact to the rounding of the
+        queries. A factor in the model's cos and sin (YaRN) stays in them, and a position of the first token other than
+        0 stays as a rotation; rotated forward again, both are as the model has them.
+
+        Raises:
+            ValueError: rows before the R given queries are needed, or the frequencies are not given.
+        """
+        offset = self.length - self.queries.shape[2]
+        self._check_rows(first, offset)
+        heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
+        cos, sin = self.rotation(torch.arange(first, self.length, device=self.keys.device))
+        return rotated(self.queries[:, heads, first - offset :].float(), cos, -sin)
+
+    def _check_rows(self, first: int, offset: int) -> None:
+        if first < offset:
+            raise ValueError(
+                f"queries hold the last {self.queries.shape[2]} of {self.length} prompt rows; row {first} is needed"
+            )
+
     def attention(self, kv_head: int, first: int, last: int) -> Tensor:
         """Attention of prompt rows ``first <= i < last`` for one KV head, fp32 ``[B, G, rows, last]``.
 
@@ -148,10 +190,7 @@ class Observation:
             ValueError: rows before the R given queries were requested.
         """
         offset = self.length - self.queries.shape[2]
-        if first < offset:
-            raise ValueError(
-                f"queries hold the last {self.queries.shape[2]} of {self.length} prompt rows; row {first} is needed"
-            )
+        self._check_rows(first, offset)
         heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
         q = self.queries[:, heads, first - offset : last - offset].float()
         k = self.keys[:, kv_head, :last].float()

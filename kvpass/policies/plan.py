@@ -69,6 +69,7 @@ def plan(
     decode: tuple[Tensor, Tensor, Tensor] | None = None,
     scale: float | None = None,
     output_weights: Layers | None = None,
+    rope_frequencies: Layers | None = None,
     **options: object,
 ) -> Plan:
     """Return what a policy keeps of a prompt and while decoding, by the code compiled models use.
@@ -85,9 +86,12 @@ def plan(
         scale: factor of the attention logits; ``D ** -0.5`` by default.
         output_weights: for policies that read it, the output projection of each layer, ``[L, hidden, H * Dv]``
             (``[out, in]`` as in ``torch.nn.Linear``).
+        rope_frequencies: for policies that read them, the inverse frequencies of the rotary embedding of each layer,
+            ``[L, D / 2]``; channels j and ``j + D / 2`` of queries and keys turn together.
     Raises:
         ValueError: unknown policy or option, option or budget out of range, shapes that do not fit together, a value
-            that is not finite, ``R < window``, ``N = 0``, no ``output_weights`` where the policy reads them.
+            that is not finite, ``R < window``, ``N = 0``, no ``output_weights`` or ``rope_frequencies`` where the
+            policy reads them.
     """
     chosen = resolve(policy, **options)
     q, k, v = _stack("queries", queries), _stack("keys", keys), _stack("values", values)
@@ -95,7 +99,8 @@ def plan(
     if decode is not None:
         _check_decode(decode, q, k, v)
     batch, kv_heads, dim = k.shape[1], k.shape[2], k.shape[4]
-    projections = _projections(chosen, output_weights, q, v)
+    projections, frequencies = _projections(chosen, output_weights, q, v), _frequencies(chosen, rope_frequencies, q)
+    given = list(zip(projections, frequencies, strict=True))
     factor = dim**-0.5 if scale is None else scale
     check_float("scale", factor, 0.0, open_low=True)
     parsed, entries = _entries(chosen, budget, k, v)
@@ -104,7 +109,7 @@ def plan(
     for b in range(batch):
         row = slice(b, b + 1)
         tokens = None if decode is None else (decode[0][:, :, row], decode[1][:, :, row], decode[2][:, :, row])
-        rows.append(_plan_row(chosen, q[:, row], k[:, row], v[:, row], entries, factor, tokens, projections))
+        rows.append(_plan_row(chosen, q[:, row], k[:, row], v[:, row], entries, factor, tokens, given))
     keep, scores, budgets, steps = zip(*rows, strict=True)
     kept = torch.cat(keep, 1)
     return Plan(
@@ -126,15 +131,21 @@ def _plan_row(
     entries: Tensor,
     scale: float,
     decode: tuple[Tensor, Tensor, Tensor] | None,
-    projections: Sequence[Tensor | None],
+    given: Sequence[tuple[Tensor | None, Tensor | None]],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Keep mask and scores ``[L, 1, K, N]``, recorded budgets over all heads ``[L, 1]``, decode keep masks."""
+    """Keep mask and scores ``[L, 1, K, N]``, recorded budgets over all heads ``[L, 1]``, decode keep masks.
+
+    Args:
+        given: projection and rotary frequencies of each layer.
+    """
     layers, _, kv_heads, length, _ = k.shape
     window = min(policy.window, length)
     available = torch.full_like(entries, length - window)
     sites = [
-        Observation(q[i], k[i], v[i], scale, window, i, layers, projection=projections[i], entries=entries)
-        for i in range(layers)
+        Observation(
+            *(q[i], k[i], v[i], scale, window, i, layers), projection=weight, frequencies=frequencies, entries=entries
+        )
+        for i, (weight, frequencies) in enumerate(given)
     ]
     scores = torch.full(k.shape[:4], float("-inf"), device=k.device)
     weights = torch.zeros(1, layers, dtype=torch.float64, device=k.device)
@@ -251,6 +262,24 @@ def _projections(policy: Policy, given: Layers | None, q: Tensor, v: Tensor) -> 
         if weight.dim() != 2 or weight.shape[1] != features or weight.shape[0] == 0:
             raise ValueError(f"output_weights[{layer}].shape={tuple(weight.shape)}: must be [hidden, {features}]")
         _check_finite(f"output_weights[{layer}]", weight)
+    return list(given)
+
+
+def _frequencies(policy: Policy, given: Layers | None, q: Tensor) -> Sequence[Tensor | None]:
+    """Return the rotary frequencies of each layer, None for each if the policy does not read them."""
+    layers, dim = q.shape[0], q.shape[4]
+    if not policy.reads_rotation:
+        return [None] * layers
+    if given is None or len(given) != layers:
+        count = "none are" if given is None else f"{len(given)} are"
+        raise ValueError(
+            f"policy {policy.name!r} reads the rotary embedding of each layer: pass rope_frequencies=[{layers}, "
+            f"{dim} / 2]; {count} given"
+        )
+    for layer, frequencies in enumerate(given):
+        if 2 * frequencies.numel() != dim or frequencies.dim() != 1:
+            raise ValueError(f"rope_frequencies[{layer}].shape={tuple(frequencies.shape)}: must be [{dim} / 2]")
+        _check_finite(f"rope_frequencies[{layer}]", frequencies)
     return list(given)
 
 

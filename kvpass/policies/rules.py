@@ -113,6 +113,8 @@ def _refusal(policy: Policy) -> str | None:
         return "released rules (parity='code') know only a prompt"
     if policy.reads_projection:
         return "its score reads the output projection, which only a prompt has at hand"
+    if policy.reads_rotation:
+        return "its score turns queries back by their position, and only a prompt has queries of all its tokens"
     if policy.compares_layers:
         return "it compares the scores of all layers, which is done in a prompt only"
     if policy.only_prompts:

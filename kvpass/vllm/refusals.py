@@ -77,6 +77,11 @@ REFUSALS = [
         'an attention layer of vLLM does not know it: use another policy, such as "lava"',
     ),
     Refusal(
+        "policies that read the rotary embedding",
+        lambda _, settings: settings.policy.reads_rotation,
+        'an attention layer of vLLM does not know it: use another policy, such as "keydiff"',
+    ),
+    Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
         "leave --speculative-config out",

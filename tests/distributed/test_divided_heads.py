@@ -30,9 +30,12 @@ OPTIONS = {
     "cake": {"tau1": 1.0, "tau2": 1.0},
     "pyramidkv": {"shape": "entropy"},
     "criticalkv": {"base": "ada_snapkv", "epsilon": 0.1},
+    "expected_attention": {"head_split": "adaptive"},
 }
 WEIGHTS = torch.randn(LAYERS, 12, KV_HEADS * GROUP * DIM, generator=torch.Generator().manual_seed(1))
 """Output projections."""
+TURNS = (0.2 ** torch.arange(DIM // 2)).expand(LAYERS, -1)
+"""Inverse frequencies of the rotary embeddings."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def prefilled(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks
     buffers = store._prefill
     for layer in range(LAYERS):
         call = Attention(q[layer], k[layer], v[layer], DIM**-0.5)
-        asked = Requested(weights[layer], buffers.entries)
+        asked = Requested(weights[layer], TURNS[layer], buffers.entries)
         seen = reference.judge(call, None, start, start, layer, LAYERS, policy, asked, ranks)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)
@@ -117,7 +120,8 @@ def test_threads_keep_together_what_one_keeps(name, padding, parity):
         assert torch.equal(found, kept(policy, q, k, v, start, None))
     else:
         budget = BUDGET if policy.needs_budget else None
-        assert torch.equal(found, plan(policy, q, k, v, budget=budget, output_weights=WEIGHTS).keep)
+        given = {"output_weights": WEIGHTS, "rope_frequencies": TURNS}
+        assert torch.equal(found, plan(policy, q, k, v, budget=budget, **given).keep)
 
 
 @dataclass(frozen=True, kw_only=True)

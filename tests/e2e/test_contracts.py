@@ -13,7 +13,7 @@ import kvpass
 from masked_oracle import MaskedOracle, kept_columns
 from numeric_checks import assert_close
 from support_table import listed, supported_row
-from tiny_models import FAMILIES, LATENT, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import FAMILIES, LATENT, ROTATED, compiled_once, left_pad, random_ids, tiny_model
 
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 UNLIMITED = 10**6
@@ -39,11 +39,18 @@ MET_OTHERWISE = {"diffllama"} if Version("5.17") > VERSION else {"gptj"} if Vers
 if Version("5.16") > VERSION:
     MET_OTHERWISE |= {"deepseek_v3", *LATENT}
 """Families that this version of transformers writes otherwise than the one that docs/models.md was made with."""
-ANYWHERE = [name for name in POLICIES if not kvpass.POLICIES[name].reads_projection]
-"""Policies that need no linear layer right after attention, which diffllama and latent attention have not."""
+
+
+def policies_of(family):
+    """Those that find in the family what they read: a linear layer right after attention, a rotary embedding."""
+    missing = set() if family in ROTATED else {"reads_rotation"}
+    missing |= {"reads_projection"} if family in ("diffllama", "deepseek_v3", *LATENT) else set()
+    return [name for name in POLICIES if not any(getattr(kvpass.POLICIES[name], reads) for reads in missing)]
+
+
 EXHAUSTIVE = [
     pytest.param(
-        *(family, ANYWHERE if family in ("diffllama", "deepseek_v3", *LATENT) else POLICIES, None),
+        *(family, policies_of(family), None),
         id=f"{family}-all",
         marks=pytest.mark.exhaustive,
     )

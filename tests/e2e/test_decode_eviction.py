@@ -89,6 +89,8 @@ def test_a_compiled_prefill_keeps_what_plan_says(monkeypatch, policy, parity):
     q, k, v = (torch.stack([call[i] for call in calls]) for i in range(3))
     if kvpass.POLICIES[policy].reads_projection:
         options["output_weights"] = torch.stack([layer.self_attn.o_proj.weight.detach() for layer in fast.model.layers])
+    if kvpass.POLICIES[policy].reads_rotation:
+        options["rope_frequencies"] = fast.model.rotary_emb.inv_freq.expand(3, -1)
     expected = plan(policy, q, k, v, budget=BUDGET, **options)
     assert torch.equal(kept_columns(cache, 50).transpose(0, 1), expected.keep)
     assert torch.equal(cache.lengths.transpose(0, 1), expected.lengths)

@@ -21,6 +21,8 @@ STARTS = torch.tensor([0, 9, 9])
 TOKENS = 37
 WEIGHT = torch.randn(20, KV_HEADS * GROUP * VALUE_DIM, generator=torch.Generator().manual_seed(2))
 """Output projection."""
+TURNS = 0.2 ** torch.arange(DIM // 2)
+"""Inverse frequencies of the rotary embedding."""
 
 
 def site(seed, tokens=TOKENS, dtype=torch.float32):
@@ -82,7 +84,7 @@ def prefill(backend, policy, entries):
     buffers, outputs = state(policy, entries), []
     for layer in range(LAYERS):
         call = Attention(*site(layer), 0.3)
-        asked = Requested(WEIGHT, buffers.entries)
+        asked = Requested(WEIGHT, TURNS, buffers.entries)
         out, *seen = backend.observe_attention(call, STARTS, STARTS, layer, LAYERS, policy, asked)
         backend.cascade_step(buffers, Candidates(call.k, call.v, *seen, STARTS), layer, policy)
         outputs.append(out)
@@ -174,10 +176,11 @@ RAGGED = torch.tensor([0, 9, 32, 33, 35])
 )
 def test_rows_of_different_padding_are_judged_together_as_each_alone(name, options):
     policy = resolve(name, **{"window": WINDOW, **options})
-    apart = ("lagkv", "defensivekv", "layer_defensivekv")  # parts that begin where the row does; rows of the window
+    # parts and positions that begin where the row does; rows of the window
+    apart = ("lagkv", "expected_attention", "defensivekv", "layer_defensivekv")
     assert policy.takes_padded_rows == (name not in apart)
     call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
-    asked = Requested(WEIGHT, torch.full((len(RAGGED),), 9))
+    asked = Requested(WEIGHT, TURNS, torch.full((len(RAGGED),), 9))
     expected = reference.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
     found = device.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
     for what, one, other in zip(("output", "scores", "stats", "weight"), found, expected, strict=True):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvpass.policies import resolve
-from kvpass.policies.observation import Observation
+from kvpass.policies.observation import Observation, rotated
 from kvpass.policies.plan import decode_layer, plan
 
 SHIPPED = Path(__file__).resolve().parents[1] / "golden"
@@ -33,6 +33,7 @@ OF_KEYS = ("keydiff", "knorm", "lagkv")
 """Policies whose cases lie a folder deeper, with other parameters: kvpress counts all that a head keeps."""
 CRITICAL = ("criticalkv_snapkv", "criticalkv_ada_snapkv")
 CASES_OF_CRITICAL = sorted(path for name in CRITICAL for path in ROOT.glob(f"{name}/cases/*.json"))
+CASES_OF_EXPECTED = sorted(ROOT.glob("expected_attention/cases/*.json"))
 CASES_OF_DEFENSIVE = sorted(ROOT.glob("defensivekv/cases/*.json"))
 CASES_OF_KEYS = sorted(
     path
@@ -171,9 +172,13 @@ def prompt_of(path: Path, about: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor
     return q, k, v
 
 
-def output_weights(path: Path, about: dict[str, Any]) -> Tensor:
+def extra_input(path: Path, about: dict[str, Any], name: str) -> Tensor:
     (extra,) = about["extra_inputs"]
-    return load_file((path.parent / extra).resolve())["wo"].float()
+    return load_file((path.parent / extra).resolve())[name].float()
+
+
+def output_weights(path: Path, about: dict[str, Any]) -> Tensor:
+    return extra_input(path, about, "wo")
 
 
 @pytest.mark.parametrize("path", CASES_OF_CRITICAL, ids=lambda p: f"{p.parents[1].name}-{p.stem}")
@@ -204,6 +209,34 @@ def test_contract_5_defensivekv_keeps_what_the_authors_keep(path):
     assert torch.equal(found.keep[:, 0], want["keep_mask"])
     m = prompt[1].shape[3] - params["window"]
     torch.testing.assert_close(found.scores[:, 0, :, :m], want["scores"][..., :m], rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("path", CASES_OF_EXPECTED, ids=lambda p: p.stem)
+def test_contract_5_expected_attention_keeps_what_kvpress_keeps(path):
+    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
+    params, prompt, frequencies = about["params"], prompt_of(path, about), extra_input(path, about, "inv_freq")
+    layers, length = prompt[1].shape[0], prompt[1].shape[3]
+    options = {"n_future": params["n_future_positions"], "sinks": params["n_sink"], "epsilon": params["epsilon"]}
+    options |= {"covariance": params["use_covariance"], "value_norm": params["use_vnorm"]}
+    if params["head_split"] != "uniform":
+        options |= {"head_split": "adaptive", "alpha": params["alpha_safeguard"]}
+    budget = max(1, int(length * (1 - params["compression_ratio"])))
+    turns = frequencies.expand(layers, -1)
+    found = plan("expected_attention", *prompt, budget=budget, rope_frequencies=turns, **options)
+    torch.testing.assert_close(found.scores[:, 0], want["scores"], rtol=2e-4, atol=1e-9)
+    assert torch.equal(found.lengths[:, 0], want["head_kept"])
+    assert torch.equal(found.keep[:, 0], want["keep_mask"])
+    for layer, (q, k, v) in enumerate(zip(*prompt, strict=True)):
+        obs = Observation(q, k, v, 1.0, 0, 0, 1, frequencies=frequencies)
+        queries = torch.cat([obs.unrotated_queries(head, params["n_sink"])[0] for head in range(k.shape[1])])
+        mean = queries.mean(1)
+        torch.testing.assert_close(mean, want["query_mean"][layer], rtol=2e-4, atol=2e-6)
+        if "query_cov" in want:
+            covariance = torch.stack([x.T.cov(correction=0) for x in queries])
+            torch.testing.assert_close(covariance, want["query_cov"][layer], rtol=2e-4, atol=2e-5)
+        future = torch.arange(length, length + params["n_future_positions"])
+        ahead = rotated(mean, *(part.mean(0) for part in obs.rotation(future)))
+        torch.testing.assert_close(ahead, want["query_mean_rotated"][layer], rtol=2e-4, atol=2e-6)
 
 
 CAKE = [p for p in CASES if p.parent.name == "cake"]
@@ -270,6 +303,7 @@ def test_the_policies_page_gives_the_number_of_shipped_cases_of_every_published_
     assert sorted(path.parent.name for path in formulas) == ["lava", "lava_nohead", "vatp_snapkv", "vatp_snapkv"]
     assert cases.keys() == {
         *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv"),
-        *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp", "criticalkv", "defensivekv", *OF_KEYS),
+        *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp", "criticalkv", "defensivekv"),
+        *("expected_attention", *OF_KEYS),
     }
     assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 3_400_000

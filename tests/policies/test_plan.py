@@ -28,7 +28,7 @@ from pairwise import pairwise
 BUILT_IN = (
     *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv", "ada_pyramidkv"),
     *("cake", "h2o", "tova", "streaming_llm", "vatp", "keydiff", "lagkv", "knorm", "random", "full"),
-    *("criticalkv", "defensivekv", "layer_defensivekv"),
+    *("criticalkv", "defensivekv", "layer_defensivekv", "expected_attention"),
 )
 TAUS = {"tau1": 1.6, "tau2": 0.4}
 VARIANTS = [
@@ -44,6 +44,7 @@ VARIANTS = [
     ("vatp", {"indicator": "scissorhands"}),
     *(("lagkv", {"sinks": 2, "lag": 5, "cross_scoring": cross}) for cross in (False, True)),
     *(("criticalkv", {"base": "ada_snapkv", "alpha": alpha, "epsilon": 0.01}) for alpha in (0.0, 0.2)),
+    ("expected_attention", {"head_split": "adaptive", "epsilon": 0.02, "sinks": 2}),
 ]
 EVICTING = [
     *(("cake", TAUS), ("h2o", {}), ("tova", {}), ("streaming_llm", {}), ("vatp", {"indicator": "h2o", "sinks": 2})),
@@ -71,11 +72,19 @@ def output_weights(q: Tensor, v: Tensor) -> Tensor:
     return torch.randn(q.shape[0], 6, q.shape[2] * v.shape[4], generator=generator)
 
 
+def rope_frequencies(q: Tensor) -> Tensor:
+    """Of each layer, others in each; the last ones turn the slowest."""
+    half = q.shape[4] // 2
+    return 0.3 ** torch.arange(half) * torch.linspace(1.0, 0.5, q.shape[0])[:, None]
+
+
 def plan(policy, queries, keys, values, **given) -> Plan:
-    """``kvpass.plan`` with an output projection for the policies that read it."""
+    """``kvpass.plan`` with an output projection and a rotary embedding for the policies that read them."""
     chosen = POLICIES.get(policy) if isinstance(policy, str) else policy
     if getattr(chosen, "reads_projection", False):
         given["output_weights"] = output_weights(queries, values)
+    if getattr(chosen, "reads_rotation", False):
+        given["rope_frequencies"] = rope_frequencies(queries)
     return plan_without_weights(policy, queries, keys, values, **given)
 
 
@@ -435,8 +444,10 @@ def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
         policy = resolve(name, window=window, **options)
         entries, available = torch.tensor([budget - window]), torch.tensor([length - window])
         sites = [
-            Observation(q[i], k[i], v[i], 0.5, window, i, layers, projection=weight, entries=entries)
-            for i, weight in enumerate(output_weights(q, v))
+            Observation(
+                *(q[i], k[i], v[i], 0.5, window, i, layers), projection=weight, frequencies=turns, entries=entries
+            )
+            for i, (weight, turns) in enumerate(zip(output_weights(q, v), rope_frequencies(q), strict=True))
         ]
         scores = [policy.score(obs) for obs in sites]
         weights = [policy.layer_weight(obs, s) for obs, s in zip(sites, scores, strict=True)]
@@ -459,7 +470,7 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
     buffers, start = prefill_buffers(policy, entries, layers, batch, kv_heads, window), torch.zeros(batch).long()
     for layer in range(layers):
         call = Attention(q[layer], k[layer], v[layer], 0.5)
-        asked = Requested(output_weights(q, v)[layer], buffers.entries)
+        asked = Requested(output_weights(q, v)[layer], rope_frequencies(q)[layer], buffers.entries)
         _, *seen = reference.observe_attention(call, start, start, layer, layers, policy, asked)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy)
     keep = kept_of(buffers, want)
@@ -475,7 +486,8 @@ def test_no_decision_needs_a_value_on_the_host(variant, parity):
     policy = resolve(name, window=3, parity=parity, **options)
     q, k, v = (x[0].to("meta") for x in tensors(0, batch=2))
     entries = torch.empty(2, dtype=torch.int64, device="meta")
-    obs = Observation(q, k, v, 0.5, 3, 1, 4, projection=output_weights(q[None], v[None])[0].to("meta"), entries=entries)
+    weight, turns = output_weights(q[None], v[None])[0].to("meta"), rope_frequencies(q[None])[0].to("meta")
+    obs = Observation(q, k, v, 0.5, 3, 1, 4, projection=weight, frequencies=turns, entries=entries)
     weights = torch.empty(2, 4, dtype=torch.float64, device="meta")
     scores = policy.score(obs)
     assert scores.shape == (2, 2, 21)

@@ -182,6 +182,43 @@ def test_keydiff_prefers_keys_unlike_the_mean_direction(obs):
     assert_score(resolve("keydiff", window=W), obs, want)
 
 
+@pytest.mark.parametrize("covariance", [True, False])
+def test_expected_attention_is_that_of_gaussian_queries_turned_by_the_mean_rotation(obs, covariance):
+    """With matrices of rotation, one for each position, and one query after the other; float64."""
+    turns, sinks, ahead = torch.tensor([1.0, 0.1]), 3, 7
+    obs = dataclasses.replace(obs, frequencies=turns)
+
+    def rotation(position: int) -> Tensor:
+        matrix = torch.zeros(D, D, dtype=torch.float64)
+        for j, speed in enumerate(turns.tolist()):
+            cos, sin, other = math.cos(position * speed), math.sin(position * speed), j + D // 2
+            matrix[j, j] = matrix[other, other] = cos
+            matrix[other, j], matrix[j, other] = sin, -sin
+        return matrix
+
+    mean_rotation = sum(rotation(N + t) for t in range(ahead)) / ahead
+    want = torch.zeros(K, N - sinks, dtype=torch.float64)
+    for head in range(K * G):
+        queries = [rotation(i).T @ obs.queries[0, head, i].double() for i in range(sinks, N)]
+        mean = sum(queries) / len(queries)
+        spread = sum(torch.outer(q - mean, q - mean) for q in queries) / len(queries)
+        turned = mean_rotation @ spread @ mean_rotation.T * float(covariance)
+        logits = [
+            0.5 * (mean_rotation @ mean) @ key + 0.125 * key @ turned @ key
+            for key in obs.keys[0, head // G, sinks:].double()
+        ]
+        want[head // G] += torch.stack(logits).softmax(0) / G
+    want = (want + 0.02) * obs.values[0, :, sinks:].double().norm(dim=-1)
+    score = torch.cat([torch.full((K, sinks), want.max() + 1), want], 1)[:, :M]
+    policy = resolve("expected_attention", window=W, sinks=sinks, n_future=ahead, epsilon=0.02, covariance=covariance)
+    assert_score(policy, obs, score.tolist())
+
+
+def test_expected_attention_keeps_short_prompts_from_the_front(obs):
+    short = Observation(obs.queries[:, :, :4], obs.keys[:, :, :4], obs.values[:, :, :4], 0.5, 0, 0, L)
+    assert torch.equal(resolve("expected_attention", sinks=4).score(short), torch.ones(1, K, 4))
+
+
 @pytest.mark.parametrize("cross", [False, True])
 def test_lagkv_scores_the_spread_within_the_range_of_the_next_part(obs, cross):
     sinks, lag = 3, 4  # parts begin at 3, 7 and 11; 15 and 16 are left

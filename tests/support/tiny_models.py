@@ -173,6 +173,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Model type and configuration of the supported families, three layers each."""
+ROTATED = [
+    *("llama", "llama_mha", "qwen3", "mistral", "mixtral", "olmo2", "qwen2", "qwen3_moe", "gemma2", "gemma3"),
+    *("starcoder2", "granite", "diffllama", "falcon"),
+]
+"""Families in all layers of which the rotary embedding is found that some policies read."""
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**_LATENT, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
     "glm4_moe_lite": (

@@ -1,0 +1,88 @@
+"""Expected attention: how much queries that are still to come would attend to an entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Policy
+from kvpass.policies.head_splits import HeadSplit, SafeguardedHeads, UniformHeads
+from kvpass.policies.observation import Observation, rotated
+from kvpass.policies.options import check_bool, check_choice, check_float, check_int, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(Policy):
+    """Keep what future queries are expected to attend to: Expected Attention (Devoto et al. 2025, arXiv 2510.00636).
+
+    Queries are taken to be Gaussian. Their mean m and covariance C, per query head, are those of the prompt's queries
+    without the first ``sinks``, before RoPE. A is the mean rotation of RoPE over the ``n_future`` positions after the
+    prompt. With c the factor of the logits, per query head:
+
+    ``a = softmax_i(c * (A m) . k[i] + c^2 / 2 * k[i] . (A C A^T) k[i])``, over the entries after the sinks;
+    ``s[i] = (mean of a over the group + epsilon) * |v[i]|``, the L2 norm of the value.
+
+    The first ``sinks`` entries score above all others of the layer. The total is the budget; no window is protected.
+
+    It reads all queries of the prompt, yet needs no question among them: they stand for those that follow, and
+    ``needs_question`` is False. Prompts of at most ``sinks`` tokens are kept from the front.
+
+    Departures: kvpress's code is the source, which has ``epsilon`` beside the paper's rule. There a prompt of at most
+    ``sinks`` tokens raises, and its wrapper evicts every 512 decoded tokens; here decoding appends. Softcap and
+    attention sinks of the model (a further logit) are left out, as there.
+
+    Args:
+        window: 0 as in the paper; a positive number protects that many newest tokens.
+        n_future: positions after the prompt over which rotations are averaged. sinks: first tokens, kept before others.
+        epsilon: added to the attention before it is multiplied by the norm of the value; 0.01 or 0.02 with adaptive
+            heads in kvpress's own comparisons.
+        covariance: whether the term with C counts. value_norm: whether attention (and ``epsilon``) is multiplied by
+            the norm.
+        head_split: ``"uniform"`` or ``"adaptive"``, the layer's best after each head's best ``alpha * n``, n being the
+            mean number of a head's entries. alpha: that certain part.
+    """
+
+    name: ClassVar[str] = "expected_attention"
+    reads_rotation: ClassVar[bool] = True
+    needs_question: ClassVar[bool] = False
+
+    window: int = 0
+    n_future: int = option(512, check_int, 1, 1 << 16)
+    sinks: int = option(4, check_int, 0)
+    epsilon: float = option(0.0, check_float, 0.0)
+    covariance: bool = option(True, check_bool)
+    value_norm: bool = option(True, check_bool)
+    head_split: Literal["uniform", "adaptive"] = option("uniform", check_choice, ("uniform", "adaptive"))
+    alpha: float = option(0.2, check_float, 0.0, 1.0)
+
+    def score(self, obs: Observation) -> Tensor:
+        batch, kv_heads, n, _ = obs.keys.shape
+        if n <= self.sinks:
+            return obs.keys.new_ones(batch, kv_heads, obs.evictable, dtype=torch.float32)
+        worth = torch.cat([self._attention(obs, kv_head) for kv_head in range(kv_heads)], 1)
+        if self.value_norm:
+            worth = (worth + self.epsilon) * obs.values[:, :, self.sinks :].float().norm(dim=-1)
+        above = obs.all_heads(worth.amax(2)).amax(1) + 1
+        sinks = above[:, None, None].expand(-1, kv_heads, self.sinks)
+        return torch.cat([sinks, worth], 2)[..., : obs.evictable]
+
+    def _attention(self, obs: Observation, kv_head: int) -> Tensor:
+        """Expected attention to the entries after the sinks, mean over the group: fp32 ``[B, 1, N - sinks]``."""
+        queries = obs.unrotated_queries(kv_head, self.sinks)
+        after = torch.arange(obs.length, obs.length + self.n_future, device=obs.keys.device)
+        cos, sin = (part.mean(0) for part in obs.rotation(after))
+        mean = queries.mean(2, keepdim=True)
+        keys = obs.keys[:, kv_head, None, self.sinks :].float()
+        logits = obs.scale * (keys * rotated(mean, cos, sin)).sum(-1)
+        if self.covariance:
+            centred = queries - mean
+            spread = rotated(centred.mT @ centred / queries.shape[2], cos, sin)
+            spread = rotated(spread.mT, cos, sin)
+            logits = logits + obs.scale**2 / 2 * ((keys @ spread) * keys).sum(-1)
+        return logits.softmax(-1).mean(1, keepdim=True)
+
+    def heads(self) -> HeadSplit:
+        return SafeguardedHeads(self.alpha, self.window) if self.head_split == "adaptive" else UniformHeads()

@@ -1,0 +1,99 @@
+"""The rotary embedding that a policy reads is that of the model's queries, or the model is refused."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import kvpass
+from kvpass.ops import reference
+from kvpass.policies.observation import Observation
+from numeric_checks import assert_close
+from pairwise import quick
+from tiny_models import FAMILIES, ROTATED, compiled_once, left_pad, random_ids, tiny_model
+
+SLIDING = {"mistral_sliding"}
+"""Families whose layers all have a sliding window, which no policy scores."""
+UNFOUND = sorted(FAMILIES.keys() - {*ROTATED} - SLIDING)
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """What the policy is given of each layer: the attention op and the frequencies."""
+    seen, judge = [], reference.judge
+
+    def record(call, lse, start, first, layer, layers, policy, requested, ranks=None):
+        seen.append((call, requested.frequencies))
+        return judge(call, lse, start, first, layer, layers, policy, requested, ranks)
+
+    monkeypatch.setattr(reference, "judge", record)
+    return seen
+
+
+def queries_before_rope(model, ids, monkeypatch):
+    """What each layer of a model of transformers gives to its function of RoPE, ``[1, H, N, D]`` each."""
+    found, module = [], sys.modules[type(model).__module__]
+    rotate = module.apply_rotary_pos_emb
+
+    def record(q, *rest, **options):
+        found.append(q.clone())
+        return rotate(q, *rest, **options)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(module, "apply_rotary_pos_emb", record)
+        model(ids, use_cache=False)
+    return found
+
+
+@pytest.mark.parametrize("family", quick(ROTATED, ["qwen3", "gemma3"]))
+def test_turned_back_queries_are_those_of_the_model_before_rope(family, judged, monkeypatch):
+    model, fast = compiled_once(family, policy="expected_attention", budget=24, backend="eager")
+    ids = random_ids(1, 40)
+    fast(ids)
+    wanted = queries_before_rope(model, ids, monkeypatch)
+    assert judged
+    for call, frequencies in judged:
+        obs = Observation(call.q, call.k, call.v, call.scale, 0, 0, 1, frequencies=frequencies)
+        found = torch.cat([obs.unrotated_queries(head, 0) for head in range(obs.kv_heads)], 1)
+        assert min(float((found - q).abs().max()) for q in wanted if q.shape == found.shape) < 1e-4
+
+
+def test_a_norm_before_rope_and_padding_change_nothing_of_what_is_kept(judged):
+    """Qwen3 has a norm between the projection and RoPE; a padded row keeps what it keeps alone, and what plan says."""
+    options = {"budget": 24, "window": 2, "head_split": "adaptive", "epsilon": 0.02}
+    _, fast = compiled_once("qwen3", policy="expected_attention", backend="eager", **options)
+    prompts = [random_ids(1, n, seed=n)[0] for n in (40, 33)]
+    ids, mask = left_pad(prompts)
+    together = fast(ids, attention_mask=mask).past_key_values
+    for row, prompt in enumerate(prompts):
+        judged.clear()
+        alone = fast(prompt[None]).past_key_values
+        q, k, v = (torch.stack([call[i] for call, _ in judged]) for i in range(3))
+        turns = torch.stack([frequencies for _, frequencies in judged])
+        keep = kvpass.plan("expected_attention", q, k, v, rope_frequencies=turns, **options).keep[:, 0]
+        for cache, of in ((together, row), (alone, 0)):
+            for layer, heads in enumerate(keep):
+                for head, kept in enumerate(heads):
+                    held = cache.positions[of, layer, head]
+                    assert sorted(held[held >= 0].tolist()) == kept.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("family", quick(UNFOUND, ["gpt_neox", "smollm3"]))
+def test_a_model_of_another_form_is_refused_and_works_with_another_policy(family):
+    _, fast = compiled_once(family, policy="expected_attention", budget=24, backend="eager")
+    with pytest.raises(kvpass.UnsupportedAttentionError, match="needs the rotary embedding of the queries"):
+        fast(random_ids(1, 40))
+    fast.set_policy("keydiff", 24)
+    assert fast(random_ids(1, 40)).past_key_values.lengths.max() == 24
+    fast.set_policy("expected_attention", 24)
+
+
+def test_one_token_and_a_whole_graph_know_it_too():
+    ids = random_ids(2, 50)
+    options = {"policy": "expected_attention", "budget": 24, "backend": "eager"}
+    blocks = kvpass.compile(tiny_model("llama", layers=1), **options)
+    whole = kvpass.compile(tiny_model("llama", layers=1), **options, compile_regions=False)
+    assert torch.equal(blocks(ids).past_key_values.positions, whole(ids).past_key_values.positions)
+    assert_close("logits", blocks(ids[:, :1]).logits, whole(ids[:, :1]).logits, atol=1e-5)
