@@ -60,7 +60,9 @@ def is_allowed(path, new):
         (path == ("kvpass_version",) and new == "text")
         or (path == ("reusable",) and new is True)
         or (path == ("format",) and new is REMOVED)  # it is written anyway
+        or (path == ("entry_format",) and new is REMOVED)  # files written before there was another say none
         or (path[:2] == ("layout", "pools") and path[-1] == "sliding_window" and new is REMOVED)
+        or (path[:1] == ("layout",) and path[-1] == "values_in_keys" and new is REMOVED)
     )
 
 
