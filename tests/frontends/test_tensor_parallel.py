@@ -9,7 +9,6 @@ import pytest
 
 import kvpass
 from kvpass.frontends.tensor_parallel import check_divided
-from kvpass.policies.rules import read_rules
 from kvpass.policies.snapkv import SnapKV
 from kvpass.ranks import Ranks
 
@@ -25,32 +24,16 @@ class Says(SnapKV):
     divisible: ClassVar[bool] = True
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpass.policies.POLICIES", dict(kvpass.POLICIES))
-    kvpass.register_policy(Inherits)
-    kvpass.register_policy(Says)
+RANKS = Ranks("", 0, 2)
 
 
-def check(policy: str | kvpass.Policy, recompress: str = "never", **options: object) -> None:
-    check_divided(read_rules(policy, 64, recompress, window=None, options=options, model_name=""), Ranks("", 0, 2))
+def test_a_policy_whose_class_does_not_say_so_is_refused():
+    with pytest.raises(ValueError, match=r"policy 'inherits' with heads on 2 processes.*set divisible = True"):
+        check_divided(Inherits(), RANKS)
+    check_divided(Inherits(), None)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"policy": "tova"}, "while decoding it evicts by the attention of all heads"),
-        ({"policy": Inherits()}, "set divisible = True"),
-        ({"policy": "lava", "recompress": "when_full"}, "recompress='when_full' with heads on 2 processes"),
-    ],
-    ids=["evicts", "own-policy", "recompress"],
-)
-def test_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        check(**given)
-
-
-def test_policies_that_say_so_are_not_refused():
-    check(Says())
-    check("tova", evict_during_decode=False)
-    check("h2o")
+def test_policies_that_say_so_and_ours_are_not_refused():
+    check_divided(Says(), RANKS)
+    for name in ("lava", "h2o", "tova"):
+        check_divided(kvpass.POLICIES[name](), RANKS)
