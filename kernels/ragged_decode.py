@@ -260,6 +260,6 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
         "TAIL_TILE": TAIL_TILE, "BLOCK_R": block_rows,
     }  # fmt: skip
     grid = (num_partials, triton.cdiv(query_rows, block_rows))
-    codes = " codes" if q.dtype != torch.float32 and held.pool_k_scale is not None else ""  # they take registers
+    codes = " codes" if held.pool_k_scale is not None else ""  # they take registers
     launch(_attend_tile, grid, arguments, f"decode {kind(q.dtype)}{codes}", config)
     return out.transpose(1, 2)

@@ -19,10 +19,10 @@ from kvpass.kernels.prefill_attention import LOG2E, block_dim, is_aligned
 from kvpass.operands import AppendBuffers, Attention
 
 
-def _case(dtype: torch.dtype, key_dim: int, value_dim: int) -> str:
-    """Return the case: what fits in registers, with the addresses of unaligned rows."""
+def _case(dtype: torch.dtype, key_dim: int, value_dim: int, codes: bool) -> str:
+    """Return the case: what fits in registers, with the addresses of unaligned rows and the scales of codes."""
     if dtype == torch.float32:
-        return "extend float"
+        return "extend float codes" if codes else "extend float"
     if block_dim(key_dim) + block_dim(value_dim) > 256:
         return "extend half wide"
     return "extend half" if is_aligned(key_dim, value_dim) else "extend half unaligned"
@@ -120,5 +120,6 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
     arguments = {**shared, "layers": layers, "offsets": offsets, "sinks": sinks, "out": out}
     query_rows = heads // kv_heads * tokens
     grid = blocks(query_rows, "BLOCK_R", rows * kv_heads)
-    launch(_attend_queries, grid, arguments, _case(q.dtype, shared["D"], shared["DV"]), config)
+    case = _case(q.dtype, shared["D"], shared["DV"], held.pool_k_scale is not None)
+    launch(_attend_queries, grid, arguments, case, config)
     return out.transpose(1, 2)
