@@ -116,6 +116,7 @@ class _FakeCache:
     batch_size: int
     entries: int
     mode: FakeTensorMode
+    ranks: None = None
 
     def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
@@ -130,6 +131,8 @@ class _FakeCache:
                 }
                 for name in AppendBuffers._fields:
                     buffer = BUFFERS[name]
+                    if buffer.saved == "packed":  # only where entries are in fewer bits
+                        continue
                     shape, kind = buffer.shape(sizes), buffer.dtype or dtype
                     state[f"store{index}_{name}"] = torch.empty(shape, dtype=kind, device=_CUDA)
             state["seen"] = torch.empty((), dtype=torch.int64, device=_CUDA)

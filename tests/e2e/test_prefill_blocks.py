@@ -54,7 +54,8 @@ def test_blocks_give_the_logits_of_the_uncompiled_model(family):
     for block in (13, 60):
         logits, _, more = prefilled(fast, block, ids)
         assert_close("logits", torch.cat([logits, more], 1), expected, atol=1e-4)
-    assert [record.whole_because for record in fast.report().compiled] == [""] * 2
+    assert {record.phase for record in fast.report().compiled} >= {"prefill", "extend"}
+    assert not any(record.whole_because for record in fast.report().compiled)
 
 
 @each_value(policy=sorted(POLICIES), block=(2, 13, 100))
