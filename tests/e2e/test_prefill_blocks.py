@@ -47,15 +47,15 @@ def assert_same(fast, block, ids, mask=None, **options):
 
 @pytest.mark.parametrize("family", quick(FAMILIES, UNUSUAL))
 def test_blocks_give_the_logits_of_the_uncompiled_model(family):
-    model, fast = compiled_once(family, layers=2, budget=WHOLE, window=8, backend="eager")
+    model = tiny_model(family, layers=2)
+    fast = kvpass.compile(model, budget=WHOLE, window=8, backend="eager")
     ids = random_ids(2, 61)
     with torch.no_grad():
         expected = model(torch.cat([ids, random_ids(2, 3, seed=9)], 1)).logits
     for block in (13, 60):
         logits, _, more = prefilled(fast, block, ids)
         assert_close("logits", torch.cat([logits, more], 1), expected, atol=1e-4)
-    assert {record.phase for record in fast.report().compiled} >= {"prefill", "extend"}
-    assert not any(record.whole_because for record in fast.report().compiled)
+    assert [record.whole_because for record in fast.report().compiled] == [""] * 2
 
 
 @each_value(policy=sorted(POLICIES), block=(2, 13, 100))
