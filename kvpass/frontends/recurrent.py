@@ -7,7 +7,8 @@ graph then has the states at these nodes. Attention layers get their keys and va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ _RECURRENT = {"conv", "linear_attention", "mamba", "mamba2", "recurrent"}
 """Kinds of layers in ``config.layer_types`` without attention."""
 _BOTH = {"hybrid", "hybrid_sliding"}
 _NEITHER = {"mlp", "moe", "dummy"}
+_GIVES_STATES = {"update_conv_state", "update_recurrent_state"}
+"""Methods of a cache by which recurrent layers give it their states."""
 
 _States = Mapping[tuple[int, str], tuple[tuple[int, ...], torch.dtype]]
 
@@ -59,13 +62,12 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
     The model is run on two tokens: only so it is known which states it has.
 
     Raises:
-        UnsupportedAttentionError: transformers is too old. ValueError: weights are on the host.
+        UnsupportedAttentionError: transformers is too old, or the layers keep their states otherwise than in a cache.
+        ValueError: weights are on the host.
     """
     kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if _RECURRENT.isdisjoint(kinds) and (_BOTH.isdisjoint(kinds) or not hasattr(Cache, "get_conv_state")):
-        return None
     attention = tuple(layer for layer, kind in enumerate(kinds) if kind not in _RECURRENT | _NEITHER)
-    if not attention:
+    if not _is_hybrid(model, kinds) or (kinds and not attention):
         return None
     if not hasattr(Cache, "get_conv_state"):
         raise UnsupportedAttentionError(
@@ -74,6 +76,13 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
             "it has recurrent layers beside attention, for which kvpass needs transformers >= 5.22; here is "
             f"{transformers.__version__}",
         )
+    if not any(map(_gives_states, {type(module) for module in model.modules()})):
+        raise UnsupportedAttentionError(
+            "",
+            type(model).__name__,
+            "its recurrent layers do not give their states to a cache (update_conv_state, update_recurrent_state): "
+            "they keep them in themselves, or in a cache class of their own",
+        )
     if any(offload_hooks(model)):
         raise ValueError(f"{type(model).__name__} has recurrent layers, with which weights cannot stay on the host yet")
     cache = DynamicCache(config=model.config)
@@ -81,6 +90,23 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
         ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
     return RecurrentLayers(states=_states_of(cache), attention=attention)
+
+
+def _is_hybrid(model: PreTrainedModel, kinds: Sequence[str]) -> bool:
+    """Return whether a model has recurrent layers, and perhaps attention."""
+    if not _RECURRENT.isdisjoint(kinds):
+        return True
+    if hasattr(Cache, "get_conv_state"):
+        return not _BOTH.isdisjoint(kinds)
+    # older versions do not name these kinds
+    stateful = getattr(model, "_is_stateful", False) and hasattr(model.config.get_text_config(), "num_attention_heads")
+    return bool(stateful) and (not kinds or not _BOTH.isdisjoint(kinds))
+
+
+def _gives_states(kind: type) -> bool:
+    """Return whether a method of the class calls one of :data:`_GIVES_STATES`."""
+    methods = (inspect.unwrap(method) for _, method in inspect.getmembers(kind, inspect.isfunction))
+    return any(not _GIVES_STATES.isdisjoint(method.__code__.co_names) for method in methods)
 
 
 def _states_of(cache: Cache) -> tuple[StateShape, ...]:

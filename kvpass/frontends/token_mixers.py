@@ -37,14 +37,14 @@ def causal_conv1d(
     return out.to(hidden_states.dtype)
 
 
-def _convolution(module: str) -> Function:
+def _convolution(module: str, layer: int | None) -> Function:
     return causal_conv1d
 
 
-def _delta_rule(chunked: str, step: str) -> Callable[[str], Function]:
+def _delta_rule(chunked: str, step: str) -> Callable[[str, int | None], Function]:
     """Return what makes the function of a module from the names of its form in chunks and its step."""
 
-    def of(module: str) -> Function:
+    def of(module: str, layer: int | None) -> Function:
         def function(
             query: Tensor,
             key: Tensor,
@@ -65,7 +65,7 @@ def _delta_rule(chunked: str, step: str) -> Callable[[str], Function]:
     return of
 
 
-def _mamba2(module: str) -> Function:
+def _mamba2(module: str, layer: int | None) -> Function:
     def function(
         x: Tensor,
         dt: Tensor,
@@ -87,42 +87,65 @@ def _mamba2(module: str) -> Function:
     return function
 
 
-FUNCTIONS: Mapping[str, Callable[[str], Function]] = {
+def _mamba(module: str, layer: int | None) -> Function:
+    """The layer's call has no state, since transformers begins a call of several tokens with zeros: it is read here."""
+
+    def function(
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        D: Tensor,
+        z: Tensor,
+        delta_bias: Tensor,
+        return_last_state: bool,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        shape = (x.shape[1], a.shape[1])
+        state = torch.ops.kvpass.read_state.default(x, layer, "recurrent0", shape, torch.float32)
+        return torch.ops.kvpass.mamba.default(x, dt, a, b, c, state, D, z, delta_bias, module)
+
+    return function
+
+
+FUNCTIONS: Mapping[str, Callable[[str, int | None], Function]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
     "chunk_kimi_delta_attention": _delta_rule("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
     "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba,
 }
-"""By the names that layers of transformers call: what makes the function for a layer's module."""
+"""By the names that layers of transformers call: what makes the function for a layer's module and its number."""
 
 
 def replace_token_mixers(model: nn.Module) -> None:
     """Let the layers of a compiled copy call :data:`FUNCTIONS`."""
-    known: dict[type[nn.Module], type[nn.Module]] = {}
+    known: dict[tuple[type[nn.Module], Any], type[nn.Module]] = {}
     for module in model.modules():
-        kind = type(module)
-        if kind not in known:
-            known[kind] = _with_functions(kind)
-        if known[kind] is not kind:
-            module.__class__ = known[kind]
+        kind, layer = type(module), getattr(module, "layer_idx", None)
+        if (kind, layer) not in known:
+            known[kind, layer] = _with_functions(kind, layer)
+        if known[kind, layer] is not kind:
+            module.__class__ = known[kind, layer]
 
 
-def _with_functions(kind: type[nn.Module]) -> type[nn.Module]:
+def _with_functions(kind: type[nn.Module], layer: int | None) -> type[nn.Module]:
     """Return a class whose methods call :data:`FUNCTIONS`; the same class where they call none."""
     methods = {name: inspect.unwrap(method) for name, method in inspect.getmembers(kind, inspect.isfunction)}
     changed = {
-        name: _twin(method)
+        name: _twin(method, layer)
         for name, method in methods.items()
         if any(known in FUNCTIONS and known in method.__globals__ for known in method.__code__.co_names)
     }
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **changed}) if changed else kind
 
 
-def _twin(method: types.FunctionType) -> types.FunctionType:
+def _twin(method: types.FunctionType, layer: int | None) -> types.FunctionType:
     """Return a method of the same code, with globals in which other functions take the place of some."""
     # without a name of their module Dynamo reads these globals, and not those of the module
     own = {name: value for name, value in method.__globals__.items() if name != "__name__"}
-    own |= {name: make(method.__module__) for name, make in FUNCTIONS.items() if name in own}
+    own |= {name: make(method.__module__, layer) for name, make in FUNCTIONS.items() if name in own}
     twin = types.FunctionType(method.__code__, own, method.__name__, method.__defaults__, method.__closure__)
     twin.__kwdefaults__ = method.__kwdefaults__
     return twin

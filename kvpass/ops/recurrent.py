@@ -12,7 +12,11 @@ import importlib
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+_TOKENS = 64
+"""Tokens of a part, in which all states ``[B, C, N, tokens]`` are held."""
 
 
 class DeltaOperands(NamedTuple):
@@ -38,6 +42,22 @@ class Mamba2Operands(NamedTuple):
     c: Tensor
     state: Tensor
     d: Tensor
+    dt_bias: Tensor
+
+
+class MambaOperands(NamedTuple):
+    """x, dt, z ``[B, C, T]``, a ``[C, N]``, b and c ``[B, N, T]``, state fp32 ``[B, C, N]``, d and dt_bias ``[C]``.
+
+    C channels; dt + dt_bias goes through softplus."""
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    state: Tensor
+    d: Tensor
+    z: Tensor
     dt_bias: Tensor
 
 
@@ -102,6 +122,40 @@ def mamba2(given: Mamba2Operands, module: str, chunk: int, low: float, high: flo
     return out.float().contiguous(), state.float().contiguous()
 
 
+def mamba(given: MambaOperands, module: str) -> tuple[Tensor, Tensor]:
+    """Return output ``[B, C, T]``, times silu(z), and state after it, both fp32, of the selective scan of Mamba.
+
+    The function of transformers, and the kernel, begin with zeros: what the state adds is added here,
+    ``c_t . (exp(a * (dt_1 + ... + dt_t)) * state)`` (Mamba, 2312.00752, section 3). That of a prompt is zeros.
+
+    Args:
+        module: name of the module of its functions.
+    """
+    functions = importlib.import_module(module)
+    x, dt, a, b, c, state, d, z, dt_bias = given
+    if x.shape[2] == 1:
+        state = state.clone()
+        out = functions.mamba_selective_state_update(
+            *(state, x[..., 0], dt[..., 0], a, b[..., 0], c[..., 0], d),
+            z=z[..., 0],
+            dt_bias=dt_bias,
+            dt_softplus=True,
+        )
+        return out[..., None].float().contiguous(), state
+    out, made = functions.mamba_selective_scan(
+        x, dt, a, b, c, D=d, z=None, delta_bias=dt_bias, delta_softplus=True, return_last_state=True
+    )
+    out, made = out.float(), made.float()
+    if bool(state.any()):
+        passed = F.softplus(dt.float() + dt_bias.float()[:, None]).cumsum(2)
+        for begin in range(0, x.shape[2], _TOKENS):
+            part = slice(begin, begin + _TOKENS)
+            left = torch.exp(a.float()[..., None] * passed[:, :, None, part]) * state[..., None]
+            out[..., part] += (left * c.float()[:, None, :, part]).sum(2)
+        made = made + torch.exp(a.float() * passed[..., -1:]) * state
+    return (out * F.silu(z.float())).contiguous(), made.contiguous()
+
+
 def fake_delta_rule(given: DeltaOperands, *_: object) -> tuple[Tensor, Tensor]:
     """Return tensors of the shapes of :func:`delta_rule`."""
     return given.query.new_empty(given.value.shape), given.state.new_empty(given.state.shape, dtype=torch.float32)
@@ -109,5 +163,11 @@ def fake_delta_rule(given: DeltaOperands, *_: object) -> tuple[Tensor, Tensor]:
 
 def fake_mamba2(given: Mamba2Operands, *_: object) -> tuple[Tensor, Tensor]:
     """Return tensors of the shapes of :func:`mamba2`."""
+    out = given.x.new_empty(given.x.shape, dtype=torch.float32)
+    return out, given.state.new_empty(given.state.shape, dtype=torch.float32)
+
+
+def fake_mamba(given: MambaOperands, *_: object) -> tuple[Tensor, Tensor]:
+    """Return tensors of the shapes of :func:`mamba`."""
     out = given.x.new_empty(given.x.shape, dtype=torch.float32)
     return out, given.state.new_empty(given.state.shape, dtype=torch.float32)

@@ -23,6 +23,7 @@ operator               what it does
 ``store_state``        its state after them, into a buffer of the cache
 ``delta_rule``         a gated delta rule over the tokens of this call, from a state to the state after them
 ``mamba2``             the same, of the selective state space of Mamba 2
+``mamba``              the same, of the selective scan of Mamba
 ``real_tokens``        1 for tokens, 0 for the columns before a row's first one
 =====================  ==============================================================================================
 """
@@ -281,6 +282,7 @@ def _read_state(like: Tensor, layer: int, name: str, shape: Sequence[int], dtype
 
 
 def _store_state(state: Tensor, made: Tensor) -> None:
+_define(recurrent.mamba, recurrent.fake_mamba, returns="(Tensor, Tensor)")
     made.copy_(state)
 
 

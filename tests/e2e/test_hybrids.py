@@ -215,10 +215,15 @@ def test_recompression_leaves_the_states():
     torch.testing.assert_close(caches[0].states.held, caches[1].states.held)
 
 
-def test_a_transformers_without_states_is_named(monkeypatch):
+@pytest.mark.parametrize(("family", "named"), [("lfm2", True), ("falcon_h1", True), ("falcon_h1", False)])
+def test_a_transformers_without_states_is_named(family, named, monkeypatch):
+    """Old versions do not even name the kinds of some layers."""
     monkeypatch.delattr(Cache, "get_conv_state")
+    model = tiny_model(family, layers=2)
+    if not named:
+        monkeypatch.delattr(type(model.config), "layers_block_type")
     with pytest.raises(kvpass.UnsupportedAttentionError, match=r"needs transformers >= 5\.22; here is"):
-        kvpass.compile(tiny_model("lfm2", layers=2), policy="full")
+        kvpass.compile(model, policy="full")
 
 
 def test_a_layer_that_mixes_tokens_beside_its_state_is_refused():

@@ -125,7 +125,29 @@ def test_opcheck_the_ring_operators():
     held = OPS.columns_held.default(seen, first, 7)
     for tokens, impl in ((3, "eager"), (3, "cpp"), (1, "cpp")):
         new = Attention(*qkv(n=tokens), SCALE)
-        torch.library.opcheck(OPS.attend_ring.default, (*new, *rings, held, seen, 1, impl))
+        torch.library.opcheck(OPS.attend_ring.default, (*new, *rings, held, seen, 1, first, impl))
+
+
+def test_a_selective_scan_continues_from_its_state():
+    """Pieces of a text, some longer than the operator corrects at once, give what the whole text gives."""
+    module = "transformers.models.jamba.modeling_jamba"
+    if not hasattr(pytest.importorskip(module), "mamba_selective_scan"):
+        pytest.skip("this transformers has no function of that name")
+    torch.manual_seed(0)
+    n, channels, size = 150, 6, 4
+    x, dt, z = (torch.randn(2, channels, n) for _ in range(3))
+    b, c = (torch.randn(2, size, n) for _ in range(2))
+    a, d, bias = -torch.rand(channels, size), torch.randn(channels), torch.randn(channels)
+    given = torch.zeros(2, channels, size)
+    whole, end = OPS.mamba.default(x, dt, a, b, c, given, d, z, bias, module)
+    outs, state = [], given
+    for part in (slice(0, 2), slice(2, 3), slice(3, 80), slice(80, n)):
+        pieces = [value[..., part] for value in (x, dt, b, c, z)]
+        out, state = OPS.mamba.default(*pieces[:2], a, *pieces[2:4], state, d, pieces[4], bias, module)
+        outs.append(out)
+    assert_close("output", torch.cat(outs, 2), whole, atol=1e-4)
+    assert_close("state", state, end, atol=1e-4)
+    assert not given.any(), "the state that comes in is not written to"
 
 
 @pytest.mark.parametrize("impl", ["eager", "cpp"])

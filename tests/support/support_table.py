@@ -40,7 +40,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "mamba": {**_TINY, "num_hidden_layers": 1, "state_size": 4},
     "falcon_mamba": {**_TINY, "num_hidden_layers": 1, "state_size": 4},
     "rwkv": {**_TINY, "attention_hidden_size": 32},
-    "llama4_text": {**LLAMA_LIKE, **_EXPERTS, "head_dim": 16, "intermediate_size_mlp": 32, "attention_chunk_size": 8},
+    "minimax": {
+        **LLAMA_LIKE,
+        "num_local_experts": 2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "recurrent_gemma": {**LLAMA_LIKE, "lru_width": 64, "attention_window_size": 24, "head_dim": 16},
     "deepseek_v32": {
         **FAMILIES["deepseek_v3"][1],
         "first_k_dense_replace": 3,

@@ -296,6 +296,24 @@ def tiny_model(
             options["attention_types"] = [[options["attention_types"][0][0][:layers], 1]]
     for by_layer in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types"):
         if by_layer in options:
+    "jamba": (
+        "jamba",
+        {
+            **LLAMA_LIKE,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_expand": 1,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {**_LATENT, **_LATENT_LINEAR, "q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4},
+    ),
+    "bailing_hybrid": ("bailing_hybrid", {**_LATENT, **_LATENT_LINEAR, "head_dim": 16}),
             options[by_layer] = options[by_layer][: options["num_hidden_layers"]]
     experts = family in {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"}
     if experts and Version(transformers.__version__) < Version("5.17"):
