@@ -17,9 +17,9 @@ or, under a policy that evicts while decoding::
 
     out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl, ranks)
 
-An attention op with a sliding window becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and extend, under
-every policy. One ``columns_held`` precedes all ops that share a ring. ``layer`` of an operator is its index among the
-ops of its pool or ring. The tuples are defined in :mod:`kvpass.operands`.
+An attention op with a sliding window or chunks becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and
+extend, under every policy. One ``columns_held`` precedes all ops that share a ring. ``layer`` of an operator is its
+index among the ops of its pool or ring. The tuples are defined in :mod:`kvpass.operands`.
 
 ``read_state`` becomes an input, ``write_state`` a ``store_state`` into another; in prefill ``real_tokens`` gets the
 first columns.
@@ -74,9 +74,10 @@ class Site:
     sinks: Node | None = None
     refusal: str | None = None
 
+    chunked: bool = False
     @classmethod
     def of(cls, node: Node, layer: int) -> Site:
-        names = ["q", "k", "v", "scale", "sliding_window", "softcap", "sinks", "refusal"]
+        names = ["q", "k", "v", "scale", "sliding_window", "softcap", "sinks", "refusal", "chunked"]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         return cls(node=node, layer=layer, **given)  # type: ignore[arg-type]
 
@@ -206,6 +207,7 @@ def _shape(site: Site) -> SiteShape:
         itemsize=k.dtype.itemsize,
         sliding_window=site.sliding_window,
         values_in_keys=_values_in_keys(site),
+        chunked=site.chunked,
     )
 
 
@@ -355,15 +357,16 @@ class Rewriter:
 
     def _fill_ring(self, site: Site, place: Place) -> Node:
         ring = self._buffers(RingBuffers, place)
-        return self._call("fill_ring", *site.call, *ring, self.state["start"], place.layer)
+        return self._call("fill_ring", *site.call, *ring, self.state["start"], place.layer, site.chunked)
 
     def _attend_ring(self, site: Site, place: Place, columns: dict[str, Node]) -> Node:
         ring, seen = self._buffers(RingBuffers, place), self.state["seen"]
         if place.prefix not in columns:
             assert ring[0] is not None
             slots = recorded(ring[0]).shape[3]
-            columns[place.prefix] = self._call("columns_held", seen, self.state["first"], slots)
-        return self._call("attend_ring", *site.call, *ring, columns[place.prefix], seen, place.layer, self.impl)
+            columns[place.prefix] = self._call("columns_held", seen, first, slots, site.chunked)
+        where = (columns[place.prefix], seen, place.layer, first if site.chunked else None)
+        return self._call("attend_ring", *site.call, *ring, *where, self.impl)
 
 
 def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy) -> int:

@@ -229,6 +229,7 @@ def compile(
         attention=None if recurrent is None else recurrent.attention,
         one_length="longrope" in ropes,
         ranks=heads,
+        tune_by_position(compiled)
         expanded=expanded,
     )
     compiled.prefill_block = prefill_block

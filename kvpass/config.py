@@ -79,7 +79,7 @@ class Geometry:
 class SiteShape:
     """Shape of one attention op's entries; ``sliding_window`` None: it attends the whole past.
 
-    ``values_in_keys``: as in :class:`Geometry`.
+    ``chunked``: as in :class:`LayerGroup`. ``values_in_keys``: as in :class:`Geometry`.
     """
 
     kv_heads: int
@@ -87,16 +87,21 @@ class SiteShape:
     value_dim: int
     itemsize: int
     sliding_window: int | None = None
+    chunked: bool = False
     values_in_keys: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers that share a pool or, with a sliding window, a ring; ``layers`` are model-wide indices."""
+    """Layers that share a pool or, with a sliding window, a ring; ``layers`` are model-wide indices.
+
+    ``chunked``: the window is the size of chunks, counted from a row's first token, and each attends to itself alone.
+    """
 
     geometry: Geometry
     layers: tuple[int, ...]
     sliding_window: int | None = None
+    chunked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +145,8 @@ class Layout:
                 raise ValueError(f"{g}: values are in keys only if they have no more columns, and never in a ring")
         if any(group.sliding_window is not None for group in self.pools):
             raise ValueError("layers with a sliding window must be among the rings, not the pools")
+        if any(group.chunked for group in self.pools):
+            raise ValueError("layers with chunks must be among the rings, not the pools")
         if any(group.sliding_window is None or group.sliding_window < 1 for group in self.rings):
             raise ValueError("layers among the rings must have a sliding window >= 1")
         for state in self.states:
@@ -164,6 +171,7 @@ class Layout:
                 ),
                 layers=tuple(members),
                 sliding_window=site.sliding_window,
+                chunked=site.chunked,
             )
             for site, members in layers.items()
         ]

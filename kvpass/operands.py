@@ -7,7 +7,7 @@ P = L*K + 1 bounds of segments, S slots of a line, R slots of a ring, X tiles, A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -197,7 +197,7 @@ class RecompressBuffers(NamedTuple):
 
 
 class RingBuffers(NamedTuple):
-    """Cache of layers with a sliding window; column c is in slot ``c % R``."""
+    """Cache of layers with a sliding window or chunks; column c is in slot ``c % R``."""
 
     ring_k: Tensor
     ring_v: Tensor
@@ -227,6 +227,15 @@ class Attention(NamedTuple):
         """Return the call for some rows of the batch, without the columns before ``first``; q must have one after."""
         before = max(first - (self.k.shape[2] - self.q.shape[2]), 0)
         return self._replace(q=self.q[rows, :, before:], k=self.k[rows, :, first:], v=self.v[rows, :, first:])
+
+    def chunks(self, size: int) -> Iterator[Attention]:
+        """Yield a call for each chunk of ``size`` columns that q has tokens of, with the keys of that chunk alone."""
+        n = self.k.shape[2]
+        before = n - self.q.shape[2]
+        for first in range(before - before % size, n, size):
+            keys = slice(first, min(first + size, n))
+            rows = slice(max(first - before, 0), keys.stop - before)
+            yield self._replace(q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys])
 
 
 class Requested(NamedTuple):

@@ -167,7 +167,8 @@ class Report:
             )
         for ring in self.prompt.sliding_layers:
             for layer in ring.layers:
-                table.add_row(self._name(layer), f"ring of {ring.sliding_window}", "", "", "", "", "")
+                kind = "chunk" if ring.chunked else "ring"
+                table.add_row(self._name(layer), f"{kind} of {ring.sliding_window}", "", "", "", "", "")
         rows, tokens = self.prompt.start.numel(), ", ".join(map(str, self.prompt_lengths.tolist()))
         lines = [f"rows: {rows}, prompt tokens: {tokens}"]
         if self.prompt.full_layers:
@@ -187,7 +188,8 @@ class Report:
         if self.prompt.sliding_layers:
             count = sum(len(ring.layers) for ring in self.prompt.sliding_layers)
             lines.append(
-                f"{count} layers with a sliding window are outside the budget: {self.prompt.ring_nbytes} bytes of rings"
+                f"{count} layers with a sliding window or chunks are outside the budget: {self.prompt.ring_nbytes} "
+                "bytes of rings"
             )
         if self.prompt.state_nbytes:
             lines.append(f"recurrent layers are outside the budget: {self.prompt.state_nbytes} bytes of states")

@@ -263,7 +263,7 @@ class _Prompt:
                 continue
             sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
             call = Attention(q, keys.until(end), values.until(end), site.scale, site.softcap, sinks)
-            made[site.node], lse = self.ops.attend_prompt(call, self.start, site.sliding_window)
+            made[site.node], lse = self.ops.attend_prompt(call, self.start, site.sliding_window, site.chunked)
             queries.put(first, q)
             if lse is not None:
                 lses.put(first, lse)

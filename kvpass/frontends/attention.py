@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.frontends.latent_attention import absorbed_query, attends_latents, cannot_absorb, expanded_output
+from kvpass.frontends.temperature import tuned_query, tunes_by_column
 
 ATTENTION_NAME = "kvpass"
 
@@ -33,6 +34,7 @@ _HARMLESS = {
 _UNLIMITED = {"full_attention", "attention", "hybrid"}
 _SLIDING = {"sliding_attention", "hybrid_sliding"}
 """Kinds of layers in ``config.layer_types``; those in ``_SLIDING`` pass the window as an argument."""
+_CHUNKED = "chunked_attention"
 
 
 def _refusal(
@@ -47,6 +49,8 @@ def _refusal(
         return "the model passes a mask of its own"
     if (limited := _limited_by_mask(module, sliding_window)) is not None:
         return limited
+    if tunes_by_column(module):
+        return "it scales queries by their columns, in a layer that was not there in kvpass.compile"
     if is_causal is False or getattr(module, "is_causal", True) is False:
         if getattr(getattr(module, "config", None), "is_decoder", None) is False:
             return "it is not causal: config.is_decoder=False, and a model trained as a decoder needs is_decoder=True"
@@ -61,10 +65,8 @@ def _refusal(
 
 def _limited_by_mask(module: nn.Module, sliding_window: int | None) -> str | None:
     """Return why a mask may hide earlier tokens from a layer; None if it does not."""
-    config = getattr(module, "config", None)
-    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    kind = kinds[layer] if kinds and layer is not None else None
-    if kind is not None and kind not in _UNLIMITED | _SLIDING:
+    config, kind = getattr(module, "config", None), _kind(module)
+    if kind is not None and kind not in {_CHUNKED, *_UNLIMITED, *_SLIDING}:
         return f"a layer of kind {kind!r} is not understood"
     if sliding_window is not None:
         return None
@@ -74,6 +76,13 @@ def _limited_by_mask(module: nn.Module, sliding_window: int | None) -> str | Non
     if kind is None and (chunk := getattr(config, "attention_chunk_size", None)):
         return f"its attention in chunks of {chunk} is in a mask only"
     return None
+
+
+def _kind(module: nn.Module) -> str | None:
+    """Return the layer's kind in ``config.layer_types``."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    return kinds[layer] if kinds and layer is not None else None
 
 
 def kvpass_attention(
@@ -98,6 +107,11 @@ def kvpass_attention(
     Returns:
         output ``[B, T, H, Dv]`` and no attention weights.
     """
+    query = tuned_query(module, query, extra)
+    chunked = _kind(module) == _CHUNKED
+    if chunked:
+        config: Any = module.config
+        sliding_window = config.attention_chunk_size
     refusal = _refusal(module, attention_mask, dropout, sliding_window, is_causal, extra)
     if query.shape[2] != key.shape[2]:
         refusal = "not every token of the prompt has a query here: the model leaves out those whose logits are not kept"
@@ -112,7 +126,7 @@ def kvpass_attention(
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
     if latent:
         value = key[..., : value.shape[-1]]  # so written that the pass which lays out the cache sees it
-    out = torch.ops.kvpass.site.default(query, key, value, scale, sliding_window, softcap, s_aux, refusal)
+    out = torch.ops.kvpass.site.default(query, key, value, scale, sliding_window, softcap, s_aux, refusal, chunked)
     if latent:
         out = expanded_output(module, out)
     return out.transpose(1, 2), None

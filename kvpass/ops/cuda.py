@@ -43,10 +43,11 @@ def observe_attention(
     num_layers: int,
     policy: Policy,
     requested: Requested = NOTHING_REQUESTED,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.observe_attention`."""
     out, lse = attend_prompt(call, start)
-    return out, *judge(call, lse, start, first, layer, num_layers, policy, requested)
+    return out, *judge(call, lse, start, first, layer, num_layers, policy, requested, ranks)
 
 
 def column_sums(call: Attention, lse: Tensor, start: Tensor, first: Tensor) -> Tensor:
@@ -231,25 +232,34 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def attend_prompt(call: Attention, start: Tensor, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
+def attend_prompt(
+    call: Attention, start: Tensor, sliding_window: int | None = None, chunked: bool = False
+) -> tuple[Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.attend_prompt`; also the log-sum-exp fp32 ``[B, H, T]``, ``-inf`` in padding.
 
     Rows that begin at the same column are one call without their padding, so that no kernel must know of it.
     """
     from kvpass.kernels.prompt_attention import attend
 
+    def attended(part: Attention) -> tuple[Tensor, Tensor]:
+        if not chunked:
+            return attend(part, sliding_window)
+        assert sliding_window is not None
+        outs, lses = zip(*map(attend, part.chunks(sliding_window)), strict=True)
+        return torch.cat(outs, 2), torch.cat(lses, 2)
+
     call = readable(call)
     b, h, t, _ = call.q.shape
     before = call.k.shape[2] - t
     groups = list(reference.row_groups(start))
     if groups == [(slice(0, b), 0)]:
-        return attend(call, sliding_window)
+        return attended(call)
     out = call.q.new_zeros(b, t, h, call.v.shape[3]).transpose(1, 2)
     lse = call.q.new_full((b, h, t), float("-inf"), dtype=torch.float32)
     for rows, column in groups:
         if column < before + t:
             live = (rows, slice(None), slice(max(column - before, 0), t))
-            out[live], lse[live] = attend(call.from_column(rows, column), sliding_window)
+            out[live], lse[live] = attended(call.from_column(rows, column))
     return out, lse
 
 

@@ -123,11 +123,14 @@ def _blocked_attention(call: Attention, reach: int) -> Tensor:
     return out
 
 
-def attend_prompt(call: Attention, start: Tensor, sliding_window: int | None = None) -> tuple[Tensor, None]:
+def attend_prompt(
+    call: Attention, start: Tensor, sliding_window: int | None = None, chunked: bool = False
+) -> tuple[Tensor, None]:
     """Causal attention of the last T tokens of a left-padded prompt.
 
     Args:
-        start: first real column of each row, int64 ``[B]``, on the CPU.
+        start: first real column of each row, int64 ``[B]``, on the CPU. chunked: ``sliding_window`` is the size of
+            chunks, each of which attends to itself alone.
     Returns:
         output ``[B, H, T, Dv]`` in the dtype of q, zeros in padding; and what :func:`judge` needs of it, here nothing.
     """
@@ -136,7 +139,12 @@ def attend_prompt(call: Attention, start: Tensor, sliding_window: int | None = N
     out = call.q.new_zeros(b, t, h, call.v.shape[3]).transpose(1, 2)
     for rows, column in row_groups(start):
         if column < before + t:
-            real = causal_attention(call.from_column(rows, column), sliding_window)
+            part = call.from_column(rows, column)
+            if chunked:
+                assert sliding_window is not None
+                real = torch.cat([causal_attention(chunk) for chunk in part.chunks(sliding_window)], 2)
+            else:
+                real = causal_attention(part, sliding_window)
             out[rows, :, max(column - before, 0) :] = real
     return out, None
 

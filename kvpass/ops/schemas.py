@@ -15,9 +15,9 @@ operator               what it does
 ``attend_cache``       append new tokens to the tail, attend pool + tail
 ``attend_evict``       append and attend, for policies that evict while decoding: the evicted entry's slot is reused
 ``observe_held``       scores, attention mass and layer weight of pool + tail, for recompression after an append
-``fill_ring``          sliding-window attention over a left-padded prompt; the newest columns go into the ring
+``fill_ring``          attention in a window or chunks over a left-padded prompt; the newest columns go into the ring
 ``columns_held``       the column in each slot of a ring, once a step for all layers of the ring
-``attend_ring``        attend ring + new tokens inside the sliding window, put the new tokens into the ring
+``attend_ring``        attend ring + new tokens inside the window or chunk, put the new tokens into the ring
 ``read_state``         the state of a recurrent layer before the tokens of this call; zeros where no cache is bound
 ``write_state``        its state after them; no cache is bound, so it is dropped
 ``store_state``        its state after them, into a buffer of the cache
@@ -84,9 +84,9 @@ def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
 # -- implementations --------------------------------------------------------------------------------------------------
 
 
-def _site(call: Attention, sliding_window: int | None = None) -> Tensor:
+def _site(call: Attention, sliding_window: int | None = None, chunked: bool = False) -> Tensor:
     start = torch.zeros(call.q.shape[0], dtype=torch.int64)
-    return implementation(call.q).attend_prompt(call, start, sliding_window)[0]
+    return implementation(call.q).attend_prompt(call, start, sliding_window, chunked)[0]
 
 
 def _observe_attention(
@@ -126,19 +126,21 @@ def _observe_held(
     recompress.observe_held(call, held, found, layer, num_layers, policy, ranks)
 
 
-def _fill_ring(call: Attention, ring: RingBuffers, start: Tensor, layer: int) -> Tensor:
+def _fill_ring(call: Attention, ring: RingBuffers, start: Tensor, layer: int, chunked: bool) -> Tensor:
     sliding.keep_newest(ring, call.k, call.v, torch.arange(call.k.shape[2], device=call.k.device), layer)
-    return implementation(call.q).attend_prompt(call, start, ring.ring_k.shape[3])[0]
+    return implementation(call.q).attend_prompt(call, start, ring.ring_k.shape[3], chunked)[0]
 
 
-def _columns_held(seen: Tensor, first: Tensor, slots: int) -> Tensor:
-    return sliding.columns_held(seen, first, slots)
+def _columns_held(seen: Tensor, first: Tensor, slots: int, chunked: bool) -> Tensor:
+    return sliding.columns_held(seen, first, slots, chunked)
 
 
-def _attend_ring(call: Attention, ring: RingBuffers, held: Tensor, seen: Tensor, layer: int, impl: str) -> Tensor:
+def _attend_ring(
+    call: Attention, ring: RingBuffers, held: Tensor, seen: Tensor, layer: int, first: Tensor | None, impl: str
+) -> Tensor:
     if call.q.shape[2] == 1 and (call.q.is_cuda or impl == "cpp"):
         return sliding.attend_ring_once(call, ring, held, layer, implementation(call.q, impl))
-    return sliding.attend_ring(call, ring, held, seen, layer)
+    return sliding.attend_ring(call, ring, held, seen, layer, first)
 
 
 # -- fake implementations, for tracing --------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ def _fake_observation(call: Attention, *rest: Any) -> tuple[Tensor, Tensor, Tens
     )
 
 
-def _fake_columns(seen: Tensor, first: Tensor, slots: int) -> Tensor:
+def _fake_columns(seen: Tensor, first: Tensor, slots: int, chunked: bool) -> Tensor:
     return first.new_empty(first.shape[0], slots, dtype=torch.int32)
 
 
@@ -239,7 +241,7 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 _LIBRARY.define(
     "site(Tensor q, Tensor k, Tensor v, float scale, int? sliding_window=None, float? softcap=None, "
-    "Tensor? sinks=None, str? refusal=None) -> Tensor"
+    "Tensor? sinks=None, str? refusal=None, bool chunked=False) -> Tensor"
 )
 
 
@@ -252,8 +254,9 @@ def _site_call(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     refusal: str | None = None,
-) -> tuple[Attention, int | None]:
-    return Attention(q, k, v, scale, softcap, sinks), sliding_window
+    chunked: bool = False,
+) -> tuple[Attention, int | None, bool]:
+    return Attention(q, k, v, scale, softcap, sinks), sliding_window, chunked
 
 
 _register("site", lambda *given: _site(*_site_call(*given)), lambda *given: _fake_output(*_site_call(*given)))

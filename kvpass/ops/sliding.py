@@ -1,7 +1,9 @@
-"""Ring buffers of layers with a sliding window: device-independent parts of the ring operators.
+"""Ring buffers of layers with a sliding window or chunks: device-independent parts of the ring operators.
 
-A query of column i attends the columns j with ``0 <= i - j < R``, R being the sliding window. Column c of a layer is in
-slot ``c % R`` of its ring ``[L, B, K, R, D]``, so a new token overwrites the one that just left the window.
+A query of column i attends the columns j with ``0 <= i - j < R``, R being the sliding window or the size of a chunk;
+with chunks only those of its own, ``(i - first) // R == (j - first) // R``, counted from the row's first real column.
+Column c of a layer is in slot ``c % R`` of its ring ``[L, B, K, R, D]``, so a new token overwrites the one that just
+left the window.
 """
 
 from __future__ import annotations
@@ -19,26 +21,30 @@ ROW_BLOCK = 256
 """Queries processed at a time; limits logits per head to ROW_BLOCK x (2R + ROW_BLOCK)."""
 
 
-def columns_held(seen: Tensor, first: Tensor, slots: int) -> Tensor:
+def columns_held(seen: Tensor, first: Tensor, slots: int, chunked: bool = False) -> Tensor:
     """Return the column in each ring slot after ``seen`` columns; the same for all layers.
 
     Args:
-        seen: int64 ``[]``. first: first real column of each row, int64 ``[B]``.
+        seen: int64 ``[]``. first: first real column of each row, int64 ``[B]``. chunked: chunks, not a window.
     Returns:
         int32 ``[B, R]``; EMPTY in the slot whose column has left the next token's window, ABSENT where a row has no
-        column yet.
+        column yet, or one of another chunk.
     """
     newest = seen - 1
     column = newest - (newest - torch.arange(slots, device=seen.device)) % slots
-    there = torch.where(column >= first[:, None], column, ABSENT)
+    begin = (seen - (seen - first) % slots if chunked else first)[:, None]
+    there = torch.where(column >= begin, column, ABSENT)
     return there.masked_fill(column == seen - slots, EMPTY).int()
 
 
-def attend_ring(call: Attention, ring: RingBuffers, held: Tensor, seen: Tensor, layer: int) -> Tensor:
+def attend_ring(
+    call: Attention, ring: RingBuffers, held: Tensor, seen: Tensor, layer: int, first: Tensor | None = None
+) -> Tensor:
     """Attend ring and new tokens inside the sliding window, then put the new tokens into the ring.
 
     Args:
         held: from :func:`columns_held`. seen: columns before the new ones, int64 ``[]``. layer: index in the ring.
+        first: with chunks, the first real column of each row, int64 ``[B]``.
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q; softmax in fp32. No value is read on the host.
     """
@@ -55,6 +61,8 @@ def attend_ring(call: Attention, ring: RingBuffers, held: Tensor, seen: Tensor, 
         columns = torch.cat([held.long(), new[near].expand(b, -1)], 1)[:, None]
         distance = new[rows, None] - columns
         hidden = (distance < 0) | (distance >= slots) | (columns < 0)
+        if first is not None:
+            hidden |= distance > (new[rows, None] - first[:, None, None]) % slots
         query = q[:, :, rows].float().unflatten(1, (kv_heads, h // kv_heads))
         keys = torch.cat([ring_k[layer], k[:, :, near]], 2).float()
         values = torch.cat([ring_v[layer], v[:, :, near]], 2).float()

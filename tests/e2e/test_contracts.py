@@ -26,13 +26,15 @@ SOME = {
     if family not in LATENT
 }
 """Policies tried on the first layers of each family: all on some family; on every whole family under ``exhaustive``."""
-LAYERS = dict.fromkeys(("llama", "gemma2", "gemma3", "cohere2", "gpt_oss", "smollm3", "gpt_neo", "deepseek_v3"), 2)
+LAYERS = dict.fromkeys(
+    ("llama", "gemma2", "gemma3", "cohere2", "gpt_oss", "smollm3", "gpt_neo", "deepseek_v3", "llama4"), 2
+)
 """Of families whose layers differ, and of llama, two; of others one."""
 COMPILED = ["llama", "gpt_oss"]
 """Families of which Inductor compiles two layers in every run; all of them, whole, under ``-m exhaustive``."""
 MASKED = ["llama", "gpt_neox", "gemma2", "gpt_oss"]
 """Families compared with the masked oracle in every run."""
-OTHER = {*MASKED, "mistral_sliding", "gptj", "bloom", "falcon", "falcon_alibi"}
+OTHER = {*MASKED, "mistral_sliding", "gptj", "bloom", "falcon", "falcon_alibi", "llama4"}
 """These, and families without a layer under the budget or with attention of their own, which no oracle can replace."""
 VERSION = Version(transformers.__version__)
 MET_OTHERWISE = {"diffllama"} if Version("5.17") > VERSION else {"gptj"} if Version("5.24") <= VERSION else set()

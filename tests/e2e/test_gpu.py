@@ -214,22 +214,23 @@ def test_the_last_program_merges_what_all_others_stored() -> None:
 @HALVES
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (5.0, True)])
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("slots", [16, 200])
-def test_a_ring_is_filled_and_attended(dtype, softcap, with_sinks, slots, tokens):
+@pytest.mark.parametrize(("slots", "chunked"), [(16, False), (200, False), (40, True)])
+def test_a_ring_is_filled_and_attended(dtype, softcap, with_sinks, slots, chunked, tokens):
     options = (0.2, softcap, sinks_of(with_sinks))
     rings = [torch.zeros(1, STARTS.numel(), KV_HEADS, slots, 64, device=PLACE, dtype=dtype) for _ in range(2)]
     twins = [exact(ring) for ring in rings]
     prompt = Attention(*site(dtype), *options)
     fill, attend = torch.ops.kvpass.fill_ring.default, torch.ops.kvpass.attend_ring.default
     columns_held = torch.ops.kvpass.columns_held.default
-    expected = fill(*exact(prompt), *twins, STARTS, 0)
-    check("prompt", fill(*prompt, *rings, STARTS, 0), expected, ERROR[dtype])
+    expected = fill(*exact(prompt), *twins, STARTS, 0, chunked)
+    check("prompt", fill(*prompt, *rings, STARTS, 0, chunked), expected, ERROR[dtype])
     seen, first = torch.tensor(TOKENS, device=PLACE), STARTS.to(PLACE)
     new = Attention(*site(dtype, tokens=tokens, seed=5), *options)
-    held = columns_held(seen, first, slots)
-    assert torch.equal(held.cpu(), columns_held(seen.cpu(), first.cpu(), slots))
-    expected = attend(*exact(new), *twins, held.cpu(), seen.cpu(), 0, "eager")
-    check("new", attend(*new, *rings, held, seen, 0, "cpp"), expected, ERROR[dtype])
+    held = columns_held(seen, first, slots, chunked)
+    assert torch.equal(held.cpu(), columns_held(seen.cpu(), first.cpu(), slots, chunked))
+    begin = first if chunked else None
+    expected = attend(*exact(new), *twins, held.cpu(), seen.cpu(), 0, None if begin is None else begin.cpu(), "eager")
+    check("new", attend(*new, *rings, held, seen, 0, begin, "cpp"), expected, ERROR[dtype])
     assert all(torch.equal(exact(ring), twin) for ring, twin in zip(rings, twins, strict=True))
 
 

@@ -12,7 +12,6 @@ import kvpass
 from kvpass.cache.serialization import read_cache_file
 from numeric_checks import assert_close
 from pairwise import quick
-from support_table import REFUSED
 from tiny_models import left_pad, random_ids, tiny_model
 
 TINY = {
@@ -42,7 +41,6 @@ IN_MASK_ONLY = {
         "layers.1",
         "sliding window of 8",
     ),
-    "llama4_text": (REFUSED["llama4_text"], "layers.0", "chunked_attention"),
 }
 WITHOUT_WINDOW = {
     "phimoe": {**EXPERTS, "num_experts_per_tok": 2, "sliding_window": None},

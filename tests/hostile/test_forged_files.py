@@ -62,7 +62,8 @@ def is_allowed(path, new):
         or (path == ("format",) and new is REMOVED)  # it is written anyway
         or (path == ("entry_format",) and new is REMOVED)  # files written before there was another say none
         or (path[:2] == ("layout", "pools") and path[-1] == "sliding_window" and new is REMOVED)
-        or (path[:1] == ("layout",) and path[-1] == "values_in_keys" and new is REMOVED)
+        or (path[:1] == ("layout",) and path[-1] in ("values_in_keys", "chunked") and new is REMOVED)
+        or (path[:2] == ("layout", "rings") and path[-1] == "chunked" and new is True)  # no graph would take the cache
     )
 
 

@@ -13,7 +13,7 @@ from kvpass.ops import reference
 from kvpass.policies import POLICIES, resolve
 from kvpass.policies.lava import Lava
 from kvpass.policies.observation import Observation
-from numeric_checks import DecodeCase, assert_close, assert_rounded, exact_attention
+from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention
 
 LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "scissorhands"}}
@@ -54,11 +54,13 @@ def test_column_sums_of_blocks_add_up_to_those_of_the_prompt(backend):
         assert_close("h2o", x, y, atol=1e-5)
 
 
-def exact_prompt(q, k, v, scale, sliding_window=TOKENS, **options):
+def exact_prompt(q, k, v, scale, sliding_window=TOKENS, chunk=TOKENS, **options):
     """Attention of a prompt in float64, nothing in padding."""
     column = torch.arange(q.shape[2])
     away = column[:, None] - column
     seen = (away >= 0) & (away < sliding_window) & (column >= STARTS[:, None, None])
+    chunks = (column - STARTS[:, None]).div(chunk, rounding_mode="floor")
+    seen &= chunks[:, :, None] == chunks[:, None]
     keys, values = (x.repeat_interleave(GROUP, 1) for x in (k, v))
     return exact_attention(q, keys, values, scale, hidden=~seen[:, None], **options).out
 
@@ -308,3 +310,14 @@ def test_a_prompt_with_a_sliding_window_is_attended_the_same(sliding_window):
     for name, way in (("eager", reference), ("device", device)):
         out = way.attend_prompt(Attention(q, k, v, 0.3, 20.0, sinks), STARTS, sliding_window)[0]
         assert_rounded(name, out, expected)
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_chunks_of_a_prompt_are_attended_the_same(chunk):
+    """All tokens, and the last ones, whose first chunk began before them."""
+    call = Attention(*site(3), 0.3)
+    expected = exact_prompt(*call[:4], chunk=chunk)
+    for name, way in (("eager", reference), ("device", device)):
+        for tokens in (TOKENS, 7):
+            out = way.attend_prompt(call._replace(q=call.q[:, :, -tokens:]), STARTS, chunk, True)[0]
+            assert_rounded(name, out, Exact(expected.value[:, :, -tokens:], expected.error[:, :, -tokens:]))

@@ -20,7 +20,7 @@ from kvpass.operands import (
 )
 from kvpass.ops import evict, reference, slots
 from kvpass.policies import resolve
-from numeric_checks import DecodeCase, Exact, assert_rounded, exact_attention
+from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention
 
 OPS = torch.ops.kvpass
 SCALE = 0.3
@@ -74,7 +74,7 @@ def test_opcheck_site_and_observe_attention():
     torch.library.opcheck(OPS.site.default, (q, k, v, SCALE))
     spec = resolve("lava", window=8).spec
     start, asked = torch.tensor([0, 3]), Requested(entries=torch.tensor([6, 6]))
-    args = (*Attention(q, k, v, SCALE), start, start, 0, 2, spec, *asked)
+    args = (*Attention(q, k, v, SCALE), start, start, 0, 2, spec, *asked, None)
     torch.library.opcheck(OPS.observe_attention.default, args)
 
 
@@ -83,8 +83,9 @@ def test_opcheck_cascade_step_and_pack():
     policy = resolve("lava", window=8)
     entries, start = torch.tensor([6, 6]), torch.tensor([0, 3])
     state = without_nan(prefill_state(2, 2, 2, 8, 8, 40, entries, policy))
-    _, *seen = OPS.observe_attention.default(*Attention(q, k, v, SCALE), start, start, 0, 2, policy.spec, *Requested())
-    torch.library.opcheck(OPS.cascade_step.default, (*state, *Candidates(k, v, *seen, start), 0, policy.spec))
+    asked = (*Requested(), None)
+    _, *seen = OPS.observe_attention.default(*Attention(q, k, v, SCALE), start, start, 0, 2, policy.spec, *asked)
+    torch.library.opcheck(OPS.cascade_step.default, (*state, *Candidates(k, v, *seen, start), 0, policy.spec, None))
     torch.library.opcheck(OPS.pack.default, tuple(state))
 
 
@@ -119,10 +120,10 @@ def test_opcheck_observe_held():
 
 def test_opcheck_the_ring_operators():
     rings = [torch.zeros(2, 2, 2, 7, 8) for _ in range(2)]
-    torch.library.opcheck(OPS.fill_ring.default, (*Attention(*qkv(), SCALE), *rings, torch.tensor([0, 3]), 1))
+    torch.library.opcheck(OPS.fill_ring.default, (*Attention(*qkv(), SCALE), *rings, torch.tensor([0, 3]), 1, True))
     seen, first = torch.tensor(40), torch.tensor([0, 3])
-    torch.library.opcheck(OPS.columns_held.default, (seen, first, 7))
-    held = OPS.columns_held.default(seen, first, 7)
+    torch.library.opcheck(OPS.columns_held.default, (seen, first, 7, True))
+    held = OPS.columns_held.default(seen, first, 7, True)
     for tokens, impl in ((3, "eager"), (3, "cpp"), (1, "cpp")):
         new = Attention(*qkv(n=tokens), SCALE)
         torch.library.opcheck(OPS.attend_ring.default, (*new, *rings, held, seen, 1, first, impl))
@@ -151,9 +152,10 @@ def test_a_selective_scan_continues_from_its_state():
 
 
 @pytest.mark.parametrize("impl", ["eager", "cpp"])
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("window", [1, 4, 64])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sinks": torch.linspace(-1, 2, 4)}], ids=["plain", "capped"])
-def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, options, impl):
+def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, chunked, options, impl):
     """A padded prompt, then one token and three at once; nothing in padding."""
     q, k, v = qkv(n=27, dv=6)
     call = Attention(q, k, v, SCALE, **options)
@@ -162,14 +164,17 @@ def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, op
     for ring in rings:
         ring[1] = 0.0
     parts = [slice(0, 23), slice(23, 24), slice(24, 27)]
-    outs = [OPS.fill_ring.default(*call.rows(slice(None), parts[0]), *rings, start, 1)]
+    outs = [OPS.fill_ring.default(*call.rows(slice(None), parts[0]), *rings, start, 1, chunked)]
     for part in parts[1:]:
         new = call.rows(slice(None), part)
         seen = torch.tensor(part.start)
-        held = OPS.columns_held.default(seen, start, window)
-        outs.append(OPS.attend_ring.default(*new, *rings, held, seen, 1, impl))
+        held = OPS.columns_held.default(seen, start, window, chunked)
+        outs.append(OPS.attend_ring.default(*new, *rings, held, seen, 1, start if chunked else None, impl))
     columns = torch.arange(27)
     seen = (columns <= columns[:, None]) & (columns[:, None] - columns < window) & (columns >= start[:, None, None])
+    if chunked:
+        chunk = (columns - start[:, None]).div(window, rounding_mode="floor")
+        seen &= chunk[:, :, None] == chunk[:, None]
     expected = exact_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), SCALE, hidden=~seen[:, None], **capped)
     assert_rounded("out", torch.cat(outs, 2), expected.out)
     assert all(ring[0].isnan().all() for ring in rings), "a ring of another layer changed"

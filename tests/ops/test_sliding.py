@@ -31,21 +31,26 @@ def filled_ring(k, v, slots):
     before=[5, 400],
     tokens=[1, 40, ROW_BLOCK, ROW_BLOCK + 1, 3 * ROW_BLOCK - 5],
     slots=[16, 300],
+    chunked=[False, True],
     with_sinks=[False, True],
     softcap=[None, 2.0],
 )
-def test_a_turn_of_any_length_equals_attention_over_all_columns(before, tokens, slots, with_sinks, softcap):
+def test_a_turn_of_any_length_equals_attention_over_all_columns(before, tokens, slots, chunked, with_sinks, softcap):
     k_before, v_before = site(before)[1:]
     q, k, v = site(tokens)
     first = torch.tensor([0, 3])
     sinks = torch.linspace(-1, 1, HEADS) if with_sinks else None
     ring_k, ring_v = filled_ring(k_before, v_before, slots)
     seen = torch.tensor(before)
-    held = columns_held(seen, first, slots)
-    out = attend_ring(Attention(q, k, v, 0.3, softcap, sinks), RingBuffers(ring_k, ring_v), held, seen, 0)
+    held = columns_held(seen, first, slots, chunked)
+    call, ring = Attention(q, k, v, 0.3, softcap, sinks), RingBuffers(ring_k, ring_v)
+    out = attend_ring(call, ring, held, seen, 0, first if chunked else None)
     all_k, all_v = torch.cat([k_before, k], 2), torch.cat([v_before, v], 2)
     query, column = torch.arange(before, before + tokens)[:, None], torch.arange(before + tokens)
     seen = (column <= query) & (query - column < slots) & (column >= first[:, None, None])
+    if chunked:
+        chunks = [(x - first[:, None, None]).div(slots, rounding_mode="floor") for x in (query, column)]
+        seen &= chunks[0] == chunks[1]
     expected = exact_attention(
         q,
         *(x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (all_k, all_v)),

@@ -78,6 +78,11 @@ def _masked_attention(
     if sliding_window is not None:
         rows = torch.arange(query.shape[2])
         allowed = allowed & (rows[:, None] - rows < sliding_window)
+    config: Any = module.config
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[module.layer_idx] == "chunked_attention":
+        chunk = torch.arange(query.shape[2]) // config.attention_chunk_size  # of a row without padding
+        allowed = allowed & (chunk[:, None] == chunk)
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:

@@ -70,7 +70,8 @@ def supported_row(family: str, model: CompressedModel) -> list[str]:
     groups = (*prefill.layout.pools, *prefill.layout.rings)
     latent = any(group.geometry.values_in_keys for group in groups)
     notes = {
-        "sliding layers keep a ring": bool(prefill.layout.rings),
+        "sliding layers keep a ring": any(not ring.chunked for ring in prefill.layout.rings),
+        "chunked layers keep a chunk": any(ring.chunked for ring in prefill.layout.rings),
         "soft-capping": getattr(config, "attn_logit_softcapping", None) is not None,
         "sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
         "ALiBi as two more columns of queries and keys": any(

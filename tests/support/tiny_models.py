@@ -147,6 +147,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "diffllama": ("diffllama", LLAMA_LIKE),
+    "llama4": (
+        "llama4_text",
+        {
+            **LLAMA_LIKE,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_layers": [1],
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 24,
+            "floor_scale": 16,
+            "attn_scale": 0.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "gpt2": ("gpt2", {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048}),
     "xglm": (
         "xglm",

@@ -1,0 +1,86 @@
+"""Decoders whose tokens attend their own chunk only in some layers, against transformers without compression."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpass
+from masked_oracle import MaskedOracle, kept_columns
+from numeric_checks import assert_close
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+
+CHUNK, NEW = 24, 40  # the answer crosses the end of a chunk, or two
+UNLIMITED = 10**6
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+
+
+def pair(budget):
+    return compiled_once("llama4", layers=2, backend="eager", policy="lava", budget=budget, window=8)
+
+
+def test_contracts_1_and_4_over_the_ends_of_chunks():
+    model, fast = pair(UNLIMITED)
+    prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (CHUNK, 5, 2 * CHUNK + 1)]
+    ids, mask = left_pad(prompts)
+    together = fast.generate(ids, attention_mask=mask, **GREEDY)[:, -NEW:]
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(together[row], model.generate(prompt[None], **GREEDY)[0, -NEW:])
+
+
+def test_turns_and_a_loaded_cache_continue_in_the_chunk(tmp_path):
+    model, fast = pair(UNLIMITED)
+    ids, given = random_ids(1, 61), []
+    cache = fast.compress(ids, reusable=False)
+    for tokens in (7, 30, 1, 55):  # within a chunk, over one end, one token, over two ends
+        cache.save(tmp_path / "cache.kv")
+        new = random_ids(1, tokens, seed=tokens)
+        logits = fast(new, past_key_values=kvpass.load_cache(tmp_path / "cache.kv", fast)).logits
+        assert torch.equal(logits, fast(new, past_key_values=cache).logits)
+        given.append(new)
+        with torch.no_grad():
+            expected = model(torch.cat([ids, *given], 1)).logits[:, -tokens:]
+        assert_close(f"{tokens} tokens", logits, expected, atol=1e-4)
+
+
+def test_blocks_of_a_prompt_change_nothing():
+    _, fast = pair(30)
+    ids = random_ids(1, 100)
+    whole = fast(ids)
+    fast.prefill_block = 17
+    parts = fast(ids)
+    fast.prefill_block = "auto"
+    assert_close("logits", parts.logits, whole.logits, atol=1e-4)
+    assert torch.equal(parts.past_key_values.positions, whole.past_key_values.positions)
+
+
+@pytest.mark.exhaustive
+def test_contract_6_layers_without_chunks_decode_like_the_masked_model():
+    model, fast = pair(14)
+    ids, new = random_ids(2, 61), random_ids(2, 90, seed=5)
+    cache = fast(ids).past_key_values
+    keep = kept_columns(cache, 61)
+    logits = torch.cat(
+        [fast(piece, past_key_values=cache).logits for piece in [*new[:, :80].split(1, 1), new[:, 80:]]], 1
+    )
+    mask = torch.ones(2, 151).long()
+    expected = MaskedOracle(model).logits(torch.cat([ids, new], 1), mask, keep)[:, 61:]
+    assert_close("decode logits", logits, expected, atol=1e-4)
+    everything = MaskedOracle(model).logits(torch.cat([ids, new], 1), mask, torch.ones_like(keep))[:, 61:]
+    assert (everything - expected).abs().max() > 1e-2, "the budget should change the logits"
+
+
+def test_the_report_states_chunks_apart():
+    _, fast = pair(20)
+    cache = fast(random_ids(1, 61)).past_key_values
+    report = fast.report().to_dict()
+    assert report["layers"] == [1] and report["rings"][0]["layers"] == (0,) and report["rings"][0]["chunked"]
+    assert report["ring_nbytes"] == 2 * CHUNK * 2 * 16 * 4 and f"chunk of {CHUNK}" in str(fast.report())
+    assert int(cache.lengths.sum()) == 2 * 20
+
+
+def test_a_scale_of_queries_by_column_is_refused():
+    fast = kvpass.compile(tiny_model("llama4", layers=2), policy="full", backend="eager")
+    fast.model.layers[1].self_attn.attn_temperature_tuning = True  # as a layer exchanged after kvpass.compile has it
+    with pytest.raises(kvpass.UnsupportedAttentionError, match="scales queries by their columns"):
+        fast(random_ids(1, 20))
