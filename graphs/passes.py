@@ -109,7 +109,7 @@ def phase_passes(
     offset: list[GraphPass] = [] if phase == "prefill" else [partial(offset_positions_pass, seen=state["seen"])]
     passes = offset if one_token is None else [*offset, one_token]
     if phase == "prefill":
-        return [*passes, partial(rewrite_prefill_pass, state=state, layout=layout, policy=policy)]
+        return [*passes, partial(rewrite_prefill_pass, state=state, layout=layout, policy=policy, ranks=ranks)]
     if phase == "decode" and cpp:
         passes = [*passes, decompose_linear_pass]
     impl = "cpp" if cpp else "eager"

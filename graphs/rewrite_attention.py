@@ -6,8 +6,9 @@ Before::
 
 After, prefill (once per layer, and one ``pack`` at the end of the graph)::
 
-    out, scores, traces, weight = kvpass.observe_attention(*call, start, first, layer, L, policy, *Requested)
-    kvpass.cascade_step(*PrefillBuffers, *Candidates(k, v, scores, traces, weight, first), layer, policy)
+    out, scores, traces, weight = kvpass.observe_attention(*call, start, first, layer, L, policy, *Requested,
+                                                            ranks)
+    kvpass.cascade_step(*PrefillBuffers, *Candidates(k, v, scores, traces, weight, first), layer, policy, ranks)
 
 After, decode and extend::
 
@@ -73,8 +74,8 @@ class Site:
     softcap: float | None = None
     sinks: Node | None = None
     refusal: str | None = None
-
     chunked: bool = False
+
     @classmethod
     def of(cls, node: Node, layer: int) -> Site:
         names = ["q", "k", "v", "scale", "sliding_window", "softcap", "sinks", "refusal", "chunked"]
@@ -206,8 +207,8 @@ def _shape(site: Site) -> SiteShape:
         value_dim=int(v.shape[3]),
         itemsize=k.dtype.itemsize,
         sliding_window=site.sliding_window,
-        values_in_keys=_values_in_keys(site),
         chunked=site.chunked,
+        values_in_keys=_values_in_keys(site),
     )
 
 
@@ -260,6 +261,10 @@ class Rewriter:
     impl: str = "eager"
     ranks: Ranks | None = None
 
+    @property
+    def _ranks(self) -> str | None:
+        return None if self.ranks is None else self.ranks.spec
+
     def prefill(self) -> int:
         """Replace ops by ``observe_attention`` and ``cascade_step``; return how many.
 
@@ -283,20 +288,21 @@ class Rewriter:
         """
         columns: dict[str, Node] = {}
         self._bind_states()
-        ranks = None if self.ranks is None else self.ranks.spec
 
         def attend(site: Site, place: Place) -> Node:
             if place.ring:
                 return self._attend_ring(site, place, columns)
             if self.policy.decode_rule() is not None:
                 held = self._buffers(EvictBuffers, place)
-                return self._call("attend_evict", *site.call, *held, place.layer, self.policy.spec, self.impl, ranks)
+                return self._call(
+                    "attend_evict", *site.call, *held, place.layer, self.policy.spec, self.impl, self._ranks
+                )
             held = self._buffers(AppendBuffers, place)
             output = self._call("attend_cache", *site.call, *held, place.layer, self.impl)
             if f"{place.prefix}_{RecompressBuffers._fields[0]}" in self.state:
                 found = self._buffers(RecompressBuffers, place)
                 where = (place.layer, place.layers)
-                self._call("observe_held", *site.call, *held, *found, *where, self.policy.spec, ranks)
+                self._call("observe_held", *site.call, *held, *found, *where, self.policy.spec, self._ranks)
             return output
 
         return self._each(attend)
@@ -335,13 +341,12 @@ class Rewriter:
         entries = buffers[PrefillBuffers._fields.index("entries")]
         frequencies = site.rotary_frequencies if self.policy.reads_rotation else None
         requested = Requested(self._projection(site), frequencies, entries)  # type: ignore[arg-type]
-        observed = self._call(
-            "observe_attention", *site.call, start, first, place.layer, place.layers, self.policy.spec, *requested
-        )
+        asked = (self.policy.spec, *requested, self._ranks)
+        observed = self._call("observe_attention", *site.call, start, first, place.layer, place.layers, *asked)
         observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
         output, *seen = (self.gm.graph.call_function(operator.getitem, (observed, i)) for i in range(4))
         candidates = (site.k, site.v, *seen, first)
-        self._call("cascade_step", *buffers, *candidates, place.layer, self.policy.spec)
+        self._call("cascade_step", *buffers, *candidates, place.layer, self.policy.spec, self._ranks)
         return output
 
     def _projection(self, site: Site) -> Node | None:
@@ -360,7 +365,7 @@ class Rewriter:
         return self._call("fill_ring", *site.call, *ring, self.state["start"], place.layer, site.chunked)
 
     def _attend_ring(self, site: Site, place: Place, columns: dict[str, Node]) -> Node:
-        ring, seen = self._buffers(RingBuffers, place), self.state["seen"]
+        ring, seen, first = self._buffers(RingBuffers, place), self.state["seen"], self.state["first"]
         if place.prefix not in columns:
             assert ring[0] is not None
             slots = recorded(ring[0]).shape[3]
@@ -369,9 +374,11 @@ class Rewriter:
         return self._call("attend_ring", *site.call, *ring, *where, self.impl)
 
 
-def rewrite_prefill_pass(gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy) -> int:
+def rewrite_prefill_pass(
+    gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy, ranks: Ranks | None
+) -> int:
     """Replace attention ops by operators that compress a prompt; return how many."""
-    return Rewriter(gm, state, layout, policy).prefill()
+    return Rewriter(gm, state, layout, policy, ranks=ranks).prefill()
 
 
 def rewrite_cached_pass(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -27,12 +28,14 @@ from kvpass.frontends.latent_attention import attend_latents, attends_latents
 from kvpass.frontends.offload import hold_host_weights, offload_device, offload_hooks
 from kvpass.frontends.options import BudgetLike
 from kvpass.frontends.recurrent import recurrent_layers
-from kvpass.frontends.tensor_parallel import check_divided, divides_heads, hold_own_weights, ranks_of
+from kvpass.frontends.temperature import tune_by_position
+from kvpass.frontends.tensor_parallel import check_divided, check_heads, divides_heads, hold_own_weights, ranks_of
 from kvpass.frontends.token_mixers import replace_token_mixers
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
 from kvpass.frontends.wrappers import check_wrappers, remove_wrappers
 from kvpass.policies import Policy
-from kvpass.policies.rules import Recompress, read_rules
+from kvpass.policies.rules import Recompress, Rules, read_rules
+from kvpass.ranks import Ranks, agreed, digest
 
 
 @overload
@@ -132,7 +135,8 @@ def compile(
     Parameters and buffers are shared with ``model``, which does not change; modules and config are new objects. The
     copy has the model's own class, so ``generate``, pipelines and plain calls work as before. Graphs are compiled on
     first use: one per phase for one row, and one for any larger number of rows. ``model.set_policy`` and
-    ``model.set_budget`` change policy and budget.
+    ``model.set_budget`` change policy and budget. Where several processes share the weights of the model, all must
+    make the same calls with the same arguments; what one refuses, all refuse.
 
     Args:
         model: a causal language model of transformers, in eval mode; on one device, or dispatched by accelerate with
@@ -169,6 +173,30 @@ def compile(
             an encoder-decoder, no causal language model.
         UnsupportedAttentionError: an attention layer of the model is unsupported; mostly raised on first use.
     """
+    ranks = ranks_of(model)
+
+    def make() -> CompressedModel:
+        rules = partial(read_rules, policy, budget, recompress, window=window, options=policy_options, entries=entries)
+        made = _compiled(model, ranks, rules, backend, compile_regions, cuda_graphs)
+        made.prefill_block = prefill_block
+        return made
+
+    return agreed(ranks, "kvpass.compile", make, lambda made: made._kvpass.facts())
+
+
+def _compiled(
+    model: PreTrainedModel,
+    ranks: Ranks | None,
+    read: Callable[..., Rules],
+    backend: Compiler,
+    compile_regions: Regions,
+    cuda_graphs: bool,
+) -> CompressedModel:
+    """Return the copy of a decoder that :func:`compile` returns, with the default ``prefill_block``.
+
+    Args:
+        ranks: processes that share its weights. read: makes the rules, of ``model_name``.
+    """
     if isinstance(model, CompressedModel):
         raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
     check_model(model)
@@ -180,11 +208,9 @@ def compile(
     compiler, regions = check_compiler("backend", backend), check_regions(compile_regions)
     if device is not None and regions is False:
         raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
-    name = str(model.config.name_or_path)
-    rules = read_rules(
-        policy, budget, recompress, window=window, options=policy_options, model_name=name, entries=entries
-    )
-    ranks = ranks_of(model)
+    rules = read(model_name=str(model.config.name_or_path))
+    if ranks is not None:
+        check_heads(model, ranks)
     recurrent = recurrent_layers(model)
     if recurrent is not None and ranks is not None:
         raise ValueError(
@@ -193,7 +219,7 @@ def compile(
     layers = model.config.get_text_config().num_hidden_layers if recurrent is None else len(recurrent.attention)
     heads = ranks if ranks is not None and divides_heads(model) else None
     check_divided(rules.policy, heads)
-    compiled = copy_structure(model)
+    compiled: Any = copy_structure(model)
     whole = hold_own_weights(compiled, model, ranks) if ranks is not None else {}
     on_host = hold_host_weights(compiled, model, device) if device is not None else 0
     remove_wrappers(compiled, model)
@@ -203,6 +229,7 @@ def compile(
     expanded = None
     if type(model)._can_set_attn_implementation():  # otherwise passes find its attention in the graph
         expanded = attend_latents(compiled, divided=ranks is not None)
+        tune_by_position(compiled)
         if rules.entry_format != "model" and any(map(attends_latents, compiled.modules())):
             raise ValueError(
                 f"entries={rules.entry_format!r}: {type(model).__name__} caches latent rows, which have no format of "
@@ -223,16 +250,15 @@ def compile(
                 regions=regions,
                 cuda_graphs=cuda_graphs,
                 on_host=on_host,
+                ranks=ranks,
             ),
             None if recurrent is None else recurrent.arguments,
         ),
         attention=None if recurrent is None else recurrent.attention,
         one_length="longrope" in ropes,
         ranks=heads,
-        tune_by_position(compiled)
         expanded=expanded,
     )
-    compiled.prefill_block = prefill_block
     return compiled
 
 
@@ -268,7 +294,16 @@ def load_cache(
     """
     if not isinstance(model, CompressedModel):
         raise ValueError(f"model of type {type(model).__name__}: must be what kvpass.compile returned")
-    return restore_cache(path, *read_saved(path), model, device=device)
+
+    ranks = model._kvpass.captures.compiler.ranks
+    found = agreed(ranks, "kvpass.load_cache", lambda: read_saved(path), lambda found: {"file": _told_apart(*found)})
+    return restore_cache(path, *found, model, device=device)
+
+
+def _told_apart(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
+    """Text by which processes see that they have read the same file: of it all but keys, values and statistics."""
+    tables = [digest(x) for _, x in sorted(tensors.items()) if not x.is_floating_point()]
+    return f"{metadata.columns} tokens, {metadata.policy}, {metadata.budget}, {', '.join(tables)}"
 
 
 @torch.inference_mode(False)

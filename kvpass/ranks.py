@@ -1,14 +1,15 @@
-"""Processes that share the attention heads of a model (tensor parallelism), and the operators by which they meet.
+"""Processes that share the weights of a model (tensor parallelism), and the operators by which they meet.
 
-Both operators relate no token to another. Every process must call them in the same order.
+Both operators relate no token to another. Every process must call them in the same order. What a process may refuse
+alone is done in :func:`agreed`, before any of them: else the others would wait for it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from kvpass.torch_compat import process_group
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes among which the heads of a model are divided, each with as many.
+    """The processes among which the weights of a model are divided, each with as many.
 
     Attributes:
         group: name of the process group. rank: of this process. size: number of processes.
@@ -56,20 +59,11 @@ class Ranks:
         """Return the tensors of all processes, of one shape, joined along ``dim`` in the order of their ranks."""
         return gather_ranks(x, self.group, self.size, dim)
 
-    def check_same(self, name: str, given: Tensor) -> None:
-        """Check that a tensor is the same in all processes; reads it on the host.
-
-        Raises:
-            ValueError: it is not; in every process.
-        """
-        own = (tuple(given.shape), hashlib.sha256(given.cpu().contiguous().numpy().tobytes()).hexdigest())
+    def exchange(self, value: R) -> list[R]:
+        """Return the values of all processes, in the order of their ranks."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own, group=process_group(self.group))
-        if any(other != own for other in found):
-            raise ValueError(
-                f"{name} differ between the processes that share the heads: all must make the same calls; seed them "
-                "alike before sampling"
-            )
+        dist.all_gather_object(found, value, group=process_group(self.group))
+        return found
 
     def gather_to_first(self, value: Any) -> list[Any]:
         """Return the values of all processes in the first one, in the order of their ranks; nothing in the others."""
@@ -94,6 +88,57 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of the tensors of all processes."""
         return sum_ranks(x, self.group)
+
+
+def agreed(
+    ranks: Ranks | None,
+    call: str,
+    make: Callable[[], R],
+    facts: Callable[[R], Mapping[str, str]] = lambda made: {},
+) -> R:
+    """Return what ``make`` returns; if one process cannot make it, all raise the same.
+
+    Args:
+        ranks: the processes, all of which must call this; None: this one is alone, and only ``make`` is called.
+        call: what is being done, the same in all. make: must not wait for other processes. facts: of what was made, by
+            name: texts that must be the same in all.
+    Raises:
+        ValueError: calls or facts differ, or it was raised in a process. RuntimeError: anything else was raised there.
+            The message names the process, unless all raised the same: then each raises its own.
+    """
+    if ranks is None:
+        return make()
+    error: Exception | None = None
+    try:
+        made = make()
+        own: dict[str, str] = {"call": call, **facts(made)}
+    except Exception as raised:
+        error, own = raised, {"call": call}
+    kind = ValueError if isinstance(error, ValueError) else RuntimeError
+    found = ranks.exchange((own, None if error is None else (kind, str(error))))
+    failures = [failure for _, failure in found]
+    if error is not None and all(failure == failures[0] for failure in failures):
+        raise error
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            kind, said = failure
+            raise kind(f"in process {rank} of {ranks.size}, counted from 0: {said}") from error
+    for name in own:
+        values = [other.get(name, "nothing") for other, _ in found]
+        if len(set(values)) > 1:
+            which = next(rank for rank, value in enumerate(values) if value != values[0])
+            raise ValueError(
+                f"{name}: {values[0]} in process 0, {values[which]} in process {which}; processes that share a model "
+                "must make the same calls with the same arguments: seed them alike before sampling"
+            )
+    return made
+
+
+def digest(x: Tensor | None) -> str:
+    """Return a short text that tells tensors apart; reads the tensor on the host."""
+    if x is None:
+        return "None"
+    return f"{list(x.shape)} {hashlib.sha256(x.cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]}"
 
 
 def processes(ranks: Ranks | None) -> int:

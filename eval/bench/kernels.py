@@ -336,9 +336,9 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
         store.begin_prefill([BUDGET], start, tokens, shape.dtype, shape.device)
         buffers = store.prefill_state.values()
         for layer in range(shape.layers):
-            asked = Requested(entries=store.prefill_state["entries"])
-            _, *seen = operators.observe_attention(*call, start, first, layer, shape.layers, resolved.spec, *asked)
-            operators.cascade_step(*buffers, call.k, call.v, *seen, first, layer, resolved.spec)
+            asked = (resolved.spec, *Requested(entries=store.prefill_state["entries"]), None)
+            _, *seen = operators.observe_attention(*call, start, first, layer, shape.layers, *asked)
+            operators.cascade_step(*buffers, call.k, call.v, *seen, first, layer, resolved.spec, None)
         operators.pack(*buffers)
 
     return compress, lambda: operators.site(*call[:4])

@@ -24,7 +24,7 @@ _POOL = {"pool_k", "pool_v", "pool_k_scale", "pool_v_scale", "pool_positions"}
 
 def layout_of_all(layout: Layout, size: int) -> Layout:
     """Return the layout of all heads, from that of the heads of one of ``size`` processes."""
-    return _with_heads(layout, lambda heads: heads * size)
+    return _with_heads(layout, lambda group: _group_of_all(group, size))
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
@@ -70,9 +70,13 @@ def record_of_all(record: PromptRecord, ranks: Ranks, device: torch.device) -> P
         slots = ranks.most(layers.positions.shape[1], device)
         parts = gathered(pad(layers.positions, (0, slots - layers.positions.shape[1]), value=EMPTY))
         positions = _joined_pool("pool_positions", parts, bounds, offsets, layers.group)
-        (group,) = layout_of_all(Layout(pools=(layers.group,), rings=()), ranks.size).pools
         return LayersRecord(
-            group=group, kept=kept, mass=mass, weights=layers.weights.cpu(), positions=positions, offsets=offsets
+            group=_group_of_all(layers.group, ranks.size),
+            kept=kept,
+            mass=mass,
+            weights=layers.weights.cpu(),
+            positions=positions,
+            offsets=offsets,
         )
 
     sizes = torch.tensor([record.nbytes, record.ring_nbytes])
@@ -81,7 +85,7 @@ def record_of_all(record: PromptRecord, ranks: Ranks, device: torch.device) -> P
         record,
         start=record.start.cpu(),
         full_layers=tuple(map(all_heads, record.full_layers)),
-        sliding_layers=layout_of_all(Layout(pools=(), rings=record.sliding_layers), ranks.size).rings,
+        sliding_layers=tuple(_group_of_all(group, ranks.size) for group in record.sliding_layers),
         nbytes=nbytes,
         ring_nbytes=ring_nbytes,
     )
@@ -105,14 +109,20 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
             for name in _POOL & whole.keys():
                 own[name] = _own_pool(name, whole[name], begins, counts[ranks.rank].sum(2), own["offsets"])
         found |= {prefix + name: x for name, x in own.items()}
-    return found, _with_heads(layout, lambda heads: heads // ranks.size)
+    return found, _with_heads(layout, lambda group: _of_heads(group, group.geometry.kv_heads // ranks.size))
 
 
-def _with_heads(layout: Layout, changed: Callable[[int], int]) -> Layout:
-    def group_of(group: LayerGroup) -> LayerGroup:
-        return replace(group, geometry=replace(group.geometry, kv_heads=changed(group.geometry.kv_heads)))
+def _with_heads(layout: Layout, changed: Callable[[LayerGroup], LayerGroup]) -> Layout:
+    return Layout(pools=tuple(map(changed, layout.pools)), rings=tuple(map(changed, layout.rings)))
 
-    return Layout(pools=tuple(map(group_of, layout.pools)), rings=tuple(map(group_of, layout.rings)))
+
+def _group_of_all(group: LayerGroup, size: int) -> LayerGroup:
+    """The layers with all heads, from those with the heads of one of ``size`` processes."""
+    return _of_heads(group, group.geometry.kv_heads * size)
+
+
+def _of_heads(group: LayerGroup, kv_heads: int) -> LayerGroup:
+    return replace(group, geometry=replace(group.geometry, kv_heads=kv_heads))
 
 
 def _groups(layout: Layout) -> Iterator[tuple[str, LayerGroup]]:

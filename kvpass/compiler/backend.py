@@ -43,6 +43,7 @@ from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.operands import dynamic_dims
 from kvpass.progress import working
+from kvpass.ranks import Ranks
 from kvpass.torch_compat import compile_fx, compiled_for_any_length, inductor_config
 
 MAX_CAPTURED_TOKENS = 8
@@ -151,6 +152,7 @@ class PhaseCompiler:
         records: one entry per compiled graph, appended here.
         recycled: memory of caches that decode in captured steps.
         on_host: bytes of the weights that stay on the host.
+        ranks: processes that share the weights, and compile what this one compiles.
     """
 
     compiler: Compiler
@@ -160,6 +162,7 @@ class PhaseCompiler:
     records: list[CompileRecord] = field(default_factory=list)
     recycled: Recycled = field(default_factory=Recycled)
     on_host: int = 0
+    ranks: Ranks | None = None
 
     def captures_steps(self, device: torch.device) -> bool:
         """Whether decode steps on the device are captured as CUDA graphs: not where each copies weights."""
@@ -207,11 +210,6 @@ class PhaseCompiler:
                 made = self._in_blocks(captured, inputs, call)
             except CannotSplitError as reason:
                 why_not = str(reason)
-        if made is None and phase == "prefill" and not call.one_token_prompt and cache.ranks is not None:
-            raise ValueError(
-                "a model on several processes prefills layer by layer, but "
-                + (f"this one cannot: {why_not}" if why_not else "compile_regions=False forbids it")
-            )
         made = made or self._rewritten(captured, inputs, call)
         self.records.append(
             CompileRecord(

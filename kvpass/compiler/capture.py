@@ -29,6 +29,7 @@ from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.table_ends import table_end
 from kvpass.policies.base import Policy
 from kvpass.progress import working
+from kvpass.ranks import Ranks, agreed
 from kvpass.torch_compat import (
     BackendCompilerFailed,
     TorchRuntimeError,
@@ -106,18 +107,27 @@ class Capture:
             admit_one_token(self._shapes, self._tokens)
 
     def __call__(self, call: Call, *inputs: Any) -> Any:
-        return self.runner(call)(call, *inputs)
+        return self.runner(call, self.compiler.ranks)(call, *inputs)
 
-    def runner(self, call: Call) -> Runner:
-        """What runs calls like this one, compiled when there is none yet."""
+    def runner(self, call: Call, ranks: Ranks | None = None) -> Runner:
+        """What runs calls like this one, compiled when there is none yet.
+
+        Args:
+            ranks: processes that now need it too.
+        """
         policy = call.cache.policy
         # a policy may be defined again by the same name
         key = (type(policy), policy.spec, call.phase, call.observed, call.one_token_prompt)
         if key in self._runners:
             return self._runners[key]
-        with compile_lock, tracing(self._context), several_tokens(self._shapes, self._tokens):
+
+        def make() -> Runner:
+            with tracing(self._context), several_tokens(self._shapes, self._tokens):
+                return self.compiler.compile(self.graph, self._inputs, call)
+
+        with compile_lock:
             if key not in self._runners:
-                self._runners[key] = self.compiler.compile(self.graph, self._inputs, call)
+                self._runners[key] = agreed(ranks, f"compiling {call.phase}", make)
         return self._runners[key]
 
 
@@ -168,7 +178,7 @@ class CaptureCache:
         try:
             logits = _called(captured, call, ids, positions)
         except _OneTokenAlone:  # the decoder is another one after its first call: with a table that it made there
-            _capture(captured, call, _several(ids))
+            self._capture(captured, call, _several(ids))
             logits = _called(captured, call, ids, positions)
         made, module = call.made, forward.__self__
         if call.phase == "decode" and made is not None and any(value is logits for value in made.outputs):
@@ -188,8 +198,16 @@ class CaptureCache:
         key = self._key(ids, logits_to_keep)
         if key not in self._captured:
             captured = _capturing(forward, self.further, self.compiler, key[1], self._ends)
-            _capture(captured, call, ids if ids.shape[1] > 1 else _several(ids))
+            self._capture(captured, call, ids if ids.shape[1] > 1 else _several(ids))
             self._captured[key] = captured
+
+    def _capture(self, captured: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
+        """Capture without running, in all processes that share the weights or in none."""
+        agreed(
+            self.compiler.ranks,
+            f"capturing the decoder for {rows_text(len(ids))}",
+            lambda: _capture(captured, call, ids),
+        )
 
     def _check_positions(self, seen: int, positions: Tensor) -> None:
         """Whether tables have rows for the positions, at which those on CUDA are looked at only near an end."""

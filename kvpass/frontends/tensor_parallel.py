@@ -24,29 +24,39 @@ _KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 _NEEDED = "kvpass runs models that DistributedConfig(tp_size=...) of transformers divides"
 
 
-def ranks_of(model: nn.Module) -> Ranks | None:
+def ranks_of(model: object) -> Ranks | None:
     """Return the processes that share a model's weights; None if it is on one device.
 
     Raises:
-        ValueError: the weights are divided in more than one way, or the heads cannot be divided alike.
+        ValueError: the weights are divided in more than one way.
     """
-    meshes = {tensor.device_mesh for tensor in model.parameters() if hasattr(tensor, "device_mesh")}
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    meshes: set[Any] = {tensor.device_mesh for tensor in parameters if hasattr(tensor, "device_mesh")}
     if not meshes:
         return None
-    mesh, name = meshes.pop(), type(model).__name__
+    mesh = meshes.pop()
     if meshes or mesh.ndim != 1:
         raise ValueError(
-            f"the weights of {name} are divided in more than one way (as with ep_size or fsdp_size): {_NEEDED}"
+            f"the weights of {type(model).__name__} are divided in more than one way (as with ep_size or fsdp_size): "
+            f"{_NEEDED}"
         )
-    config: Any = model.config
-    text = config.get_text_config()
+    return Ranks(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+
+
+def check_heads(model: Any, ranks: Ranks) -> None:
+    """Check that the processes can have as many heads each.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    text = model.config.get_text_config()
     heads = text.num_attention_heads
     for count in (heads, getattr(text, "num_key_value_heads", None) or heads):
-        if count % mesh.size():
+        if count % ranks.size:
             raise ValueError(
-                f"{mesh.size()} processes cannot share the {count} heads of {name}: each needs as many whole heads"
+                f"{ranks.size} processes cannot share the {count} heads of {type(model).__name__}: each needs as many "
+                "whole heads"
             )
-    return Ranks(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
 
 def divides_heads(model: Any) -> bool:

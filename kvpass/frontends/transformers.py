@@ -41,7 +41,7 @@ from kvpass.frontends.tensor_parallel import check_divided
 from kvpass.policies import POLICIES, Policy, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
-from kvpass.ranks import Ranks
+from kvpass.ranks import Ranks, agreed, digest
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
 from kvpass.transformers_compat import CACHE
@@ -73,6 +73,20 @@ class Runtime:
     block: Block = "auto"
     attention: tuple[int, ...] | None = None
     last_prompt: PromptRecord | None = None
+
+    def facts(self) -> dict[str, str]:
+        """Return the settings by name: processes that share the model must have the same."""
+        rules, compiler = self.rules, self.captures.compiler
+        return {
+            "policy": rules.policy.spec,
+            "budget": str(rules.budget),
+            "recompress": rules.recompress,
+            "entries": rules.entry_format,
+            "backend": compiler.compiler,
+            "compile_regions": str(compiler.regions),
+            "cuda_graphs": str(compiler.cuda_graphs),
+            "prefill_block": str(self.block),
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copied model, without captures: those read the original's weights."""
@@ -146,20 +160,35 @@ class CompressedModel(_Base):
         use_cache: bool,
         kwargs: dict[str, Any],
     ) -> CausalLMOutputWithPast:
-        check_forward(kwargs)
-        if input_ids is None:
-            raise ValueError("input_ids=None: a kvpass model takes token ids")
-        check_ids(input_ids, self.device)
-        if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
-        check_cache(given)
-        if self.training:
-            raise ValueError("the model is in training mode; call model.eval() first")
         runtime = self._kvpass
-        if input_ids.shape[1] > 1:  # walks over all modules, too slow for each decode step
-            runtime.identity.look_again()
-            if runtime.ranks is not None:
-                runtime.ranks.check_same("input_ids", input_ids)
+
+        def checked() -> Tensor:
+            check_forward(kwargs)
+            if input_ids is None:
+                raise ValueError("input_ids=None: a kvpass model takes token ids")
+            check_ids(input_ids, self.device)
+            if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+                raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
+            check_cache(given)
+            if self.training:
+                raise ValueError("the model is in training mode; call model.eval() first")
+            if input_ids.shape[1] > 1:  # walks over all modules, too slow for each decode step
+                runtime.identity.look_again()
+            return input_ids
+
+        def facts(ids: Tensor) -> dict[str, str]:
+            tensors = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": position_ids}
+            seen = given.columns if isinstance(given, CompressedCache) else 0
+            return {
+                **{name: digest(x) for name, x in tensors.items()},
+                "logits_to_keep": str(logits_to_keep),
+                "tokens in the cache": str(seen),
+                **runtime.facts(),
+            }
+
+        one_token = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] == 1
+        ranks = None if one_token else runtime.captures.compiler.ranks
+        input_ids = agreed(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
             assert given is None or isinstance(given, CompressedCache)
             if given is not None and not given.is_empty:

@@ -157,9 +157,10 @@ def observe_attention(
     num_layers: int,
     policy: Policy,
     requested: Requested = NOTHING_REQUESTED,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`attend_prompt`'s output for a whole prompt, and what :func:`judge` returns."""
-    return attend_prompt(call, start)[0], *judge(call, None, start, first, layer, num_layers, policy, requested)
+    return attend_prompt(call, start)[0], *judge(call, None, start, first, layer, num_layers, policy, requested, ranks)
 
 
 def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ from kvpass.operands import (
 from kvpass.ops import evict, recompress, recurrent, sliding
 from kvpass.policies import from_spec
 from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks
+from kvpass.ranks import Ranks, processes
 
 _LIBRARY = torch.library.Library("kvpass", "DEF")
 
@@ -90,13 +90,22 @@ def _site(call: Attention, sliding_window: int | None = None, chunked: bool = Fa
 
 
 def _observe_attention(
-    call: Attention, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy, requested: Requested
+    call: Attention,
+    start: Tensor,
+    first: Tensor,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    requested: Requested,
+    ranks: Ranks | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return implementation(call.q).observe_attention(call, start, first, layer, num_layers, policy, requested)
+    return implementation(call.q).observe_attention(call, start, first, layer, num_layers, policy, requested, ranks)
 
 
-def _cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy) -> None:
-    implementation(candidates.k).cascade_step(buffers, candidates.stored_in(buffers), layer, policy)
+def _cascade_step(
+    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks | None
+) -> None:
+    implementation(candidates.k).cascade_step(buffers, candidates.stored_in(buffers), layer, policy, ranks)
 
 
 def _pack(buffers: PrefillBuffers) -> None:
@@ -153,10 +162,10 @@ def _fake_output(call: Attention, *rest: Any) -> Tensor:
 
 
 def _fake_observation(call: Attention, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    b, kv_heads, n, _ = call.k.shape
+    (b, kv_heads, n, _), ranks = call.k.shape, rest[-1]
     return (
         _fake_output(call),
-        call.k.new_empty(b, kv_heads, n, dtype=torch.float32),
+        call.k.new_empty(b, kv_heads * processes(ranks), n, dtype=torch.float32),
         call.k.new_empty(2, b, kv_heads, n, dtype=torch.float32),
         call.k.new_empty(b, dtype=torch.float64),
     )
@@ -273,6 +282,7 @@ _define(_columns_held, _fake_columns)
 _define(_attend_ring, _fake_output, written=written_in("append"))
 _define(recurrent.delta_rule, recurrent.fake_delta_rule, returns="(Tensor, Tensor)")
 _define(recurrent.mamba2, recurrent.fake_mamba2, returns="(Tensor, Tensor)")
+_define(recurrent.mamba, recurrent.fake_mamba, returns="(Tensor, Tensor)")
 
 _LIBRARY.define("read_state(Tensor like, int layer, str name, int[] shape, ScalarType dtype) -> Tensor")
 _LIBRARY.define("write_state(Tensor state, int layer, str name) -> ()")
@@ -285,7 +295,6 @@ def _read_state(like: Tensor, layer: int, name: str, shape: Sequence[int], dtype
 
 
 def _store_state(state: Tensor, made: Tensor) -> None:
-_define(recurrent.mamba, recurrent.fake_mamba, returns="(Tensor, Tensor)")
     made.copy_(state)
 
 

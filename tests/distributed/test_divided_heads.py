@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,9 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.layers import FullAttentionLayers
+from kvpass.cache.prompt_record import PromptRecord
 from kvpass.cache.recompression import Recompression
-from kvpass.cache.shared_heads import divided, joined, joined_facts
+from kvpass.cache.shared_heads import divided, joined, joined_facts, record_of_all
 from kvpass.config import Geometry, LayerGroup, Layout
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, Requested
 from kvpass.ops import evict, recompress, reference
@@ -26,6 +27,7 @@ from kvpass.policies.plan import plan
 from kvpass.ranks import Ranks
 
 SIZE, LAYERS, ROWS, KV_HEADS, GROUP, TOKENS, DIM, BUDGET = 2, 3, 2, 4, 2, 60, 8, 21
+NUMBERS = tuple(range(LAYERS))
 OPTIONS = {
     "cake": {"tau1": 1.0, "tau2": 1.0},
     "pyramidkv": {"shape": "entropy"},
@@ -44,6 +46,8 @@ class Meeting:
 
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(SIZE, timeout=20))
     left: dict[int, Tensor] = field(default_factory=dict)
+    sent: list[int] = field(default_factory=list)
+    """Bytes of each tensor that the first thread left."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class ThreadRanks(Ranks):
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         self.meeting.left[self.rank] = x
+        if self.rank == 0:
+            self.meeting.sent.append(x.numel() * x.element_size())
         self.meeting.barrier.wait()
         found = torch.cat([self.meeting.left[rank] for rank in range(self.size)], dim)
         self.meeting.barrier.wait()
@@ -60,10 +66,17 @@ class ThreadRanks(Ranks):
 
 def prefilled(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks | None) -> FullAttentionLayers:
     """The store of the layers after the operators of compiled models read a prompt, of the heads given."""
+    return recorded(policy, q, k, v, start, ranks)[0]
+
+
+def recorded(
+    policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks | None, layers: Sequence[int] = NUMBERS
+) -> tuple[FullAttentionLayers, PromptRecord]:
+    """As :func:`prefilled`, with the record of what was kept; ``layers`` are their numbers in the model."""
     (weights,) = own_heads(ranks, WEIGHTS)
     heads = k.shape[2]
     geometry = Geometry(layers=LAYERS, kv_heads=heads, key_dim=DIM, value_dim=DIM, itemsize=4)
-    store = FullAttentionLayers(LayerGroup(geometry=geometry, layers=tuple(range(LAYERS))), policy, ranks)
+    store = FullAttentionLayers(LayerGroup(geometry=geometry, layers=tuple(layers)), policy, ranks)
     store.begin_prefill([BUDGET if policy.needs_budget else TOKENS] * ROWS, start, TOKENS, q.dtype, q.device)
     buffers = store._prefill
     for layer in range(LAYERS):
@@ -72,8 +85,10 @@ def prefilled(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks
         seen = reference.judge(call, None, start, start, layer, LAYERS, policy, asked, ranks)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)
-    store.finish_prefill()
-    return store
+    kept = store.finish_prefill()
+    rows = torch.tensor([BUDGET] * ROWS)
+    given = {"start": start, "columns": TOKENS, "entries": rows, "window": rows.clamp(max=6), "sliding_layers": ()}
+    return store, PromptRecord(full_layers=(kept,), nbytes=store.nbytes, ring_nbytes=0, state_nbytes=0, **given)
 
 
 def own_heads(ranks: Ranks | None, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -100,9 +115,9 @@ def text(tokens: int, seed: int) -> tuple[Tensor, ...]:
     return q, k * torch.linspace(0.2, 3, KV_HEADS)[:, None, None], v  # heads, and so processes, differ
 
 
-def in_threads(run: Callable[[Ranks], Any]) -> list[Any]:
+def in_threads(run: Callable[[Ranks], Any], meeting: Meeting | None = None) -> list[Any]:
     """What each of the threads gives, in the order of their ranks."""
-    meeting = Meeting()
+    meeting = meeting or Meeting()
     with ThreadPoolExecutor(SIZE) as pool:
         threads = [pool.submit(run, ThreadRanks("", rank, SIZE, meeting)) for rank in range(SIZE)]
         return [thread.result() for thread in threads]
@@ -122,6 +137,22 @@ def test_threads_keep_together_what_one_keeps(name, padding, parity):
         budget = BUDGET if policy.needs_budget else None
         given = {"output_weights": WEIGHTS, "rope_frequencies": TURNS}
         assert torch.equal(found, plan(policy, q, k, v, budget=budget, **given).keep)
+
+
+def test_the_record_of_threads_is_that_of_one():
+    """Also of layers beside others with a sliding window."""
+    policy, start, layers = resolve("lava", window=6), torch.tensor([0, 9]), (1, 3, 4)
+
+    def record(ranks: Ranks | None) -> PromptRecord:
+        return recorded(policy, *own_heads(ranks, *text(TOKENS, 3)), start, ranks, layers)[1]
+
+    (one,) = record(None).full_layers
+    for found in in_threads(lambda ranks: record_of_all(record(ranks), ranks, torch.device("cpu"))):
+        (part,) = found.full_layers
+        assert part.group == one.group and torch.equal(part.kept, one.kept) and torch.equal(part.offsets, one.offsets)
+        torch.testing.assert_close(part.mass, one.mass)
+        used = torch.arange(part.positions.shape[1]) < one.offsets[:, -1:]
+        assert torch.equal(part.positions[used], one.positions[:, : used.shape[1]][used])
 
 
 @dataclass(frozen=True, kw_only=True)

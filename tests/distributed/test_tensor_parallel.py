@@ -5,9 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -30,12 +35,26 @@ POLICIES = sorted(kvpass.POLICIES)
 FAMILIES = ["phi3", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "qwen2", "gemma2"]
 
 
-def torchrun(processes: int, *arguments: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
+@contextmanager
+def started(processes: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """What ``torchrun`` runs, with its processes in a group of their own, which is gone afterwards."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    return subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as running:
+        try:
+            yield running
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+
+
+def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    with started(processes, *arguments) as running:
+        said = running.communicate(timeout=500)
+    return subprocess.CompletedProcess(arguments, running.returncode, *said)
 
 
 def compare(
@@ -46,11 +65,12 @@ def compare(
     processes: int = 2,
     compiler: str = "eager",
     layers: int | None = None,
-    entries: str = "model",
+    **options: Any,
 ) -> None:
+    """Run the worker; ``options`` are of every policy."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if processes > 2 else {}
     tiny_model(family, layers=layers, **heads).save_pretrained(folder)
-    given = json.dumps([(policy, {**OPTIONS.get(policy, {}), "entries": entries}) for policy in policies])
+    given = json.dumps([(policy, {**OPTIONS.get(policy, {}), **options}) for policy in policies])
     done = torchrun(processes, str(WORKER), str(folder), compiler, given)
     assert done.returncode == 0, done.stderr[-5000:]
 
@@ -64,11 +84,48 @@ def test_scores_are_what_processes_send_each_other(tmp_path):
     compare(tmp_path, "llama", [])
 
 
+SAID = {
+    "raises": "ValueError: out of luck",
+    "refuses": "ValueError: in process 1 of 2, counted from 0: policy='lavva': did you mean 'lava'?",
+    "memory": "OutOfMemoryError: out of memory, injected",
+    "interrupted": "KeyboardInterrupt",
+}
+
+
 @pytest.mark.exhaustive
-def test_all_processes_end_when_one_raises(tmp_path):
+@pytest.mark.parametrize("how", SAID)
+def test_all_processes_end_within_a_minute_when_one_fails(how, tmp_path):
+    tiny_model("llama", layers=2).save_pretrained(tmp_path)
+    done = torchrun(2, str(WORKER), str(tmp_path), how, "[]")
+    ended = time.time()
+    failed = [float(line.split()[-1]) for line in done.stderr.splitlines() if line.startswith("fails at ")]
+    assert done.returncode != 0 and SAID[how] in done.stderr, done.stderr[-5000:]
+    assert ended - max(failed) < 60
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_ends_all_processes_within_a_minute(tmp_path):
     tiny_model("llama", layers=1).save_pretrained(tmp_path)
-    done = torchrun(2, str(WORKER), str(tmp_path), "fails", "[]", timeout=60)
-    assert done.returncode != 0 and "ValueError: out of luck" in done.stderr
+    with started(2, str(WORKER), str(tmp_path), "goes on", "[]") as running:
+        begun = 0
+        while begun < 2:
+            begun += next(running.stderr).startswith("fails at ")
+        os.killpg(running.pid, signal.SIGINT)
+        _, said = running.communicate(timeout=60)
+        assert running.returncode != 0 and "KeyboardInterrupt" in said
+        with pytest.raises(ProcessLookupError):
+            os.killpg(running.pid, 0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_phases_as_one_graph_keep_the_same(compiler, tmp_path):
+    compare(tmp_path, "gemma3", ["lava", "cake", "layer_defensivekv"], compiler=compiler, compile_regions=False)
+
+
+@pytest.mark.exhaustive
+def test_parts_of_every_phase_keep_the_same(tmp_path):
+    compare(tmp_path, "llama", ["lava"], compiler="inductor", compile_regions=True)
 
 
 @pytest.mark.exhaustive

@@ -1,16 +1,23 @@
 """What each process of a test runs: a divided model against the same model whole.
 
-Usage: worker.py FOLDER COMPILER POLICIES, with the policies as JSON: pairs of a name and its options. With none, what
-processes send each other is counted; with "fails" for a compiler, the last process raises.
+Usage: worker.py FOLDER COMPILER POLICIES, with the policies as JSON: pairs of a name and its options; an option
+``compile_regions`` is of the divided model only. With none, what processes send each other is counted.
+
+Instead of a compiler, one of :data:`FAILURES`: the last process fails, or all call the model until they are stopped.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +27,9 @@ from transformers.distributed import DistributedConfig
 
 import kvpass
 from kvpass import ranks as module_of_ranks
+from kvpass.compiler.backend import PhaseCompiler
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.ops import reference
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 
@@ -77,6 +87,7 @@ def compare(divided: PreTrainedModel, whole: PreTrainedModel, compiler: str, pol
     label = f"{policy} {options}"
     given = {"policy": policy, **({} if policy == "full" else {"budget": 24, "window": WINDOW}), **options}
     found = kvpass.compile(divided, backend=compiler, **given)
+    given.pop("compile_regions", None)
     expected = kvpass.compile(whole, backend="eager", **given)
     cache = found.compress(IDS, MASK, reusable=False)
     reference = expected.compress(IDS, MASK, reusable=False)
@@ -90,8 +101,10 @@ def compare(divided: PreTrainedModel, whole: PreTrainedModel, compiler: str, pol
         compare_files(found, cache, expected, reference)
     if policy == "lava" and found._kvpass.ranks is not None:
         compare_different_ids(found)
-        if dist.get_rank() == 0:
-            compare_refusals(found)
+    if policy == "tova":
+        agree_on_arguments(divided)
+    if policy == "snapkv":
+        agree_on_captures(divided, whole)
     if policy in ("lava", "pyramidkv"):
         compare_recompression(divided, whole, policy, options)
     settings = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
@@ -103,7 +116,7 @@ def compare_different_ids(fast: Any) -> None:
         try:
             fast(ids)
         except ValueError as error:
-            assert "input_ids differ between the processes" in str(error), error
+            assert "input_ids: " in str(error) and "must make the same calls" in str(error), error
         else:
             raise AssertionError("each process had a prompt of its own")
 
@@ -128,20 +141,105 @@ def compare_files(found: Any, cache: Any, expected: Any, reference: Any) -> None
     raise AssertionError("every process must raise what the first one does")
 
 
-def compare_refusals(fast: Any) -> None:
-    """Without a word to the other processes."""
+LAST = f"in process {SIZE - 1} of {SIZE}, counted from 0: "
+GIVEN: dict[str, Any] = {"policy": "lava", "budget": 24, "window": WINDOW}
+
+
+def refused(run: Callable[[], Any], *said: str, kind: type[Exception] = ValueError) -> None:
+    """Must raise in every process, with the same words."""
     try:
-        fast.set_policy(Undeclared(window=WINDOW), 24)
-    except ValueError as error:
-        assert "its class does not say that it is right there" in str(error), error
+        run()
+    except kind as error:
+        messages = [None] * SIZE
+        dist.all_gather_object(messages, str(error))
+        assert len(set(messages)) == 1, messages
+        assert all(part in str(error) for part in said), error
     else:
-        raise AssertionError("not refused")
+        raise AssertionError(f"not refused: {said}")
+
+
+def agree_on_arguments(divided: PreTrainedModel) -> None:
+    """What the last process refuses alone, all refuse, before one waits for another."""
+    last, given = dist.get_rank() == SIZE - 1, GIVEN
+    compiled = functools.partial(kvpass.compile, divided, backend="eager")
+    refused(lambda: compiled(**{**given, "policy": "lavva" if last else "lava"}), LAST, "lavva")
+    refused(lambda: compiled(**{**given, "policy": "lavva"}), "policy='lavva': did you mean 'lava'?")
+    refused(lambda: compiled(**{**given, "policy": "snapkv" if last else "lava"}), "policy: ", "lava", "snapkv")
+    refused(lambda: compiled(**{**given, "budget": 25 if last else 24}), "budget: ", "24", "25", "in process 0")
+    own = {"policy": Undeclared(window=WINDOW), "budget": 24}
+    refused(lambda: compiled(**(own if last else given)), LAST, "'undeclared'")
+    fast = compiled(**given)
+    refused(lambda: fast(IDS.float() if last else IDS), LAST, "input_ids")
+    refused(lambda: fast(IDS, MASK if last else None), "attention_mask: None in process 0")
+    refused(lambda: kvpass.load_cache("missing", fast) if last else fast(IDS), LAST, "missing", kind=RuntimeError)
+    refused(lambda: compiled(**given) if last else fast(IDS), "call: a call of the model in process 0, kvpass.compile")
+    fast.set_budget(30 if last else 24)
+    refused(lambda: fast(IDS), "budget: ", "30")
+
+
+def agree_on_captures(divided: PreTrainedModel, whole: PreTrainedModel) -> None:
+    """What the last process cannot capture or compile, none runs; all go on once it can."""
+    last = dist.get_rank() == SIZE - 1
+    fast, expected = kvpass.compile(divided, backend="eager", **GIVEN), kvpass.compile(whole, backend="eager", **GIVEN)
+
+    def failing(method: str, error: Exception) -> Any:
+        return mock.patch.object(PhaseCompiler, method, side_effect=error) if last else mock.MagicMock()
+
+    with failing("canonicalize", UnsupportedAttentionError("here", "node", "injected")):
+        refused(lambda: fast(IDS), LAST, "injected")
+    with failing("compile", torch.OutOfMemoryError("no memory")):
+        refused(lambda: fast(IDS), LAST, "no memory", kind=RuntimeError)
+    cache = fast.compress(IDS, MASK, reusable=False)
+    for new in (MORE, MORE[:, :1]):
+        with failing("compile", RuntimeError("injected")):
+            refused(lambda new=new: fast(new, cache=cache), LAST, "injected", kind=RuntimeError)
+    reference = expected.compress(IDS, MASK, reusable=False)
+    for new in (MORE, MORE[:, :1]):
+        logits = fast(new, cache=cache).logits
+        torch.testing.assert_close(logits, expected(new, cache=reference).logits, atol=1e-4, rtol=0)
+        compare_entries(cache, reference, "after refusals")
+
+
+FAILURES = ("raises", "refuses", "memory", "interrupted", "goes on")
+
+
+def fail(divided: PreTrainedModel, how: str) -> None:
+    """The last process fails alone: between calls, in ``kvpass.compile``, or in the middle of a prompt."""
+    last = dist.get_rank() == SIZE - 1
+
+    def now() -> None:
+        os.write(2, f"fails at {time.time()}\n".encode())  # in one piece: both processes write
+
+    if how == "refuses":
+        now()
+        kvpass.compile(divided, policy="lavva" if last else "lava", budget=24, backend="eager")
+    fast = kvpass.compile(divided, policy="lava", budget=24, window=WINDOW, backend="eager")
+    fast(IDS)
+    if last and how == "raises":
+        now()
+        raise ValueError("out of luck")
+    if last and how in ("memory", "interrupted"):
+        judge = reference.judge
+
+        def failing(call: Any, lse: Any, start: Any, first: Any, layer: int, *rest: Any) -> Any:
+            if layer == 1:
+                now()
+                if how == "memory":
+                    raise torch.OutOfMemoryError("out of memory, injected")
+                os.kill(os.getpid(), signal.SIGINT)
+            return judge(call, lse, start, first, layer, *rest)
+
+        reference.judge = failing
+    now()
+    while how != "raises" or not last:
+        fast(IDS)
 
 
 def compare_recompression(divided: PreTrainedModel, whole: PreTrainedModel, policy: str, options: Any) -> None:
     """Two turns, each compressed again; one row is left as it is after the first."""
     given = {"policy": policy, "budget": 24, "window": WINDOW, "recompress": "every_turn", "backend": "eager"}
-    found, expected = kvpass.compile(divided, **given, **options), kvpass.compile(whole, **given, **options)
+    found = kvpass.compile(divided, **given, **options)
+    expected = kvpass.compile(whole, **given, **{k: v for k, v in options.items() if k != "compile_regions"})
     cache, reference = (fast.compress(IDS, MASK, reusable=False) for fast in (found, expected))
     for new in (MORE, torch.roll(MORE, 1), MORE[:, :1]):
         logits = found(new, cache=cache).logits
@@ -174,11 +272,8 @@ def compare_bytes_sent(divided: PreTrainedModel) -> None:
 
 def main(folder: str, compiler: str, policies: str) -> None:
     divided, whole = loaded(folder, distributed_config=DistributedConfig(tp_size=SIZE)), loaded(folder)
-    if compiler == "fails":
-        fast = kvpass.compile(divided, policy="lava", budget=24, window=WINDOW, backend="eager")
-        if dist.get_rank() == SIZE - 1:
-            raise ValueError("out of luck")
-        fast(IDS)
+    if compiler in FAILURES:
+        fail(divided, compiler)
     for policy, options in json.loads(policies):
         compare(divided, whole, compiler, policy, options)
     if policies == "[]":

@@ -342,10 +342,10 @@ def test_no_layer_of_a_prefill_synchronises(name, dtype):
 
     def prefill(state: PrefillBuffers) -> None:
         for layer in range(LAYERS):
-            asked = Requested(entries=state.entries)
-            _, *observed = torch.ops.kvpass.observe_attention(*call, STARTS, first, layer, LAYERS, policy.spec, *asked)
+            asked = (policy.spec, *Requested(entries=state.entries), None)
+            _, *observed = torch.ops.kvpass.observe_attention(*call, STARTS, first, layer, LAYERS, *asked)
             candidates = Candidates(call.k, call.v, *observed, first)
-            torch.ops.kvpass.cascade_step(*state, *candidates, layer, policy.spec)
+            torch.ops.kvpass.cascade_step(*state, *candidates, layer, policy.spec, None)
         torch.ops.kvpass.pack(*state)
 
     states = [buffers(policy, entries, dtype, 64, "cuda") for _ in range(2)]

@@ -35,7 +35,6 @@ _HEADERS = ("decoder", "its attention is met by", "note"), ("refused", "because"
 _BEGIN, _END = "<!-- made by make support-table -->\n\n", "\n<!-- end -->"
 
 _TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
-_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 REFUSED: dict[str, dict[str, Any]] = {
     "mamba": {**_TINY, "num_hidden_layers": 1, "state_size": 4},
     "falcon_mamba": {**_TINY, "num_hidden_layers": 1, "state_size": 4},

@@ -243,6 +243,13 @@ _DELTA_RULE = {
     "linear_value_head_dim": 16,
     "layer_types": _LINEAR,
 }
+_LATENT_LINEAR = {
+    **_LATENT_EXPERTS,
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "layer_types": _LINEAR,
+    "mlp_layer_types": ["dense", "sparse", "dense", "dense"],
+}
 _SHARED_EXPERT = {**_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 32}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", _CONVOLUTION),
@@ -289,6 +296,24 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {**_DELTA_RULE, "head_dim": 16}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**_DELTA_RULE, **_SHARED_EXPERT}),
     "olmo_hybrid": ("olmo_hybrid", _DELTA_RULE),
+    "jamba": (
+        "jamba",
+        {
+            **LLAMA_LIKE,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_expand": 1,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {**_LATENT, **_LATENT_LINEAR, "q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4},
+    ),
+    "bailing_hybrid": ("bailing_hybrid", {**_LATENT, **_LATENT_LINEAR, "head_dim": 16}),
 }
 """The same of families with recurrent layers beside attention, which need transformers 5.22."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -312,24 +337,6 @@ def tiny_model(
             options["attention_types"] = [[options["attention_types"][0][0][:layers], 1]]
     for by_layer in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types"):
         if by_layer in options:
-    "jamba": (
-        "jamba",
-        {
-            **LLAMA_LIKE,
-            "num_hidden_layers": 4,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 4,
-            "mamba_d_state": 8,
-            "mamba_expand": 1,
-            "mamba_dt_rank": 8,
-        },
-    ),
-    "kimi_linear": (
-        "kimi_linear",
-        {**_LATENT, **_LATENT_LINEAR, "q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4},
-    ),
-    "bailing_hybrid": ("bailing_hybrid", {**_LATENT, **_LATENT_LINEAR, "head_dim": 16}),
             options[by_layer] = options[by_layer][: options["num_hidden_layers"]]
     experts = family in {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"}
     if experts and Version(transformers.__version__) < Version("5.17"):
