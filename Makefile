@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 export PIP_NO_COMPILE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test docs test-versions test-torch-2.11 test-torch-2.15 test-vllm lint typecheck support-table mutations gpu-check clean
+.PHONY: help demo test test-exhaustive docs test-versions test-torch-2.11 test-torch-2.15 test-vllm lint typecheck support-table mutations gpu-check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -25,6 +25,9 @@ demo: $(READY) ## compress the cache of the built-in model and show what is kept
 
 test: $(READY) ## run every test that this machine can run
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-exhaustive: $(READY) ## run the full products of policies and families that make test samples (hours)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive
 
 lint: $(LINT_READY) ## ruff: style and formatting; import-linter: which package may import which; words of the docs
 	@$(BIN)/ruff check

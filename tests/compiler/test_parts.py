@@ -55,7 +55,7 @@ def test_a_deep_model_has_as_many_parts_as_one_of_two_layers():
     [
         ("auto", {"prefill": 4, "decode": 1, "extend": 3}),
         pytest.param(True, {"prefill": 4, "decode": 3, "extend": 3}, marks=pytest.mark.exhaustive),
-        (False, {"prefill": 1, "decode": 1, "extend": 1}),
+        pytest.param(False, {"prefill": 1, "decode": 1, "extend": 1}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_inductor_compiles_long_prompts_in_parts_and_one_token_of_a_small_model_whole(regions, parts):

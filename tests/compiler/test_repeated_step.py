@@ -133,6 +133,7 @@ def test_the_next_step_sees_what_was_changed(change):
     assert torch.equal(after, step(fast, cache)), "what Dynamo runs"
 
 
+@pytest.mark.exhaustive
 def test_compiled_code_is_not_given_data_of_another_dtype():
     fast, cache = begun(scaled_model(), backend="inductor")
     before = step(fast, cache.clone())

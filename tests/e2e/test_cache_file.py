@@ -119,6 +119,7 @@ def test_a_cache_that_is_not_reusable_comes_back_so(fast, tmp_path):
     assert fast(random_ids(1, 1), past_key_values=loaded).past_key_values is loaded
 
 
+@pytest.mark.exhaustive
 def test_the_compiled_graphs_take_a_loaded_cache(tmp_path):
     fast = kvpass.compile(tiny_model("llama", layers=1), budget=20, window=8)
     cache = fast.compress(random_ids(2, 50))

@@ -117,7 +117,7 @@ def test_blocks_of_a_prompt_change_nothing(block, numbered):
     [
         (False, "eager"),
         (True, "eager"),
-        # the repeat is gone by then; test_plain_modules has Inductor in every run
+        # the repeat is gone by then
         pytest.param(True, "inductor", marks=pytest.mark.exhaustive),
         pytest.param(False, "inductor", marks=pytest.mark.exhaustive),
     ],
@@ -251,7 +251,7 @@ def test_a_reusable_cache_stays_as_it_is(decoder):
     assert [part.columns for part in (cache, found[0][1], found[1][1])] == [40, 45, 45]
 
 
-@pytest.mark.parametrize("compiler", quick(["eager", "inductor"], ["inductor"]))
+@pytest.mark.parametrize("compiler", quick(["eager", "inductor"], ["eager"]))
 def test_a_prompt_in_inference_mode_is_continued_outside(compiler):
     torch.manual_seed(0)
     decoder = Decoder(False, layers=1).eval()
@@ -266,13 +266,13 @@ def test_a_prompt_in_inference_mode_is_continued_outside(compiler):
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize(("compiler", "pieces"), [("eager", [20, 1, 3]), ("inductor", [20])])
+@pytest.mark.parametrize(("compiler", "pieces"), [("eager", [20, 1, 3]), ("inductor", [20, 1])])
 def test_every_batch_size_is_compiled_for_itself(compiler, pieces):
     torch.manual_seed(0)
     decoder = Decoder(False, layers=1).eval()
     unlimited = options_of(budget=10**6, compiler=compiler)
     fast = raw(decoder, unlimited)
-    for rows in (2, 3, 4, 3):
+    for rows in (2, 3, 2):
         ids = random_ids(rows, sum(pieces), seed=rows)
         positions = torch.arange(sum(pieces)).expand(rows, -1)
         given = zip(ids.split(pieces, 1), positions.split(pieces, 1), strict=True)

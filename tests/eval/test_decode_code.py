@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a CUDA device, and there is one")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a CUDA device, and there is one"),
+    pytest.mark.exhaustive,
+]
 
 
 @cache
@@ -36,7 +39,7 @@ def test_a_layer_of_one_row_is_eight_launches():
     assert not [name for name in code["layer"] if name.startswith("extern_kernels")]
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("batch", [1, 8])
 def test_nothing_but_attention_touches_the_cache(batch):
     code = generated("llama-3.1-8b", batch)
     held = set(code["cache"])

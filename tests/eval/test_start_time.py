@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 START = """
 import sys, torch, kvpass
 from kvpass.eval.bench.settings import build, find_model
@@ -17,6 +19,7 @@ print(*(counters["inductor"][name] for name in ("fxgraph_cache_miss", "fxgraph_c
 """
 
 
+@pytest.mark.exhaustive
 def test_the_next_start_compiles_nothing_anew(micro):
     """The first process fills the cache, or finds it filled by an earlier run."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}

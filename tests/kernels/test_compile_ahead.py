@@ -166,8 +166,8 @@ def of_everything(launches: dict[Launch, None]) -> Iterator[tuple[Launch, int]]:
 
 
 def of_a_few(launches: dict[Launch, None]) -> Iterator[tuple[Launch, int]]:
-    """bf16 at head dim 128: each kernel with every option for one architecture, and plain for two others."""
-    for options, archs in ((True, (90,)), (False, (80, 100))):
+    """bf16 at head dim 128: each kernel with every option for one architecture, and plain for another."""
+    for options, archs in ((True, (90,)), (False, (80,))):
         launches.clear()
         call_everything(torch.bfloat16, (128, 128), options, **USUAL)
         for launch in {(launch.kernel, launch.left_out): launch for launch in launches}.values():
@@ -268,7 +268,7 @@ else:
     def test_every_kernel_compiles() -> None:
         rows = run_compiler()
         check(rows)
-        assert {row["arch"] for row in rows} == {80, 90, 100}
+        assert {row["arch"] for row in rows} == {80, 90}
         source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kernels").glob("*.py"))
         launched = set(re.findall(r"\blaunch\(_(\w+),", source))
         assert {row["name"].split()[0] for row in rows} == launched, "a kernel is not called here"
