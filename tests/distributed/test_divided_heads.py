@@ -24,7 +24,7 @@ from kvpass.policies import resolve
 from kvpass.policies.h2o import H2O
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.plan import plan
-from kvpass.ranks import Ranks
+from kvpass.ranks import Ranks, digest
 
 SIZE, LAYERS, ROWS, KV_HEADS, GROUP, TOKENS, DIM, BUDGET = 2, 3, 2, 4, 2, 60, 8, 21
 NUMBERS = tuple(range(LAYERS))
@@ -153,6 +153,14 @@ def test_the_record_of_threads_is_that_of_one():
         torch.testing.assert_close(part.mass, one.mass)
         used = torch.arange(part.positions.shape[1]) < one.offsets[:, -1:]
         assert torch.equal(part.positions[used], one.positions[:, : used.shape[1]][used])
+
+
+def test_tensors_are_told_apart_by_their_content_in_any_layout():
+    """Of one row of the same token, as ``warmup`` gives it, every other token of a row, and 16-bit numbers."""
+    wide, sparse = torch.zeros(1, 1, dtype=torch.int64).expand(-1, 8), torch.arange(8)[None, ::2]
+    for x in (wide, sparse, sparse.bfloat16(), sparse > 3):
+        assert digest(x) == digest(x.clone(memory_format=torch.contiguous_format))
+        assert digest(x) not in (digest(None), digest(~x if x.dtype == torch.bool else x + 1), digest(x[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
