@@ -138,7 +138,8 @@ def digest(x: Tensor | None) -> str:
     """Return a short text that tells tensors apart; reads the tensor on the host."""
     if x is None:
         return "None"
-    return f"{list(x.shape)} {hashlib.sha256(x.cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]}"
+    content = x.cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{list(x.shape)} {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def processes(ranks: Ranks | None) -> int:

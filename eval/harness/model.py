@@ -18,6 +18,7 @@ import inspect
 import itertools
 import json
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
@@ -52,6 +53,7 @@ from kvpass.eval.prompt import (
     without_separator,
 )
 from kvpass.eval.runner import Batch, Runner, Totals, chunks, filled
+from kvpass.loading import launched
 from kvpass.policies import Policy, resolve, resolve_budget
 from kvpass.policies.options import check_choice, check_int
 from kvpass.transformers_compat import CACHE
@@ -122,10 +124,12 @@ class KVPassLM(HFLM):
         if policy != "cake" or {"tau1", "tau2"} & options.keys():  # else kvpass.compile looks its temperatures up
             resolve_budget(resolve(policy, **options), budget)
         self._arguments = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
+        if launched()[1] > 1 and not torch.accelerator.is_available():
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes every process for the only one
         super().__init__(pretrained, batch_size=batch_size, **arguments)
-        launched = getattr(self, "accelerator", None)
-        if launched is not None and self.world_size == 1:  # the harness looks for several GPUs, not processes
-            self._rank, self._world_size = launched.process_index, launched.num_processes
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None and self.world_size == 1:  # the harness looks for several GPUs, not processes
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         self._original: Any = self.model
         named: Any = policy  # checked above
         self._model = kvpass.compile(self._original, policy=named, budget=budget, backend=self._compiler, **options)

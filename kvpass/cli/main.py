@@ -145,6 +145,14 @@ def bench(
             help="Instead: peak memory of prompts of --contexts tokens under the first policy, in blocks and whole.",
         ),
     ] = False,
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Instead: the policies on one process and on N that share the model (on CUDA a device each); starts "
+            "them itself.",
+        ),
+    ] = 0,
     serve: Annotated[
         bool,
         typer.Option(
@@ -182,14 +190,16 @@ def bench(
     from kvpass.eval.bench.report import plot, tables
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.bench.serve import Serve
+    from kvpass.eval.bench.shared_model import SharedModel
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.progress import progress_console
     from kvpass.report import import_figure
 
     kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
-    checked: Bench | Start | PrefillMemory | Predict | Serve
+    checked: Bench | Start | PrefillMemory | SharedModel | Predict | Serve
     others = {"start": start, "prefill_memory": prefill_memory, "predict": predict, "serve": serve}
+    others |= {"tensor_parallel": tensor_parallel}
     instead = [name for name, chosen in others.items() if chosen]
     with _interruptible(anew), _bad_values():
         if len(instead) > 1:
@@ -215,6 +225,8 @@ def bench(
         )
         if start:
             checked = Start(settings, _numbers("start", start))
+        elif tensor_parallel:
+            checked = SharedModel(settings, tensor_parallel)
         elif serve:
             checked = Serve(settings, requests, cache_mib)
         elif predict:

@@ -21,25 +21,28 @@ from kvpass.ranks import Ranks
 
 _KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 """Names of the layers that make keys, alone or with others."""
-_NEEDED = "kvpass runs models that DistributedConfig(tp_size=...) of transformers divides"
+_NEEDED = "kvpass runs models that DistributedConfig(tp_size=...) of transformers divides, and tp_size alone"
+_OTHERS = ("pp_size", "ep_size", "fsdp_size", "dp_replicate_size")
+"""Ways of ``DistributedConfig`` to share a model that are not tensor parallelism."""
 
 
 def ranks_of(model: object) -> Ranks | None:
     """Return the processes that share a model's weights; None if it is on one device.
 
     Raises:
-        ValueError: the weights are divided in more than one way.
+        ValueError: they share it in another way too, or only in another way.
     """
+    given = getattr(getattr(model, "config", None), "distributed_config", None)
+    others = [f"{name}={size}" for name in _OTHERS if (size := getattr(given, name, None) or 1) > 1]
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     meshes: set[Any] = {tensor.device_mesh for tensor in parameters if hasattr(tensor, "device_mesh")}
+    if others or len(meshes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
+        raise ValueError(
+            f"{type(model).__name__} is divided among processes by {', '.join(others) or 'several meshes'}: {_NEEDED}"
+        )
     if not meshes:
         return None
     mesh = meshes.pop()
-    if meshes or mesh.ndim != 1:
-        raise ValueError(
-            f"the weights of {type(model).__name__} are divided in more than one way (as with ep_size or fsdp_size): "
-            f"{_NEEDED}"
-        )
     return Ranks(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
 

@@ -174,6 +174,9 @@ class CompressedModel(_Base):
                 raise ValueError("the model is in training mode; call model.eval() first")
             if input_ids.shape[1] > 1:  # walks over all modules, too slow for each decode step
                 runtime.identity.look_again()
+            if isinstance(given, CompressedCache):
+                rules = runtime.rules
+                given.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
             return input_ids
 
         def facts(ids: Tensor) -> dict[str, str]:
@@ -194,7 +197,7 @@ class CompressedModel(_Base):
             if given is not None and not given.is_empty:
                 cache, logits = _continue(self, given, input_ids, attention_mask, position_ids, logits_to_keep)
             else:
-                cache = _new_cache(runtime, given)
+                cache = _new_cache(runtime) if given is None else given
                 logits = _prefill(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
                 runtime.last_prompt = cache.record
         held: dict[str, Any] = {CACHE: cache if use_cache else None}
@@ -229,7 +232,7 @@ class CompressedModel(_Base):
         if ids is not None:
             check_ids(ids)
             if cache is None and _cache_is_default(kwargs, generation_config, self.generation_config):
-                cache = kwargs[CACHE] = _new_cache(self._kvpass, None)
+                cache = kwargs[CACHE] = _new_cache(self._kvpass)
             if isinstance(cache, CompressedCache):
                 whole = 0 if ids.shape[1] > cache.columns else cache.columns
                 most = _new_tokens(ids.shape[1], kwargs, generation_config, self.generation_config)
@@ -268,7 +271,7 @@ class CompressedModel(_Base):
         if tokens is None:
             return config
         cache = kwargs.get(CACHE)
-        kwargs[CACHE] = cache = _new_cache(self._kvpass, None) if cache is None else cache
+        kwargs[CACHE] = cache = _new_cache(self._kvpass) if cache is None else cache
         cache.block = self._checked_block(tokens, "prefill_chunk_size")
         if getattr(config, "prefill_chunk_size", None) is not None:
             config = copy.deepcopy(config)
@@ -284,7 +287,7 @@ class CompressedModel(_Base):
         would not.
         """
         if not isinstance(kwargs.get(CACHE), CompressedCache | None):
-            kwargs[CACHE] = _new_cache(self._kvpass, None)
+            kwargs[CACHE] = _new_cache(self._kvpass)
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"])
@@ -448,12 +451,9 @@ def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
     return max(new if new is not None else (length or 0) - tokens, 0)
 
 
-def _new_cache(runtime: Runtime, given: CompressedCache | None) -> CompressedCache:
+def _new_cache(runtime: Runtime) -> CompressedCache:
     rules = runtime.rules
-    if given is None:
-        return CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.ranks, rules.entry_format)
-    given.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
-    return given
+    return CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.ranks, rules.entry_format)
 
 
 def _prefill(
@@ -488,7 +488,6 @@ def _continue(
     runtime: Runtime = model._kvpass
     rules = runtime.rules
     b, t = input_ids.shape
-    cache.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
     cache = continued(cache, b, input_ids.device)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):

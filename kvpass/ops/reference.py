@@ -309,7 +309,7 @@ def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, r
     slots, scores = buffers.slots, candidates.scores
     layers = buffers.layer_weights.shape[1]
     held = torch.where(slots[OWNER] == _EMPTY, float("-inf"), buffers.slot_stats[DECODE_STATE])
-    of_layer = slots[OWNER].clamp(min=0).long() // candidates.k.shape[1]
+    of_layer = slots[OWNER].clamp(min=0) // candidates.k.shape[1]
     if ranks is not None:
         held, of_layer = ranks.gather(held, 1), ranks.gather(of_layer, 1)
     both = torch.cat([held, scores.flatten(1)], 1)

@@ -24,7 +24,7 @@ from kvpass.policies import resolve
 from kvpass.policies.h2o import H2O
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.plan import plan
-from kvpass.ranks import Ranks
+from kvpass.ranks import Ranks, digest
 
 SIZE, LAYERS, ROWS, KV_HEADS, GROUP, TOKENS, DIM, BUDGET = 2, 3, 2, 4, 2, 60, 8, 21
 NUMBERS = tuple(range(LAYERS))
@@ -123,14 +123,32 @@ def in_threads(run: Callable[[Ranks], Any], meeting: Meeting | None = None) -> l
         return [thread.result() for thread in threads]
 
 
+def sent_of_a_prompt(name: str, evictable: int) -> int:
+    """Bytes that each of two processes sends for a layer of a row, by docs/tensor-parallel.md."""
+    heads, queries = 4 * KV_HEADS // SIZE, 4 * KV_HEADS * GROUP // SIZE
+    slots = LAYERS * KV_HEADS * (BUDGET - 6)
+    more = {
+        "cake": 2 * queries * evictable,
+        "pyramidkv": queries * evictable,
+        "tova": queries * evictable,
+        "criticalkv": heads * evictable,
+        "defensivekv": heads * (evictable + 2),
+        "layer_defensivekv": heads * (evictable + 2) + 8 * slots,
+        "expected_attention": heads,
+    }
+    return heads * evictable + more.get(name, 0)
+
+
 @pytest.mark.parametrize("parity", ["paper", "code"])
 @pytest.mark.parametrize("padding", [0, 9])
 @pytest.mark.parametrize("name", sorted(kvpass.POLICIES))
 def test_threads_keep_together_what_one_keeps(name, padding, parity):
     policy = resolve(name, window=6, parity=parity, **OPTIONS.get(name, {}))
     q, k, v = text(TOKENS, 3)
-    start = torch.tensor([0, padding])
-    found = torch.cat(in_threads(lambda ranks: kept(policy, q, k, v, start, ranks)), 2)
+    start, meeting = torch.tensor([0, padding]), Meeting()
+    found = torch.cat(in_threads(lambda ranks: kept(policy, q, k, v, start, ranks), meeting), 2)
+    evictable = [TOKENS - column - policy.window for column in (0, padding)]
+    assert sum(meeting.sent) == LAYERS * sum(sent_of_a_prompt(name, count) for count in evictable)
     if padding:
         assert torch.equal(found, kept(policy, q, k, v, start, None))
     else:
@@ -153,6 +171,14 @@ def test_the_record_of_threads_is_that_of_one():
         torch.testing.assert_close(part.mass, one.mass)
         used = torch.arange(part.positions.shape[1]) < one.offsets[:, -1:]
         assert torch.equal(part.positions[used], one.positions[:, : used.shape[1]][used])
+
+
+def test_tensors_are_told_apart_by_their_content_in_any_layout():
+    """Of one row of the same token, as ``warmup`` gives it, every other token of a row, and 16-bit numbers."""
+    wide, sparse = torch.zeros(1, 1, dtype=torch.int64).expand(-1, 8), torch.arange(8)[None, ::2]
+    for x in (wide, sparse, sparse.bfloat16(), sparse > 3):
+        assert digest(x) == digest(x.clone(memory_format=torch.contiguous_format))
+        assert digest(x) not in (digest(None), digest(~x if x.dtype == torch.bool else x + 1), digest(x[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +212,11 @@ def decoded(policy: Any, start: Tensor, ranks: Ranks | None, steps: int = 15) ->
 @pytest.mark.parametrize("name", ["tova", "cake", "uneven"])
 def test_threads_evict_together_what_one_evicts(name):
     policy, start = evicting(name), torch.tensor([0, 9])
-    seen = TOKENS + 15 - start
-    parts = in_threads(lambda ranks: decoded(policy, start, ranks))
+    seen, meeting = TOKENS + 15 - start, Meeting()
+    parts = in_threads(lambda ranks: decoded(policy, start, ranks), meeting)
+    if name == "tova":
+        slots = parts[0].cached_state["table"].shape[-1]
+        assert meeting.sent[-15 * LAYERS :] == [4 * ROWS * KV_HEADS * GROUP // SIZE * slots] * (15 * LAYERS)
     whole = decoded(policy, start, None).positions(seen)
     found = torch.cat(
         [

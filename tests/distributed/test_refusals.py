@@ -48,11 +48,19 @@ def test_processes_that_outnumber_the_kv_heads_are_refused(group, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("group", "family", "other"), [(2, "qwen3_moe", {"ep_size": 2}), (4, "llama", {"fsdp_size": 2})], indirect=["group"]
+    ("group", "family", "given"),
+    [
+        (2, "qwen3_moe", {"tp_size": 2, "ep_size": 2}),
+        (4, "llama", {"tp_size": 2, "fsdp_size": 2}),
+        (2, "llama", {"fsdp_size": 2}),
+        (2, "llama", {"pp_size": 2}),
+    ],
+    indirect=["group"],
 )
-def test_other_parallelism_beside_that_of_heads_is_refused(group, family, other, tmp_path):
-    model = divided(tmp_path, family, tp_size=2, **other)
-    with pytest.raises(ValueError, match=r"divided in more than one way \(as with ep_size or fsdp_size\)"):
+def test_parallelism_other_than_that_of_heads_is_refused(group, family, given, tmp_path):
+    model = divided(tmp_path, family, **given)
+    name, size = list(given.items())[-1]
+    with pytest.raises(ValueError, match=f"is divided among processes by {name}={size}: .* tp_size alone"):
         kvpass.compile(model, policy="lava", budget=64)
 
 

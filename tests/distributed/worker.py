@@ -189,7 +189,10 @@ def agree_on_captures(divided: PreTrainedModel, whole: PreTrainedModel) -> None:
         refused(lambda: fast(IDS), LAST, "injected")
     with failing("compile", torch.OutOfMemoryError("no memory")):
         refused(lambda: fast(IDS), LAST, "no memory", kind=RuntimeError)
+    fast.warmup()
     cache = fast.compress(IDS, MASK, reusable=False)
+    other = kvpass.compile(divided, backend="eager", **{**GIVEN, "budget": 30}).compress(IDS, MASK)
+    refused(lambda: fast(MORE, cache=other if last else cache), LAST, "the cache has budget 30")
     for new in (MORE, MORE[:, :1]):
         with failing("compile", RuntimeError("injected")):
             refused(lambda new=new: fast(new, cache=cache), LAST, "injected", kind=RuntimeError)

@@ -333,6 +333,37 @@ def test_bench_of_memory_tells_blocks_from_the_whole_prompt(micro_sizes, tmp_pat
         assert f"{found['peak_bytes'] / 2**20:.0f}" in result.output
 
 
+@pytest.mark.parametrize(("processes", "message"), [(1, "at least 2 processes"), (3, "3 processes cannot share the 4")])
+def test_processes_that_cannot_share_a_model_are_refused_before_one_starts(micro, processes, message):
+    result = invoke("bench", "--model", micro, "--tensor-parallel", processes, "--contexts", 128, "--budget", 40)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+@pytest.mark.exhaustive
+def test_bench_of_processes_that_share_a_model(micro, tmp_path):
+    out = tmp_path / "out.json"
+    result = invoke(
+        "bench", "--model", micro, "--tensor-parallel", 2, "--contexts", 128, "--budget", 40, "--policies", "lava",
+        "--repeats", 2, "--new-tokens", 3, "--backend", "eager", "--json", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    records = written["tensor_parallel"]
+    assert written["complete"]
+    assert [(x["policy"], x["processes"]) for x in records] == [("lava", 1), ("lava", 2), ("full", 1), ("full", 2)]
+    entry_bytes = 2 * 8 * 4  # keys and values, head dim, fp32
+    for one, two in (records[:2], records[2:]):
+        assert one["kept_bytes"] == two["kept_bytes"] and two["same_tokens"]
+        assert len(one["cache_bytes"]) == 1 and len(two["cache_bytes"]) == 2
+        assert one["kept_bytes"] < sum(two["cache_bytes"]) and max(two["cache_bytes"]) < one["cache_bytes"][0]
+        assert one["imbalance"] == [1, 1] and all(1 <= x <= 2 for x in two["imbalance"])
+    assert (
+        records[0]["kept_bytes"] == 40 * 2 * 2 * entry_bytes and records[2]["kept_bytes"] == 128 * 2 * 2 * entry_bytes
+    )
+    for name, count in (("lava", 1), ("lava", 2), ("full", 1), ("full", 2)):
+        assert re.search(rf"^ *{name} +{count} .* same *$", result.output, re.MULTILINE)
+
+
 def test_bench_predicts_from_bytes_and_launches(tmp_path, monkeypatch):
     def counted(function, model, policy, entries, batch):
         assert (function, model, str(policy), entries) == (

@@ -179,26 +179,37 @@ def test_the_command_runs_both_models_and_the_budget_is_felt(runs: Runs) -> None
     assert 0 < facts["cache_bytes_peak"] < full_results["config"]["kvpass"]["cache_bytes_peak"]
 
 
-@pytest.mark.exhaustive
-def test_processes_share_the_requests(runs: Runs, tasks: Path, tmp_path: Path) -> None:
-    (tmp_path / "several.py").write_text(SEVERAL)
-    arguments = [words("kvpass", f"{TIGHT},policy=streaming_llm", tasks, NUMBERS, tmp_path / "two")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def read_of_two(launcher: list[str], arguments: str, runs: Runs, tasks: Path, folder: Path) -> tuple[Any, Any]:
+    """Results of two processes and of one; samples must be the same."""
+    (folder / "several.py").write_text(SEVERAL)
+    given = json.dumps([words("kvpass", f"{TIGHT},policy=streaming_llm{arguments}", tasks, NUMBERS, folder / "two")])
     result = subprocess.run(
-        [*command, "several.py", json.dumps(arguments)],
-        cwd=tmp_path,
-        env={**os.environ, **ENVIRONMENT, "ACCELERATE_USE_CPU": "true"},
+        [sys.executable, "-m", *launcher, "several.py", given],
+        cwd=folder,
+        env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    (one_results, one), (two_results, two) = (
-        read(NUMBERS, folder) for folder in (runs.folder / "tight", tmp_path / "two")
-    )
+    (one_results, one), (two_results, two) = (read(NUMBERS, part) for part in (runs.folder / "tight", folder / "two"))
     assert answers(two) == answers(one) and scores(two) == pytest.approx(scores(one), abs=1e-5)
     assert two_results["results"].keys() == one_results["results"].keys()
-    kept = [results["config"]["kvpass"]["prompts_compressed"] for results in (one_results, two_results)]
-    assert kept[1] < kept[0], "the first process answered its share"
+    return two_results["config"]["kvpass"], one_results["config"]["kvpass"]
+
+
+@pytest.mark.exhaustive
+def test_processes_share_the_requests(runs: Runs, tasks: Path, tmp_path: Path) -> None:
+    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    two, one = read_of_two(launcher, "", runs, tasks, tmp_path)
+    assert two["prompts_compressed"] < one["prompts_compressed"], "the first process answered its share"
+
+
+@pytest.mark.exhaustive
+def test_processes_share_the_model(runs: Runs, tasks: Path, tmp_path: Path) -> None:
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    two, one = read_of_two(launcher, ",tp_plan=auto", runs, tasks, tmp_path)
+    assert two["prompts_compressed"] == one["prompts_compressed"], "each process answered all, with its heads"
+    assert two["cache_bytes_peak"] < one["cache_bytes_peak"]
 
 
 def test_own_tasks_run_from_local_files(runs: Runs) -> None:
