@@ -50,16 +50,22 @@ def two_processes(folder: str, settings: dict[str, Any]) -> tuple[dict[int, list
     return joined(engine(folder, settings, tensor_parallel_size=2), every=3, preempt_at=25)
 
 
-def cuda_kernels(folder: str, settings: dict[str, Any]) -> tuple[dict[int, list[int]], int]:
-    """Tokens of short prompts by what runs on CUDA, in Triton's interpreter; three in a batch, preempted after 6 steps.
+def cuda_kernels(folder: str, settings: dict[str, Any], graphs: bool) -> tuple[dict[int, list[int]], int]:
+    """Tokens of short prompts by what runs on CUDA, in Triton's interpreter; three in a batch, preempted after 5 steps.
 
+    Args:
+        graphs: decode steps are recorded once and replayed, as CUDA graphs are.
     Returns:
         tokens, and how many requests were preempted.
     """
     from kvpass.vllm import devices
 
     devices.operators = lambda device: devices.OnCUDA
-    found = joined(engine(folder, settings), every=2, preempt_at=6, cases=SHORT, new=SHORT_NEW)
+    if graphs:
+        from replayed import replay_decode_steps
+
+        replay_decode_steps()
+    found = joined(engine(folder, settings), every=2, preempt_at=5, cases=SHORT, new=SHORT_NEW)
     assert "kvpass.kernels.block_decode" in sys.modules
     return found
 
@@ -86,13 +92,13 @@ def in_turn(folder: str, settings: list[dict[str, Any] | None]) -> list[dict[int
     return found
 
 
-def long_answer(folder: str, settings: dict[str, Any]) -> tuple[int, str]:
-    """Length of an answer without a limit of its own, and why it ended."""
+def long_answer(folder: str, settings: dict[str, Any]) -> tuple[list[int], str]:
+    """Tokens of an answer to a prompt of one token without a limit of its own, and why it ended."""
     params = greedy()
     params.max_tokens = None
-    out = engine(folder, settings).generate([{"prompt_token_ids": prompt(1, 300)}], params, use_tqdm=False)[0]
+    out = engine(folder, settings).generate([{"prompt_token_ids": prompt(4, 1)}], params, use_tqdm=False)[0]
     assert params.max_tokens is None  # the caller's
-    return len(out.outputs[0].token_ids), out.outputs[0].finish_reason
+    return list(out.outputs[0].token_ids), out.outputs[0].finish_reason
 
 
 def refused(folder: str, settings: dict[str, Any], options: dict[str, Any]) -> str:

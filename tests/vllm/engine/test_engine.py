@@ -71,9 +71,10 @@ def test_two_processes_keep_what_one_keeps(folder, reference, policy):
     assert found == reference(policy, 64) and preempted == 8
 
 
-def test_what_runs_on_cuda_gives_the_same_tokens_in_the_interpreter(folder, reference, monkeypatch):
+@pytest.mark.parametrize("graphs", [False, True])
+def test_what_runs_on_cuda_gives_the_same_tokens_in_the_interpreter(folder, reference, graphs, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found, preempted = ask("cuda_kernels", folder, {"policy": "lava", "budget": 40, "room": 16})
+    found, preempted = ask("cuda_kernels", folder, {"policy": "lava", "budget": 40, "room": 16}, graphs)
     assert found == reference("lava", 40, short=True) and preempted == 3
 
 
@@ -88,7 +89,9 @@ def test_engines_of_one_process_do_not_take_each_others_backend(folder, referenc
 
 
 def test_an_answer_ends_with_length_when_its_room_is_used_up(folder):
-    assert ask("long_answer", folder, {"policy": "lava", "budget": 64, "room": 20}) == [21, "length"]
+    """Of a policy without a window, which has no slots for the prompt's last tokens but one."""
+    expected = answers(folder, [prompt(4, 1)], 21, "knorm", 64)
+    assert ask("long_answer", folder, {"policy": "knorm", "budget": 64, "room": 20}) == [*expected, "length"]
 
 
 @pytest.mark.parametrize(

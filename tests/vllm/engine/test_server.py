@@ -1,4 +1,4 @@
-"""The plug-in behind vLLM's HTTP server, as ``examples/serve.sh`` starts it; loopback only. Run by ``make test-vllm``."""
+"""The plug-in behind vLLM's HTTP server, started by ``examples/serve.sh``; loopback only. Run by ``make test-vllm``."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ def free_port():
 def server(folder, tmp_path_factory):
     random = Random(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = {str(seed): prompt(seed, random.randrange(2, 1200)) for seed in range(30)}
+    prompts = {str(seed): prompt(seed, random.randrange(2, 1200)) for seed in range(29)} | {"short": prompt(29, 1)}
     prompts["chat"] = tokenizer.apply_chat_template(MESSAGES)["input_ids"]
     found = answers(folder, [*prompts.values()], ROOM + 1, SETTINGS["policy"], SETTINGS["budget"])
     expected = dict(zip(prompts, found, strict=True))
