@@ -142,18 +142,19 @@ def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tens
 
 
 def index_blocks(
-    blocks: int, layers: int, kv_heads: int, pool: int, rows: int, device: torch.device
+    blocks: int, layers: int, kv_heads: int, pool: int, most: int, rows: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tables of :func:`attend_blocks`, for :func:`index_block` to fill.
 
     Args:
-        pool: entries that all layers of a block share. rows: most that attend in one call.
+        pool: entries that all layers of a block share. most: of them, that one layer can have. rows: most that attend
+            in one call.
     Returns:
         tiles, tile_offsets and arrivals of :class:`kvpass.operands.Blocks`.
     """
     from kvpass.kernels.tile_map import most_tiles, tile_of
 
-    count = most_tiles(pool, kv_heads, tile_of(pool // layers))
+    count = most_tiles(most, kv_heads, tile_of(pool // layers))
     return (
         torch.full((blocks, layers, count, 4), -1, dtype=torch.int32, device=device),
         torch.zeros(blocks, layers, kv_heads + 1, dtype=torch.int32, device=device),
@@ -172,6 +173,14 @@ def index_block(tiles: Tensor, tile_offsets: Tensor, block: int, offsets: Tensor
     _, layers, count, _ = tiles.shape
     kv_heads = tile_offsets.shape[2] - 1
     tiles[block], tile_offsets[block] = tile_map(offsets[None], kv_heads, tile_of(pool // layers), count)
+
+
+def empty_blocks(tiles: Tensor, tile_offsets: Tensor, blocks: Tensor) -> None:
+    """Write into the tables of :func:`attend_blocks` that some blocks, int64 ``[n]``, have nothing in their pools."""
+    from kvpass.kernels.tile_map import NO_TILE
+
+    tiles.index_fill_(0, blocks, NO_TILE)
+    tile_offsets.index_fill_(0, blocks, 0)
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -84,18 +91,28 @@ def bound_backend(config: Any, settings: Settings) -> type[KVPassBackend]:
 
 @dataclass
 class KVPassMetadata:
-    """One step: its rows, and the buffers of prompts between first and last layer."""
+    """One step.
+
+    Attributes:
+        step: its rows. block, used, offsets: of the rows that go on, as in :class:`kvpass.operands.Blocks`. buffers: of
+            prompts, between first and last layer.
+    """
 
     step: Step
+    block: Tensor
+    used: Tensor
+    offsets: Tensor
     tables: Tables
     order: dict[str, int]
     buffers: dict[int, PrefillBuffers] = field(default_factory=dict)
-    offsets: Tensor | None = None
-    used: Tensor | None = None
 
 
 class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
-    """Makes the metadata of a step."""
+    """Makes the metadata of a step.
+
+    What a decode step on CUDA reads is at the same addresses in every step, so that it can be a CUDA graph: ``block``
+    and ``used`` are written anew, tables of blocks are written when a prompt has been read.
+    """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -106,22 +123,42 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
                 "leave 'kvpass' out of additional_config"
             )
         self.order = {name: i for i, name in enumerate(layer_names)}
-        segments = layers * kv_cache_spec.num_kv_heads
-        rows, kv_heads = vllm_config.scheduler_config.max_num_seqs, kv_cache_spec.num_kv_heads
         processes = vllm_config.parallel_config.tensor_parallel_size
         settings = Settings.read(vllm_config.additional_config)
         assert settings is not None
-        pool = settings.layout(layers, kv_heads, kv_cache_spec.head_size, processes).pool
-        self.tables = Tables.empty(2 * rows, segments, devices.operators(device)(layers, kv_heads, pool, rows))
+        self.layout = settings.layout(layers, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, processes)
+        rows = vllm_config.scheduler_config.max_num_seqs
+        self.limits = devices.Limits(rows, vllm_config.model_config.max_model_len, versions.graphs(vllm_config))
         self.rows = Rows.latest
+        self.block, self.used = torch.zeros(2, rows, dtype=torch.int64, device=device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Decode steps are CUDA graphs only where the user asks for it: it has not run on a GPU yet."""
+        if versions.graphs(vllm_config):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.NEVER
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        """Made for the first step: layers have no cache before."""
+        blocks = versions.cache_of(self.vllm_config, self.layer_names[0]).shape[0]
+        device = devices.operators(self.device)(self.layout, blocks, self.limits, self.device)
+        return Tables(blocks, self.layout.layers * self.layout.kv_heads, 2 * self.limits.rows, device, self.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVPassMetadata:
         """Read a step; no value of the device is read on the host."""
-        common, rows = common_attn_metadata, common_attn_metadata.num_reqs
-        starts = common.query_start_loc_cpu[: rows + 1].long()
-        lengths = common.seq_lens_cpu_upper_bound[:rows].long()  # exact without speculative decoding
+        common, rows, tables = common_attn_metadata, common_attn_metadata.num_reqs, self.tables
+        starts = common.query_start_loc_cpu[: rows + 1]
+        lengths = common.seq_lens_cpu_upper_bound[:rows]  # exact without speculative decoding
         on_device = (common.query_start_loc[: rows + 1], common.seq_lens[:rows], common.block_table_tensor[:rows, 0])
-        return KVPassMetadata(read_step(starts, lengths, on_device, self.rows), self.tables, self.order)
+        step = read_step(starts, lengths, on_device, self.rows)
+        if len(step.empty):
+            tables.empty(step.empty)
+        block, used = (buffer[: len(step.block)] for buffer in (self.block, self.used))
+        block.copy_(step.block)
+        used.copy_((step.length - 1 - tables.before[block]).clamp(min=0))  # rows that only fill a graph have length 0
+        return KVPassMetadata(step, block, used, tables.offsets[block], tables, self.order)
 
 
 class KVPassImpl(AttentionImpl):
@@ -180,12 +217,11 @@ class KVPassImpl(AttentionImpl):
         meta = attn_metadata
         site = meta.order[layer.layer_name]
         keys, values = self.layout.blocks(kv_cache, site)
-        meta.tables.cover(keys.shape[0], keys.device)
         for row in meta.step.prompts:
             call = self._call(*(x[row.tokens].transpose(0, 1)[None] for x in (query, key, value)))
             out = self._begin(call, keys[row.block], values[row.block], site, row, meta)
             output[row.tokens] = out[0].transpose(0, 1)
-        if meta.step.tokens.numel():
+        if len(meta.block):
             output[meta.step.tokens] = self._append(query, key, value, keys, values, site, meta)
         return output
 
@@ -196,13 +232,8 @@ class KVPassImpl(AttentionImpl):
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, site: int, meta: KVPassMetadata
     ) -> Tensor:
         """One token of each row that goes on, in one call of the kernel."""
-        step = meta.step
-        if meta.offsets is None or meta.used is None:
-            prompt = meta.tables.prompt[step.block]
-            meta.offsets = meta.tables.offsets[step.block]
-            meta.used = (prompt.clamp(max=self.policy.window) + step.length - 1 - prompt).clamp(min=0)
-        held = Blocks(keys, values, step.block, meta.offsets, meta.used, self.layout.pool, self.layout.tail)
-        call = self._call(*(x[step.tokens][:, :, None] for x in (query, key, value)))
+        held = Blocks(keys, values, meta.block, meta.offsets, meta.used, self.layout.pool, self.layout.tail)
+        call = self._call(*(x[meta.step.tokens][:, :, None] for x in (query, key, value)))
         return meta.tables.device.attend_blocks(call, held, site)[:, :, 0]
 
     def _begin(
@@ -212,11 +243,12 @@ class KVPassImpl(AttentionImpl):
         n = row.prompt.length
         if call.q.shape[2] == n:
             return self._prefill(call, keys, values, site, row, meta)
-        kept, device = meta.tables.kept[row.prompt.digest], meta.tables.device
+        device = meta.tables.device
+        kept = meta.tables.kept[row.prompt.digest] if n > 1 else meta.tables.nothing
         prompt, answer = (call.rows(slice(None), part) for part in (slice(0, n), slice(n, None)))
         buffers = self._restore(prompt, keys, values, site, kept)
         if site == 0:
-            meta.tables.enter(row.block, n, row.prompt.digest, kept)
+            meta.tables.enter(row.block, self._before(n), row.prompt.digest, kept)
         if row.resumed is None:
             row.resumed = device.pool_tables(kept.offsets)
         held = AppendBuffers(*buffers, *row.resumed)
@@ -242,7 +274,7 @@ class KVPassImpl(AttentionImpl):
             ops.pack(buffers)
             del meta.buffers[row.block]
             kept = Kept(buffers.slots[reference.POSITION, 0].clone(), buffers.offsets[0].clone())
-            meta.tables.enter(row.block, row.prompt.length, row.prompt.digest, kept)
+            meta.tables.enter(row.block, self._before(row.prompt.length), row.prompt.digest, kept)
         return out
 
     def _buffers(self, keys: Tensor, values: Tensor, offsets: Tensor) -> PrefillBuffers:
@@ -263,6 +295,10 @@ class KVPassImpl(AttentionImpl):
             entries=torch.tensor([self.entries], device=device),
         )
 
+    def _before(self, n: int) -> int:
+        """How many tokens of a prompt are not in the tails; one of one token is there, whatever the window is."""
+        return max(n - self.policy.window, 0) if n > 1 else 0
+
     def _restore(self, prompt: Attention, keys: Tensor, values: Tensor, site: int, kept: Kept) -> tuple[Tensor, ...]:
         """Put what this layer's prompt had kept back into its block; nothing is decided anew.
 
@@ -270,7 +306,7 @@ class KVPassImpl(AttentionImpl):
             the buffers of :class:`kvpass.operands.AppendBuffers`, without tables of a device.
         """
         kv_heads, n = self.layout.kv_heads, prompt.k.shape[2]
-        window = min(self.policy.window, n)
+        window = n - self._before(n)
         bounds = kept.offsets[site * kv_heads : (site + 1) * kv_heads + 1].tolist()
         sides = []
         for entries, rows in ((keys, prompt.k), (values, prompt.v)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,15 @@ from torch import Tensor
 from kvpass.kernels import cpu
 from kvpass.operands import Attention, Blocks
 from kvpass.ops import cuda, reference
+from kvpass.vllm.layout import BlockLayout
+
+
+class Limits(NamedTuple):
+    """Of an engine: most rows of a step, most tokens of a row, and whether decode steps are CUDA graphs."""
+
+    rows: int
+    tokens: int
+    graphs: bool = False
 
 
 class OnCPU:
@@ -18,14 +27,14 @@ class OnCPU:
 
     ops: ClassVar[ModuleType] = reference
 
-    def __init__(self, layers: int, kv_heads: int, pool: int, rows: int) -> None:
-        """Args: layers, kv_heads and pool as in the layout of a block; rows: most that decode in a step."""
-
-    def cover(self, blocks: int, device: torch.device) -> None:
-        """Make tables for this number of blocks."""
+    def __init__(self, layout: BlockLayout, blocks: int, limits: Limits, device: torch.device) -> None:
+        """Make tables for this number of blocks of an engine."""
 
     def enter(self, block: int, offsets: Tensor) -> None:
         """Note the segments of the pool of a block, int32 ``[P]``."""
+
+    def empty(self, blocks: Tensor) -> None:
+        """Note that the pools of some blocks are empty, int64 on the device."""
 
     def pool_tables(self, offsets: Tensor) -> tuple[Tensor, ...]:
         """Return what :class:`kvpass.operands.AppendBuffers` needs beside the buffers, for one packed pool."""
@@ -40,35 +49,32 @@ class OnCUDA(OnCPU):
     """The operators of :mod:`kvpass.ops.cuda`; tables of tiles for each block, written when a prompt has been read.
 
     A decode step reads no value of the device on the host: how many tiles the fullest layer of a block has is read
-    once, when its prompt has been read. **It has not run on a GPU yet**, only in Triton's interpreter.
+    once, when its prompt has been read. Where steps are CUDA graphs, there are programs for the most that a block can
+    have, since a graph is replayed with other blocks. **It has not run on a GPU yet**, only in Triton's interpreter.
     """
 
     ops: ClassVar[ModuleType] = cuda
 
-    def __init__(self, layers: int, kv_heads: int, pool: int, rows: int) -> None:
-        self._sizes = layers, kv_heads, pool, rows
-        self._tables: tuple[Tensor, Tensor, Tensor] | None = None
+    def __init__(self, layout: BlockLayout, blocks: int, limits: Limits, device: torch.device) -> None:
+        self._kv_heads, self._pool, self._graphs = layout.kv_heads, layout.pool, limits.graphs
+        sizes = layout.layers, layout.kv_heads, layout.pool, min(layout.pool, layout.kv_heads * limits.tokens)
+        self._tiles, self._tile_offsets, self._arrivals = cuda.index_blocks(blocks, *sizes, limits.rows, device)
         self._most: dict[int, int] = {}
 
-    def cover(self, blocks: int, device: torch.device) -> None:
-        layers, kv_heads, pool, rows = self._sizes
-        self._tables = cuda.index_blocks(blocks, layers, kv_heads, pool, rows, device)
-
     def enter(self, block: int, offsets: Tensor) -> None:
-        assert self._tables is not None
-        tiles, tile_offsets, _ = self._tables
-        cuda.index_block(tiles, tile_offsets, block, offsets, self._sizes[2])
-        self._most[block] = int(tile_offsets[block, :, -1].max())
+        cuda.index_block(self._tiles, self._tile_offsets, block, offsets, self._pool)
+        self._most[block] = int(self._tile_offsets[block, :, -1].max())
+
+    def empty(self, blocks: Tensor) -> None:
+        cuda.empty_blocks(self._tiles, self._tile_offsets, blocks)
 
     def pool_tables(self, offsets: Tensor) -> tuple[Tensor, ...]:
-        return cuda.index_pool(offsets[None], self._sizes[1], self._sizes[2])
+        return cuda.index_pool(offsets[None], self._kv_heads, self._pool)
 
     def attend_blocks(self, call: Attention, held: Blocks, layer: int) -> Tensor:
-        assert self._tables is not None
-        tiles, tile_offsets, arrivals = self._tables
-        arrivals = arrivals[: call.q.shape[0] * self._sizes[1]]
-        held = held._replace(tiles=tiles, tile_offsets=tile_offsets, arrivals=arrivals)
-        return cuda.attend_blocks(call, held, layer, max(1, *self._most.values()))
+        arrivals = self._arrivals[: call.q.shape[0] * self._kv_heads]
+        held = held._replace(tiles=self._tiles, tile_offsets=self._tile_offsets, arrivals=arrivals)
+        return cuda.attend_blocks(call, held, layer, None if self._graphs else max([1, *self._most.values()]))
 
 
 def operators(device: torch.device) -> type[OnCPU]:

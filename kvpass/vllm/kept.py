@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -19,49 +18,41 @@ class Kept(NamedTuple):
     offsets: Tensor
 
 
-@dataclass
 class Tables:
     """What is known of each block of an engine, and what each prompt kept.
 
     Attributes:
         most: digests to keep of prompts that are in no block: at least as many as requests run at once, since all of
             them may be preempted together.
-        offsets: int32 ``[blocks, P]``. prompt: lengths, int64 ``[blocks]``.
+        offsets: int32 ``[blocks, P]``. before: tokens of the prompt that are not in the tails, int64 ``[blocks]``.
         kept: by digest of the prompt, so that a request that was preempted, and comes back with its answer so far, gets
-            the cache back that it had. digests: of the prompt that a block had last. device: its operators.
+            the cache back that it had. nothing: what a prompt of one token kept. digests: of the prompt that a block
+            had last. device: its operators.
     """
 
-    most: int
-    offsets: Tensor
-    prompt: Tensor
-    device: OnCPU
-    kept: OrderedDict[bytes, Kept] = field(default_factory=OrderedDict)
-    digests: dict[int, bytes] = field(default_factory=dict)
+    def __init__(self, blocks: int, segments: int, most: int, device: OnCPU, where: torch.device) -> None:
+        """Args: segments: layers times KV heads. where: the tables are."""
+        self.most, self.device = most, device
+        self.offsets = torch.zeros(blocks, segments + 1, dtype=torch.int32, device=where)
+        self.before = torch.zeros(blocks, dtype=torch.int64, device=where)
+        self.kept = OrderedDict[bytes, Kept]()
+        self.nothing = Kept(self.offsets.new_empty(0), self.offsets.new_zeros(segments + 1))
+        self.digests = dict[int, bytes]()
 
-    @classmethod
-    def empty(cls, most: int, segments: int, device: OnCPU) -> Tables:
-        """Return tables of no block.
-
-        Args:
-            segments: layers times KV heads.
-        """
-        return cls(most, torch.zeros(0, segments + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int64), device)
-
-    def cover(self, blocks: int, device: torch.device) -> None:
-        """Make room for this number of blocks, before the first prompt."""
-        if self.prompt.shape[0] < blocks:
-            self.offsets = torch.zeros(blocks, self.offsets.shape[1], dtype=torch.int32, device=device)
-            self.prompt = torch.zeros(blocks, dtype=torch.int64, device=device)
-            self.device.cover(blocks, device)
-
-    def enter(self, block: int, length: int, digest: bytes, kept: Kept) -> None:
+    def enter(self, block: int, before: int, digest: bytes, kept: Kept) -> None:
         """Note that a prompt is in a block, and what it kept; forget the oldest of those that are in no block."""
-        self.offsets[block], self.prompt[block] = kept.offsets, length
+        self.offsets[block], self.before[block] = kept.offsets, before
         self.device.enter(block, kept.offsets)
-        before = self.digests.get(block)
-        if before is not None:
-            self.kept.move_to_end(before)
+        previous = self.digests.get(block)
+        if previous is not None:
+            self.kept.move_to_end(previous)
         self.digests[block], self.kept[digest] = digest, kept
         held = set(self.digests.values())
         for old in [known for known in self.kept if known not in held][: -self.most]:
             del self.kept[old]
+
+    def empty(self, blocks: Tensor) -> None:
+        """Note that nothing is in some blocks, int64 on the device; the host reads nothing."""
+        self.offsets.index_fill_(0, blocks, 0)
+        self.before.index_fill_(0, blocks, 0)
+        self.device.empty(blocks)

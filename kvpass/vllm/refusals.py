@@ -40,6 +40,18 @@ REFUSALS = [
         "pass --long-prefill-token-threshold 0",
     ),
     Refusal(
+        "steps shorter than a prompt",
+        lambda config, _: (
+            0 < (config.scheduler_config.max_num_scheduled_tokens or 0) < config.model_config.max_model_len
+        ),
+        "a longer prompt would wait for ever: leave --max-num-scheduled-tokens out",
+    ),
+    Refusal(
+        "a scheduler of your own",
+        lambda config, _: config.scheduler_config.scheduler_cls is not None,
+        "prompts must be read whole: leave --scheduler-cls out",
+    ),
+    Refusal(
         "scheduling by priority",
         lambda config, _: config.scheduler_config.policy != "fcfs",
         "pass --scheduling-policy fcfs",
@@ -56,6 +68,11 @@ REFUSALS = [
             or config.parallel_config.prefill_context_parallel_size > 1
         ),
         "pass --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
+    ),
+    Refusal(
+        "steps in parts",
+        lambda config, _: config.parallel_config.use_ubatching,
+        "which request is in which row is known for whole steps: leave --enable-dbo and --ubatch-size out",
     ),
     Refusal(
         "more processes than divide the KV heads",
@@ -90,6 +107,11 @@ REFUSALS = [
         "KV transfer",
         lambda config, _: config.kv_transfer_config is not None,
         "leave --kv-transfer-config out",
+    ),
+    Refusal(
+        "attention that is not causal",
+        lambda config, _: config.attention_config.use_non_causal or config.diffusion_config is not None,
+        "leave --diffusion-config and use_non_causal of --attention-config out",
     ),
     Refusal(
         "LoRA",

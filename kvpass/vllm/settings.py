@@ -79,4 +79,5 @@ class Settings:
         pool = self.policy.capacity(self.entries, layers, kv_heads * processes)
         if processes > 1 and isinstance(self.policy.heads(), UniformHeads):
             pool = pool // processes + layers * kv_heads
-        return BlockLayout(layers, kv_heads, head_dim, pool, self.policy.window + self.room)
+        window = max(self.policy.window, 1)  # a prompt of one token is in the tail
+        return BlockLayout(layers, kv_heads, head_dim, pool, window + self.room)

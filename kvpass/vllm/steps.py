@@ -32,12 +32,21 @@ class PromptRow:
 
 
 class Step(NamedTuple):
-    """Rows of a step. Of those that go on: index of the token, block and length with it, int64 on the device."""
+    """Rows of a step.
+
+    A prompt of one token is a token that is appended to an empty cache: vLLM replays its CUDA graph of a decode step
+    for it too.
+
+    Attributes:
+        prompts: rows that begin. tokens: of the rows that go on: their index in the step. block, length: of these rows,
+            with the token, on the device. empty: blocks of those that have no other token yet, int64 on the device.
+    """
 
     prompts: list[PromptRow]
-    tokens: Tensor
+    tokens: Tensor | slice
     block: Tensor
     length: Tensor
+    empty: Tensor
 
 
 def read_step(starts: Tensor, lengths: Tensor, on_device: tuple[Tensor, Tensor, Tensor], prompts: Rows) -> Step:
@@ -46,16 +55,24 @@ def read_step(starts: Tensor, lengths: Tensor, on_device: tuple[Tensor, Tensor, 
     Args:
         starts: first token of each row and the end, ``[rows + 1]`` on the host. lengths: of each row with the tokens of
             the step, ``[rows]`` on the host. on_device: starts, lengths and block of each row. prompts: of the rows.
+    Raises:
+        ValueError: a row has some of the tokens of a prompt.
     """
-    device_starts, device_lengths, blocks = (x.long() for x in on_device)
+    device_starts, device_lengths, blocks = on_device
     new = starts[1:] - starts[:-1]
-    begins = (new > 0) & (new == lengths)
-    on = (new > 0) & ~begins
+    begins = (new > 1) & (new == lengths)
+    if ((new > 1) & ~begins).any():
+        raise ValueError(f"rows of {new.tolist()} new tokens and {lengths.tolist()} in all: a prompt must come whole")
     found = [
         PromptRow(slice(int(starts[row]), int(starts[row + 1])), blocks[row], prompts[row])
         for row in begins.nonzero().flatten().tolist()
     ]
-    if on.all():
-        return Step(found, device_starts[:-1], blocks, device_lengths)
-    rows = on.nonzero().flatten().to(blocks.device, non_blocking=True)
-    return Step(found, device_starts[rows], blocks[rows], device_lengths[rows])
+
+    def index(chosen: Tensor) -> Tensor | slice:
+        return chosen.nonzero().flatten().to(blocks.device, non_blocking=True) if chosen.any() else slice(0)
+
+    empty = blocks[index((new == 1) & (lengths == 1))].long()
+    if not found:  # then row i has token i; rows that vLLM adds to fill a CUDA graph come last, in its block 0
+        return Step(found, slice(len(new)), blocks, device_lengths, empty)
+    rows = index(new == 1)
+    return Step(found, device_starts[rows].long(), blocks[rows], device_lengths[rows], empty)

@@ -47,7 +47,9 @@ class Case:
         extra = (20.0, torch.randn(heads)) if options else ()
         self.call = Attention(q, k, v, 0.25, *extra)
         held = Blocks(keys, values, block, offsets, torch.tensor(USED), self.layout.pool, TAIL)
-        tables = cuda.index_blocks(BLOCKS, LAYERS, KV_HEADS, self.layout.pool, len(USED), torch.device("cpu"))
+        tables = cuda.index_blocks(
+            BLOCKS, LAYERS, KV_HEADS, self.layout.pool, self.layout.pool, len(USED), torch.device("cpu")
+        )
         self.held = Blocks(*held[:7], *tables)
         for row, place in enumerate(block.tolist()):
             self.index(place, offsets[row])

@@ -2,8 +2,9 @@
 
 import torch
 
-from kvpass.vllm.devices import OnCPU
+from kvpass.vllm.devices import Limits, OnCPU
 from kvpass.vllm.kept import Kept, Tables
+from kvpass.vllm.layout import BlockLayout
 
 
 def kept(number: int) -> Kept:
@@ -11,9 +12,9 @@ def kept(number: int) -> Kept:
 
 
 def tables(most: int = 2) -> Tables:
-    made = Tables.empty(most, segments=1, device=OnCPU(1, 1, 6, 4))
-    made.cover(4, torch.device("cpu"))
-    return made
+    where = torch.device("cpu")
+    device = OnCPU(BlockLayout(1, 1, 8, pool=6, tail=4), 4, Limits(4, 100), where)
+    return Tables(4, segments=1, most=most, device=device, where=where)
 
 
 def test_a_prompt_is_remembered_as_long_as_it_is_in_a_block():
@@ -21,7 +22,7 @@ def test_a_prompt_is_remembered_as_long_as_it_is_in_a_block():
     found.enter(3, 100, b"long", kept(0))
     for number in range(1, 50):
         found.enter(number % 3, number, bytes([number]), kept(number))
-    assert found.prompt.tolist() == [48, 49, 47, 100] and found.offsets[:, 1].tolist() == [48, 49, 47, 0]
+    assert found.before.tolist() == [48, 49, 47, 100] and found.offsets[:, 1].tolist() == [48, 49, 47, 0]
     assert b"long" in found.kept
     assert len(found.kept) == 4 + found.most
 
@@ -32,7 +33,7 @@ def test_all_that_were_preempted_together_come_back_in_each_others_blocks():
         found.enter(number % 4, number, bytes([number]), kept(number))
     for block, number in enumerate([49, 48, 47, 46]):
         found.enter(block, number, bytes([number]), found.kept[bytes([number])])
-    assert found.prompt.tolist() == [49, 48, 47, 46]
+    assert found.before.tolist() == [49, 48, 47, 46]
 
 
 def test_one_prompt_may_be_in_two_blocks():
@@ -42,3 +43,11 @@ def test_one_prompt_may_be_in_two_blocks():
     for number in range(5):
         found.enter(0, number, bytes([number]), kept(number))
     assert torch.equal(found.kept[b"same"].offsets, kept(7).offsets)
+
+
+def test_a_block_is_emptied():
+    found = tables()
+    found.enter(2, 7, b"before", kept(7))
+    found.empty(torch.tensor([2]))
+    assert not found.before.any() and not found.offsets.any()
+    assert found.kept[found.digests[2]].offsets[1] == 7, "for the request that was preempted there"

@@ -35,6 +35,10 @@ FAULTS = {
     "chunked prefill": {"scheduler_config.enable_chunked_prefill": True},
     "prefix caching": {"cache_config.enable_prefix_caching": True},
     "splitting long prompts": {"scheduler_config.long_prefill_token_threshold": 512},
+    "steps shorter than a prompt": {"scheduler_config.max_num_scheduled_tokens": 1999},
+    "a scheduler of your own": {"scheduler_config.scheduler_cls": "mine.Scheduler"},
+    "steps in parts": {"parallel_config.use_ubatching": True},
+    "attention that is not causal": {"attention_config.use_non_causal": True},
     "scheduling by priority": {"scheduler_config.policy": "priority"},
     "pipeline parallelism": {"parallel_config.pipeline_parallel_size": 2},
     "context parallelism": {"parallel_config.decode_context_parallel_size": 2},
@@ -62,7 +66,11 @@ def config(**changes: object) -> SimpleNamespace:
     """A configuration of vLLM that is supported, with some changes."""
     found = SimpleNamespace(
         scheduler_config=SimpleNamespace(
-            enable_chunked_prefill=False, long_prefill_token_threshold=0, policy="fcfs", max_num_seqs=8
+            enable_chunked_prefill=False,
+            long_prefill_token_threshold=0,
+            max_num_scheduled_tokens=2000,
+            scheduler_cls=None,
+            policy="fcfs",
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=False, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
@@ -70,16 +78,20 @@ def config(**changes: object) -> SimpleNamespace:
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            use_ubatching=False,
         ),
+        attention_config=SimpleNamespace(use_non_causal=False),
         model_config=SimpleNamespace(
             enable_prompt_embeds=False,
             runner_type="generate",
             is_multimodal_model=False,
+            max_model_len=2000,
             get_total_num_kv_heads=lambda: 4,
         ),
         use_v2_model_runner=False,
         speculative_config=None,
         kv_transfer_config=None,
+        diffusion_config=None,
         lora_config=None,
     )
     for path, value in changes.items():
@@ -113,9 +125,16 @@ def test_processes_may_share_the_heads_of_policies_that_are_right_there(settings
     check_config(config(**{"parallel_config.tensor_parallel_size": 2}), settings)
 
 
-def test_prefill_in_contexts_is_refused_too():
-    with pytest.raises(ValueError, match="context parallelism"):
-        check_config(config(**{"parallel_config.prefill_context_parallel_size": 2}), LAVA)
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ({"parallel_config.prefill_context_parallel_size": 2}, "context parallelism"),
+        ({"diffusion_config": object()}, "not causal"),
+    ],
+)
+def test_the_other_cause_is_refused_too(fault, name):
+    with pytest.raises(ValueError, match=name):
+        check_config(config(**fault), LAVA)
 
 
 @pytest.mark.parametrize(

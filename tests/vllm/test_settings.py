@@ -55,6 +55,11 @@ def test_a_block_holds_the_budget_and_the_room():
     assert (layout.pool, layout.tail, layout.slots) == (96 * 8, 32 + 64, 128 + 64)
 
 
+def test_a_prompt_of_one_token_has_a_slot_where_there_is_no_window():
+    layout = Settings.read({"kvpass": GIVEN | {"policy": "knorm"}}).layout(layers=4, kv_heads=2, head_dim=8)
+    assert (layout.pool, layout.tail) == (128 * 8, 1 + 64)
+
+
 def test_a_cascade_has_one_entry_more_for_each_layer():
     layout = Settings.read({"kvpass": GIVEN}).layout(layers=4, kv_heads=2, head_dim=8)
     assert (layout.pool, layout.slots) == (96 * 8 + 4, 128 + 64 + 1)

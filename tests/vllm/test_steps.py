@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvpass.vllm.admission import Rows
-from kvpass.vllm.steps import read_step
+from kvpass.vllm.steps import Step, read_step
 
 
 def given(new: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, Rows]:
@@ -13,12 +13,27 @@ def given(new: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tenso
     return torch.tensor([0, *new]).cumsum(0), torch.tensor(lengths), rows
 
 
+def read(new: list[int], lengths: list[int], blocks: list[int]) -> Step:
+    starts, lengths, rows = given(new, lengths)
+    return read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor(blocks).int()), rows)
+
+
 def test_rows_that_begin_and_rows_that_go_on_are_told_apart():
-    starts, lengths, rows = given([1, 5, 1, 1, 0], [9, 5, 1, 30, 4])
-    step = read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor([7, 3, 2, 5, 4]).int()), rows)
-    begun = [(row.tokens, row.block, row.prompt.length) for row in step.prompts]
-    assert begun == [(slice(1, 6), 3, 5), (slice(6, 7), 2, 1)]
-    assert (step.tokens.tolist(), step.block.tolist(), step.length.tolist()) == ([0, 7], [7, 5], [9, 30])
+    step = read([1, 5, 1, 1, 0], [9, 5, 1, 30, 4], [7, 3, 2, 5, 4])
+    assert [(row.tokens, row.block, row.prompt.length) for row in step.prompts] == [(slice(1, 6), 3, 5)]
+    assert (step.tokens.tolist(), step.block.tolist(), step.length.tolist()) == ([0, 6, 7], [7, 2, 5], [9, 1, 30])
+    assert step.empty.tolist() == [2], "a prompt of one token is appended to nothing"
+
+
+def test_where_no_row_begins_row_and_token_are_the_same():
+    step = read([1, 1, 1, 0, 0], [9, 1, 30, 0, 0], [7, 2, 5, 0, 0])
+    assert (step.prompts, step.tokens, step.empty.tolist()) == ([], slice(5), [2])
+    assert (step.block.tolist(), step.length.tolist()) == ([7, 2, 5, 0, 0], [9, 1, 30, 0, 0])
+
+
+def test_a_part_of_a_prompt_is_refused():
+    with pytest.raises(ValueError, match="a prompt must come whole"):
+        read([1, 5], [9, 10], [1, 2])
 
 
 @pytest.mark.parametrize("new", [[1, 1], [1, 6]])
@@ -27,4 +42,4 @@ def test_no_value_of_the_device_is_read_on_the_host(new):
     on_device = tuple(torch.empty(n, dtype=torch.int32, device="meta") for n in (3, 2, 2))
     step = read_step(starts, lengths, on_device, rows)
     assert len(step.prompts) == new.count(6)
-    assert step.tokens.is_meta and step.block.shape == (2 - len(step.prompts),)
+    assert step.block.is_meta and step.block.shape == (2 - len(step.prompts),)

@@ -1,9 +1,8 @@
-"""Runs in the environment of vLLM: the tiny model, prompts, and an engine in three ways of asking it."""
+"""Runs in a process of its own: an engine, in three ways of asking it."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -13,46 +12,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # else memory grows by code for each number of tokens
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import CASES, NEW, prompt
 from vllm import LLM, SamplingParams
-
-CASES = [(1, 300), (2, 40), (3, 777), (4, 130), (5, 1000), (6, 31), (7, 129), (8, 500)]
-"""Seed and length of each prompt; each length occurs once."""
-NEW = 40
 
 Tokens = dict[int, list[int]]
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return torch.randint(3, 512, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def make_model(folder: str) -> LlamaForCausalLM:
-    """Save a tiny model whose answers depend on the whole prompt, and return it."""
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        initializer_range=0.12,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    return model
-
-
 def engine(folder: str, kvpass: dict[str, Any] | None = None, **options: Any) -> LLM:
-    if not (Path(folder) / "config.json").exists():
-        make_model(folder)
     given = {
         "skip_tokenizer_init": True,
         "dtype": "float32",

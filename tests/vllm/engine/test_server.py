@@ -1,0 +1,237 @@
+"""The plug-in behind vLLM's HTTP server, started by ``examples/serve.sh``; loopback only. Run by ``make test-vllm``."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import closing, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+
+import pytest
+from tiny import answers, prompt
+
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
+
+import httpx
+import psutil
+from transformers import AutoTokenizer
+
+ROOM = 32
+SETTINGS = {"policy": "lava", "budget": 64, "room": ROOM}
+REQUESTS, CLIENTS, RUNNING = 500, 24, 12
+TEXT = 6 * "the code of bara dador is 482 913 . the old farmer carried the lamp near the river . "
+MESSAGES = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "yes"}]
+
+
+class Server:
+    """A server and what it should answer.
+
+    Attributes:
+        expected: for each prompt, the most tokens that there is room for.
+    """
+
+    def __init__(self, process, address, log, expected):
+        self.process, self.address, self.log, self.expected = process, address, log, expected
+
+    def metric(self, name):
+        page = httpx.get(self.address + "/metrics").text
+        return sum(float(number) for number in re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE))
+
+    def resident(self):
+        """MiB of all processes of the server."""
+        parent = psutil.Process(self.process.pid)
+        return sum(each.memory_info().rss for each in [parent, *parent.children(recursive=True)]) >> 20
+
+
+def free_port():
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    random = Random(0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = {str(seed): prompt(seed, random.randrange(2, 1200)) for seed in range(29)} | {"short": prompt(29, 1)}
+    prompts["chat"] = tokenizer.apply_chat_template(MESSAGES)["input_ids"]
+    found = answers(folder, [*prompts.values()], ROOM + 1, SETTINGS["policy"], SETTINGS["budget"])
+    expected = dict(zip(prompts, found, strict=True))
+
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    options = {
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--served-model-name": "tiny",
+        "--dtype": "float32",
+        "--max-num-seqs": RUNNING,
+        "--kv-cache-memory-bytes": 32 * 2**20,  # so few blocks that all are soon in memory
+        "--additional-config": json.dumps({"kvpass": SETTINGS}),
+    }
+    script = Path(__file__).parents[3] / "examples" / "serve.sh"
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # else running requests cannot be preempted over HTTP
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",  # else memory grows by code for each number of tokens
+    }
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [str(script), str(folder), *(str(part) for option in options.items() for part in option)],
+            stdout=out, stderr=out, env=os.environ | environment, start_new_session=True,
+        )  # fmt: skip
+    address, until = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    try:
+        while True:
+            with suppress(httpx.TransportError):
+                httpx.get(address + "/health").raise_for_status()
+                break
+            assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            time.sleep(1)
+        served = Server(process, address, log, expected)
+        served.prompts = prompts
+        yield served
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def body(server, name, **options):
+    """A request for a completion; greedy and as long as there is room, if nothing else is said."""
+    common = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    given = {"messages": MESSAGES} if name == "chat" else {"prompt": server.prompts[name], "max_tokens": 2 * ROOM}
+    return common | given | options
+
+
+def path_of(name):
+    return "/v1/chat/completions" if name == "chat" else "/v1/completions"
+
+
+def test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server):
+    answer = httpx.post(server.address + path_of("chat"), json=body(server, "chat"), timeout=120).json()
+    assert answer["prompt_token_ids"] == server.prompts["chat"]
+    choice = answer["choices"][0]
+    assert choice["token_ids"] == server.expected["chat"] and choice["finish_reason"] == "length"
+
+
+def test_what_cannot_be_answered_is_a_bad_request_that_says_why(server):
+    answer = httpx.post(server.address + path_of("0"), json=body(server, "0", min_tokens=50), timeout=120)
+    assert answer.status_code == 400
+    assert "min_tokens=50: kvpass keeps room for 33 tokens; raise 'room'" in answer.json()["error"]["message"]
+
+
+class Soak:
+    """Clients that each send a request when their last one is answered, or when they have left it.
+
+    Attributes:
+        seen: number of requests by kind and outcome. wrong: what differed from the prompt's answer when it is alone.
+        resident: MiB of the server after each fifth of the requests.
+    """
+
+    def __init__(self, server):
+        self.server, self.random = server, Random(1)
+        self.seen, self.wrong, self.resident, self.sent = Counter(), [], [], 0
+        self.client = httpx.AsyncClient(base_url=server.address, timeout=120)
+
+    async def run(self):
+        async with asyncio.timeout(400), self.client:
+            preempting = asyncio.create_task(self.preempt())
+            await asyncio.gather(*(self.client_loop() for _ in range(CLIENTS)))
+            preempting.cancel()
+
+    async def preempt(self):
+        while True:
+            await asyncio.sleep(self.random.uniform(1, 4))
+            answer = await self.client.post("/reset_prefix_cache", params={"reset_running_requests": True})
+            answer.raise_for_status()
+
+    async def client_loop(self):
+        kinds = {self.whole: 9, self.stream: 4, self.leave: 4, self.cancel: 2, self.several: 1, self.refused: 1}
+        while self.sent < REQUESTS:
+            self.sent += 1
+            if self.sent % (REQUESTS // 5) == 0:
+                self.resident.append(self.server.resident())
+            kind = self.random.choices([*kinds], [*kinds.values()])[0]
+            name = self.random.choice([*self.server.prompts])
+            new = self.random.randrange(1, ROOM + 8)
+            self.seen[await kind(name, new)] += 1
+
+    def check(self, name, new, choices):
+        for choice in choices:
+            if choice["token_ids"] != self.server.expected[name][:new]:
+                self.wrong.append((name, new, choice["token_ids"]))
+
+    async def post(self, name, status=200, **options):
+        answer = await self.client.post(path_of(name), json=body(self.server, name, **options))
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    async def whole(self, name, new):
+        self.check(name, new, (await self.post(name, max_tokens=new))["choices"])
+        return "answered"
+
+    async def several(self, name, new):
+        """Three answers to one prompt; all are the greedy one."""
+        choices = (await self.post(name, n=3, max_tokens=new, temperature=1, top_k=1))["choices"]
+        assert len(choices) == 3
+        self.check(name, new, choices)
+        return "answered"
+
+    async def stream(self, name, new, most=ROOM + 8):
+        """Read a stream; leave it, and with it the connection, after some of its parts."""
+        request, tokens = body(self.server, name, max_tokens=new, stream=True), []
+        async with self.client.stream("POST", path_of(name), json=request) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    self.check(name, new, [{"token_ids": tokens}])
+                    return "answered"
+                if line.startswith("data: "):
+                    part = json.loads(line.removeprefix("data: "))["choices"]
+                    tokens += part[0].get("token_ids") or [] if part else []
+                if len(tokens) >= most:
+                    self.check(name, len(tokens), [{"token_ids": tokens}])
+                    return "left"
+        raise AssertionError(f"the stream of {name} ended without [DONE]")
+
+    async def leave(self, name, new):
+        return await self.stream(name, new, self.random.randrange(1, 10))
+
+    async def cancel(self, name, new):
+        try:
+            async with asyncio.timeout(self.random.uniform(0, 1)):
+                return await self.whole(name, new)
+        except TimeoutError:
+            return "cancelled"
+
+    async def refused(self, name, new):
+        answer = await self.post(name, status=400, min_tokens=ROOM + 2, max_tokens=2 * ROOM)
+        assert "raise 'room'" in answer["error"]["message"]
+        return "refused"
+
+
+def test_many_requests_of_all_kinds_are_answered_as_each_alone(server):
+    soak = Soak(server)
+    asyncio.run(soak.run())
+    until = time.monotonic() + 30
+    while server.metric("num_requests_running") + server.metric("num_requests_waiting"):
+        assert time.monotonic() < until, "requests of clients that have left still run"
+        time.sleep(0.2)
+    assert not soak.wrong and soak.seen.total() == REQUESTS
+    assert soak.seen["answered"] >= 300, soak.seen
+    assert min(soak.seen[kind] for kind in ("left", "cancelled", "refused")) >= 10, soak.seen
+    assert server.metric("num_preemptions_total") >= 20
+    assert server.metric("kv_cache_usage_perc") == 0, "a block leaked"
+    assert soak.resident[-1] < soak.resident[1] + 64, soak.resident
+    assert "Traceback" not in server.log.read_text()
+    test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server)

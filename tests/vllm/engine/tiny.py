@@ -1,0 +1,58 @@
+"""The tiny model of these tests, its prompts, and what ``kvpass.compile`` answers; needs no vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import kvpass
+from kvpass import builtin
+
+CASES = [(1, 300), (2, 40), (3, 777), (4, 130), (5, 1000), (6, 31), (7, 129), (8, 500)]
+"""Seed and length of each prompt; each length occurs once."""
+NEW = 40
+SHORT, SHORT_NEW = [(4, 1), (1, 60), (2, 90), (3, 40)], 6
+"""Cases for Triton's interpreter, which is slow."""
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}question"
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(5, 1344, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make_model(folder: Path) -> None:
+    """Save a tiny model whose answers depend on the whole prompt, and a tokenizer with a chat template."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=1344,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        initializer_range=0.12,
+        bos_token_id=1,
+        eos_token_id=4,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    _, tokenizer = builtin.load()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def answers(
+    folder: Path, prompts: list[list[int]], new: int, policy: str | None = None, budget: int | None = None
+) -> list[list[int]]:
+    """Tokens of ``kvpass.compile``, each prompt alone; without a policy, of the model itself."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    if policy is not None:
+        model = kvpass.compile(model, policy=policy, budget=budget, backend="eager")
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
+    return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
