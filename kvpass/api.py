@@ -108,6 +108,10 @@ def compile(
 ) -> CompressedModel: ...
 @overload
 def compile(
+    model: PreTrainedModel, *, policy: Literal["kvzip"], **options: Unpack[o.KVzipOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
     model: PreTrainedModel, *, policy: Literal["random"], **options: Unpack[o.RandomOptions]
 ) -> CompressedModel: ...
 @overload

@@ -244,19 +244,21 @@ class Requested(NamedTuple):
     projection: weight of the output projection ``[hidden, H * Dv]``, query head h read by the columns from ``h * Dv``
     on. frequencies: inverse frequencies of the rotary embedding ``[D / 2]``. entries: evictable entries per KV head per
     layer of each row, int64 ``[B]``. summed: attention summed over all
-    rows, fp32 ``[B, H, N]``.
+    rows, fp32 ``[B, H, N]``. replayed: the most attention of a replay, fp32 ``[B, K, N]``.
     """
 
     projection: Tensor | None = None
     frequencies: Tensor | None = None
     entries: Tensor | None = None
     summed: Tensor | None = None
+    replayed: Tensor | None = None
 
     def of(self, rows: slice, column: int) -> Requested:
         """Return the same for some rows of the batch, from a column on."""
         entries = None if self.entries is None else self.entries[rows]
-        summed = None if self.summed is None else self.summed[rows, :, column:]
-        return self._replace(entries=entries, summed=summed)
+        by_column = (self.summed, self.replayed)
+        summed, replayed = (None if x is None else x[rows, :, column:] for x in by_column)
+        return self._replace(entries=entries, summed=summed, replayed=replayed)
 
 
 NOTHING_REQUESTED = Requested()

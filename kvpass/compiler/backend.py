@@ -210,6 +210,11 @@ class PhaseCompiler:
                 made = self._in_blocks(captured, inputs, call)
             except CannotSplitError as reason:
                 why_not = str(reason)
+        if made is None and phase == "prefill" and cache.policy.reads_replays and not call.one_token_prompt:
+            raise ValueError(
+                f"policy {cache.policy.name!r} replays a prompt layer by layer, and this decoder is not split into "
+                f"layers: {why_not or 'compile_regions=False rules that out'}"
+            )
         made = made or self._rewritten(captured, inputs, call)
         self.records.append(
             CompileRecord(
@@ -259,15 +264,14 @@ class PhaseCompiler:
             with self._shown(call, MOST_PARTS), compiled_for_any_length():
                 compile_one = self._compile_one(mode.shape_env)
                 functions = compile_distinct(gm, split.parts, [*inputs, *fakes], compile_one)
-            captured.blocked = BlockedPrefill(gm, split, functions, lengths_allowed(gm, mode.shape_env))
+            lookups = input_lookups(captured.gm) if layout_of(gm)[2].type == "cpu" else ()
+            captured.blocked = BlockedPrefill(gm, split, functions, lengths_allowed(gm, mode.shape_env), lookups)
         decoder = captured.blocked
-        lookups = input_lookups(captured.gm) if decoder.device.type == "cpu" else ()
 
         def run(call: Call, *inputs: Any) -> Any:
             cache, device = call.cache, decoder.device
             state = cache.prefill_state(decoder.layout, decoder.dtype, device, self.memory(device))
-            for lookup in lookups:
-                lookup.check(inputs)
+            decoder.check(inputs)
             call.begin()
             block = tokens_of(call.block, cache.batch_size, device)
             return [decoder(cache.policy, state, inputs, block, cache.ranks)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,17 +23,20 @@ from torch.profiler import record_function
 
 from kvpass.compiler.parts import Regions
 from kvpass.config import Block
-from kvpass.graphs.bind_state import placeholders, size_reader
+from kvpass.graphs.bind_state import input_named, placeholders, size_reader
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
 from kvpass.graphs.host_weights import host_weights, is_host_weight, rooms_of
 from kvpass.graphs.rewrite_attention import Place, Site, batch_and_tokens, layout_of, places_of
 from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
+from kvpass.graphs.verify.input_lookups import InputLookup
 from kvpass.host_weights import HostCopies
 from kvpass.operands import Attention, Candidates, PrefillBuffers, Requested, RingBuffers
+from kvpass.ops.reference import row_groups
 from kvpass.ops.schemas import implementation
 from kvpass.ops.sliding import keep_newest
 from kvpass.policies.base import Policy
+from kvpass.policies.replay import Replay, Replayed, most_attended
 from kvpass.ranks import Ranks
 from kvpass.torch_compat import shape_guards, symbol_bounds
 
@@ -132,7 +135,7 @@ class BlockedPrefill:
 
     Args:
         gm: the graph that was split; its last input is what :func:`nothing_seen` returns. functions: of the parts, by
-            key. allowed: from :func:`lengths_allowed`.
+            key. allowed: from :func:`lengths_allowed`. lookups: of the inputs in tables, which are checked.
     """
 
     def __init__(
@@ -141,9 +144,11 @@ class BlockedPrefill:
         split: SplitPrompt,
         functions: Mapping[Hashable, Callable[..., Any]],
         allowed: Callable[[int], bool],
+        lookups: Sequence[InputLookup],
     ) -> None:
-        self.split, self.functions, self.allowed = split, functions, allowed
+        self.split, self.functions, self.allowed, self.lookups = split, functions, allowed, lookups
         self.inputs = placeholders(gm)
+        self.given = input_named(gm, "input_ids"), input_named(gm, "position_ids")
         self.constants = {
             node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"
         }
@@ -158,6 +163,15 @@ class BlockedPrefill:
         """Return where blocks begin, and the end: one block where the decoder is another one for so few tokens."""
         edges = edges_of(tokens, block)
         return edges if all(self.allowed(end - first) for first, end in pairwise(edges)) else [0, tokens]
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Check that inputs are within the tables in which they are looked up.
+
+        Raises:
+            ValueError: one is not.
+        """
+        for lookup in self.lookups:
+            lookup.check(inputs)
 
     def __call__(
         self,
@@ -182,17 +196,18 @@ class BlockedPrefill:
             for layer in self.split.layers:
                 if not self.places[layer.site.layer].ring:
                     assert not is_host_weight(layer.site.rotary_frequencies), "vectors are on the device"  # may raise
-        prompt = _Prompt(self, policy, state, inputs, ranks)
-        edges = self.edges(prompt.tokens, block)
+        prompt = _Prompt(self, policy, state, inputs, block, ranks)
+        edges = prompt.edges
         prompt.begin()
         *layers, last = self.split.layers
         for layer in layers:
             prompt.run(layer, edges)
         result = self.split.result
         if result in self.split.axes:
-            prompt.run(last, edges)
+            prompt.run(last, edges, is_last=True)
         else:
-            prompt.run(last, self._last_edges(edges, block, int(recorded(result).shape[1])), only_last=True)
+            edges = self._last_edges(edges, block, int(recorded(result).shape[1]))
+            prompt.run(last, edges, is_last=True, needed=edges[-2])
         prompt.pack()
         logits: Tensor = prompt.known[result]
         return logits
@@ -204,125 +219,73 @@ class BlockedPrefill:
         return [*self.edges(before, block), tokens] if before > 1 else [0, tokens]
 
 
-class _Prompt:
-    """A prompt that is being prefilled.
+class _Tokens:
+    """Tokens that run through the layers of a decoder, at once or behind others.
 
+    Args:
+        inputs: of the captured graph. block: tokens of a block. start: first real column of each row, on the CPU.
+        seen: columns before these tokens.
     Attributes:
-        known: inputs, and what passes between layers, by node. on_host: inputs that stay on the host; ``known`` has
-            copies of those that the present layer reads.
+        known: inputs, and what passes between layers, by node; of weights that stay on the host copies of those that
+            the present layer reads.
     """
 
     def __init__(
-        self,
-        decoder: BlockedPrefill,
-        policy: Policy,
-        state: Mapping[str, Tensor],
-        inputs: Sequence[Any],
-        ranks: Ranks | None,
+        self, decoder: BlockedPrefill, inputs: Sequence[Any], tokens: int, block: int, start: Tensor, seen: int = 0
     ) -> None:
-        self.decoder, self.policy, self.state, self.ranks = decoder, policy, state, ranks
-        self.tokens = decoder.tokens(inputs)
-        self.start, self.first = self.state["start"], self.state["first"]
-        given = [*inputs, nothing_seen(decoder.device)]
+        self.decoder, self.tokens, self.start, self.seen = decoder, tokens, start, seen
+        self.edges = decoder.edges(tokens, block)
+        given = [*inputs, nothing_seen(decoder.device) + seen]
         self.known: dict[Node, Any] = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
-        self.on_host = {node: self.known[node] for node in host_weights(decoder.inputs)}
-        self.copies = HostCopies(decoder.device, decoder.rooms) if decoder.rooms else None
-        self.ops = implementation(self.first)
 
     def begin(self) -> None:
         """Run what comes before all layers."""
-        self._copy_weights(self.decoder.split.begin.inputs)
         made = self._call(self.decoder.split.begin, 0, self.tokens, {})
         self.known.update({node: value.contiguous() for node, value in made.items()})  # as they are recorded
 
-    def _copy_weights(self, reads: Sequence[Node]) -> None:
-        """Copy what is read and stays on the host to the device."""
-        weights = host_weights(reads)
-        if weights:
-            assert self.copies is not None
-            given = [self.on_host[node] for node in weights]
-            self.known.update(zip(weights, self.copies.next(given), strict=True))
-
-    def run(self, layer: Layer, edges: Sequence[int], only_last: bool = False) -> None:
-        """Run a layer, and let the policy judge its entries.
+    def attend(
+        self,
+        layer: Layer,
+        edges: Sequence[int],
+        read: int,
+        needed: int = 0,
+        before: Attention | None = None,
+        follow: Callable[[Attention, Tensor | None], None] | None = None,
+    ) -> tuple[Attention, Tensor | None]:
+        """Run a layer; return its call with the queries of the last ``read`` tokens, and their log-sum-exp.
 
         Args:
-            edges: where blocks begin, and the end. only_last: what comes after attention is needed of the last block.
+            edges: where blocks begin, and the end. needed: token from which on results are; of earlier ones only keys
+                and values are. before: keys and values of what these tokens run behind. follow: called with each block.
         """
-        self._copy_weights(layer.reads)
-        site, place, n = layer.site, self.decoder.places[layer.site.layer], self.tokens
-        read = self._rows_read(place)
-        queries, lses, keys, values = _Columns(n - read, n), _Columns(n - read, n), _Columns(0, n), _Columns(0, n)
-        summing, summed = self.policy.sums_columns and not place.ring, None
+        site, n, seen = layer.site, self.tokens, self.seen
+        queries, lses = _Columns(n - read, n), _Columns(n - read, n)
+        keys, values = _Columns(0, seen + n), _Columns(0, seen + n)
+        if before is not None:
+            keys.put(0, before.k)
+            values.put(0, before.v)
         for first, end in pairwise(edges):
             made = self._call(layer.before, first, end, {})
             q, k, v = (self._part(node, first, end, made) for node in (site.q, site.k, site.v))
-            keys.put(first, k)
-            values.put(first, v)
-            if only_last and end <= n - read and end < n and not summing:
-                continue
-            sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
-            call = Attention(q, keys.until(end), values.until(end), site.scale, site.softcap, sinks)
-            made[site.node], lse = self.ops.attend_prompt(call, self.start, site.sliding_window, site.chunked)
+            keys.put(seen + first, k)
+            values.put(seen + first, v)
             queries.put(first, q)
+            sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
+            call = Attention(q, keys.until(seen + end), values.until(seen + end), site.scale, site.softcap, sinks)
+            judged = before is None and end > n - read
+            if first < needed and not judged and follow is None:
+                continue
+            made[site.node], lse = implementation(q).attend_prompt(call, self.start, site.sliding_window, site.chunked)
             if lse is not None:
                 lses.put(first, lse)
-            if summing:
-                with record_function("kvpass::column_sums"):
-                    sums = self.ops.column_sums(call, lse, self.start, self.first)
-                    summed = sums.new_zeros(*sums.shape[:2], n) if summed is None else summed
-                    summed[..., :end] += sums
-            if end == n or not only_last:
+            if follow is not None:
+                follow(call, lse)
+            if first >= needed:
                 made |= self._call(layer.after, first, end, made)
                 self._store(layer, first, end, made)
         for node in layer.read_last:
             self.known.pop(node, None)
-        if place.ring:
-            columns = torch.arange(n, device=call.k.device)
-            keep_newest(self._buffers(RingBuffers, place), call.k, call.v, columns, place.layer)
-        else:
-            lse = lses.until(n) if lses.began else None
-            requested = self._requested(site, summed)
-            self._judge(call._replace(q=queries.until(n)), lse, place, requested)
-
-    def _judge(self, call: Attention, lse: Tensor | None, place: Place, requested: Requested) -> None:
-        policy, buffers = self.policy, self._buffers(PrefillBuffers, place)
-        requested = requested._replace(entries=buffers.entries)
-        with record_function("kvpass::judge"):
-            scores, stats, weight = self.ops.judge(
-                call, lse, self.start, self.first, place.layer, place.layers, policy, requested, self.ranks
-            )
-        candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
-        with record_function("kvpass::cascade_step"):
-            self.ops.cascade_step(buffers, candidates.stored_in(buffers), place.layer, policy, self.ranks)
-
-    def _requested(self, site: Site, summed: Tensor | None) -> Requested:
-        """What the policy asks for, without the entries."""
-        projection = self._projection(site) if self.policy.reads_projection else None
-        frequencies = self.known[site.rotary_frequencies] if self.policy.reads_rotation else None
-        return Requested(projection, frequencies, summed=summed)
-
-    def _projection(self, site: Site) -> Tensor:
-        """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
-        found = site.output_projection
-        weight: Tensor = self.known[found.weight]
-        return weight.T if found.inputs_first else weight
-
-    def pack(self) -> None:
-        """Bring the entries of each pool into their order."""
-        with record_function("kvpass::pack"):
-            for place in self.decoder.places.values():
-                if not place.ring and place.layer == 0:
-                    self.ops.pack(self._buffers(PrefillBuffers, place))
-
-    def _rows_read(self, place: Place) -> int:
-        """How many of the last queries are judged by."""
-        policy = self.policy
-        rows = self.tokens if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
-        return 0 if place.ring else min(rows, self.tokens)
-
-    def _buffers(self, kind: Any, place: Place) -> Any:
-        return kind(*(self.state[f"{place.prefix}_{name}"] for name in kind._fields))
+        return call._replace(q=queries.until(n)), lses.until(n) if lses.began else None
 
     def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
         """Run a part for some tokens.
@@ -373,3 +336,167 @@ class _Prompt:
             ):
                 return old
         return like.new_empty(shape)
+
+
+_Observed = tuple[slice, int, Replay]
+"""Rows, their first real column, and what they replay."""
+
+
+class _Prompt(_Tokens):
+    """A prompt that is being prefilled, and what is replayed behind it.
+
+    Args:
+        state: the buffers that it is written to.
+    Attributes:
+        on_host: inputs that stay on the host. replays: what runs behind the prompt, and what of it each row observes.
+    """
+
+    def __init__(
+        self,
+        decoder: BlockedPrefill,
+        policy: Policy,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Any],
+        block: int,
+        ranks: Ranks | None,
+    ) -> None:
+        super().__init__(decoder, inputs, decoder.tokens(inputs), block, state["start"])
+        self.policy, self.state, self.ranks, self.first = policy, state, ranks, state["first"]
+        self.on_host = {node: self.known[node] for node in host_weights(decoder.inputs)}
+        self.copies = HostCopies(decoder.device, decoder.rooms) if decoder.rooms else None
+        self.ops = implementation(self.first)
+        self.replays = list(self._replays(inputs, block)) if policy.reads_replays else []
+
+    def _replays(self, inputs: Sequence[Any], block: int) -> Iterator[tuple[_Tokens, list[_Observed]]]:
+        """Yield what the policy replays; the rows' first replays together, then their second, and so on.
+
+        Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
+        """
+        decoder, n = self.decoder, self.tokens
+        ids_at, positions_at = decoder.given
+        assert ids_at is not None, "frontends without token ids refuse policies that replay"
+        ids = inputs[ids_at]
+        groups = [
+            (rows, column, self.policy.replays(ids[rows, column:]))
+            for rows, column in row_groups(self.start)
+            if column < n
+        ]
+        for turn in range(max((len(replays) for _, _, replays in groups), default=0)):
+            parts = [(rows, column, replays[turn]) for rows, column, replays in groups if turn < len(replays)]
+            tokens = max(2, *(replay.ids.shape[1] for _, _, replay in parts))
+            if not decoder.allowed(tokens):
+                raise ValueError(
+                    f"policy {self.policy.name!r} replays {tokens} tokens behind the prompt, but the decoder is "
+                    "another one for so few; take another policy"
+                )
+            own, given = ids.new_zeros(len(ids), tokens), list(inputs)
+            for rows, _, replay in parts:
+                own[rows, : replay.ids.shape[1]] = replay.ids
+            given[ids_at] = own
+            if positions_at is not None:
+                last = inputs[positions_at][:, -1:]
+                given[positions_at] = last + 1 + torch.arange(tokens, device=last.device)
+            try:
+                decoder.check(given)
+            except ValueError as error:
+                raise ValueError(f"policy {self.policy.name!r} replays tokens, of which {error}") from None
+            yield _Tokens(decoder, given, tokens, block, self.start, n), parts
+
+    def begin(self) -> None:
+        """Run what comes before all layers."""
+        self._copy_weights(self.decoder.split.begin.inputs)
+        super().begin()
+        for replay, _ in self.replays:
+            replay.begin()
+
+    def _copy_weights(self, reads: Sequence[Node]) -> None:
+        """Copy what is read and stays on the host to the device."""
+        weights = host_weights(reads)
+        if weights:
+            assert self.copies is not None
+            given = [self.on_host[node] for node in weights]
+            copied = dict(zip(weights, self.copies.next(given), strict=True))
+            for tokens in (self, *(replay for replay, _ in self.replays)):
+                tokens.known.update(copied)
+
+    def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, needed: int = 0) -> None:
+        """Run a layer, and let the policy judge its entries.
+
+        Args:
+            edges: where blocks begin, and the end. needed: token from which on what comes after attention is.
+        """
+        self._copy_weights(layer.reads)
+        place, summed = self.decoder.places[layer.site.layer], list[Tensor]()
+
+        def add_sums(call: Attention, lse: Tensor | None) -> None:
+            with record_function("kvpass::column_sums"):
+                sums = self.ops.column_sums(call, lse, self.start, self.first)
+                if not summed:
+                    summed.append(sums.new_zeros(*sums.shape[:2], self.tokens))
+                summed[0][..., : sums.shape[2]] += sums
+
+        follow = add_sums if self.policy.sums_columns and not place.ring else None
+        call, lse = self.attend(layer, edges, self._rows_read(place), needed, follow=follow)
+        replayed = self._replay(layer, call, place, is_last=is_last)
+        if place.ring:
+            columns = torch.arange(self.tokens, device=call.k.device)
+            keep_newest(self._buffers(RingBuffers, place), call.k, call.v, columns, place.layer)
+        else:
+            requested = self._requested(layer.site)._replace(summed=next(iter(summed), None), replayed=replayed)
+            self._judge(call, lse, place, requested)
+
+    def _replay(self, layer: Layer, prompt: Attention, place: Place, *, is_last: bool) -> Tensor | None:
+        """Run the replays through a layer; return the most that they attend to each entry, fp32 ``[B, K, N]``."""
+        if not self.replays:
+            return None
+        found = prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32)
+        for replay, parts in self.replays:
+            read, needed = 0 if place.ring else replay.tokens, replay.tokens if is_last else 0
+            call, _ = replay.attend(layer, replay.edges, read, needed, before=prompt)
+            if place.ring:
+                continue
+            for rows, column, part in parts:
+                own = slice(0, part.ids.shape[1])
+                queries, keys = call.q[rows, :, own], call.k[rows, :, self.tokens :][:, :, own]
+                seen = Replayed(part.first, part.last, part.sinks, queries, keys)
+                most = most_attended(prompt.k[rows, :, column:], [seen], *call[3:])
+                found[rows, :, column:] = torch.maximum(found[rows, :, column:], most)
+        return found
+
+    def _judge(self, call: Attention, lse: Tensor | None, place: Place, requested: Requested) -> None:
+        policy, buffers = self.policy, self._buffers(PrefillBuffers, place)
+        requested = requested._replace(entries=buffers.entries)
+        with record_function("kvpass::judge"):
+            scores, stats, weight = self.ops.judge(
+                call, lse, self.start, self.first, place.layer, place.layers, policy, requested, self.ranks
+            )
+        candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
+        with record_function("kvpass::cascade_step"):
+            self.ops.cascade_step(buffers, candidates.stored_in(buffers), place.layer, policy, self.ranks)
+
+    def _requested(self, site: Site) -> Requested:
+        """Return of what the policy asks for the tensors of the model."""
+        projection = self._projection(site) if self.policy.reads_projection else None
+        return Requested(projection, self.known[site.rotary_frequencies] if self.policy.reads_rotation else None)
+
+    def _projection(self, site: Site) -> Tensor:
+        """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
+        found = site.output_projection
+        weight: Tensor = self.known[found.weight]
+        return weight.T if found.inputs_first else weight
+
+    def pack(self) -> None:
+        """Bring the entries of each pool into their order."""
+        with record_function("kvpass::pack"):
+            for place in self.decoder.places.values():
+                if not place.ring and place.layer == 0:
+                    self.ops.pack(self._buffers(PrefillBuffers, place))
+
+    def _rows_read(self, place: Place) -> int:
+        """How many of the last queries are judged by."""
+        policy = self.policy
+        rows = self.tokens if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
+        return 0 if place.ring else min(rows, self.tokens)
+
+    def _buffers(self, kind: Any, place: Place) -> Any:
+        return kind(*(self.state[f"{place.prefix}_{name}"] for name in kind._fields))

@@ -28,6 +28,7 @@ from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.table_ends import table_end
 from kvpass.policies.base import Policy
+from kvpass.policies.replay import longest_replay
 from kvpass.progress import working
 from kvpass.ranks import Ranks, agreed
 from kvpass.torch_compat import (
@@ -169,6 +170,8 @@ class CaptureCache:
         seen = 0 if call.phase == "prefill" else call.cache.columns
         check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
         self._check_positions(seen, positions)
+        if call.phase == "prefill" and call.cache.policy.reads_replays:
+            self._check_replays(call.cache.policy, positions)
         key = self._key(ids, logits_to_keep)
         if ids.shape[1] > 1:
             self.repeated.clear()
@@ -219,6 +222,19 @@ class CaptureCache:
             raise ValueError(
                 f"{tokens} tokens after {seen}: the decoder does not take more than {end}, its table of positions ends "
                 f"there and one would be at {last}"
+            )
+
+    def _check_replays(self, policy: Policy, positions: Tensor) -> None:
+        """Whether the decoder takes what the policy replays behind a prompt at these positions."""
+        if self.longest is None:
+            return
+        tokens = positions.shape[1]
+        last, replayed = max(int(positions.max()) + 1, tokens), longest_replay(policy, tokens)
+        if last + replayed > self.longest:
+            raise ValueError(
+                f"policy {policy.name!r} replays {replayed} tokens behind a prompt of {tokens}, but the decoder does "
+                f"not take more than {self.longest}, or does otherwise from there on; give a smaller chunk, or a "
+                "shorter prompt"
             )
 
     def _key(self, ids: Tensor, logits_to_keep: int) -> tuple[int, int]:

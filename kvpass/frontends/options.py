@@ -28,6 +28,7 @@ PolicyName = Literal[
     "h2o",
     "keydiff",
     "knorm",
+    "kvzip",
     "lagkv",
     "lava",
     "layer_defensivekv",
@@ -74,6 +75,16 @@ class LagKVOptions(Options, total=False):
     sinks: int
     lag: int
     cross_scoring: bool
+
+
+class KVzipOptions(Options, total=False):
+    sinks: int
+    chunk: int
+    overlap: int
+    prompt_ids: tuple[int, ...]
+    again_ids: tuple[int, ...]
+    suffix_ids: tuple[int, ...]
+    split: Literal["layers", "heads", "none"]
 
 
 class ScoreOptions(Options, total=False):

@@ -122,6 +122,8 @@ def kvpass_backend(
     regions = check_regions(given.pop("compile_regions", "auto"))
     block = check_block(given.pop("prefill_block", "auto"), regions)
     policy = check_registered(resolve(given.pop("policy", "lava"), **given))
+    if policy.reads_replays:
+        raise ValueError(f"policy={policy.name!r} replays token ids behind a prompt, which only kvpass.compile knows")
     resolved = resolve_budget(policy, budget)
     _check_sizes(gm)
     phases = PhaseCompiler(compiler=compiler, regions=regions, cuda_graphs=cuda_graphs)

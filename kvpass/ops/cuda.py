@@ -96,7 +96,8 @@ def _judge_padded(obs: Observation, first: Tensor, policy: Policy) -> tuple[Tens
     stats = found.new_zeros(2, b, kv_heads, n)
     stats[reference.MASS] = obs.mass
     if policy.compares_layers:
-        stats[reference.DECODE_STATE, ..., :m] = own
+        held = torch.nn.functional.pad(own, (0, n - m), value=float("-inf"))
+        stats[reference.DECODE_STATE] = torch.where(real, held, 0.0)
     rule = policy.decode_rule()
     if rule is not None:
         stats[reference.DECODE_STATE] = torch.where(real, rule.start(obs), 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -17,6 +18,7 @@ from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import Parity, check_int, check_literal, check_options, option
+from kvpass.policies.replay import Replay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class Policy(ABC):
     """Whether it reads ``obs.projection``, the output projection of the layer; a model without one is then refused."""
     reads_rotation: ClassVar[bool] = False
     """Whether it reads ``obs.frequencies``, the rotary embedding; a model without one that is found is then refused."""
+    reads_replays: ClassVar[bool] = False
+    """Whether it reads ``obs.replayed_attention``: what the tokens of :meth:`replays` attend to."""
     needs_question: ClassVar[bool] = True
     """Whether its score follows what the prompt asks, so that it is poor where the question is not yet known."""
     only_prompts: ClassVar[bool] = False
@@ -99,6 +103,14 @@ class Policy(ABC):
     def compares_layers(self) -> bool:
         """Whether scores of all layers compete; the weights of layers are then counts of their best entries."""
         return isinstance(self.layers(), GlobalLayers)
+
+    def replays(self, ids: Tensor) -> Sequence[Replay]:
+        """Return what runs behind a prompt before it is scored, for policies that say ``reads_replays``.
+
+        Args:
+            ids: tokens of prompts of one length, int64 ``[B, N]``, without padding.
+        """
+        return ()
 
     def decode_rule(self) -> DecodeRule | None:
         """Return the rule for eviction while decoding; None: tokens are only appended."""

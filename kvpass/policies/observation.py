@@ -73,6 +73,7 @@ class Observation:
             ``reads_projection``; the columns from ``h * Dv`` on read query head h.
         frequencies: inverse frequencies of the rotary embedding ``[D / 2]``, given to policies that say
             ``reads_rotation``; channels j and ``j + D / 2`` turn by ``position * frequencies[j]``.
+        replayed: :attr:`replayed_attention`, given to policies that say ``reads_replays``.
         entries: evictable entries per KV head per layer on average, int64 ``[B]``: the budget without the window. None
             when a cache is compressed again.
         ranks: processes that share the heads of the layer; queries, keys, values and all statistics are then those of
@@ -95,6 +96,7 @@ class Observation:
     summed: Tensor | None = None
     projection: Tensor | None = None
     frequencies: Tensor | None = None
+    replayed: Tensor | None = None
     entries: Tensor | None = None
     ranks: Ranks | None = None
 
@@ -136,6 +138,19 @@ class Observation:
         if self.entries is None:
             raise ValueError("the budget is needed and not given")
         return self.entries
+
+    @property
+    def replayed_attention(self) -> Tensor:
+        """The most attention that a token of the policy's replays pays each entry, fp32 ``[B, K, N]``.
+
+        See :func:`kvpass.policies.replay.most_attended`.
+
+        Raises:
+            ValueError: the replays are not given.
+        """
+        if self.replayed is None:
+            raise ValueError("replays of the prompt are needed and not given")
+        return self.replayed
 
     @property
     def positions(self) -> Tensor:

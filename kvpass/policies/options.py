@@ -64,6 +64,12 @@ def check_float(name: str, value: object, low: float, high: float = math.inf, *,
         raise ValueError(f"{name}={value!r}: must be a number in {left}{low}, {high}{right}")
 
 
+def check_ids(name: str, value: object) -> None:
+    """Raise unless the value is a sequence of token ids."""
+    if not isinstance(value, tuple | list) or any(type(one) is not int or one < 0 for one in value):
+        raise ValueError(f"{name}={value!r}: must be a list of token ids, ints >= 0")
+
+
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise unless the value is one of ``choices``."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):

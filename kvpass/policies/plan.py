@@ -15,6 +15,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, Slots, keep_mask
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_float
+from kvpass.policies.replay import Replayed, most_attended
 from kvpass.policies.scheduler import best_over_layers
 
 Layers = Tensor | Sequence[Tensor]
@@ -70,6 +71,7 @@ def plan(
     scale: float | None = None,
     output_weights: Layers | None = None,
     rope_frequencies: Layers | None = None,
+    replays: Sequence[Replayed] = (),
     **options: object,
 ) -> Plan:
     """Return what a policy keeps of a prompt and while decoding, by the code compiled models use.
@@ -88,10 +90,12 @@ def plan(
             (``[out, in]`` as in ``torch.nn.Linear``).
         rope_frequencies: for policies that read them, the inverse frequencies of the rotary embedding of each layer,
             ``[L, D / 2]``; channels j and ``j + D / 2`` of queries and keys turn together.
+        replays: for policies that read them, queries ``[L, B, H, T, D]`` and keys ``[L, B, K, T, D]`` of what runs
+            behind the prompt.
     Raises:
         ValueError: unknown policy or option, option or budget out of range, shapes that do not fit together, a value
-            that is not finite, ``R < window``, ``N = 0``, no ``output_weights`` or ``rope_frequencies`` where the
-            policy reads them.
+            that is not finite, ``R < window``, ``N = 0``, no ``output_weights``, ``rope_frequencies`` or ``replays``
+            where the policy reads them.
     """
     chosen = resolve(policy, **options)
     q, k, v = _stack("queries", queries), _stack("keys", keys), _stack("values", values)
@@ -100,16 +104,17 @@ def plan(
         _check_decode(decode, q, k, v)
     batch, kv_heads, dim = k.shape[1], k.shape[2], k.shape[4]
     projections, frequencies = _projections(chosen, output_weights, q, v), _frequencies(chosen, rope_frequencies, q)
-    given = list(zip(projections, frequencies, strict=True))
     factor = dim**-0.5 if scale is None else scale
     check_float("scale", factor, 0.0, open_low=True)
+    given = list(zip(projections, frequencies, _attended(chosen, replays, q, k, factor), strict=True))
     parsed, entries = _entries(chosen, budget, k, v)
 
     rows = []
     for b in range(batch):
         row = slice(b, b + 1)
         tokens = None if decode is None else (decode[0][:, :, row], decode[1][:, :, row], decode[2][:, :, row])
-        rows.append(_plan_row(chosen, q[:, row], k[:, row], v[:, row], entries, factor, tokens, given))
+        asked = [(weight, turns, None if most is None else most[row]) for weight, turns, most in given]
+        rows.append(_plan_row(chosen, q[:, row], k[:, row], v[:, row], entries, factor, tokens, asked))
     keep, scores, budgets, steps = zip(*rows, strict=True)
     kept = torch.cat(keep, 1)
     return Plan(
@@ -131,21 +136,25 @@ def _plan_row(
     entries: Tensor,
     scale: float,
     decode: tuple[Tensor, Tensor, Tensor] | None,
-    given: Sequence[tuple[Tensor | None, Tensor | None]],
+    given: Sequence[tuple[Tensor | None, ...]],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Keep mask and scores ``[L, 1, K, N]``, recorded budgets over all heads ``[L, 1]``, decode keep masks.
 
     Args:
-        given: projection and rotary frequencies of each layer.
+        given: of each layer projection, rotary frequencies, and the most attention that replays pay.
     """
     layers, _, kv_heads, length, _ = k.shape
     window = min(policy.window, length)
     available = torch.full_like(entries, length - window)
     sites = [
         Observation(
-            *(q[i], k[i], v[i], scale, window, i, layers), projection=weight, frequencies=frequencies, entries=entries
+            *(q[i], k[i], v[i], scale, window, i, layers),
+            projection=weight,
+            frequencies=frequencies,
+            replayed=replayed,
+            entries=entries,
         )
-        for i, (weight, frequencies) in enumerate(given)
+        for i, (weight, frequencies, replayed) in enumerate(given)
     ]
     scores = torch.full(k.shape[:4], float("-inf"), device=k.device)
     weights = torch.zeros(1, layers, dtype=torch.float64, device=k.device)
@@ -281,6 +290,35 @@ def _frequencies(policy: Policy, given: Layers | None, q: Tensor) -> Sequence[Te
             raise ValueError(f"rope_frequencies[{layer}].shape={tuple(frequencies.shape)}: must be [{dim} / 2]")
         _check_finite(f"rope_frequencies[{layer}]", frequencies)
     return list(given)
+
+
+def _attended(
+    policy: Policy, replays: Sequence[Replayed], q: Tensor, k: Tensor, scale: float
+) -> Sequence[Tensor | None]:
+    """Return :func:`most_attended` of each layer, None for each if the policy does not read it."""
+    layers, batch, kv_heads, length, dim = k.shape
+    if not policy.reads_replays:
+        return [None] * layers
+    if not replays:
+        raise ValueError(f"policy {policy.name!r} reads what tokens behind the prompt attend to: pass replays=[...]")
+    for at, (first, last, sinks, queries, keys) in enumerate(replays):
+        if not 0 <= sinks <= first < last <= length:
+            raise ValueError(
+                f"replays[{at}]: sinks={sinks}, first={first}, last={last} must ascend, up to the prompt's {length}"
+            )
+        rows = keys.shape[3] if keys.dim() == 5 else 0
+        for name, x, heads in (("queries", queries, q.shape[2]), ("keys", keys, kv_heads)):
+            if rows == 0 or x.shape != (layers, batch, heads, rows, dim):
+                raise ValueError(
+                    f"replays[{at}].{name}.shape={tuple(x.shape)}: must be [{layers}, {batch}, {heads}, T >= 1, "
+                    f"{dim}], T the same for both"
+                )
+            _check_finite(f"replays[{at}].{name}", x)
+    per_layer = [
+        [part._replace(queries=part.queries[layer], keys=part.keys[layer]) for part in replays]
+        for layer in range(layers)
+    ]
+    return [most_attended(k[layer], own, scale) for layer, own in enumerate(per_layer)]
 
 
 def _stack(name: str, tensors: Layers) -> Tensor:

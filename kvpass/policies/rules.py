@@ -115,6 +115,8 @@ def _refusal(policy: Policy) -> str | None:
         return "its score reads the output projection, which only a prompt has at hand"
     if policy.reads_rotation:
         return "its score turns queries back by their position, and only a prompt has queries of all its tokens"
+    if policy.reads_replays:
+        return "it runs the prompt once more behind all its entries, which are no longer there"
     if policy.compares_layers:
         return "it compares the scores of all layers, which is done in a prompt only"
     if policy.only_prompts:

@@ -99,6 +99,11 @@ REFUSALS = [
         'an attention layer of vLLM does not know it: use another policy, such as "keydiff"',
     ),
     Refusal(
+        "policies that replay the prompt",
+        lambda _, settings: settings.policy.reads_replays,
+        'vLLM prefills it once: use another policy, such as "keydiff"',
+    ),
+    Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
         "leave --speculative-config out",

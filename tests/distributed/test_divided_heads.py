@@ -24,6 +24,7 @@ from kvpass.policies import resolve
 from kvpass.policies.h2o import H2O
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.plan import plan
+from kvpass.policies.replay import Replayed, most_attended
 from kvpass.ranks import Ranks, digest
 
 SIZE, LAYERS, ROWS, KV_HEADS, GROUP, TOKENS, DIM, BUDGET = 2, 3, 2, 4, 2, 60, 8, 21
@@ -81,7 +82,8 @@ def recorded(
     buffers = store._prefill
     for layer in range(LAYERS):
         call = Attention(q[layer], k[layer], v[layer], DIM**-0.5)
-        asked = Requested(weights[layer], TURNS[layer], buffers.entries)
+        most = most_attended(call.k, [replayed(call.q, call.k)], call.scale)
+        asked = Requested(weights[layer], TURNS[layer], buffers.entries, replayed=most)
         seen = reference.judge(call, None, start, start, layer, LAYERS, policy, asked, ranks)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)
@@ -89,6 +91,11 @@ def recorded(
     rows = torch.tensor([BUDGET] * ROWS)
     given = {"start": start, "columns": TOKENS, "entries": rows, "window": rows.clamp(max=6), "sliding_layers": ()}
     return store, PromptRecord(full_layers=(kept,), nbytes=store.nbytes, ring_nbytes=0, state_nbytes=0, **given)
+
+
+def replayed(q: Tensor, k: Tensor) -> Replayed:
+    """Ten tokens of the prompt itself, run behind it."""
+    return Replayed(4, k.shape[-2], 4, q[..., 20:30, :], k[..., 20:30, :])
 
 
 def own_heads(ranks: Ranks | None, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -153,7 +160,7 @@ def test_threads_keep_together_what_one_keeps(name, padding, parity):
         assert torch.equal(found, kept(policy, q, k, v, start, None))
     else:
         budget = BUDGET if policy.needs_budget else None
-        given = {"output_weights": WEIGHTS, "rope_frequencies": TURNS}
+        given = {"output_weights": WEIGHTS, "rope_frequencies": TURNS, "replays": [replayed(q, k)]}
         assert torch.equal(found, plan(policy, q, k, v, budget=budget, **given).keep)
 
 

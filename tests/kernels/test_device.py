@@ -182,7 +182,7 @@ def test_rows_of_different_padding_are_judged_together_as_each_alone(name, optio
     apart = ("lagkv", "expected_attention", "defensivekv", "layer_defensivekv")
     assert policy.takes_padded_rows == (name not in apart)
     call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
-    asked = Requested(WEIGHT, TURNS, torch.full((len(RAGGED),), 9))
+    asked = Requested(WEIGHT, TURNS, torch.full((len(RAGGED),), 9), replayed=call.k.norm(dim=-1))
     expected = reference.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
     found = device.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
     for what, one, other in zip(("output", "scores", "stats", "weight"), found, expected, strict=True):

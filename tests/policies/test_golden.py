@@ -21,6 +21,7 @@ from torch import Tensor
 from kvpass.policies import resolve
 from kvpass.policies.observation import Observation, rotated
 from kvpass.policies.plan import decode_layer, plan
+from kvpass.policies.replay import Replayed
 
 SHIPPED = Path(__file__).resolve().parents[1] / "golden"
 POLICIES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "policies.md"
@@ -35,6 +36,7 @@ CRITICAL = ("criticalkv_snapkv", "criticalkv_ada_snapkv")
 CASES_OF_CRITICAL = sorted(path for name in CRITICAL for path in ROOT.glob(f"{name}/cases/*.json"))
 CASES_OF_EXPECTED = sorted(ROOT.glob("expected_attention/cases/*.json"))
 CASES_OF_DEFENSIVE = sorted(ROOT.glob("defensivekv/cases/*.json"))
+CASES_OF_ZIP = sorted(path for path in ROOT.glob("kvzip/cases/*.json") if not path.stem.endswith("_plus"))
 CASES_OF_KEYS = sorted(
     path
     for name in OF_KEYS
@@ -239,6 +241,50 @@ def test_contract_5_expected_attention_keeps_what_kvpress_keeps(path):
         torch.testing.assert_close(ahead, want["query_mean_rotated"][layer], rtol=2e-4, atol=2e-6)
 
 
+def replays_of(path: Path, about: dict[str, Any], sinks: int) -> list[Replayed]:
+    """What a reconstruction pass produces, chunk by chunk, beside at most so many first entries."""
+    (file,) = [path.parent / extra for extra in about["extra_inputs"] if "__replay" in extra]
+    rows = load_file(file.resolve())
+    q, k = rows["replay_q"].float().unsqueeze(1), rows["replay_k"].float().unsqueeze(1)
+    found = []
+    for chunk in json.loads(file.resolve().with_suffix(".json").read_text())["chunks"]:
+        own = slice(chunk["first_row"], chunk["first_row"] + chunk["rows"])
+        kept = min(sinks, chunk["start"])
+        found.append(Replayed(chunk["start"], chunk["end"], kept, q[..., own, :], k[..., own, :]))
+    return found
+
+
+@pytest.mark.parametrize("path", CASES_OF_ZIP, ids=lambda p: p.stem)
+def test_contract_5_kvzip_keeps_what_kvpress_keeps(path):
+    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
+    params, prompt, sinks = about["params"], prompt_of(path, about), about["params"]["n_sink"]
+    budget = round(prompt[1].shape[3] * (1 - params["compression_ratio"]), 6)
+    assert budget == int(budget)
+    options = {"sinks": sinks, "split": "heads" if params["layerwise"] else "layers"}
+    found = plan("kvzip", *prompt, budget=int(budget), replays=replays_of(path, about, sinks), **options)
+    assert torch.equal(found.lengths[:, 0], want["head_kept"])
+    assert torch.equal(found.keep[:, 0], want["keep_mask"])
+    torch.testing.assert_close(found.scores[:, 0, :, sinks:], want["scores"][..., sinks:], rtol=2e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("path", CASES_OF_ZIP, ids=lambda p: p.stem)
+def test_contract_5_kvzip_scores_as_its_authors_who_keep_one_entry_fewer(path):
+    """Their rules "pair", all heads and layers, and "uniform", each head; the prefix stays and is in every softmax."""
+    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
+    prompt, prefix = prompt_of(path, about), about["params"]["prefix_length"]
+    ratio = 1 - about["params"]["compression_ratio"]
+    given = {"replays": replays_of(path, about, prefix), "sinks": prefix}
+    each = int((prompt[1].shape[3] - prefix) * ratio)
+    alone = plan("kvzip", *prompt, budget=prefix + each, split="none", **given)
+    torch.testing.assert_close(alone.scores[:, 0, :, prefix:], want["authors_scores"], rtol=2e-4, atol=1e-9)
+    assert alone.keep[..., :prefix].all()
+    assert torch.equal(alone.keep[:, 0, :, prefix:], want["authors_keep_uniform"])
+    if each == (prompt[1].shape[3] - prefix) * ratio:
+        together = plan("kvzip", *prompt, budget=prefix + each, **given).keep[:, 0, :, prefix:]
+        assert not (want["authors_keep_pair"] & ~together).any()
+        assert (together & ~want["authors_keep_pair"]).sum() == 1
+
+
 CAKE = [p for p in CASES if p.parent.name == "cake"]
 
 
@@ -304,6 +350,6 @@ def test_the_policies_page_gives_the_number_of_shipped_cases_of_every_published_
     assert cases.keys() == {
         *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv"),
         *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp", "criticalkv", "defensivekv"),
-        *("expected_attention", *OF_KEYS),
+        *("expected_attention", "kvzip", *OF_KEYS),
     }
     assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 3_400_000

@@ -23,12 +23,13 @@ from kvpass.policies.layer_splits import GlobalLayers
 from kvpass.policies.observation import Observation
 from kvpass.policies.plan import Plan
 from kvpass.policies.plan import plan as plan_without_weights
+from kvpass.policies.replay import Replayed, most_attended
 from pairwise import pairwise
 
 BUILT_IN = (
     *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv", "ada_pyramidkv"),
     *("cake", "h2o", "tova", "streaming_llm", "vatp", "keydiff", "lagkv", "knorm", "random", "full"),
-    *("criticalkv", "defensivekv", "layer_defensivekv", "expected_attention"),
+    *("criticalkv", "defensivekv", "layer_defensivekv", "expected_attention", "kvzip"),
 )
 TAUS = {"tau1": 1.6, "tau2": 0.4}
 VARIANTS = [
@@ -45,6 +46,7 @@ VARIANTS = [
     *(("lagkv", {"sinks": 2, "lag": 5, "cross_scoring": cross}) for cross in (False, True)),
     *(("criticalkv", {"base": "ada_snapkv", "alpha": alpha, "epsilon": 0.01}) for alpha in (0.0, 0.2)),
     ("expected_attention", {"head_split": "adaptive", "epsilon": 0.02, "sinks": 2}),
+    *(("kvzip", {"split": split, "sinks": 2}) for split in ("heads", "none")),
 ]
 EVICTING = [
     *(("cake", TAUS), ("h2o", {}), ("tova", {}), ("streaming_llm", {}), ("vatp", {"indicator": "h2o", "sinks": 2})),
@@ -78,6 +80,24 @@ def rope_frequencies(q: Tensor) -> Tensor:
     return 0.3 ** torch.arange(half) * torch.linspace(1.0, 0.5, q.shape[0])[:, None]
 
 
+def replays(q: Tensor, k: Tensor) -> list[Replayed]:
+    """Two replays of a prompt behind two first entries, of five tokens each, made of its own queries and keys."""
+    n, sinks = k.shape[3], min(2, k.shape[3] - 1)
+    rows = torch.arange(5) % q.shape[3], torch.arange(5) % n
+    middle = (sinks + n + 1) // 2
+    spans = [(sinks, middle), *([(middle, n)] if middle < n else [])]
+    return [Replayed(*span, sinks, q[..., rows[0], :], k[..., rows[1], :].neg()) for span in spans]
+
+
+def attended(q: Tensor, k: Tensor) -> list[Tensor]:
+    """What the replays attend to most, of each layer."""
+    parts = replays(q, k)
+    return [
+        most_attended(keys, [part._replace(queries=part.queries[i], keys=part.keys[i]) for part in parts], 0.5)
+        for i, keys in enumerate(k)
+    ]
+
+
 def plan(policy, queries, keys, values, **given) -> Plan:
     """``kvpass.plan`` with an output projection and a rotary embedding for the policies that read them."""
     chosen = POLICIES.get(policy) if isinstance(policy, str) else policy
@@ -85,6 +105,8 @@ def plan(policy, queries, keys, values, **given) -> Plan:
         given["output_weights"] = output_weights(queries, values)
     if getattr(chosen, "reads_rotation", False):
         given["rope_frequencies"] = rope_frequencies(queries)
+    if getattr(chosen, "reads_replays", False):
+        given["replays"] = replays(queries, keys)
     return plan_without_weights(policy, queries, keys, values, **given)
 
 
@@ -434,7 +456,7 @@ def kept_of(buffers: PrefillBuffers, like: Tensor) -> Tensor:
     return keep
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v[0] != "layer_defensivekv"], ids=name_of)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if not resolve(v[0], **v[1]).compares_layers], ids=name_of)
 def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
     name, options = variant
     for seed in range(4):
@@ -445,9 +467,12 @@ def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
         entries, available = torch.tensor([budget - window]), torch.tensor([length - window])
         sites = [
             Observation(
-                *(q[i], k[i], v[i], 0.5, window, i, layers), projection=weight, frequencies=turns, entries=entries
+                *(q[i], k[i], v[i], 0.5, window, i, layers),
+                **{"projection": weight, "frequencies": turns, "replayed": most, "entries": entries},
             )
-            for i, (weight, turns) in enumerate(zip(output_weights(q, v), rope_frequencies(q), strict=True))
+            for i, (weight, turns, most) in enumerate(
+                zip(output_weights(q, v), rope_frequencies(q), attended(q, k), strict=True)
+            )
         ]
         scores = [policy.score(obs) for obs in sites]
         weights = [policy.layer_weight(obs, s) for obs, s in zip(sites, scores, strict=True)]
@@ -471,6 +496,7 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
     for layer in range(layers):
         call = Attention(q[layer], k[layer], v[layer], 0.5)
         asked = Requested(output_weights(q, v)[layer], rope_frequencies(q)[layer], buffers.entries)
+        asked = asked._replace(replayed=attended(q, k)[layer])
         _, *seen = reference.observe_attention(call, start, start, layer, layers, policy, asked)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy)
     keep = kept_of(buffers, want)
@@ -487,7 +513,8 @@ def test_no_decision_needs_a_value_on_the_host(variant, parity):
     q, k, v = (x[0].to("meta") for x in tensors(0, batch=2))
     entries = torch.empty(2, dtype=torch.int64, device="meta")
     weight, turns = output_weights(q[None], v[None])[0].to("meta"), rope_frequencies(q[None])[0].to("meta")
-    obs = Observation(q, k, v, 0.5, 3, 1, 4, projection=weight, frequencies=turns, entries=entries)
+    given = {"projection": weight, "frequencies": turns, "replayed": k[..., 0], "entries": entries}
+    obs = Observation(q, k, v, 0.5, 3, 1, 4, **given)
     weights = torch.empty(2, 4, dtype=torch.float64, device="meta")
     scores = policy.score(obs)
     assert scores.shape == (2, 2, 21)

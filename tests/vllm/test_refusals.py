@@ -13,6 +13,8 @@ LAVA, SNAPKV = (Settings.read({"kvpass": {"policy": name, "budget": 64, "room": 
 OUTPUT_PROJECTION = "policies that read the output projection of a layer"
 ROTARY_EMBEDDING = "policies that read the rotary embedding"
 CRITICALKV = Settings.read({"kvpass": {"policy": "criticalkv", "budget": 64, "room": 8}})
+REPLAYS = "policies that replay the prompt"
+ZIP = Settings.read({"kvpass": {"policy": "kvzip", "budget": 64, "room": 8}})
 EXPECTED = Settings.read({"kvpass": {"policy": "expected_attention", "budget": 64, "room": 8}})
 
 
@@ -27,10 +29,11 @@ class OwnDivisible(Own):
 OWN, OWN_DIVISIBLE = (Settings(kind(), 64, 8) for kind in (Own, OwnDivisible))
 
 OWN_DIVIDED = "tensor parallelism with a policy of your own"
-WITH_POLICY = {OUTPUT_PROJECTION: CRITICALKV, ROTARY_EMBEDDING: EXPECTED, OWN_DIVIDED: OWN}
+WITH_POLICY = {OUTPUT_PROJECTION: CRITICALKV, ROTARY_EMBEDDING: EXPECTED, REPLAYS: ZIP, OWN_DIVIDED: OWN}
 FAULTS = {
     OUTPUT_PROJECTION: {},
     ROTARY_EMBEDDING: {},
+    REPLAYS: {},
     "the second model runner": {"use_v2_model_runner": True},
     "chunked prefill": {"scheduler_config.enable_chunked_prefill": True},
     "prefix caching": {"cache_config.enable_prefix_caching": True},

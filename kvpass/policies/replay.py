@@ -1,0 +1,72 @@
+"""Replays: tokens that run behind a prompt, against all its entries, to show which of them they attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.observation import Observation
+
+if TYPE_CHECKING:
+    from kvpass.policies.base import Policy
+
+_ROW_BLOCK = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """Tokens that run behind prompts of one length, each row against all entries of its prompt.
+
+    Attributes:
+        ids: int64 ``[B, T]``. first, last: the entries that they observe, ``first <= i < last``. sinks: first entries,
+            at most ``first``, that they attend to beside those when they observe.
+    """
+
+    ids: Tensor
+    first: int
+    last: int
+    sinks: int
+
+
+class Replayed(NamedTuple):
+    """A replay in one layer: queries ``[B, H, T, D]`` and keys ``[B, K, T, D]``, RoPE applied; see :class:`Replay`."""
+
+    first: int
+    last: int
+    sinks: int
+    queries: Tensor
+    keys: Tensor
+
+
+def longest_replay(policy: Policy, tokens: int) -> int:
+    """Return the most tokens that the policy replays at once behind a prompt of ``tokens``."""
+    replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64)) if policy.reads_replays else ()
+    return max((replay.ids.shape[1] for replay in replays), default=0)
+
+
+def most_attended(
+    keys: Tensor, replays: Iterable[Replayed], scale: float, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Return the most attention that any row and query head of the group pays an entry, fp32 ``[B, K, N]``.
+
+    The softmax of a row is over the first ``sinks`` entries of its replay, the entries that it observes, and the tokens
+    of the replay up to the row; the rest of the prompt is not in it. Zeros for entries that no replay observes.
+
+    Args:
+        keys: of the prompt, ``[B, K, N, D]``. scale, softcap, sinks: as :class:`Observation` has them.
+    """
+    found = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    for replay in replays:
+        before, rows = replay.sinks + replay.last - replay.first, replay.queries.shape[2]
+        seen = torch.cat([keys[:, :, : replay.sinks], keys[:, :, replay.first : replay.last], replay.keys], 2)
+        obs = Observation(replay.queries, seen, seen, scale, rows, 0, 1, softcap, sinks)
+        for kv_head in range(keys.shape[1]):
+            most = found[:, kv_head, replay.first : replay.last]
+            for row in range(before, obs.length, _ROW_BLOCK):
+                attention = obs.attention(kv_head, row, min(row + _ROW_BLOCK, obs.length))
+                torch.maximum(most, attention[..., replay.sinks : before].amax((1, 2)), out=most)
+    return found

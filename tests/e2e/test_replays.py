@@ -1,0 +1,142 @@
+"""Policies that replay a prompt: kept sets against transformers' own attention, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvpass
+from pairwise import quick
+from tiny_models import FAMILIES, HYBRIDS, compiled_once, left_pad, random_ids, tiny_model
+
+ASKED = {"sinks": 3, "chunk": 12, "overlap": 5, "prompt_ids": (5, 6, 7), "again_ids": (9, 8), "suffix_ids": (11,)}
+BUDGET = 9
+WITH_ATTENTIONS = [name for name in FAMILIES if name not in ("mistral_sliding", "diffllama", "falcon_alibi")]
+"""Without those that have no layer under the budget, whose attention is the difference of two, or another one when it
+is asked for (falcon_alibi's logits then differ)."""
+SHARED = "gpt_oss"
+"""Grouped heads, layers with sliding windows, attention sinks: tried in every run."""
+
+
+def attended_most(model: PreTrainedModel, ids: Tensor, kv_heads: int) -> Tensor:
+    """What the replays of ``ASKED`` attend to in the whole model, run as one text each, ``[L, K, N]``."""
+    first, n, found = ASKED["sinks"], ids.shape[1], []
+    for begin in range(first, n, ASKED["chunk"]):
+        end = min(begin + ASKED["chunk"], n)
+        before = ids[0, begin - ASKED["overlap"] : begin].tolist()
+        lead = [*ASKED["again_ids"], *before] if begin > first else [*ASKED["prompt_ids"]]
+        own = torch.tensor([[*lead, *ASKED["suffix_ids"], *ids[0, begin:end].tolist()]])
+        with torch.no_grad():
+            layers = model(torch.cat([ids, own], 1), output_attentions=True, use_cache=False).attentions
+        seen = [*range(first), *range(begin, end), *range(n, n + own.shape[1])]
+        for layer, attention in enumerate(layers):
+            rows = attention[0, :, n:]
+            part = rows[..., seen] / (rows[..., seen].sum(-1, keepdim=True) + 1 - rows.sum(-1, keepdim=True))
+            if len(found) <= layer:
+                found.append(torch.zeros(kv_heads, n))
+            most = part[..., first : first + end - begin].amax(1)
+            found[layer][:, begin:end] = most.unflatten(0, (kv_heads, -1)).amax(1)
+    return torch.stack(found)
+
+
+def kept_by(worth: Tensor) -> list[list[list[int]]]:
+    """Positions of the first entries and the best others of all layers and heads, of ``[L, K, N]``."""
+    worth[..., : ASKED["sinks"]] = 2.0
+    best = worth.flatten().topk(min(BUDGET, worth.shape[2]) * worth.shape[0] * worth.shape[1]).indices
+    keep = torch.zeros(worth.numel(), dtype=torch.bool).scatter(0, best, True).view(worth.shape)
+    return [[head.nonzero().flatten().tolist() for head in layer] for layer in keep]
+
+
+def positions_of(cache: kvpass.CompressedCache, row: int = 0) -> list[list[list[int]]]:
+    return [[head[head >= 0].tolist() for head in layer] for layer in cache.positions[row]]
+
+
+@pytest.mark.parametrize("family", quick(WITH_ATTENTIONS, [SHARED]))
+def test_entries_that_a_repetition_attends_to_are_kept_in_padded_rows_too(family):
+    _, fast = compiled_once(family, layers=2, policy="kvzip", budget=BUDGET, backend="eager", **ASKED)
+    eager = tiny_model(family, layers=2, attn_implementation="eager")
+    prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (41, 19)]
+    cache = fast.compress(*left_pad(prompts))
+    for row, prompt in enumerate(prompts):
+        worth = attended_most(eager, prompt[None], cache.lengths.shape[2])
+        assert positions_of(cache, row) == kept_by(worth[list(cache.layer_ids)])
+
+
+def test_what_is_kept_is_decoded_and_saved_as_by_any_policy(tmp_path):
+    _, fast = compiled_once(SHARED, layers=2, policy="kvzip", budget=BUDGET, backend="eager", **ASKED)
+    ids, mask = left_pad([random_ids(1, tokens, seed=tokens)[0] for tokens in (41, 19)])
+    cache = fast.compress(ids, mask)
+    generated = fast.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    first = fast(ids, mask).logits[:, -1:].argmax(-1)
+    assert torch.equal(first, generated[:, ids.shape[1] :][:, :1])
+    cache.save(tmp_path / "document.kv")
+    loaded = kvpass.load_cache(tmp_path / "document.kv", fast)
+    assert loaded.policy.prompt_ids == ASKED["prompt_ids"]
+    told = [fast(generated[:, -4:], past_key_values=one).logits for one in (cache, loaded)]
+    assert torch.equal(*told)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", SHARED])
+def test_compiled_parts_keep_what_the_graph_keeps(family):
+    model = tiny_model(family, layers=2)
+    ids = random_ids(2, 41)
+    kept = [
+        kvpass.compile(model, policy="kvzip", budget=BUDGET, backend=backend, **ASKED).compress(ids).positions
+        for backend in ("eager", "inductor")
+    ]
+    assert torch.equal(*kept)
+
+
+def test_a_prompt_that_leaves_no_positions_for_its_replays_is_refused_and_a_shorter_one_is_not():
+    model = tiny_model("gpt2", layers=1, n_positions=64)
+    fast = kvpass.compile(model, policy="kvzip", budget=BUDGET, backend="eager")
+    with pytest.raises(ValueError, match="replays 36 tokens behind a prompt of 40, but the decoder does not take more"):
+        fast.compress(random_ids(1, 40))
+    assert fast.compress(random_ids(1, 33)).columns == 33
+    fast.set_policy("kvzip", BUDGET, chunk=10)
+    assert fast.compress(random_ids(1, 46)).columns == 46
+
+
+def test_a_request_of_ids_that_the_model_does_not_know_is_refused():
+    _, fast = compiled_once(SHARED, layers=2, policy="kvzip", budget=BUDGET, backend="eager", prompt_ids=(3, 999))
+    with pytest.raises(ValueError, match="'kvzip' replays tokens, of which input_ids has the value 999"):
+        fast(*left_pad([random_ids(1, 30)[0]] * 2))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("gpt2", {"compile_regions": False}, "not split into layers: compile_regions=False rules that out"),
+        pytest.param(
+            *("lfm2", {}, "not split into layers: its recurrent layers pass a state from token to token"),
+            marks=[
+                pytest.mark.exhaustive,
+                pytest.mark.skipif("lfm2" not in HYBRIDS, reason="transformers >= 5.22"),
+            ],
+        ),
+    ],
+)
+def test_a_decoder_that_is_not_split_into_layers_is_refused(family, options, message):
+    layers = 1 if family == "gpt2" else None
+    fast = kvpass.compile(tiny_model(family, layers=layers), policy="kvzip", budget=BUDGET, backend="eager", **options)
+    with pytest.raises(ValueError, match=message):
+        fast(random_ids(1, 30))
+
+
+@pytest.mark.parametrize("wrong", ["12", (1, -2), (True,), 5])
+def test_a_request_that_is_no_list_of_ids_is_refused(wrong):
+    with pytest.raises(ValueError, match="must be a list of token ids"):
+        kvpass.compile(tiny_model("llama"), policy="kvzip", budget=BUDGET, prompt_ids=wrong)
+
+
+def test_a_raw_module_is_refused():
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    compiled = torch.compile(Module(), backend="kvpass", options={"policy": "kvzip", "budget": BUDGET})
+    with pytest.raises(Exception, match=r"replays token ids behind a prompt, which only kvpass\.compile knows"):
+        compiled(torch.ones(2))
