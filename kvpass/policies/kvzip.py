@@ -27,7 +27,7 @@ class KVzip(Policy):
     the chunk's and the tokens of the replay. The best scores of all layers and heads stay.
 
     The first ``sinks`` entries stay and are not repeated: make it the length of a system prompt. What is asked for
-    later plays no part. A prompt costs one to two more prefills of its length. Layers are replayed as they are
+    later plays no part. All tokens run twice, so a prompt takes several times as long. Layers are replayed as they are
     prefilled, so the whole cache is never held.
 
     Departures: the authors keep one entry fewer than their ratio says, and lose all ties; here the budget is met.
