@@ -54,7 +54,7 @@ test-torch-2.15: $(READY) ## the same on the newest torch, with its CUDA librari
 	@scripts/test-versions $(VENV) "torch==2.15.0 triton==3.9.0 transformers==5.23.0"
 
 test-vllm: $(VLLM_READY) ## run kvpass in vLLM on the CPU, in an environment of its own (3 GB; ten minutes)
-	@$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 support-table: $(READY) ## write the tables of decoders in docs/models.md
 	@PYTHONPATH=tests/support $(BIN)/python -m support_table docs/models.md
