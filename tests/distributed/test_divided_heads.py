@@ -141,6 +141,7 @@ def sent_of_a_prompt(name: str, evictable: int) -> int:
         "criticalkv": heads * evictable,
         "defensivekv": heads * (evictable + 2),
         "layer_defensivekv": heads * (evictable + 2) + 8 * slots,
+        "kvzip": 8 * slots,
         "expected_attention": heads,
     }
     return heads * evictable + more.get(name, 0)
