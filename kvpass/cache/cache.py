@@ -129,13 +129,16 @@ class CompressedCache(Cache):
         return {**state, **self.states.state, "start": self.start, "first": first}
 
     def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        for group in layout.pools:
+            group.geometry.check_format(self.entry_format)
         n, window = self._prompt_columns, self.policy.window
         lengths = [n - column for column in self.start.tolist()]
         self._budgets = lengths
         if self.budget is not None and layout.pools:
             heads = processes(self.ranks)
-            token_bytes = layout.token_bytes * heads, layout.pool_token_bytes(self.entry_format) * heads
-            self._budgets = [self.budget.check(length, window, *token_bytes) for length in lengths]
+            of_format = layout.pool_token_bytes(self.entry_format), layout.pool_table_bytes(self.entry_format)
+            sizes = [size * heads for size in (layout.token_bytes, *of_format)]
+            self._budgets = [self.budget.check(length, window, *sizes) for length in lengths]
         self.full_layers = [
             FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools
         ]
