@@ -359,6 +359,11 @@ def with_values(buffers: Held, value_dim: int) -> Held:
     return buffers._replace(pool_v=buffers.pool_k[..., :value_dim], tail_v=buffers.tail_k[..., :value_dim])
 
 
+def key_groups(entries: int, segments: int, size: int = GROUP) -> int:
+    """Return F of a pool with so many slots and segments; slots behind the last segment have groups of their own."""
+    return -(-entries // size) + segments
+
+
 def written_in(phase: str) -> set[str]:
     """Return the buffers that graphs of the phase write."""
     return {name for name, buffer in BUFFERS.items() if getattr(buffer, phase) == "w"}

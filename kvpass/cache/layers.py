@@ -23,12 +23,13 @@ from kvpass.operands import (
     AppendBuffers,
     EvictBuffers,
     PrefillBuffers,
+    key_groups,
     saved_buffers,
     with_values,
     written_in,
 )
 from kvpass.ops.cuda import index_pool
-from kvpass.ops.entry_formats import key_groups, quantise, quantise_keys, quantise_values
+from kvpass.ops.entry_formats import quantise, quantise_keys, quantise_values
 from kvpass.ops.evict import SLOT_POSITION, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.config import MAX_ENTRIES, Budget, EntryFormat, LayerGroup, Layout
-from kvpass.operands import BUFFERS, CODES, GROUP, GROUPED, RingBuffers, saved_buffers
-from kvpass.ops.entry_formats import key_groups
+from kvpass.operands import BUFFERS, CODES, GROUP, GROUPED, RingBuffers, key_groups, saved_buffers
 from kvpass.ops.evict import SLOT_POSITION
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy

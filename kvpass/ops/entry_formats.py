@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpass.config import EntryFormat
-from kvpass.operands import CODES, GROUP, AppendBuffers
+from kvpass.operands import CODES, GROUP, AppendBuffers, key_groups
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Largest code of each dtype."""
@@ -47,11 +47,6 @@ def quantise(x: Tensor, entry_format: EntryFormat, codes: Tensor | None = None) 
 def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the entries, in the dtype of the scales."""
     return codes.to(scale.dtype) * scale[..., None]
-
-
-def key_groups(entries: int, segments: int, size: int = GROUP) -> int:
-    """Return F of a pool with so many slots and segments; slots behind the last segment have groups of their own."""
-    return -(-entries // size) + segments
 
 
 def _group_of(offsets: Tensor, slots: int, size: int) -> Tensor:

@@ -113,7 +113,7 @@ def _pack(buffers: PrefillBuffers) -> None:
 
 
 def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
-    few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP and held.pool_k_steps is None
+    few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP
     return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
 
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import kvpass
+from kvpass.cache.cache import CompressedCache
+from kvpass.cache.recycled import NOTHING_KEPT
 from kvpass.cache.serialization import read_cache_file, write_cache_file
 from kvpass.errors import CacheFileError, CacheMismatchError
-from numeric_checks import assert_close
+from kvpass.ops import cuda
+from numeric_checks import assert_close, decode_case
 from tiny_models import left_pad, random_ids, tiny_model
 
 FORMATS = ["int8", "fp8", "int4", "int2"]
@@ -246,3 +249,16 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="evicts while decoding"):
         fast.set_policy("tova", 64)
     assert fast.policy == before
+
+
+def test_cuda_refuses_groups() -> None:
+    """No kernel there reads them: an error before a prompt is read, and from the operator."""
+    case = decode_case([[40]]).packed("int4")
+    with pytest.raises(ValueError, match="4 or 2 bits is not supported on CUDA"):
+        cuda.attend_cache(case.call, case.held, case.layer)
+    fast = compiled("int4")
+    layout = fast(random_ids(1, 60, seed=1)).past_key_values.layout
+    fresh = CompressedCache(fast.policy, fast._kvpass.rules.budget, fast._kvpass.identity, None, "int4")
+    fresh.begin_prefill(torch.tensor([0]), 60)
+    with pytest.raises(ValueError, match="entries='int4' is not supported on CUDA"):
+        fresh.prefill_state(layout, torch.float32, torch.device("cuda"), NOTHING_KEPT)
