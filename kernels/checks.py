@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.operands import BUFFERS, CODES
+from kvpass.operands import BUFFERS, CODES, GROUP, GROUPED
 
 Expected = Mapping[str, tuple[Tensor, Sequence[int], torch.dtype]]
 """Name of an argument -> the tensor given, and the shape and dtype it must have."""
@@ -23,11 +23,29 @@ def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], ent
     """
     given = {name: tensor for name, tensor in buffers.items() if tensor is not None}
     scales, pool_k = [given.get(name) for name in ("pool_k_scale", "pool_v_scale")], given.get("pool_k")
-    codes = entry if scales == [None, None] or pool_k is None else pool_dtype(pool_k, *scales)
+    is_plain = pool_k is None or all(scale is None for scale in scales)
+    codes = entry if pool_k is None or is_plain else pool_dtype(pool_k, *scales)
     return {
         name: (x, BUFFERS[name].shape(sizes), codes if BUFFERS[name].packed else BUFFERS[name].dtype or entry)
         for name, x in given.items()
     }
+
+
+def code_bits(pool_k: Tensor, key_dim: int, k_steps: Tensor | None, v_steps: Tensor | None) -> int:
+    """Return the bits of a code of a pool with steps, for keys of ``key_dim`` numbers.
+
+    Raises:
+        ValueError: they are not 4 or 2, groups do not divide the keys, or one side has steps and the other not.
+    """
+    if k_steps is None or v_steps is None:
+        raise ValueError("pool_k_steps and pool_v_steps: must be given together")
+    bits = 8 * pool_k.shape[-1] // key_dim
+    if pool_k.dtype != torch.uint8 or key_dim % GROUP or bits not in GROUPED.values():
+        raise ValueError(
+            f"pool_k is {pool_k.dtype} {list(pool_k.shape)} and has steps: must be uint8 codes of 4 or 2 bits of "
+            f"{key_dim} numbers, which groups of {GROUP} must divide"
+        )
+    return bits
 
 
 def pool_dtype(pool_k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> torch.dtype:

@@ -18,21 +18,24 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from kvpass.kernels.checks import check_block_layout, check_heads, pool_dtype
-from kvpass.operands import AppendBuffers, Attention, Blocks, Lines
+from kvpass.kernels.checks import check_block_layout, check_heads, code_bits, pool_dtype
+from kvpass.operands import GROUP, AppendBuffers, Attention, Blocks, Lines, key_groups
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
 _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CODE_TYPES = {torch.int8: "int8_t", torch.float8_e4m3fn: "e4m3"}
+_GROUPED_TYPES = {4: "u4", 2: "u2"}
 
 Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of some tensors."""
 
-_ATTEND_CALL = struct.Struct("=45q2d")
-"""Fields of ``struct Call`` in decode_cpu.cpp: 21 pointers, 12 sizes, 9 strides, 3 of lines, scale, softcap."""
+_ATTEND_CALL = struct.Struct("=48q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 23 pointers, 13 sizes, 9 strides, 3 of lines, scale, softcap."""
 
 _CACHE_NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
 _SCALE_NAMES = ("pool_k_scale", "pool_v_scale")
+_STEP_NAMES = ("pool_k_steps", "pool_v_steps")
+_NO_CODES = (None,) * 4
 _BLOCK_NAMES = ("k", "v", "block", "used", "values")
 _SLOT_NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
 _POOL_NAMES = ("pool_k", "pool_v", "offsets")
@@ -57,18 +60,18 @@ def source(name: str, defines: str = "") -> str:
     return defines + re.sub(r'#include "(\w+\.h)"\n', lambda found: source(found[1]), text)
 
 
-def attend_source(dtype: torch.dtype, pool: torch.dtype | None = None) -> str:
+def attend_source(dtype: torch.dtype, pool: str = "") -> str:
     """Return the text of decode_cpu.cpp for entries of ``dtype``.
 
     Args:
-        pool: dtype of the codes that the pool holds; None: it holds entries of ``dtype``.
+        pool: C++ type of the codes that the pool holds; empty: it holds entries of ``dtype``.
     Raises:
         ValueError: there is no kernel for ``dtype``.
     """
     if dtype not in _ENTRY_TYPES:
         raise ValueError(f"q has dtype {dtype}: CPU decode attention takes float32, bfloat16 or float16")
     entry = _ENTRY_TYPES[dtype]
-    return source("decode_cpu.cpp", f"#define ENTRY {entry}\n#define POOL {_CODE_TYPES[pool] if pool else entry}\n")
+    return source("decode_cpu.cpp", f"#define ENTRY {entry}\n#define POOL {pool or entry}\n")
 
 
 def build(text: str) -> Any:
@@ -87,7 +90,7 @@ def build(text: str) -> Any:
 
 
 @functools.cache
-def attend_function(dtype: torch.dtype, pool: torch.dtype | None = None) -> Callable[[bytes], int]:
+def attend_function(dtype: torch.dtype, pool: str = "") -> Callable[[bytes], int]:
     """Return ``kvpass_attend_decode`` for entries of ``dtype``; it takes a packed ``Call`` and returns 0 or a fault.
 
     Args:
@@ -109,18 +112,20 @@ def call_attend(
     line: Sequence[Tensor | None] = (None,) * 6,
     line_sizes: tuple[int, int, int] = (0, 0, 0),
     blocks: tuple[Tensor | None, Tensor | None] = (None, None),
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    codes: Sequence[Tensor | None] = _NO_CODES,
 ) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
 
     Args:
         buffers: pool_k, pool_v, offsets, tail_k, tail_v, tail_start; None for those that do not exist. Values without
             columns are the first columns of the keys.
-        sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer.
+        sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer. Groups of keys
+            follow from the codes.
         line: position, storage_order, decode_state, norm, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
         blocks: first entry and used tail slots of each row, for rows that lie in blocks of one array.
-        scales: of keys and values of the pool, if it holds codes; then not with ``line`` or ``blocks``.
+        codes: scales of keys and values of the pool, and their steps, if it holds codes; then not with ``line`` or
+            ``blocks``.
 
     Returns:
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`Fault` or 0; the row with the fault.
@@ -147,8 +152,12 @@ def call_attend(
         (tokens * heads * value_dim, value_dim, heads * value_dim, 1),
         dtype=q.dtype,
     )
-    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out, *line, *blocks, *scales)
-    pool = pool_k.dtype if pool_k is not None and scales[0] is not None else None
+    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out, *line, *blocks, *codes)
+    pool, steps = "", codes[2]
+    if pool_k is not None and codes[0] is not None:
+        pool = _CODE_TYPES[pool_k.dtype]
+    elif pool_k is not None and steps is not None:
+        pool = _GROUPED_TYPES[pool_k.shape[-1] * 8 // key_dim]
     fault = attend_function(q.dtype, pool)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
@@ -160,6 +169,7 @@ def call_attend(
             value_dim,
             value_row,
             *sizes,
+            0 if steps is None else steps.shape[2],
             *q_strides[:3],
             *k_strides[:3],
             *v_strides[:3],
@@ -198,8 +208,8 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     arXiv:1805.02867), with the log-sum-exp merge over chunks of FlashDecoding (Dao et al. 2023).
 
     All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or the pool holds codes
-    (int8 or fp8 e4m3) with scales, which are multiplied in while it is read. q, k and v may have any strides, but are
-    copied if the last dim is not contiguous; the buffers are contiguous.
+    (int8 or fp8 e4m3 with scales, or of 4 or 2 bits with steps), which become numbers while they are read. q, k and v
+    may have any strides, but are copied if the last dim is not contiguous; the buffers are contiguous.
 
     Returns:
         [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
@@ -220,24 +230,35 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     check_heads(heads, kv_heads)
-    dtype, scales = q.dtype, (held.pool_k_scale, held.pool_v_scale)
-    codes = dtype if scales == (None, None) else pool_dtype(pool_k, *scales)
+    codes = dtype = q.dtype
+    k_scale, v_scale, k_steps, v_steps = of_codes = held[10:]
+    key_columns, value_columns = key_dim, stored
+    if k_scale is not None or v_scale is not None:
+        codes = pool_dtype(pool_k, k_scale, v_scale)
+    elif k_steps is not None or v_steps is not None:
+        bits, codes = code_bits(pool_k, key_dim, k_steps, v_steps), torch.uint8
+        key_columns, value_columns = key_dim * bits // 8, value_dim * bits // 8
     given = [k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start]
     expected: Layouts = [
         ((rows, kv_heads, tokens, key_dim), dtype),
         ((rows, kv_heads, tokens, value_dim), dtype),
-        ((rows, entries, key_dim), codes),
-        ((rows, entries, stored), codes),
+        ((rows, entries, key_columns), codes),
+        ((rows, entries, value_columns), codes),
         ((layers, rows, kv_heads, slots, key_dim), dtype),
         ((layers, rows, kv_heads, slots, stored), dtype),
         ((rows, layers * kv_heads + 1), torch.int32),
         ((rows,), torch.int64),
     ]
     names: tuple[str, ...] = _CACHE_NAMES
-    if scales[0] is not None and scales[1] is not None:
+    if k_scale is not None and v_scale is not None:
         names += _SCALE_NAMES
-        given += [scales[0], scales[1]]
+        given += [k_scale, v_scale]
         expected += [((rows, entries), torch.float32)] * 2
+    elif k_steps is not None and v_steps is not None:
+        names += _STEP_NAMES
+        given += [k_steps, v_steps]
+        expected += [((2, rows, key_groups(entries, layers * kv_heads), key_dim), dtype)]
+        expected += [((2, rows, entries, value_dim // GROUP), dtype)]
     check_layout(names, given, expected)
     packed = [x.is_contiguous() for x in given[2:]]
     if not all(packed):
@@ -246,7 +267,7 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         raise ValueError("q, k, v, pool, tail, offsets and tail_start must all be on the CPU")
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
-    out, fault, row = call_attend(call, pools, sizes, scales=scales)
+    out, fault, row = call_attend(call, pools, sizes, codes=of_codes)
     if fault == Fault.OFFSETS:
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
     if fault == Fault.START:

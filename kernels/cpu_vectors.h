@@ -36,8 +36,14 @@ struct fp16 {
 struct e4m3 {
     uint8_t bits;
 };
+struct u4 {  // two codes of 4 bits, the lower bits first
+    uint8_t bits;
+};
+struct u2 {  // four codes of 2 bits
+    uint8_t bits;
+};
 
-// Codes of fewer bits; a scale belongs to each row of them, times UNIT of what load returns.
+// Codes of 8 bits; a scale belongs to each row of them, times UNIT of what load returns.
 template <class S>
 constexpr bool IS_CODE = false;
 template <>
@@ -48,6 +54,22 @@ template <class S>
 constexpr float UNIT = 1.0f;
 template <>
 constexpr float UNIT<e4m3> = 256.0f;
+
+// Numbers in one element; with several, codes of fewer bits that have steps and minima of groups. A vector of them never
+// crosses a group, and begins with an element.
+template <class S>
+constexpr int64_t PER = 1;
+template <>
+constexpr int64_t PER<u4> = 2;
+template <>
+constexpr int64_t PER<u2> = 4;
+constexpr int64_t GROUP = 32;  // as in operands.py
+
+// Number i from p on; i is a multiple of PER.
+template <class S>
+INLINE const S* number(const S* p, int64_t i) {
+    return p + i / PER<S>;
+}
 
 template <class To, class From>
 INLINE To bits_as(const From& from) {
@@ -132,6 +154,32 @@ INLINE vf load(const e4m3* p) {
 #endif
 }
 
+constexpr auto LANES = std::make_integer_sequence<int, W>{};
+
+template <int... I>
+INLINE vi numbered(std::integer_sequence<int, I...>) {
+    return vi{I...};
+}
+
+template <int BITS, int... I>
+INLINE vf unpack(const void* p, std::integer_sequence<int, I...>) {
+    uint32_t word[2] = {};
+    std::memcpy(word, p, W * BITS / 8);
+    const vu shift = {uint32_t(I * BITS % 32)...};
+#if defined(__AVX512F__)
+    __m512i x = _mm512_set1_epi32(int(word[0]));
+    if constexpr (BITS == 4) x = _mm512_mask_set1_epi32(x, 0xff00, int(word[1]));
+    const vf numbers = {float(I % (1 << BITS))...};  // indexed by the four lowest bits
+    return (vf)_mm512_permutexvar_ps(_mm512_srlv_epi32(x, (__m512i)shift), (__m512)numbers);
+#else
+    static_assert(W * BITS <= 32, "one word");
+    return __builtin_convertvector((vi)(((word[0] - vu{}) >> shift) & ((1u << BITS) - 1)), vf);
+#endif
+}
+
+INLINE vf load(const u4* p) { return unpack<4>(p, LANES); }
+INLINE vf load(const u2* p) { return unpack<2>(p, LANES); }
+
 template <class S>
 INLINE vf load_part(const S* p, int64_t n) {
     S padded[W] = {};
@@ -147,8 +195,6 @@ INLINE void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
 #else
 #define SHUFFLE(a, b, index) __builtin_shuffle(a, b, vi{index(I)...})
 #endif
-
-constexpr auto LANES = std::make_integer_sequence<int, W>{};
 
 template <int STEP, int... I>
 INLINE vf swap_lanes(vf a, std::integer_sequence<int, I...>) {

@@ -33,6 +33,7 @@ from kvpass.frontends.tensor_parallel import check_divided, check_heads, divides
 from kvpass.frontends.token_mixers import replace_token_mixers
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
 from kvpass.frontends.wrappers import check_wrappers, remove_wrappers
+from kvpass.operands import GROUPED
 from kvpass.policies import Policy
 from kvpass.policies.rules import Recompress, Rules, read_rules
 from kvpass.ranks import Ranks, agreed, digest
@@ -167,9 +168,12 @@ def compile(
             activations and not those of the whole prompt take memory; what is kept does not depend on it. ``"auto"``:
             on the CPU 1024 tokens over all rows of a batch, on CUDA 8192, at least 128 of each row.
         entries: how kept entries are held: ``"model"``, in the dtype of the model; ``"int8"`` or ``"fp8"`` (e4m3), as
-            8-bit codes with one fp32 scale for the key and one for the value of each entry, which attention multiplies
-            in as it reads. A budget in bytes counts codes and scales. The window, tokens that are appended, and layers
-            with a sliding window stay in the dtype of the model. Not with policies that evict while decoding.
+            8-bit codes with one fp32 scale for the key and one for the value of each entry; ``"int4"`` or ``"int2"``,
+            as codes with a step and a minimum in the dtype of the model for each group (KIVI, arXiv:2402.02750), of 32
+            entries in a channel of the keys and of 32 channels in a value. Attention multiplies them in as it reads. A
+            budget in bytes counts codes, scales and groups. The window, tokens that are appended, and layers with a
+            sliding window stay in the dtype of the model. Not with policies that evict while decoding; groups also not
+            with recompression and several processes.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
             the model's name and budget when both are left out; give them where none are published.
     Raises:
@@ -215,6 +219,11 @@ def _compiled(
     rules = read(model_name=str(model.config.name_or_path))
     if ranks is not None:
         check_heads(model, ranks)
+        if rules.entry_format in GROUPED:
+            raise ValueError(
+                f"entries={rules.entry_format!r}: several processes cannot divide groups of keys in files yet; give "
+                "entries='int8' or 'fp8'"
+            )
     recurrent = recurrent_layers(model)
     if recurrent is not None and ranks is not None:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Operands of the ``kvpass::`` operators: the table of cache buffers, and tuples of operands.
 
 Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim (of buffers: 0 where
-values are stored in the keys only), L layers of one KV geometry, E pool slots, C tail slots, W window (at least 1),
-P = L*K + 1 bounds of segments, S slots of a line, R slots of a ring, X tiles, A = B*K, Y = A + 1.
+values are stored in the keys only), L layers of one KV geometry, E pool slots, F groups of keys in the pool, U groups
+of channels in a value, C tail slots, W window (at least 1), P = L*K + 1 bounds of segments, S slots of a line, R slots
+of a ring, X tiles, A = B*K, Y = A + 1.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ class Buffer:
 
     Attributes:
         dims: its sizes, letters of the legend or numbers, * for others. dtype: None for the dtype of keys and values.
-        packed: outside prefill it holds codes of fewer bits where the cache has an entry format other than "model".
+        packed: outside prefill it holds codes of fewer bits where the cache has an entry format other than "model";
+            of 4 or 2 bits, several in a byte.
         prefill, append, evict: how graphs of the phase use it: "w" writes, "r" reads, "" not at all. append and evict
             are extend and decode, under a policy that only appends or that evicts while decoding.
         counter: the number of new tokens is added to it after each call.
-        saved: when files hold it and searches select rows of it: "always", "packed" (entries in fewer bits),
-            "evicting" (policies that evict while decoding), "ring", "state", or "" for never.
+        saved: when files hold it and searches select rows of it: "always", "scaled" (codes with a scale for each
+            entry), "grouped" (codes with groups), "evicting" (policies that evict while decoding), "ring", "state", or
+            "" for never.
         initial: its value before the prompt; None for any.
     """
 
@@ -54,7 +57,7 @@ class Buffer:
 
         They change with the prompt, and with the number of rows unless it is 1, for which there are graphs of its own.
         """
-        return {dim for dim, size in enumerate(self.sizes) if size in ("ECSXBAY" if rows > 1 else "ECSX")}
+        return {dim for dim, size in enumerate(self.sizes) if size in ("ECFSXBAY" if rows > 1 else "ECFSX")}
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the sizes as numbers."""
@@ -63,15 +66,26 @@ class Buffer:
 
 _I32, _I64, _F32, _F64 = torch.int32, torch.int64, torch.float32, torch.float64
 
-CODES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Dtype of the pool of each entry format but "model"; scales are fp32."""
+CODES: dict[str, torch.dtype] = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": torch.uint8,
+    "int2": torch.uint8,
+}
+"""Dtype of the pool of each entry format but "model"."""
+GROUPED = {"int4": 4, "int2": 2}
+"""Bits of a code, of formats with groups."""
+GROUP = 32
+"""Entries of a KV head whose keys share a step and a minimum in each channel; channels of a value that share one."""
 
 BUFFERS = {
     # layers that share the budget: one set for each KV geometry
     "pool_k": Buffer("B E D", packed=True, prefill="w", append="r", evict="w", saved="always"),
     "pool_v": Buffer("B E V", packed=True, prefill="w", append="r", evict="w", saved="always"),
-    "pool_k_scale": Buffer("B E", _F32, append="r", saved="packed"),
-    "pool_v_scale": Buffer("B E", _F32, append="r", saved="packed"),
+    "pool_k_scale": Buffer("B E", _F32, append="r", saved="scaled"),
+    "pool_v_scale": Buffer("B E", _F32, append="r", saved="scaled"),
+    "pool_k_steps": Buffer("2 B F D", append="r", saved="grouped"),
+    "pool_v_steps": Buffer("2 B E U", append="r", saved="grouped"),
     "pool_positions": Buffer("B E", _I32, saved="always"),
     "slots": Buffer("4 B E", _I32, prefill="w", initial=-1),
     "slot_stats": Buffer("2 B E", _F32, prefill="w", initial=0),
@@ -131,7 +145,8 @@ class AppendBuffers(NamedTuple):
 
     offsets cut the pool into segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA
     only: the tiles of the pool, and counters by which the last program of a KV head finds out that it is the last.
-    Scales only where the pool holds codes of fewer bits: entry e is ``pool_k[b, e] * pool_k_scale[b, e]``.
+    Scales only where the pool holds codes of 8 bits: entry e is ``pool_k[b, e] * pool_k_scale[b, e]``. Steps only
+    where it holds codes of 4 or 2, several in a byte: planes step and minimum, as :mod:`kvpass.ops.entry_formats` says.
     """
 
     pool_k: Tensor
@@ -146,6 +161,8 @@ class AppendBuffers(NamedTuple):
     arrivals: Tensor | None = None
     pool_k_scale: Tensor | None = None
     pool_v_scale: Tensor | None = None
+    pool_k_steps: Tensor | None = None
+    pool_v_steps: Tensor | None = None
 
 
 class Blocks(NamedTuple):
@@ -339,9 +356,14 @@ def with_values(buffers: Held, value_dim: int) -> Held:
 
     Then ``pool_v`` and ``tail_v`` of the given buffers have no columns.
     """
-    if buffers.pool_v.shape[2] == value_dim:
+    if buffers.tail_v.shape[4] == value_dim:
         return buffers
     return buffers._replace(pool_v=buffers.pool_k[..., :value_dim], tail_v=buffers.tail_k[..., :value_dim])
+
+
+def key_groups(entries: int, segments: int, size: int = GROUP) -> int:
+    """Return F of a pool with so many slots and segments; slots behind the last segment have groups of their own."""
+    return -(-entries // size) + segments
 
 
 def written_in(phase: str) -> set[str]:
@@ -349,9 +371,11 @@ def written_in(phase: str) -> set[str]:
     return {name for name, buffer in BUFFERS.items() if getattr(buffer, phase) == "w"}
 
 
-def saved_buffers(*, evicts: bool, packed: bool = False) -> list[str]:
+def saved_buffers(*, evicts: bool, entry_format: str = "model") -> list[str]:
     """Return buffers without sliding window that a file holds and a search selects rows of."""
-    kinds = ("always", *(("evicting",) if evicts else ()), *(("packed",) if packed else ()))
+    kinds = ["always", *(["evicting"] if evicts else [])]
+    if entry_format != "model":
+        kinds.append("grouped" if entry_format in GROUPED else "scaled")
     return [name for name, buffer in BUFFERS.items() if buffer.saved in kinds]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvpass.cache.prompt_record import PromptRecord, by_layer, layer_ids
 from kvpass.compiler.backend import CompileRecord, rows_text
 from kvpass.config import Budget
+from kvpass.operands import GROUP, GROUPED
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks, processes
 
@@ -181,8 +182,10 @@ class Report:
                 f"a full one would hold {self.bytes_full}"
             )
         if self.prompt.entry_format != "model":
+            bits = GROUPED.get(self.prompt.entry_format, 8)
+            with_what = "a scale for key and value" if bits == 8 else f"a step and a minimum for each group of {GROUP}"
             lines.append(
-                f"entries={self.prompt.entry_format!r}: kept entries are 8-bit codes with a scale for key and value; "
+                f"entries={self.prompt.entry_format!r}: kept entries are {bits}-bit codes with {with_what}; "
                 "the window and appended tokens are in the dtype of the model"
             )
         if self.prompt.sliding_layers:

@@ -29,6 +29,7 @@ from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_a
 from kvpass.cache.sliding_layers import SlidingWindowLayers
 from kvpass.config import Block, Budget, EntryFormat, Geometry, Layout
 from kvpass.errors import CacheMismatchError
+from kvpass.operands import GROUPED
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks, processes
@@ -129,13 +130,18 @@ class CompressedCache(Cache):
         return {**state, **self.states.state, "start": self.start, "first": first}
 
     def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        for group in layout.pools:
+            group.geometry.check_format(self.entry_format)
+        if self.entry_format in GROUPED and device.type == "cuda":
+            raise ValueError(f"entries={self.entry_format!r} is not supported on CUDA; give entries='int8' or 'fp8'")
         n, window = self._prompt_columns, self.policy.window
         lengths = [n - column for column in self.start.tolist()]
         self._budgets = lengths
         if self.budget is not None and layout.pools:
             heads = processes(self.ranks)
-            token_bytes = layout.token_bytes * heads, layout.pool_token_bytes(self.entry_format) * heads
-            self._budgets = [self.budget.check(length, window, *token_bytes) for length in lengths]
+            of_format = layout.pool_token_bytes(self.entry_format), layout.pool_table_bytes(self.entry_format)
+            sizes = [size * heads for size in (layout.token_bytes, *of_format)]
+            self._budgets = [self.budget.check(length, window, *sizes) for length in lengths]
         self.full_layers = [
             FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools
         ]

@@ -19,15 +19,17 @@ from kvpass.config import EntryFormat, LayerGroup
 from kvpass.operands import (
     BUFFERS,
     CODES,
+    GROUPED,
     AppendBuffers,
     EvictBuffers,
     PrefillBuffers,
+    key_groups,
     saved_buffers,
     with_values,
     written_in,
 )
 from kvpass.ops.cuda import index_pool
-from kvpass.ops.entry_formats import quantise
+from kvpass.ops.entry_formats import quantise, quantise_keys, quantise_values
 from kvpass.ops.evict import SLOT_POSITION, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
@@ -58,6 +60,8 @@ class FullAttentionLayers:
     pool_v: Tensor
     pool_k_scale: Tensor
     pool_v_scale: Tensor
+    pool_k_steps: Tensor
+    pool_v_steps: Tensor
     pool_positions: Tensor
     offsets: Tensor
     tail_k: Tensor
@@ -88,7 +92,7 @@ class FullAttentionLayers:
     @property
     def saved(self) -> list[str]:
         """Names of buffers that are saved to files and row-selected in beam search."""
-        return saved_buffers(evicts=self.evicts, packed=self.entry_format != "model")
+        return saved_buffers(evicts=self.evicts, entry_format=self.entry_format)
 
     @property
     def pool_names(self) -> list[str]:
@@ -183,16 +187,25 @@ class FullAttentionLayers:
 
     def _pack(self, recycled: Recycled) -> None:
         """Quantise the pool, keys first: then only one side is held twice."""
+        bits = GROUPED.get(self.entry_format)
         for name in ("pool_k", "pool_v"):
             floats: Tensor = getattr(self, name)
-            dtype = CODES[self.entry_format]
-            codes = recycled.empty((self.group, name, "packed"), floats.shape, dtype, floats.device)
-            packed, scale = quantise(floats, self.entry_format, codes)
-            vars(self).update({name: packed, f"{name}_scale": scale})
+            shape = (*floats.shape[:2], floats.shape[2] * (bits or 8) // 8)
+            codes = recycled.empty((self.group, name, "packed"), shape, CODES[self.entry_format], floats.device)
+            if bits is None:
+                _, vars(self)[f"{name}_scale"] = quantise(floats, self.entry_format, codes)
+            elif name == "pool_k":
+                _, self.pool_k_steps = quantise_keys(floats, self.offsets, bits, codes)
+            else:
+                _, self.pool_v_steps = quantise_values(floats, bits, codes)
+            setattr(self, name, codes)
             del floats
 
     def as_pool(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """Return entries ``[.., D]``, ``[.., V]`` of the tail as the pool holds them, by the names of its buffers."""
+        """Return entries ``[.., D]``, ``[.., V]`` of the tail as the pool holds them, by the names of its buffers.
+
+        Not of formats with groups, which recompression would break up.
+        """
         if self.entry_format == "model":
             return {"pool_k": keys, "pool_v": values}
         k, k_scale = quantise(keys, self.entry_format)
@@ -315,6 +328,10 @@ class FullAttentionLayers:
             bits = pool.view(torch.int8) if pool.dtype.itemsize == 1 else pool  # torch fills no fp8
             bits[spare] = EMPTY if name == "pool_positions" else 0
             tensors[name] = pool
+        if self.entry_format in GROUPED:
+            groups = key_groups(held, self.offsets.shape[1] - 1)
+            tensors["pool_k_steps"] = tensors["pool_k_steps"][:, :, :groups]
+            tensors["pool_v_steps"] = tensors["pool_v_steps"][:, :, :held].masked_fill(spare[None, ..., None], 0)
         if self.evicts:
             dead = self.table[SLOT_POSITION, ..., -self.tail_k.shape[3] :] < 0
         else:
@@ -366,7 +383,8 @@ class FullAttentionLayers:
     def entry_bytes(self) -> int:
         """Bytes of the entries held, scales included."""
         g, pool = self.geometry, int(self.pool_lengths.sum())
-        return pool * g.pool_entry_bytes(self.entry_format) + (int(self.lengths.sum()) - pool) * g.entry_bytes
+        tables = self.rows * g.layers * g.kv_heads * g.pool_head_bytes(self.entry_format)
+        return pool * g.pool_entry_bytes(self.entry_format) + tables + (int(self.lengths.sum()) - pool) * g.entry_bytes
 
     @property
     def lengths(self) -> Tensor:

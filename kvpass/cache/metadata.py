@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.config import MAX_ENTRIES, Budget, EntryFormat, LayerGroup, Layout
-from kvpass.operands import BUFFERS, CODES, RingBuffers, saved_buffers
+from kvpass.operands import BUFFERS, CODES, GROUP, GROUPED, RingBuffers, key_groups, saved_buffers
 from kvpass.ops.evict import SLOT_POSITION
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
@@ -111,14 +111,19 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     if len(dtypes) != 1:
         raise ValueError(f"keys and values of dtypes {dtypes}: must be of one")
     (entry,) = dtypes
-    codes = CODES.get(metadata.entry_format)
+    for group in metadata.layout.pools:
+        group.geometry.check_format(metadata.entry_format)
     parts: dict[str, Shapes] = {"": {"start": (torch.int64, (rows,))}}
     for i, group in enumerate(metadata.layout.pools):
         parts[f"store{i}_"] = _shapes(
-            saved_buffers(evicts=rule is not None, packed=codes is not None), group, rows, entry, codes
+            saved_buffers(evicts=rule is not None, entry_format=metadata.entry_format),
+            group,
+            rows,
+            entry,
+            metadata.entry_format,
         )
     for i, group in enumerate(metadata.layout.rings):
-        parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry, None)
+        parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry, "model")
     for i, state in enumerate(metadata.layout.states):
         parts[f"state{i}_"] = {"held": (getattr(torch, state.dtype), (rows, *state.shape))}
     names = {prefix + name for prefix, shapes in parts.items() for name in shapes}
@@ -134,6 +139,9 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     seen = metadata.columns - start
     for i, facts in enumerate(metadata.stores):
         store = {name: tensors[f"store{i}_{name}"] for name in parts[f"store{i}_"]}
+        if metadata.entry_format in GROUPED:
+            groups = key_groups(store["pool_k"].shape[1], store["offsets"].shape[1] - 1)
+            _check_range("groups of keys", torch.tensor(store["pool_k_steps"].shape[2]), groups, groups)
         if rule is None:
             _check_tail(store, facts, seen)
         else:
@@ -142,21 +150,24 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
 
 
 def _shapes(
-    names: Iterable[str], group: LayerGroup, rows: int, entry: torch.dtype, codes: torch.dtype | None
+    names: Iterable[str], group: LayerGroup, rows: int, entry: torch.dtype, entry_format: EntryFormat
 ) -> Shapes:
     """Return dtypes and shapes that a file must have; sizes not in the metadata keep their letters.
 
     Args:
-        entry: dtype of keys and values. codes: of those in the pool, if it holds codes.
+        entry: dtype of keys and values. entry_format: of those in the pool.
     """
-    g = group.geometry
+    g, codes = group.geometry, CODES.get(entry_format)
     sizes: dict[str, int] = {"B": rows, "L": g.layers, "K": g.kv_heads, "D": g.key_dim, "V": g.stored_value_dim}
-    sizes |= {"P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0, "2": 2}
-    found = {name: BUFFERS[name] for name in names}
-    return {
-        name: (codes if codes and b.packed else b.dtype or entry, tuple(sizes.get(size, size) for size in b.sizes))
-        for name, b in found.items()
-    }
+    sizes |= {"P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0, "2": 2, "U": g.value_dim // GROUP}
+    bits, found = GROUPED.get(entry_format, 8), {}
+    for name in names:
+        buffer, own = BUFFERS[name], sizes
+        if codes and buffer.packed:
+            own = {**sizes, "D": g.key_dim * bits // 8, "V": g.stored_value_dim * bits // 8}
+        dtype = codes if codes and buffer.packed else buffer.dtype or entry
+        found[name] = (dtype, tuple(own.get(size, size) for size in buffer.sizes))
+    return found
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:

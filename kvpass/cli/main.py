@@ -279,7 +279,7 @@ def evaluate(
         Path("kvpass-eval")
     ),
     entries: Annotated[
-        str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', or several of these.")
+        str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'int4', 'int2', or several.")
     ] = "model",
     seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 1,
@@ -345,7 +345,7 @@ def curve(
         Path("kvpass-curve")
     ),
     entries: Annotated[
-        str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', or several of these.")
+        str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'int4', 'int2', or several.")
     ] = "model",
     seed: Annotated[int, typer.Option(help="Seed of texts and facts.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 25,

@@ -79,7 +79,7 @@ def observe_held(
             segment = layer * kv_heads + head
             kept = slice(bounds[row][segment], bounds[row][segment + 1])
             live = (layer, row, head, slice(starts[row], end))
-            pool_k, pool_v = pool_rows(held, row, kept)
+            pool_k, pool_v = pool_rows(held, row, segment, kept)
             keys.append(torch.cat([pool_k.to(tail_k.dtype), tail_k[live]]))
             values.append(torch.cat([pool_v.to(tail_v.dtype), tail_v[live]]))
             heads = slice(head * group, (head + 1) * group)

@@ -70,3 +70,10 @@ def test_a_hybrid_on_several_processes_is_refused(group, tmp_path):
     model = divided(tmp_path, "granitemoehybrid", layers=2, tp_size=group)
     with pytest.raises(ValueError, match="has recurrent layers, whose states several processes cannot share yet"):
         kvpass.compile(model, policy="lava", budget=64)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_groups_of_keys_on_several_processes_are_refused(group, tmp_path):
+    model = divided(tmp_path, "llama", tp_size=group)
+    with pytest.raises(ValueError, match="entries='int4': several processes cannot divide groups of keys in files yet"):
+        kvpass.compile(model, policy="lava", budget=64, entries="int4")

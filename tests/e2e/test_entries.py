@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 import kvpass
-from kvpass.cache.serialization import read_cache_file
+from kvpass.cache.cache import CompressedCache
+from kvpass.cache.recycled import NOTHING_KEPT
+from kvpass.cache.serialization import read_cache_file, write_cache_file
 from kvpass.errors import CacheFileError, CacheMismatchError
-from numeric_checks import assert_close
+from kvpass.ops import cuda
+from numeric_checks import assert_close, decode_case
 from tiny_models import left_pad, random_ids, tiny_model
 
-FORMATS = ["int8", "fp8"]
+FORMATS = ["int8", "fp8", "int4", "int2"]
 QUICK = [pytest.param("int8", marks=pytest.mark.exhaustive), "fp8"]
 """Both share what these tests are of."""
+BITS = {"int4": 4, "int2": 2}
+GROUP = 32
 WINDOW, BUDGET = 8, 20
 
 
 @functools.cache
 def decoder(family: str) -> Any:
-    return tiny_model(family, layers=None if family == "gemma3" else 2)
+    return tiny_model(family, layers=None if family == "gemma3" else 2, head_dim=32)
 
 
 @functools.cache
@@ -32,11 +38,18 @@ def compiled(entries: str = "int8", family: str = "llama", backend: str = "eager
 
 
 def prompt() -> tuple[torch.Tensor, torch.Tensor]:
-    return left_pad([random_ids(1, n, seed=n)[0] for n in (50, 31)])
+    return left_pad([random_ids(1, n, seed=n)[0] for n in (100, 31)])
 
 
-def rounded(entries: torch.Tensor, entry_format: str) -> torch.Tensor:
-    """Entries after a round trip, by the formula."""
+def rounded(entries: torch.Tensor, entry_format: str, dim: int = 0) -> torch.Tensor:
+    """Entries ``[n, D]`` of one KV head after a round trip, by the formula; groups lie along ``dim``."""
+    if entry_format in BITS:
+        most, found = 2 ** BITS[entry_format] - 1, []
+        for group in entries.split(GROUP, dim):
+            low, high = group.amin(dim, keepdim=True), group.amax(dim, keepdim=True)
+            step = (high - low) / most
+            found.append(((group - low) / step.where(step > 0, 1.0)).round().clamp(0, most) * step + low)
+        return torch.cat(found, dim)
     scale = entries.abs().amax(-1, keepdim=True) / (127 if entry_format == "int8" else 448)
     scaled = entries / scale.where(scale > 0, 1.0)
     return (scaled.round() if entry_format == "int8" else scaled.to(torch.float8_e4m3fn).float()) * scale
@@ -51,22 +64,34 @@ def continuation(fast: Any, cache: Any, calls: tuple[int, ...] = (1, 1, 4, 9, 1)
     return torch.cat(logits, 1)
 
 
+MORE = [("llama", "fp8"), ("llama", "int2"), ("gemma3", "int4"), ("qwen3", "int4")]
+
+
 def check_logits(entries: str, family: str, backend: str) -> None:
     """Logits equal those against a cache in full precision whose pool holds the rounded entries."""
     ids, mask = prompt()
-    packed, plain = compiled(entries, family, backend), compiled("model", family, backend)
+    budget = 60 if entries in BITS else BUDGET  # of several groups, and heads that keep more and less
+    packed, plain = (compiled(kind, family, backend, budget=budget) for kind in (entries, "model"))
     cache, other = (fast(ids, attention_mask=mask).past_key_values for fast in (packed, plain))
     assert torch.equal(cache.positions, other.positions), "what is kept depends on the entries' format"
     for store in other.full_layers:
-        before = store.pool_k
-        store.pool_k, store.pool_v = rounded(store.pool_k, entries), rounded(store.pool_v, entries)
-        assert not torch.equal(store.pool_k, before)
+        for row, bounds in enumerate(store.offsets.tolist()):
+            for begin, end in pairwise(bounds):
+                for dim, pool in enumerate((store.pool_k, store.pool_v)):
+                    before = pool[row, begin:end].clone()
+                    pool[row, begin:end] = rounded(before, entries, dim)
+                    assert end == begin or not torch.equal(pool[row, begin:end], before)
     assert_close(family, continuation(packed, cache), continuation(plain, other), atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("family", "entries"),
-    [("llama", "int8"), ("gemma3", "fp8"), pytest.param("llama", "fp8", marks=pytest.mark.exhaustive)],
+    [
+        ("llama", "int8"),
+        ("gemma3", "fp8"),
+        ("llama", "int4"),
+        *(pytest.param(family, entries, marks=pytest.mark.exhaustive) for family, entries in MORE),
+    ],
 )
 def test_attention_reads_rounded_entries(family: str, entries: str) -> None:
     check_logits(entries, family, "eager")
@@ -84,7 +109,7 @@ def test_a_prompt_is_answered_before_entries_are_rounded() -> None:
     assert torch.equal(*out)
 
 
-@pytest.mark.parametrize("entries", [*QUICK, "model"])
+@pytest.mark.parametrize("entries", [*QUICK, "int4", "model"])
 def test_bytes(entries: str) -> None:
     fast = compiled(entries)
     ids = random_ids(1, 400, seed=1)
@@ -97,18 +122,22 @@ def test_bytes(entries: str) -> None:
     (store,), g = cache.full_layers, cache.geometry
     full = (g.key_dim + g.value_dim) * 4
     packed = full if entries == "model" else g.key_dim + g.value_dim + 2 * 4
+    table = 0
+    if entries in BITS:  # codes, and a step and a minimum in fp32 of each group: of a value, and of 32 keys
+        groups = (g.key_dim + g.value_dim) // GROUP
+        packed, table = (g.key_dim + g.value_dim) * BITS[entries] // 8 + 2 * 4 * groups, 2 * 4 * g.key_dim
     heads = g.layers * g.kv_heads
-    per_head = WINDOW + (48 * 1024 - WINDOW * heads * full) // (heads * packed)
+    per_head = WINDOW + (48 * 1024 - heads * (WINDOW * full + table)) // (heads * packed)
     assert int(cache.lengths.sum()) == per_head * heads
-    held = heads * (WINDOW * full + (per_head - WINDOW) * packed)
+    held = heads * (WINDOW * full + (per_head - WINDOW) * packed + table)
     assert held <= 48 * 1024 and int(report.bytes_kept.sum()) == held == store.entry_bytes
-    pool, tail = heads * (per_head - WINDOW) * (packed + 4), heads * store.tail_k.shape[3] * full
+    pool, tail = heads * ((per_head - WINDOW) * (packed + 4) + table), heads * store.tail_k.shape[3] * full
     assert cache.nbytes == pytest.approx(pool + tail, rel=0.02)
     assert report.to_dict()["entry_format"] == entries
     assert (f"entries='{entries}'" in str(report)) == (entries != "model")
 
 
-@pytest.mark.parametrize("entries", QUICK)
+@pytest.mark.parametrize("entries", [*QUICK, "int4", pytest.param("int2", marks=pytest.mark.exhaustive)])
 def test_a_file_holds_the_codes(entries: str, tmp_path: Any) -> None:
     fast, (ids, mask) = compiled(entries), prompt()
     cache = fast(ids, attention_mask=mask).past_key_values
@@ -116,7 +145,14 @@ def test_a_file_holds_the_codes(entries: str, tmp_path: Any) -> None:
     cache.save(path)
     metadata, tensors = read_cache_file(path)
     assert metadata["entry_format"] == entries
-    assert tensors["store0_pool_k"].dtype.itemsize == 1 and tensors["store0_pool_k_scale"].dtype == torch.float32
+    codes, (store,) = tensors["store0_pool_k"], cache.full_layers
+    assert codes.dtype.itemsize == 1 and codes.shape[2] == 32 * BITS.get(entries, 8) // 8
+    scales = {name for name in tensors if name.endswith(("scale", "steps"))}
+    assert scales == {f"store0_pool_{side}_{'steps' if entries in BITS else 'scale'}" for side in "kv"}
+    if entries in BITS:
+        used = sum(-(-length // GROUP) for length in store.pool_lengths[0].flatten().tolist())
+        kept = tensors["store0_pool_k_steps"][:, 0].abs().sum((0, 2)) > 0
+        assert int(kept.sum()) == used, "of groups without an entry nothing may be in a file"
     loaded = kvpass.load_cache(path, fast)
     assert torch.equal(continuation(fast, loaded), continuation(fast, cache))
     with pytest.raises(CacheMismatchError, match=f"entries='{entries}', the model 'model'"):
@@ -133,6 +169,18 @@ def test_a_file_whose_codes_are_of_another_dtype_is_refused(tmp_path: Any) -> No
     cache.save(path)
     with pytest.raises(CacheFileError, match=r"pool_k is torch\.int8"):
         kvpass.load_cache(path, compiled("fp8"))
+
+
+def test_a_file_with_too_few_groups_is_refused(tmp_path: Any) -> None:
+    fast, (ids, mask) = compiled("int4"), prompt()
+    path = tmp_path / "cache.kv"
+    cache = fast(ids, attention_mask=mask).past_key_values
+    cache.save(path)
+    metadata, tensors = read_cache_file(path)
+    tensors["store0_pool_k_steps"] = tensors["store0_pool_k_steps"][:, :, :-1].contiguous()
+    write_cache_file(path, tensors, metadata)
+    with pytest.raises(CacheFileError, match="groups of keys"):
+        kvpass.load_cache(path, fast)
 
 
 @pytest.mark.parametrize("entries", QUICK)
@@ -187,12 +235,30 @@ def test_rows_are_selected_and_drafts_taken_back() -> None:
 
 def test_refusals() -> None:
     model = decoder("llama")
-    with pytest.raises(ValueError, match="entries='int3': must be one of model, int8, fp8"):
+    with pytest.raises(ValueError, match="entries='int3': must be one of model, int8, fp8, int4, int2"):
         kvpass.compile(model, budget=64, entries="int3")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="entries='int8' with policy 'h2o': it evicts while decoding"):
         kvpass.compile(model, policy="h2o", budget=64, entries="int8")
+    with pytest.raises(ValueError, match="recompress='every_turn' with entries='int4': keys share steps"):
+        kvpass.compile(model, budget=64, entries="int4", recompress="every_turn")
+    narrow = kvpass.compile(tiny_model("llama", layers=1), budget=20, window=8, entries="int2", backend="eager")
+    with pytest.raises(ValueError, match="entries='int2': keys of 16 and values of 16 numbers do not divide"):
+        narrow(random_ids(1, 30, seed=1))
     fast = compiled("int8")
     before = fast.policy
     with pytest.raises(ValueError, match="evicts while decoding"):
         fast.set_policy("tova", 64)
     assert fast.policy == before
+
+
+def test_cuda_refuses_groups() -> None:
+    """No kernel there reads them: an error before a prompt is read, and from the operator."""
+    case = decode_case([[40]]).packed("int4")
+    with pytest.raises(ValueError, match="4 or 2 bits is not supported on CUDA"):
+        cuda.attend_cache(case.call, case.held, case.layer)
+    fast = compiled("int4")
+    layout = fast(random_ids(1, 60, seed=1)).past_key_values.layout
+    fresh = CompressedCache(fast.policy, fast._kvpass.rules.budget, fast._kvpass.identity, None, "int4")
+    fresh.begin_prefill(torch.tensor([0]), 60)
+    with pytest.raises(ValueError, match="entries='int4' is not supported on CUDA"):
+        fresh.prefill_state(layout, torch.float32, torch.device("cuda"), NOTHING_KEPT)

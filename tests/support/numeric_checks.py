@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from kvpass.config import EntryFormat
-from kvpass.operands import AppendBuffers, Attention
-from kvpass.ops.entry_formats import dequantise, quantise
+from kvpass.operands import GROUP, GROUPED, AppendBuffers, Attention
+from kvpass.ops.entry_formats import (
+    dequantise,
+    dequantise_groups,
+    quantise,
+    quantise_keys,
+    quantise_values,
+    unpack,
+)
 
 
 def assert_close(label: str, actual: Tensor, expected: Tensor, *, atol: float, rtol: float = 0.0) -> None:
@@ -156,9 +163,15 @@ class DecodeCase:
     sinks: Tensor | None = None
     pool_k_scale: Tensor | None = None
     pool_v_scale: Tensor | None = None
+    pool_k_steps: Tensor | None = None
+    pool_v_steps: Tensor | None = None
 
     def packed(self, entry_format: EntryFormat) -> DecodeCase:
         """The case with a pool of codes."""
+        if entry_format in GROUPED:
+            k, k_steps = quantise_keys(self.pool_k, self.offsets, GROUPED[entry_format])
+            v, v_steps = quantise_values(self.pool_v, GROUPED[entry_format])
+            return replace(self, pool_k=k, pool_v=v, pool_k_steps=k_steps, pool_v_steps=v_steps)
         k, k_scale = quantise(self.pool_k, entry_format)
         v, v_scale = quantise(self.pool_v, entry_format)
         return replace(self, pool_k=k, pool_v=v, pool_k_scale=k_scale, pool_v_scale=v_scale)
@@ -170,12 +183,30 @@ class DecodeCase:
     @property
     def held(self) -> AppendBuffers:
         held = AppendBuffers(*(getattr(self, name) for name in AppendBuffers._fields[:7]))
-        return held._replace(pool_k_scale=self.pool_k_scale, pool_v_scale=self.pool_v_scale)
+        names = ("pool_k_scale", "pool_v_scale", "pool_k_steps", "pool_v_steps")
+        return held._replace(**{name: getattr(self, name) for name in names})
 
     @property
     def decode_state(self) -> list[Tensor]:
         """What the call may write, and what it must not."""
         return [self.pool_k, self.pool_v, self.tail_k, self.tail_v]
+
+    def _floats(self, pool: Tensor, side: str) -> Tensor:
+        """The pool in float64, where it holds codes."""
+        scale, steps = getattr(self, f"pool_{side}_scale"), getattr(self, f"pool_{side}_steps")
+        if steps is None:
+            return pool if scale is None else dequantise(pool, scale.double())
+        size = self.q.shape[3] if side == "k" else self.v.shape[3]
+        codes, (step, lowest) = unpack(pool, pool.shape[2] * 8 // size), steps.double()
+        if side == "v":
+            return dequantise_groups(codes.unflatten(-1, (-1, GROUP)), step[..., None], lowest[..., None]).flatten(-2)
+        found = torch.full(codes.shape, torch.nan, dtype=torch.float64)
+        for row, bounds in enumerate(self.offsets.tolist()):
+            for segment, (begin, end) in enumerate(itertools.pairwise(bounds)):
+                for j, first in enumerate(range(begin, end, GROUP)):
+                    group, own = begin // GROUP + segment + j, slice(first, min(first + GROUP, end))
+                    found[row, own] = dequantise_groups(codes[row, own], step[row, group], lowest[row, group])
+        return found
 
     def exact(self, *, rounds_weights: bool = False) -> Exact:
         """Output ``[B, H, T, Dv]``, one row and KV head after another."""
@@ -183,9 +214,9 @@ class DecodeCase:
         group, used = heads // kv_heads, int(self.tail_used)
         columns, in_keys = self.v.shape[3], self.pool_v.shape[2] == 0
         stored_v, tail_v = (self.pool_k, self.tail_k) if in_keys else (self.pool_v, self.tail_v)
-        pools = (self.pool_k, self.pool_k_scale), (stored_v, self.pool_v_scale)
-        pool_k, pool_v = (pool if scale is None else dequantise(pool, scale.double()) for pool, scale in pools)
-        roundings = rounds_weights * (1 if self.pool_k_scale is None else 2)  # values too, when they leave their codes
+        is_exact = self.pool_k_scale is None and self.pool_k_steps is None
+        roundings = rounds_weights * (1 if is_exact else 2)  # values too, when they leave their codes
+        pool_k, pool_v = self._floats(self.pool_k, "k"), self._floats(stored_v, "v")
         outs = []
         for row, head in itertools.product(range(rows), range(kv_heads)):
             segment = slice(*self.offsets[row, self.layer * kv_heads + head :][:2].tolist())
