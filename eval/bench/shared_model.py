@@ -30,9 +30,9 @@ from kvpass.progress import progress_bar
 from kvpass.ranks import Ranks
 
 SHARED_LEGEND = (
-    "Medians; of each repeat the slowest process. MiB: storages of each process's cache at the end. fullest: entries of "
-    "the process that holds most of a layer after the prompt, over the average, mean of the layers and (most). tokens: "
-    "whether the greedy continuation is that of one process. Processes on a CPU share its cores."
+    "Medians; of each repeat the slowest process. MiB: storages of each process's cache at the end. fullest: entries "
+    "of the process that holds most of a layer after the prompt, over the average; mean of the layers and (most). "
+    "tokens: whether the greedy continuation is that of one process. Processes on a CPU share its cores."
 )
 
 
