@@ -30,9 +30,9 @@ from kvpass.progress import progress_bar
 from kvpass.ranks import Ranks
 
 SHARED_LEGEND = (
-    "Medians; of each repeat the slowest process. cache: storages of each process at the end. fullest: entries of the "
-    "process that holds most of a layer after the prompt, over the average, mean of the layers and (most). tokens: "
-    "whether the greedy continuation is that of one process. Processes on a CPU share its cores."
+    "Medians; of each repeat the slowest process. MiB: storages of each process's cache at the end. fullest: entries "
+    "of the process that holds most of a layer after the prompt, over the average; mean of the layers and (most). "
+    "tokens: whether the greedy continuation is that of one process. Processes on a CPU share its cores."
 )
 
 
@@ -156,7 +156,7 @@ class SharedModel:
     @staticmethod
     def shown(result: Result) -> Tables:
         """A result, with what its columns mean."""
-        header = ["system", "processes", "prefill s", "decode ms", "cache MiB of each", "fullest", "tokens"]
+        header = ["system", "processes", "prefill s", "decode ms", "MiB of each", "fullest", "tokens"]
         tables: dict[str, list[list[str]]] = {}
         for found in result["tensor_parallel"]:
             named = f"{result['model']['name']}, {result['model']['dtype']}, budget {result['budget']}"

@@ -191,8 +191,8 @@ def agree_on_captures(divided: PreTrainedModel, whole: PreTrainedModel) -> None:
         refused(lambda: fast(IDS), LAST, "no memory", kind=RuntimeError)
     fast.warmup()
     cache = fast.compress(IDS, MASK, reusable=False)
-    other = kvpass.compile(divided, backend="eager", **{**GIVEN, "budget": 30}).compress(IDS, MASK)
-    refused(lambda: fast(MORE, cache=other if last else cache), LAST, "the cache has budget 30")
+    other = kvpass.compile(divided, backend="eager", **GIVEN).compress(IDS, MASK)
+    refused(lambda: fast(MORE, cache=other if last else cache), LAST, "the cache was filled by another model")
     for new in (MORE, MORE[:, :1]):
         with failing("compile", RuntimeError("injected")):
             refused(lambda new=new: fast(new, cache=cache), LAST, "injected", kind=RuntimeError)
@@ -215,7 +215,7 @@ def fail(divided: PreTrainedModel, how: str) -> None:
 
     if how == "refuses":
         now()
-        kvpass.compile(divided, policy="lavva" if last else "lava", budget=24, backend="eager")
+        kvpass.compile(divided, policy="lavva" if last else "lava", budget=24, window=WINDOW, backend="eager")
     fast = kvpass.compile(divided, policy="lava", budget=24, window=WINDOW, backend="eager")
     fast(IDS)
     if last and how == "raises":

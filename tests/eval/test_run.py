@@ -155,6 +155,7 @@ def test_workers_write_what_one_process_writes(tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", [1, 20])
 def test_workers_that_are_killed_leave_what_one_process_writes(tmp_path, monkeypatch, kills):
     options = {"samples": 6 * kills, "batch": 1, "policies": parse_policies("full,snapkv:window=8"), "budgets": (0.5,)}
