@@ -80,8 +80,9 @@ def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, polic
 
 
 @pytest.mark.parametrize("parity", ["paper", "code"])
-@pytest.mark.parametrize("policy", sorted(kvpass.POLICIES.keys() - RULES.keys() - {"full"}))
+@pytest.mark.parametrize("policy", sorted(kvpass.POLICIES.keys() - RULES.keys() - {"full", "kvzip"}))
 def test_a_compiled_prefill_keeps_what_plan_says(monkeypatch, policy, parity):
+    """test_replays.py has kvzip."""
     calls = recording(monkeypatch)
     options = {"window": 8, "parity": parity}
     fast = compiled(layers=3, policy=policy, **options)

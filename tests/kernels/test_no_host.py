@@ -76,7 +76,12 @@ def test_a_prefill_up_to_its_packed_pool(
     entries = 6 if policy.needs_budget else TOKENS
     call = Attention(*site(TOKENS, dtype), 0.3)
     first = on_device(ROWS, dtype=torch.int64)
-    asked = Requested(on_device(24, HEADS * DIM, dtype=dtype), on_device(DIM // 2), on_device(ROWS, dtype=torch.int64))
+    asked = Requested(
+        on_device(24, HEADS * DIM, dtype=dtype),
+        on_device(DIM // 2),
+        on_device(ROWS, dtype=torch.int64),
+        replayed=on_device(ROWS, KV_HEADS, TOKENS),
+    )
     out, scores, stats, weight = device.observe_attention(call, STARTS, first, 1, LAYERS, policy, asked)
     assert ("_prefill_kernel" in launched) == (dtype == torch.float32)
     check("output", out.transpose(1, 2), (ROWS, TOKENS, HEADS, DIM), dtype)
