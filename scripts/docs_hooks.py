@@ -28,6 +28,7 @@ from kvpass.eval.bench.predict import Predict
 from kvpass.eval.bench.processes import PrefillMemory, Start
 from kvpass.eval.bench.report import markdown
 from kvpass.eval.bench.serve import Serve
+from kvpass.eval.bench.shared_model import SharedModel
 from kvpass.eval.gpu_check import kernel_markdown, smoke_markdown
 from kvpass.eval.tables import markdown_table
 from kvpass.policies.cake import TEMPERATURES
@@ -346,7 +347,13 @@ def benchmarks() -> str:
     return "\n".join(lines) + "\n"
 
 
-_IN_PROCESSES = {"start": Start, "prefill_memory": PrefillMemory, "serve": Serve, "predict": Predict}
+_IN_PROCESSES = {
+    "start": Start,
+    "prefill_memory": PrefillMemory,
+    "tensor_parallel": SharedModel,
+    "serve": Serve,
+    "predict": Predict,
+}
 """Measurements that are not of the bench itself, by the name under which their record holds them."""
 
 
