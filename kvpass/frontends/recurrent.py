@@ -7,7 +7,6 @@ graph then has the states at these nodes. Attention layers get their keys and va
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.config import StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.frontends.offload import offload_hooks
+from kvpass.frontends.token_mixers import methods_of
 from kvpass.transformers_compat import CACHE
 
 _RECURRENT = {"conv", "linear_attention", "mamba", "mamba2", "recurrent"}
@@ -105,8 +105,7 @@ def _is_hybrid(model: PreTrainedModel, kinds: Sequence[str]) -> bool:
 
 def _gives_states(kind: type) -> bool:
     """Return whether a method of the class calls one of :data:`_GIVES_STATES`."""
-    methods = (inspect.unwrap(method) for _, method in inspect.getmembers(kind, inspect.isfunction))
-    return any(not _GIVES_STATES.isdisjoint(method.__code__.co_names) for method in methods)
+    return any(not _GIVES_STATES.isdisjoint(method.__code__.co_names) for method in methods_of(kind).values())
 
 
 def _states_of(cache: Cache) -> tuple[StateShape, ...]:

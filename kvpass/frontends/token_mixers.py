@@ -130,12 +130,16 @@ def replace_token_mixers(model: nn.Module) -> None:
             module.__class__ = known[kind, layer]
 
 
+def methods_of(kind: type) -> dict[str, types.FunctionType]:
+    """Return the methods of a class by name, without decorators."""
+    return {name: inspect.unwrap(method) for name, method in inspect.getmembers(kind, inspect.isfunction)}
+
+
 def _with_functions(kind: type[nn.Module], layer: int | None) -> type[nn.Module]:
     """Return a class whose methods call :data:`FUNCTIONS`; the same class where they call none."""
-    methods = {name: inspect.unwrap(method) for name, method in inspect.getmembers(kind, inspect.isfunction)}
     changed = {
         name: _twin(method, layer)
-        for name, method in methods.items()
+        for name, method in methods_of(kind).items()
         if any(known in FUNCTIONS and known in method.__globals__ for known in method.__code__.co_names)
     }
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **changed}) if changed else kind

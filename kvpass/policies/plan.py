@@ -314,11 +314,11 @@ def _attended(
                     f"{dim}], T the same for both"
                 )
             _check_finite(f"replays[{at}].{name}", x)
-    per_layer = [
-        [part._replace(queries=part.queries[layer], keys=part.keys[layer]) for part in replays]
-        for layer in range(layers)
-    ]
-    return [most_attended(k[layer], own, scale) for layer, own in enumerate(per_layer)]
+
+    def of_layer(layer: int) -> list[Replayed]:
+        return [part._replace(queries=part.queries[layer], keys=part.keys[layer]) for part in replays]
+
+    return [most_attended(k[layer], of_layer(layer), scale) for layer in range(layers)]
 
 
 def _stack(name: str, tensors: Layers) -> Tensor:

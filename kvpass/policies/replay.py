@@ -44,7 +44,7 @@ class Replayed(NamedTuple):
 
 def longest_replay(policy: Policy, tokens: int) -> int:
     """Return the most tokens that the policy replays at once behind a prompt of ``tokens``."""
-    replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64)) if policy.reads_replays else ()
+    replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64))
     return max((replay.ids.shape[1] for replay in replays), default=0)
 
 
