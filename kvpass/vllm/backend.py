@@ -26,7 +26,7 @@ from kvpass.vllm import devices, versions
 from kvpass.vllm.admission import Rows
 from kvpass.vllm.kept import Kept, Tables
 from kvpass.vllm.layout import BlockLayout
-from kvpass.vllm.refusals import check_layer
+from kvpass.vllm.refusals import check_heads, check_layer
 from kvpass.vllm.settings import Settings
 from kvpass.vllm.spec import KVPassSpec
 from kvpass.vllm.steps import PromptRow, Step, read_step
@@ -62,6 +62,7 @@ class KVPassBackend(AttentionBackend):
     def customize_spec(cls, spec: Any) -> KVPassSpec:
         if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
             raise ValueError(f"kvpass does not support layers with {type(spec).__name__} in vLLM")
+        check_heads(spec.head_size, spec.head_size_v, versions.head_sizes())
         layout = cls.settings.layout(cls.layers, spec.num_kv_heads, spec.head_size, cls.processes)
         return KVPassSpec(
             block_size=-(-cls.max_model_len // 128) * 128,
@@ -184,8 +185,6 @@ class KVPassImpl(AttentionImpl):
             sliding_window=sliding_window,
             kind=attn_type,
             shares_cache=kv_sharing_target_layer_name is not None,
-            head_dim=head_size,
-            value_dim=head_size,
         )
         settings = Settings.read(config.additional_config)
         assert settings is not None
@@ -252,7 +251,7 @@ class KVPassImpl(AttentionImpl):
         if row.resumed is None:
             row.resumed = device.pool_tables(kept.offsets)
         held = AppendBuffers(*buffers, *row.resumed)
-        out = device.ops.attend_prompt(prompt, torch.zeros(1, dtype=torch.int64))[0]
+        out = device.attend_prompt(prompt)[0]
         return torch.cat([out, device.ops.attend_cache(answer, held, site)], 2)
 
     def _prefill(
@@ -265,7 +264,7 @@ class KVPassImpl(AttentionImpl):
         buffers = meta.buffers[row.block]
         start = torch.zeros(1, dtype=torch.int64)
         first, asked = start.to(call.k.device), Requested(entries=buffers.entries)
-        out, lse = ops.attend_prompt(call, start)
+        out, lse = meta.tables.device.attend_prompt(call)
         judged = ops.judge(call, lse, start, first, site, layers, self.policy, asked, ranks=self.ranks)
         scores, stats, weight = judged
         candidates = Candidates(call.k, call.v, scores, stats, weight, first)
