@@ -41,9 +41,10 @@ class OnCPU:
         """Return what :class:`kvpass.operands.AppendBuffers` needs beside the buffers, for one packed pool."""
         return ()
 
-    def attend_prompt(self, call: Attention) -> tuple[Tensor, Tensor | None]:
-        """Attend a whole prompt of one row; also return the log-sum-exp that ``ops.judge`` takes."""
-        return versions.attend_prompt(call), None
+    def attend_prompt(self, call: Attention, out: Tensor) -> Tensor | None:
+        """Write the attention of one whole prompt to ``out`` ``[N, H, D]``; return what ``ops.judge`` needs of it."""
+        versions.attend_prompt(call, out)
+        return None
 
     def attend_blocks(self, call: Attention, held: Blocks, layer: int) -> Tensor:
         """See :func:`kvpass.kernels.cpu.attend_blocks`."""
@@ -76,8 +77,10 @@ class OnCUDA(OnCPU):
     def pool_tables(self, offsets: Tensor) -> tuple[Tensor, ...]:
         return cuda.index_pool(offsets[None], self._kv_heads, self._pool)
 
-    def attend_prompt(self, call: Attention) -> tuple[Tensor, Tensor | None]:
-        return cuda.attend_prompt(call, torch.zeros(1, dtype=torch.int64))
+    def attend_prompt(self, call: Attention, out: Tensor) -> Tensor | None:
+        attended, lse = cuda.attend_prompt(call, torch.zeros(1, dtype=torch.int64))
+        out.copy_(attended[0].transpose(0, 1))
+        return lse
 
     def attend_blocks(self, call: Attention, held: Blocks, layer: int) -> Tensor:
         arrivals = self._arrivals[: call.q.shape[0] * self._kv_heads]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -59,10 +60,10 @@ def head_sizes() -> list[int]:
     return stock_backend().get_supported_head_sizes() if is_cpu() else []  # type: ignore[attr-defined]
 
 
-def attend_prompt(call: Attention) -> Tensor:
-    """Causal attention ``[1, H, N, D]`` of a whole prompt on the CPU, by the kernel that stock vLLM attends with.
+def attend_prompt(call: Attention, out: Tensor) -> None:
+    """Write the causal attention of one whole prompt to ``out`` ``[N, H, D]``, by stock vLLM's kernel for CPUs.
 
-    It reads keys and values from pages, so they are copied to one page, which is gone afterwards.
+    The kernel reads keys and values from pages, so they are copied to one page, which is gone afterwards.
     """
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -86,7 +87,6 @@ def attend_prompt(call: Attention) -> Tensor:
         isa=isa,
         enable_kv_split=True,
     )
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     ops.cpu_attention_with_kv_cache(
         query=q,
         key_cache=keys,
@@ -103,7 +103,6 @@ def attend_prompt(call: Attention) -> Tensor:
         scheduler_metadata=schedule,
         s_aux=None if call.sinks is None else call.sinks.float(),
     )
-    return out.transpose(0, 1)[None]
 
 
 def forget_backend() -> None:
@@ -165,22 +164,34 @@ def check_requests() -> None:
     """Have requests checked where they enter, in the process of the front end.
 
     The public hook ``validate_params`` sees neither the configuration nor the request's own copy of its parameters.
+    Beam search sends each token of each beam as a request of its own; what its two forms, ``LLM.beam_search`` and the
+    server's, both call with its parameters is ``resolve_watermarking``.
     """
     from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import BeamSearchParams
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from kvpass.vllm.admission import admit
+    from kvpass.vllm.admission import admit, check_beams
 
-    original = InputProcessor.process_inputs
-    if hasattr(original, "__wrapped__"):
+    make, resolve = InputProcessor.process_inputs, InputProcessor.resolve_watermarking
+    if hasattr(make, "__wrapped__"):
         return
 
-    @functools.wraps(original)
-    def process_inputs(self: Any, *args: Any, **options: Any) -> Any:
-        request = original(self, *args, **options)
+    def refusing(check: Callable[..., Any], processor: Any, *args: Any) -> Any:
         try:
-            return admit(self.vllm_config.additional_config, request)
+            return check(processor.vllm_config.additional_config, *args)
         except ValueError as error:
             raise VLLMValidationError(str(error)) from error  # any other ends in HTTP 500
 
+    @functools.wraps(make)
+    def process_inputs(self: Any, *args: Any, **options: Any) -> Any:
+        return refusing(admit, self, make(self, *args, **options))
+
+    @functools.wraps(resolve)
+    def resolve_watermarking(self: Any, params: Any) -> Any:
+        if isinstance(params, BeamSearchParams):
+            refusing(check_beams, self)
+        return resolve(self, params)
+
     InputProcessor.process_inputs = process_inputs
+    InputProcessor.resolve_watermarking = resolve_watermarking
