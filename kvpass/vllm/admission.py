@@ -76,3 +76,15 @@ def admit(additional: object, request: Any) -> Any:
         raise ValueError(f"min_tokens={params.min_tokens}: kvpass keeps room for {most} tokens; raise 'room'")
     params.max_tokens = min(params.max_tokens, most)
     return request
+
+
+def check_beams(additional: object) -> None:
+    """Refuse beam search: vLLM sends every token of every beam as a new prompt, answer included.
+
+    Args:
+        additional: vLLM's ``additional_config``.
+    Raises:
+        ValueError: kvpass is configured; HTTP 400.
+    """
+    if Settings.read(additional) is not None:
+        raise ValueError("kvpass does not support beam search in vLLM, which reads the prompt anew for each token")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -26,10 +26,13 @@ from kvpass.vllm import devices, versions
 from kvpass.vllm.admission import Rows
 from kvpass.vllm.kept import Kept, Tables
 from kvpass.vllm.layout import BlockLayout
-from kvpass.vllm.refusals import check_layer
+from kvpass.vllm.refusals import check_heads, check_layer
 from kvpass.vllm.settings import Settings
 from kvpass.vllm.spec import KVPassSpec
 from kvpass.vllm.steps import PromptRow, Step, read_step
+
+Entries = tuple[Tensor, Tensor]
+"""Keys and values of one block, each ``[R, D]``."""
 
 
 class KVPassBackend(AttentionBackend):
@@ -37,10 +40,7 @@ class KVPassBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     forward_includes_kv_cache_update = True
-    settings: ClassVar[Settings]
-    layers: ClassVar[int]
-    processes: ClassVar[int]
-    max_model_len: ClassVar[int]
+    config: ClassVar[Any]  # VllmConfig
 
     @staticmethod
     def get_name() -> str:
@@ -60,11 +60,12 @@ class KVPassBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> KVPassSpec:
-        if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+        if type(spec) is not FullAttentionSpec:
             raise ValueError(f"kvpass does not support layers with {type(spec).__name__} in vLLM")
-        layout = cls.settings.layout(cls.layers, spec.num_kv_heads, spec.head_size, cls.processes)
+        check_heads(spec.head_size, spec.head_size_v, versions.head_sizes())
+        _, layout = configured(cls.config, spec.num_kv_heads, spec.head_size)
         return KVPassSpec(
-            block_size=-(-cls.max_model_len // 128) * 128,
+            block_size=-(-cls.config.model_config.max_model_len // 128) * 128,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             head_size_v=spec.head_size_v,
@@ -73,18 +74,17 @@ class KVPassBackend(AttentionBackend):
         )
 
 
-def bound_backend(config: Any, settings: Settings) -> type[KVPassBackend]:
+def configured(config: Any, kv_heads: int, head_dim: int) -> tuple[Settings, BlockLayout]:
+    """Return the settings of an engine and the layout of its blocks, with the KV heads of this process."""
+    settings, parallel = Settings.read(config.additional_config), config.parallel_config
+    assert settings is not None
+    layers = config.model_config.get_num_layers(parallel)
+    return settings, settings.layout(layers, kv_heads, head_dim, parallel.tensor_parallel_size)
+
+
+def bound_backend(config: Any) -> type[KVPassBackend]:
     """Return the backend class of an engine."""
-    model = config.model_config
-    layers = model.get_num_layers(config.parallel_config)
-    processes = config.parallel_config.tensor_parallel_size
-    attributes = {
-        "settings": settings,
-        "layers": layers,
-        "processes": processes,
-        "max_model_len": model.max_model_len,
-    }
-    found = type("Backend", (KVPassBackend,), attributes)
+    found = type("Backend", (KVPassBackend,), {"config": config})
     found.__module__ = "kvpass.vllm.backend_choice"  # vLLM on CUDA finds a class by its name a second time
     return found
 
@@ -94,8 +94,8 @@ class KVPassMetadata:
     """One step.
 
     Attributes:
-        step: its rows. block, used, offsets: of the rows that go on, as in :class:`kvpass.operands.Blocks`. buffers: of
-            prompts, between first and last layer.
+        step: its rows. block, used, offsets: of the rows that go on, as in :class:`kvpass.operands.Blocks`. order:
+            index of each layer by its name.
     """
 
     step: Step
@@ -104,7 +104,6 @@ class KVPassMetadata:
     offsets: Tensor
     tables: Tables
     order: dict[str, int]
-    buffers: dict[int, PrefillBuffers] = field(default_factory=dict)
 
 
 class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
@@ -116,17 +115,14 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        _, self.layout = configured(vllm_config, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
+        layers = self.layout.layers
         if len(layer_names) != layers:
             raise ValueError(
                 f"kvpass does not support models in which {len(layer_names)} of {layers} layers have full attention: "
                 "leave 'kvpass' out of additional_config"
             )
         self.order = {name: i for i, name in enumerate(layer_names)}
-        processes = vllm_config.parallel_config.tensor_parallel_size
-        settings = Settings.read(vllm_config.additional_config)
-        assert settings is not None
-        self.layout = settings.layout(layers, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, processes)
         rows = vllm_config.scheduler_config.max_num_seqs
         self.limits = devices.Limits(rows, vllm_config.model_config.max_model_len, versions.graphs(vllm_config))
         self.rows = Rows.latest
@@ -184,18 +180,12 @@ class KVPassImpl(AttentionImpl):
             sliding_window=sliding_window,
             kind=attn_type,
             shares_cache=kv_sharing_target_layer_name is not None,
-            head_dim=head_size,
-            value_dim=head_size,
         )
-        settings = Settings.read(config.additional_config)
-        assert settings is not None
+        settings, self.layout = configured(config, num_kv_heads, head_size)
         self.policy, self.entries = settings.policy, settings.entries
         self.num_heads, self.num_kv_heads, self.head_size, self.scale = num_heads, num_kv_heads, head_size, float(scale)
         self.softcap, self.sinks = logits_soft_cap or None, sinks
-        layers = config.model_config.get_num_layers(config.parallel_config)
         self.ranks = versions.ranks()
-        processes = 1 if self.ranks is None else self.ranks.size
-        self.layout: BlockLayout = settings.layout(layers, num_kv_heads, head_size, processes)
         if versions.is_cpu():
             cpu.attend_function(config.model_config.dtype)  # without a compiler: refused at start
 
@@ -219,8 +209,7 @@ class KVPassImpl(AttentionImpl):
         keys, values = self.layout.blocks(kv_cache, site)
         for row in meta.step.prompts:
             call = self._call(*(x[row.tokens].transpose(0, 1)[None] for x in (query, key, value)))
-            out = self._begin(call, keys[row.block], values[row.block], site, row, meta)
-            output[row.tokens] = out[0].transpose(0, 1)
+            self._begin(call, output[row.tokens], (keys[row.block], values[row.block]), site, row, meta)
         if len(meta.block):
             output[meta.step.tokens] = self._append(query, key, value, keys, values, site, meta)
         return output
@@ -237,51 +226,49 @@ class KVPassImpl(AttentionImpl):
         return meta.tables.device.attend_blocks(call, held, site)[:, :, 0]
 
     def _begin(
-        self, call: Attention, keys: Tensor, values: Tensor, site: int, row: PromptRow, meta: KVPassMetadata
-    ) -> Tensor:
-        """A prompt; behind it, if the request was preempted, what it had generated."""
+        self, call: Attention, out: Tensor, block: Entries, site: int, row: PromptRow, meta: KVPassMetadata
+    ) -> None:
+        """A prompt; behind it, if the request was preempted, what it had generated. ``out``: ``[tokens, H, D]``."""
         n = row.prompt.length
         if call.q.shape[2] == n:
-            return self._prefill(call, keys, values, site, row, meta)
+            self._prefill(call, out, block, site, row, meta)
+            return
         device = meta.tables.device
         kept = meta.tables.kept[row.prompt.digest] if n > 1 else meta.tables.nothing
         prompt, answer = (call.rows(slice(None), part) for part in (slice(0, n), slice(n, None)))
-        buffers = self._restore(prompt, keys, values, site, kept)
+        buffers = self._restore(prompt, block, site, kept)
         if site == 0:
             meta.tables.enter(row.block, self._before(n), row.prompt.digest, kept)
         if row.resumed is None:
             row.resumed = device.pool_tables(kept.offsets)
+        device.attend_prompt(prompt, out[:n])
         held = AppendBuffers(*buffers, *row.resumed)
-        out = device.ops.attend_prompt(prompt, torch.zeros(1, dtype=torch.int64))[0]
-        return torch.cat([out, device.ops.attend_cache(answer, held, site)], 2)
+        out[n:] = device.ops.attend_cache(answer, held, site)[0].transpose(0, 1)
 
     def _prefill(
-        self, call: Attention, keys: Tensor, values: Tensor, site: int, row: PromptRow, meta: KVPassMetadata
-    ) -> Tensor:
+        self, call: Attention, out: Tensor, block: Entries, site: int, row: PromptRow, meta: KVPassMetadata
+    ) -> None:
         """Attend a prompt and keep what the policy chooses; after the last layer, note what was kept."""
         layers, ops = self.layout.layers, meta.tables.device.ops
-        if site == 0:
-            meta.buffers[row.block] = self._buffers(keys, values, meta.tables.offsets[row.block : row.block + 1])
-        buffers = meta.buffers[row.block]
+        if row.buffers is None:
+            row.buffers = self._buffers(block, meta.tables.offsets[row.block : row.block + 1])
+        buffers = row.buffers
         start = torch.zeros(1, dtype=torch.int64)
         first, asked = start.to(call.k.device), Requested(entries=buffers.entries)
-        out, lse = ops.attend_prompt(call, start)
-        judged = ops.judge(call, lse, start, first, site, layers, self.policy, asked, ranks=self.ranks)
-        scores, stats, weight = judged
+        lse = meta.tables.device.attend_prompt(call, out)
+        scores, stats, weight = ops.judge(call, lse, start, first, site, layers, self.policy, asked, ranks=self.ranks)
         candidates = Candidates(call.k, call.v, scores, stats, weight, first)
         ops.cascade_step(buffers, candidates, site, self.policy, self.ranks)
         if site == layers - 1:
             ops.pack(buffers)
-            del meta.buffers[row.block]
             kept = Kept(buffers.slots[reference.POSITION, 0].clone(), buffers.offsets[0].clone())
             meta.tables.enter(row.block, self._before(row.prompt.length), row.prompt.digest, kept)
-        return out
 
-    def _buffers(self, keys: Tensor, values: Tensor, offsets: Tensor) -> PrefillBuffers:
+    def _buffers(self, block: Entries, offsets: Tensor) -> PrefillBuffers:
         """The buffers of a prompt: pool and tails in its block, the rest for this step only."""
         layers, kv_heads, pool = self.layout.layers, self.layout.kv_heads, self.layout.pool
-        (pool_k, tail_k), (pool_v, tail_v) = self.layout.parts(keys), self.layout.parts(values)
-        device = keys.device
+        (pool_k, tail_k), (pool_v, tail_v) = map(self.layout.parts, block)
+        device = offsets.device
         return PrefillBuffers(
             pool_k=pool_k,
             pool_v=pool_v,
@@ -299,7 +286,7 @@ class KVPassImpl(AttentionImpl):
         """How many tokens of a prompt are not in the tails; one of one token is there, whatever the window is."""
         return max(n - self.policy.window, 0) if n > 1 else 0
 
-    def _restore(self, prompt: Attention, keys: Tensor, values: Tensor, site: int, kept: Kept) -> tuple[Tensor, ...]:
+    def _restore(self, prompt: Attention, block: Entries, site: int, kept: Kept) -> tuple[Tensor, ...]:
         """Put what this layer's prompt had kept back into its block; nothing is decided anew.
 
         Returns:
@@ -309,7 +296,7 @@ class KVPassImpl(AttentionImpl):
         window = n - self._before(n)
         bounds = kept.offsets[site * kv_heads : (site + 1) * kv_heads + 1].tolist()
         sides = []
-        for entries, rows in ((keys, prompt.k), (values, prompt.v)):
+        for entries, rows in zip(block, (prompt.k, prompt.v), strict=True):
             pool, tail = self.layout.parts(entries)
             for head in range(kv_heads):
                 segment = slice(bounds[head], bounds[head + 1])
@@ -317,6 +304,6 @@ class KVPassImpl(AttentionImpl):
             tail[site, 0, :, :window] = rows[0, :, n - window :]
             sides.append((pool, tail))
         (pool_k, tail_k), (pool_v, tail_v) = sides
-        start = torch.zeros(1, dtype=torch.int64, device=keys.device)
-        used = torch.tensor(window, device=keys.device)
+        start = torch.zeros(1, dtype=torch.int64, device=pool_k.device)
+        used = torch.tensor(window, device=pool_k.device)
         return pool_k, pool_v, kept.offsets[None], tail_k, tail_v, start, used

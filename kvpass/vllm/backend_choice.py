@@ -22,4 +22,4 @@ def __getattr__(name: str) -> type:
         )
     from kvpass.vllm.backend import bound_backend
 
-    return bound_backend(config, settings)
+    return bound_backend(config)

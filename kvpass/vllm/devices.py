@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpass.kernels import cpu
 from kvpass.operands import Attention, Blocks
 from kvpass.ops import cuda, reference
+from kvpass.vllm import versions
 from kvpass.vllm.layout import BlockLayout
 
 
@@ -23,7 +24,7 @@ class Limits(NamedTuple):
 
 
 class OnCPU:
-    """The eager operators, and the C++ kernel to decode."""
+    """vLLM's kernel for prompts, the eager operators to compress them, and the C++ kernel to decode."""
 
     ops: ClassVar[ModuleType] = reference
 
@@ -39,6 +40,11 @@ class OnCPU:
     def pool_tables(self, offsets: Tensor) -> tuple[Tensor, ...]:
         """Return what :class:`kvpass.operands.AppendBuffers` needs beside the buffers, for one packed pool."""
         return ()
+
+    def attend_prompt(self, call: Attention, out: Tensor) -> Tensor | None:
+        """Write the attention of one whole prompt to ``out`` ``[N, H, D]``; return what ``ops.judge`` needs of it."""
+        versions.attend_prompt(call, out)
+        return None
 
     def attend_blocks(self, call: Attention, held: Blocks, layer: int) -> Tensor:
         """See :func:`kvpass.kernels.cpu.attend_blocks`."""
@@ -70,6 +76,11 @@ class OnCUDA(OnCPU):
 
     def pool_tables(self, offsets: Tensor) -> tuple[Tensor, ...]:
         return cuda.index_pool(offsets[None], self._kv_heads, self._pool)
+
+    def attend_prompt(self, call: Attention, out: Tensor) -> Tensor | None:
+        attended, lse = cuda.attend_prompt(call, torch.zeros(1, dtype=torch.int64))
+        out.copy_(attended[0].transpose(0, 1))
+        return lse
 
     def attend_blocks(self, call: Attention, held: Blocks, layer: int) -> Tensor:
         arrivals = self._arrivals[: call.q.shape[0] * self._kv_heads]

@@ -173,9 +173,22 @@ def check_config(config: Any, settings: Settings) -> None:
         raise ValueError(f"kvpass does not support {'; '.join(found)}")
 
 
-def check_layer(
-    *, alibi: bool, sliding_window: int | None, kind: str, shares_cache: bool, head_dim: int, value_dim: int
-) -> None:
+def check_heads(keys: int, values: int, supported: list[int]) -> None:
+    """Refuse sizes of heads.
+
+    Args:
+        keys, values: numbers of a key and of a value. supported: by the kernel for prompts; empty for any.
+    Raises:
+        ValueError: says which size the model has.
+    """
+    if keys != values or (supported and keys not in supported):
+        raise ValueError(
+            f"kvpass does not support keys of {keys} and values of {values} numbers in vLLM, only equal ones"
+            f"{f' of {supported}' if supported else ''}: leave 'kvpass' out of additional_config"
+        )
+
+
+def check_layer(*, alibi: bool, sliding_window: int | None, kind: str, shares_cache: bool) -> None:
     """Refuse attention layers that kvpass does not compress.
 
     Raises:
@@ -186,7 +199,6 @@ def check_layer(
         "sliding windows": sliding_window is not None,
         f"attention of kind {kind!r}": kind != "decoder",
         "layers that share their cache": shares_cache,
-        f"keys of {head_dim} and values of {value_dim} numbers": head_dim != value_dim,
     }
     wrong = [name for name, holds in found.items() if holds]
     if wrong:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvpass.operands import PrefillBuffers
 from kvpass.vllm.admission import Prompt, Rows
 
 
@@ -16,13 +17,15 @@ class PromptRow:
     """A row that begins.
 
     Attributes:
-        tokens: of the row in the step. place: its block, on the device. prompt: the part that is the prompt. resumed:
-            tables of the pool of a request that was preempted, once the first layer has made them.
+        tokens: of the row in the step. place: its block, on the device. prompt: the part that is the prompt. buffers:
+            what it is compressed into; or, of a request that was preempted, resumed: tables of its pool; both once the
+            first layer has made them.
     """
 
     tokens: slice
     place: Tensor
     prompt: Prompt
+    buffers: PrefillBuffers | None = None
     resumed: tuple[Tensor, ...] | None = None
 
     @cached_property

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from kvpass.operands import Attention
 from kvpass.ranks import Ranks
 
 _STOCK = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 _KNOWN = "0.32."
+_PAGE_SLOTS = 32
+"""The page of vLLM's kernel for CPUs has a multiple of so many slots."""
 
 
 def check_version(found: str) -> None:
@@ -46,6 +53,56 @@ def stock_backend() -> type:
 
     found: type = resolve_obj_by_qualname(_STOCK)
     return found
+
+
+def head_sizes() -> list[int]:
+    """Return the head sizes that :func:`attend_prompt` takes; empty on CUDA, where it is not used."""
+    return stock_backend().get_supported_head_sizes() if is_cpu() else []  # type: ignore[attr-defined]
+
+
+def attend_prompt(call: Attention, out: Tensor) -> None:
+    """Write the causal attention of one whole prompt to ``out`` ``[N, H, D]``, by stock vLLM's kernel for CPUs.
+
+    The kernel reads keys and values from pages, so they are copied to one page, which is gone afterwards.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    q, k, v = (x[0].transpose(0, 1) for x in call[:3])
+    (n, heads, dim), kv_heads = q.shape, k.shape[1]
+    slots = -(-n // _PAGE_SLOTS) * _PAGE_SLOTS
+    keys, values = q.new_zeros(1, kv_heads, 2 * slots, dim).chunk(2, dim=2)
+    isa, bounds = _get_attn_isa(q.dtype, slots, dim), torch.tensor([0, n], dtype=torch.int32)
+    ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(n), isa)
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        seq_lens=bounds[1:],
+        dtype=q.dtype,
+        query_start_loc=bounds,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=True,
+    )
+    ops.cpu_attention_with_kv_cache(
+        query=q,
+        key_cache=keys,
+        value_cache=values,
+        output=out,
+        query_start_loc=bounds,
+        seq_lens=bounds[1:],
+        scale=call.scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        softcap=call.softcap or 0.0,
+        scheduler_metadata=schedule,
+        s_aux=None if call.sinks is None else call.sinks.float(),
+    )
 
 
 def forget_backend() -> None:
@@ -107,22 +164,34 @@ def check_requests() -> None:
     """Have requests checked where they enter, in the process of the front end.
 
     The public hook ``validate_params`` sees neither the configuration nor the request's own copy of its parameters.
+    Beam search sends each token of each beam as a request of its own; what its two forms, ``LLM.beam_search`` and the
+    server's, both call with its parameters is ``resolve_watermarking``.
     """
     from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import BeamSearchParams
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from kvpass.vllm.admission import admit
+    from kvpass.vllm.admission import admit, check_beams
 
-    original = InputProcessor.process_inputs
-    if hasattr(original, "__wrapped__"):
+    make, resolve = InputProcessor.process_inputs, InputProcessor.resolve_watermarking
+    if hasattr(make, "__wrapped__"):
         return
 
-    @functools.wraps(original)
-    def process_inputs(self: Any, *args: Any, **options: Any) -> Any:
-        request = original(self, *args, **options)
+    def refusing(check: Callable[..., Any], processor: Any, *args: Any) -> Any:
         try:
-            return admit(self.vllm_config.additional_config, request)
+            return check(processor.vllm_config.additional_config, *args)
         except ValueError as error:
             raise VLLMValidationError(str(error)) from error  # any other ends in HTTP 500
 
+    @functools.wraps(make)
+    def process_inputs(self: Any, *args: Any, **options: Any) -> Any:
+        return refusing(admit, self, make(self, *args, **options))
+
+    @functools.wraps(resolve)
+    def resolve_watermarking(self: Any, params: Any) -> Any:
+        if isinstance(params, BeamSearchParams):
+            refusing(check_beams, self)
+        return resolve(self, params)
+
     InputProcessor.process_inputs = process_inputs
+    InputProcessor.resolve_watermarking = resolve_watermarking

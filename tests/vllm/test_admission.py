@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpass.vllm.admission import Prompt, Rows, admit
+from kvpass.vllm.admission import Prompt, Rows, admit, check_beams
 
 CONFIGURED = {"kvpass": {"policy": "lava", "budget": 64, "room": 8}}
 
@@ -32,6 +32,12 @@ def test_more_tokens_than_there_is_room_for_cannot_be_demanded():
 def test_streaming_sessions_are_refused():
     with pytest.raises(ValueError, match="streaming sessions"):
         admit(CONFIGURED, request(4, resumable=True))
+
+
+def test_beam_search_is_refused():
+    check_beams({})
+    with pytest.raises(ValueError, match="beam search"):
+        check_beams(CONFIGURED)
 
 
 def test_rows_follow_the_batch():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvpass.vllm import versions
-from kvpass.vllm.refusals import REFUSALS, check_config, check_layer
+from kvpass.vllm.refusals import REFUSALS, check_config, check_heads, check_layer
 from kvpass.vllm.settings import Settings
 
 LAVA, SNAPKV = (Settings.read({"kvpass": {"policy": name, "budget": 64, "room": 8}}) for name in ("lava", "snapkv"))
@@ -60,8 +60,6 @@ LAYER = {
     "sliding_window": None,
     "kind": "decoder",
     "shares_cache": False,
-    "head_dim": 8,
-    "value_dim": 8,
 }
 
 
@@ -147,13 +145,20 @@ def test_the_other_cause_is_refused_too(fault, name):
         ({"sliding_window": 512}, "sliding windows"),
         ({"kind": "encoder"}, "attention of kind 'encoder'"),
         ({"shares_cache": True}, "share their cache"),
-        ({"value_dim": 4}, "keys of 8 and values of 4"),
     ],
 )
 def test_layers_that_are_not_compressed_are_refused(change, message):
     check_layer(**LAYER)
     with pytest.raises(ValueError, match=message):
         check_layer(**LAYER | change)
+
+
+@pytest.mark.parametrize(("keys", "values"), [(64, 32), (24, 24)])
+def test_heads_of_sizes_that_no_kernel_takes_are_refused(keys, values):
+    check_heads(64, 64, [32, 64])
+    check_heads(24, 24, [])
+    with pytest.raises(ValueError, match=f"keys of {keys} and values of {values} numbers"):
+        check_heads(keys, values, [32, 64])
 
 
 @pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "1.0"])

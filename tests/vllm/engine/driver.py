@@ -1,8 +1,10 @@
-"""Runs in a process of its own: an engine, in three ways of asking it."""
+"""Runs in a process of its own: engines, one after the other, in three ways of asking them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -10,7 +12,6 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # else memory grows by code for each number of tokens
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from tiny import CASES, NEW, prompt
 from vllm import LLM, SamplingParams
@@ -18,7 +19,8 @@ from vllm import LLM, SamplingParams
 Tokens = dict[int, list[int]]
 
 
-def engine(folder: str, kvpass: dict[str, Any] | None = None, **options: Any) -> LLM:
+@contextmanager
+def engine(folder: str, kvpass: dict[str, Any] | None = None, **options: Any) -> Iterator[LLM]:
     given = {
         "skip_tokenizer_init": True,
         "dtype": "float32",
@@ -27,9 +29,14 @@ def engine(folder: str, kvpass: dict[str, Any] | None = None, **options: Any) ->
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
+        "kv_cache_memory_bytes": 256 * 2**20,
         "additional_config": {} if kvpass is None else {"kvpass": kvpass},
     }
-    return LLM(model=folder, **given | options)
+    llm = LLM(model=folder, **given | options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
 
 
 def greedy(new: int = NEW) -> SamplingParams:

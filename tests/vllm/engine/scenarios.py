@@ -1,10 +1,9 @@
-"""``python scenarios.py NAME FOLDER ARGUMENTS``: one scenario of test_engine.py; prints its result as JSON."""
+"""``python scenarios.py FOLDER``: runs the scenarios of test_engine.py that it reads from its input, one a line."""
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,42 +11,44 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from driver import alone, engine, greedy, joined, together
-from tiny import CASES, SHORT, SHORT_NEW, prompt
+from tiny import CASES, RESULT, SHORT, SHORT_NEW, prompt
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import BeamSearchParams
 
 
 def ways(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
     """Tokens alone, together, with one more request every 5 steps, and preempted after 25 steps."""
-    llm = engine(folder, settings)
-    resumed, preempted = joined(llm, every=0, preempt_at=25)
-    return {
-        "alone": alone(llm),
-        "together": together(llm, CASES),
-        "joined": joined(llm)[0],
-        "resumed": resumed,
-        "preempted": preempted,
-    }
+    with engine(folder, settings) as llm:
+        resumed, preempted = joined(llm, every=0, preempt_at=25)
+        return {
+            "alone": alone(llm),
+            "together": together(llm, CASES),
+            "joined": joined(llm)[0],
+            "resumed": resumed,
+            "preempted": preempted,
+        }
 
 
 def capacity(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
     """160 requests of 1,000 tokens in 64 MiB: most running at once, all answers, free blocks before and after."""
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    llm = engine(
-        folder, settings, kv_cache_memory_bytes=64 * 2**20, max_num_seqs=256, max_num_batched_tokens=16384
-    ).llm_engine
-    scheduler = llm.engine_core.engine_core.scheduler
-    pool = scheduler.kv_cache_manager.block_pool
-    before, peak, answers = pool.get_num_free_blocks(), 0, []
-    for i in range(160):
-        llm.add_request(str(i), {"prompt_token_ids": prompt(5, 1000)}, greedy())
-    while llm.has_unfinished_requests():
-        answers += [list(out.outputs[0].token_ids) for out in llm.step() if out.finished]
-        peak = max(peak, len(scheduler.running))
-    return {"running": peak, "answers": answers, "free": [before, pool.get_num_free_blocks()]}
+    options = {"kv_cache_memory_bytes": 64 * 2**20, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
+    with engine(folder, settings, **options) as llm:
+        core, peak, answers = llm.llm_engine, 0, []
+        scheduler = core.engine_core.engine_core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        before = pool.get_num_free_blocks()
+        for i in range(160):
+            core.add_request(str(i), {"prompt_token_ids": prompt(5, 1000)}, greedy())
+        while core.has_unfinished_requests():
+            answers += [list(out.outputs[0].token_ids) for out in core.step() if out.finished]
+            peak = max(peak, len(scheduler.running))
+        return {"running": peak, "answers": answers, "free": [before, pool.get_num_free_blocks()]}
 
 
 def two_processes(folder: str, settings: dict[str, Any]) -> tuple[dict[int, list[int]], int]:
     """Tokens with tensor parallelism, with one more request every 3 steps, all preempted after 25; how many were."""
-    return joined(engine(folder, settings, tensor_parallel_size=2), every=3, preempt_at=25)
+    with engine(folder, settings, tensor_parallel_size=2) as llm:
+        return joined(llm, every=3, preempt_at=25)
 
 
 def cuda_kernels(folder: str, settings: dict[str, Any], graphs: bool) -> tuple[dict[int, list[int]], int]:
@@ -65,7 +66,8 @@ def cuda_kernels(folder: str, settings: dict[str, Any], graphs: bool) -> tuple[d
         from replayed import replay_decode_steps
 
         replay_decode_steps()
-    found = joined(engine(folder, settings), every=2, preempt_at=5, cases=SHORT, new=SHORT_NEW)
+    with engine(folder, settings) as llm:
+        found = joined(llm, every=2, preempt_at=5, cases=SHORT, new=SHORT_NEW)
     assert "kvpass.kernels.block_decode" in sys.modules
     return found
 
@@ -80,23 +82,12 @@ def loaded(folder: str) -> list[bool]:
     return [PromptRows in load() for load in (_load_logitsprocs_plugins, _load_v2_logitsprocs_plugins)]
 
 
-def in_turn(folder: str, settings: list[dict[str, Any] | None]) -> list[dict[int, list[int]]]:
-    """Tokens of several engines of one process."""
-    found = []
-    for given in settings:
-        llm = engine(folder, given)
-        found.append(together(llm, CASES))
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-    return found
-
-
 def long_answer(folder: str, settings: dict[str, Any]) -> tuple[list[int], str]:
     """Tokens of an answer to a prompt of one token without a limit of its own, and why it ended."""
     params = greedy()
     params.max_tokens = None
-    out = engine(folder, settings).generate([{"prompt_token_ids": prompt(4, 1)}], params, use_tqdm=False)[0]
+    with engine(folder, settings) as llm:
+        out = llm.generate([{"prompt_token_ids": prompt(4, 1)}], params, use_tqdm=False)[0]
     assert params.max_tokens is None  # the caller's
     return list(out.outputs[0].token_ids), out.outputs[0].finish_reason
 
@@ -104,12 +95,24 @@ def long_answer(folder: str, settings: dict[str, Any]) -> tuple[list[int], str]:
 def refused(folder: str, settings: dict[str, Any], options: dict[str, Any]) -> str:
     """What the error of the start says."""
     try:
-        engine(folder, settings, **options)
+        with engine(folder, settings, **options):
+            return "started"
     except ValueError as error:
         return str(error)
-    return "started"
+
+
+def beams(folder: str, settings: dict[str, Any]) -> str:
+    """What the error of a beam search says."""
+    with engine(folder, settings) as llm:
+        try:
+            llm.beam_search([{"prompt_token_ids": prompt(4, 9)}], BeamSearchParams(beam_width=2, max_tokens=4))
+        except VLLMValidationError as error:
+            return str(error)
+    return "searched"
 
 
 if __name__ == "__main__":
-    name, folder, arguments = sys.argv[1:]
-    print("\n" + json.dumps(globals()[name](folder, *json.loads(arguments))))
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        print("\n" + RESULT + json.dumps(globals()[name](sys.argv[1], *arguments)), flush=True)
+        gc.collect()

@@ -1,6 +1,6 @@
 """The plug-in in vLLM on a CPU: tokens equal those of ``kvpass.compile`` and of stock vLLM. Run by ``make test-vllm``.
 
-Each configuration has a process of its own, as vLLM keeps state in its modules.
+One process makes one engine after the other, with kvpass and without: none may take another's backend.
 """
 
 import functools
@@ -11,19 +11,63 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tiny import CASES, NEW, SHORT, SHORT_NEW, answers, prompt
+import torch
+from tiny import CASES, NEW, RESULT, SHORT, SHORT_NEW, answers, prompt
+
+from kvpass.operands import Attention
+from kvpass.ops import reference as reference_ops
+from kvpass.vllm import versions
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 
 POLICIES = ["snapkv", "ada_snapkv", "pyramidkv", "lava", "lava_uniform"]
 
 
-def ask(name, folder, *arguments):
-    """Run one function of ``scenarios.py``; return the JSON that it prints last."""
-    command = [sys.executable, str(Path(__file__).parent / "scenarios.py"), name, str(folder), json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+class Scenarios:
+    """A process that runs ``scenarios.py``; a new one after a failure."""
+
+    def __init__(self, folder, log):
+        self.folder, self.log, self.process = folder, log, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def __call__(self, name, *arguments):
+        """Run a scenario; return its result."""
+        if self.process is None:
+            command = [sys.executable, str(Path(__file__).parent / "scenarios.py"), str(self.folder)]
+            pipe = subprocess.PIPE
+            with self.log.open("w") as log:
+                self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+        try:
+            print(json.dumps([name, arguments]), file=self.process.stdin, flush=True)
+            for line in self.process.stdout:
+                if line.startswith(RESULT):
+                    return json.loads(line.removeprefix(RESULT))
+            raise AssertionError(self.log.read_text()[-4000:])
+        except BaseException:
+            self.__exit__()
+            raise
+
+
+@pytest.fixture(scope="module")
+def ask(folder, tmp_path_factory):
+    """A function of the name of a scenario and its arguments."""
+    with Scenarios(folder, tmp_path_factory.mktemp("engines") / "log") as scenarios:
+        yield scenarios
+
+
+@pytest.fixture
+def ask_alone(folder, tmp_path):
+    """The same in a process of the test's own."""
+    with Scenarios(folder, tmp_path / "log") as scenarios:
+        yield scenarios
 
 
 @pytest.fixture(scope="module")
@@ -39,59 +83,53 @@ def reference(folder):
     return reference
 
 
-@pytest.mark.parametrize("budget", [64, 128])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_equal_kvpass_alone_together_joined_and_preempted(folder, reference, policy, budget):
-    expected = reference(policy, budget)
-    assert expected != reference(), "a budget that changes no token shows nothing"
-    found = ask("ways", folder, {"policy": policy, "budget": budget, "room": 64})
-    assert found.pop("preempted") == 8
-    for way, tokens in found.items():
-        assert tokens == expected, way
-
-
-@pytest.mark.parametrize("kvpass", [None, {"policy": "lava", "budget": 1100, "room": 64}])
-def test_without_settings_or_with_a_budget_above_the_prompt_it_is_stock(folder, reference, kvpass):
-    found = ask("ways", folder, kvpass)
+@pytest.mark.parametrize("kvpass", [{"policy": "lava", "budget": 1100, "room": 64}, None])
+def test_without_settings_or_with_a_budget_above_the_prompt_it_is_stock(ask, reference, kvpass):
+    found = ask("ways", kvpass)
     assert found.pop("preempted") == 8
     for way, tokens in found.items():
         assert tokens == reference(), way
 
 
-def test_a_compressed_cache_holds_many_more_requests(folder, reference):
-    found, stock = (ask("capacity", folder, given) for given in ({"policy": "lava", "budget": 64, "room": 64}, None))
+@pytest.mark.parametrize("budget", [64, 128])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_equal_kvpass_alone_together_joined_and_preempted(ask, reference, policy, budget):
+    expected = reference(policy, budget)
+    assert expected != reference(), "a budget that changes no token shows nothing"
+    found = ask("ways", {"policy": policy, "budget": budget, "room": 64})
+    assert found.pop("preempted") == 8
+    for way, tokens in found.items():
+        assert tokens == expected, way
+
+
+def test_a_compressed_cache_holds_many_more_requests(ask, reference):
+    found, stock = (ask("capacity", given) for given in ({"policy": "lava", "budget": 64, "room": 64}, None))
     assert found["running"] >= 120 and stock["running"] <= 20
     assert found["answers"] == 160 * [reference("lava", 64)["1000"]]
     assert found["free"][0] == found["free"][1]  # no block leaked
 
 
 @pytest.mark.parametrize("policy", ["pyramidkv", "lava"])
-def test_two_processes_keep_what_one_keeps(folder, reference, policy):
-    found, preempted = ask("two_processes", folder, {"policy": policy, "budget": 64, "room": 64})
+def test_two_processes_keep_what_one_keeps(ask_alone, reference, policy):
+    found, preempted = ask_alone("two_processes", {"policy": policy, "budget": 64, "room": 64})
     assert found == reference(policy, 64) and preempted == 8
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_what_runs_on_cuda_gives_the_same_tokens_in_the_interpreter(folder, reference, graphs, monkeypatch):
+def test_what_runs_on_cuda_gives_the_same_tokens_in_the_interpreter(ask_alone, reference, graphs, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found, preempted = ask("cuda_kernels", folder, {"policy": "lava", "budget": 40, "room": 16}, graphs)
+    found, preempted = ask_alone("cuda_kernels", {"policy": "lava", "budget": 40, "room": 16}, graphs)
     assert found == reference("lava", 40, short=True) and preempted == 3
 
 
-def test_both_model_runners_take_the_plug_in(folder):
-    assert ask("loaded", folder) == [True, True]
+def test_both_model_runners_take_the_plug_in(ask):
+    assert ask("loaded") == [True, True]
 
 
-def test_engines_of_one_process_do_not_take_each_others_backend(folder, reference):
-    compressed, full = reference("lava", 64), reference()
-    kvpass = {"policy": "lava", "budget": 64, "room": 64}
-    assert ask("in_turn", folder, [kvpass, None, kvpass]) == [compressed, full, compressed]
-
-
-def test_an_answer_ends_with_length_when_its_room_is_used_up(folder):
+def test_an_answer_ends_with_length_when_its_room_is_used_up(ask, folder):
     """Of a policy without a window, which has no slots for the prompt's last tokens but one."""
     expected = answers(folder, [prompt(4, 1)], 21, "knorm", 64)
-    assert ask("long_answer", folder, {"policy": "knorm", "budget": 64, "room": 20}) == [*expected, "length"]
+    assert ask("long_answer", {"policy": "knorm", "budget": 64, "room": 20}) == [*expected, "length"]
 
 
 @pytest.mark.parametrize(
@@ -101,5 +139,22 @@ def test_an_answer_ends_with_length_when_its_room_is_used_up(folder):
         ({"enable_prefix_caching": True}, "--no-enable-prefix-caching"),
     ],
 )
-def test_flags_that_are_not_exact_are_refused_at_start(folder, options, flag):
-    assert flag in ask("refused", folder, {"policy": "lava", "budget": 64, "room": 64}, options)
+def test_flags_that_are_not_exact_are_refused_at_start(ask, options, flag):
+    assert flag in ask("refused", {"policy": "lava", "budget": 64, "room": 64}, options)
+
+
+def test_beam_search_is_refused(ask):
+    assert "beam search" in ask("beams", {"policy": "lava", "budget": 64, "room": 64})
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -2.0, 0.0, 1.0])])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("length", "dim"), [(2, 32), (129, 80)])
+def test_the_kernel_for_prompts_agrees_with_eager_attention(length, dim, softcap, sinks):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, length, heads, dim).transpose(1, 2) for heads in (4, 2, 2))
+    call = Attention(q, k, v, 0.3, softcap, sinks)
+    expected, _ = reference_ops.attend_prompt(call, torch.zeros(1, dtype=torch.int64))
+    out = torch.empty(length, 4, dim)
+    versions.attend_prompt(call, out)
+    torch.testing.assert_close(out, expected[0].transpose(0, 1), atol=2e-5, rtol=2e-5)

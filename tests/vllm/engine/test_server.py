@@ -124,10 +124,16 @@ def test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server):
     assert choice["token_ids"] == server.expected["chat"] and choice["finish_reason"] == "length"
 
 
-def test_what_cannot_be_answered_is_a_bad_request_that_says_why(server):
-    answer = httpx.post(server.address + path_of("0"), json=body(server, "0", min_tokens=50), timeout=120)
-    assert answer.status_code == 400
-    assert "min_tokens=50: kvpass keeps room for 33 tokens; raise 'room'" in answer.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_tokens": 50}, "min_tokens=50: kvpass keeps room for 33 tokens; raise 'room'"),
+        ({"use_beam_search": True, "n": 2}, "kvpass does not support beam search"),
+    ],
+)
+def test_what_cannot_be_answered_is_a_bad_request_that_says_why(server, options, message):
+    answer = httpx.post(server.address + path_of("0"), json=body(server, "0", **options), timeout=120)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
 
 
 class Soak:

@@ -17,6 +17,9 @@ NEW = 40
 SHORT, SHORT_NEW = [(4, 1), (1, 60), (2, 90), (3, 40)], 6
 """Cases for Triton's interpreter, which is slow."""
 
+RESULT = "result "
+"""Begins the line that a scenario prints."""
+
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}question"
 
 
