@@ -56,7 +56,7 @@ class System(ABC):
         return self.model(token, **{CACHE: cache}, logits_to_keep=1).logits
 
     def decoding_cache(self, cache: Any, repeats: int) -> Any:
-        """The cache that :meth:`step` takes, made of what :meth:`prefill` gave; its one row ``repeats`` times if > 1."""
+        """The cache that :meth:`step` takes, made of what :meth:`prefill` gave; ``repeats`` > 1: of its only row."""
         if repeats > 1:
             cache.reorder_cache(torch.zeros(repeats, dtype=torch.int64))
         return cache
