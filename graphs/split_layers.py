@@ -10,14 +10,15 @@ After::
     layer:  before: q, k, v = ...(x, cos)   site: out = attention(q, k, v)   after: x = x + ...(out)
 
 A layer ends where the values that later ones need take the fewest bytes: mostly the residual stream alone. Nothing but
-attention relates tokens to tokens, as ``self_check`` showed; only positions may be looked at together, in ``begin``.
+attention and states of recurrent layers relate tokens to tokens, as ``self_check`` showed; only positions may be looked
+at together, in ``begin``. A part with recurrent layers takes the states before a block and returns those after it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.bind_state import input_named, placeholders
+from kvpass.graphs.bind_state import STATE_PREFIX, input_named, placeholders
 from kvpass.graphs.fx_utils import (
     Dim,
     dim_of,
@@ -39,8 +40,18 @@ from kvpass.graphs.fx_utils import (
     storage_of,
     symbols_of,
 )
-from kvpass.graphs.rewrite_attention import READ_STATE, SITE, Site, batch_and_tokens, find_sites
+from kvpass.graphs.rewrite_attention import (
+    READ_STATE,
+    REAL_TOKENS,
+    SITE,
+    WRITE_STATE,
+    Site,
+    batch_and_tokens,
+    find_sites,
+    state_of,
+)
 from kvpass.graphs.split import CannotSplitError, Part, make_parts
+from kvpass.torch_compat import LocalSource
 
 _MANY = 1024
 """The number of tokens for which bytes are compared."""
@@ -74,16 +85,25 @@ class SplitPrompt:
 
     Attributes:
         begin: the part that runs once. result: what the decoder returns. axes: token axis of values that have one.
+        states: of the recurrent layers, in the order of ``Layout.states``: an input, the state before a block, and what
+            is the state after it. real: inputs that are 1 for tokens and 0 for padding, ``[B, tokens]``.
     """
 
     begin: Part
     layers: Sequence[Layer]
     result: Node
     axes: Mapping[Node, int]
+    states: Mapping[Node, Node]
+    real: Sequence[Node]
 
     @property
     def parts(self) -> list[Part]:
         return [self.begin, *(part for layer in self.layers for part in (layer.before, layer.after))]
+
+    @property
+    def added(self) -> list[Node]:
+        """The inputs that the graph had not, in their order."""
+        return [*self.states, *self.real]
 
     @property
     def reads(self) -> list[tuple[Node, ...]]:
@@ -101,23 +121,23 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
             of another, or the decoder returns something else than logits.
     """
     tokens = batch_and_tokens(gm)[1]
-    if gm.graph.find_nodes(op="call_function", target=READ_STATE):
-        raise CannotSplitError("its recurrent layers pass a state from token to token")
     if not isinstance(tokens, sympy.Symbol):
         raise CannotSplitError("the decoder was captured for one number of tokens")
+    result = _logits(gm)
+    states, real = _take_states(gm), _take_real_tokens(gm)
     given = [
         node for node in placeholders(gm) if not is_module_tensor(node) and not is_scalar(node) and node is not seen
     ]
     _read_length_from_input(gm, tokens)
     place = input_named(gm, "position_ids")
     position_ids = [] if place is None else [placeholders(gm)[place]]
-    sites, result = find_sites(gm), _logits(gm)
+    sites = find_sites(gm)
     calls = [node for node in gm.graph.nodes if node.op.startswith("call_") and not is_scalar(node)]
     hidden = _reached(calls, set(given) - set(position_ids))
     positional = _reached(calls, {*position_ids, seen}) - hidden
     once = _needed_for(positional)
     order = [node for node in calls if node not in once]
-    cuts = _cuts(order, hidden, tokens)
+    cuts = _cuts(order, hidden, tokens, states.keys())
     layer_of = dict.fromkeys(calls, -1)
     for layer, (first, end) in enumerate(pairwise([*cuts, len(order)])):
         layer_of.update(dict.fromkeys(order[first:end], layer))
@@ -145,7 +165,46 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     if any(node.op.startswith("call_") for node in parts[0].inputs):
         raise CannotSplitError("sizes of positions are read from a layer")
     layers = [Layer(*three) for three in zip(parts[1::3], sites, parts[3::3], strict=True)]
-    return SplitPrompt(parts[0], _with_lives(layers, {*between, result}), result, axes)
+    return SplitPrompt(parts[0], _with_lives(layers, {*between, result}), result, axes, states, real)
+
+
+def _take_states(gm: GraphModule) -> dict[Node, Node]:
+    """Make the states that recurrent layers read inputs, those that they write results; return both."""
+    reads, held = gm.graph.find_nodes(op="call_function", target=READ_STATE), dict[tuple[int, str], Node]()
+    for node in reads:
+        if state_of(node) not in held:
+            held[state_of(node)] = _input(gm, f"state{len(held)}_held", node)
+        _replace(gm, node, held[state_of(node)])
+    written = dict[tuple[int, str], Node]()
+    for node in gm.graph.find_nodes(op="call_function", target=WRITE_STATE):
+        (written[state_of(node)],) = node.all_input_nodes
+        gm.graph.erase_node(node)
+    output = gm.graph.output_node()
+    output.args = ([*output.all_input_nodes, *written.values()],)
+    return {node: written[state] for state, node in held.items()}
+
+
+def _take_real_tokens(gm: GraphModule) -> list[Node]:
+    """Make what tells tokens from padding an input: a block does not show where its rows begin."""
+    found = list[Node]()
+    for node in gm.graph.find_nodes(op="call_function", target=REAL_TOKENS):
+        found.append(_input(gm, f"real{len(found)}", node))
+        _replace(gm, node, found[-1])
+    return found
+
+
+def _input(gm: GraphModule, name: str, like: Node) -> Node:
+    """Append an input that has the shape of a node."""
+    with gm.graph.inserting_after(placeholders(gm)[-1]):
+        node = gm.graph.placeholder(f"{STATE_PREFIX}{name}")
+    node.meta["example_value"] = recorded(like)
+    node._dynamo_source = LocalSource(f"{STATE_PREFIX}{name}")
+    return node
+
+
+def _replace(gm: GraphModule, node: Node, other: Node) -> None:
+    node.replace_all_uses_with(other)
+    gm.graph.erase_node(node)
 
 
 def _read_length_from_input(gm: GraphModule, tokens: Dim) -> None:
@@ -207,10 +266,11 @@ def _users(node: Node) -> Iterator[Node]:
             yield user
 
 
-def _cuts(order: Sequence[Node], hidden: Collection[Node], tokens: Dim) -> list[int]:
+def _cuts(order: Sequence[Node], hidden: Collection[Node], tokens: Dim, states: Set[Node]) -> list[int]:
     """Return where layers begin: at the fewest bytes of values that are needed later, as late as possible.
 
-    The first begins when there is an embedding.
+    The first begins when there is an embedding, before a state is read. A state is needed to the end, so recurrent
+    layers belong to the attention that follows them.
     """
     place = {node: index for index, node in enumerate(order)}
     added = [0.0] * (len(order) + 2)
@@ -222,9 +282,11 @@ def _cuts(order: Sequence[Node], hidden: Collection[Node], tokens: Dim) -> list[
     alive = list(accumulate(added))
     sites = [index for index, node in enumerate(order) if node.target is SITE]
     embedding = next(i for i, node in enumerate(order) if node in hidden and _is_float(node))
+    readers = (i for i, node in enumerate(order) if not states.isdisjoint(node.all_input_nodes))
+    first_end = min(sites[0], next(readers, sites[0]))
     return [
         max(range(first + 1, last + 1), key=lambda place: (-alive[place], place))
-        for first, last in pairwise([embedding, *sites])
+        for first, last in [(embedding, first_end), *pairwise(sites)]
     ]
 
 

@@ -37,7 +37,7 @@ from kvpass.eval.bench.measure import (
     weight_bytes,
 )
 from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
-from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System
+from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
 from kvpass.eval.environment import machine, versions
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.progress import progress_bar
@@ -381,7 +381,7 @@ class Bench:
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:
-    """Read off a cache that holds one token.
+    """Geometry of the layers with attention, read off a cache that holds one token.
 
     Raises:
         ValueError: layers with a sliding window, or of different shapes, share no budget that other systems know.
@@ -389,17 +389,18 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
     cache: Any = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), **{CACHE: cache})
-    shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers}
-    if len(shapes) > 1 or any(layer.is_sliding for layer in cache.layers):
+    layers = [layer for layer in cache.layers if entries_of(layer)]
+    shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers}
+    if len(shapes) > 1 or any(layer.is_sliding for layer in layers):
         raise ValueError(
             f"a {model.config.model_type} model with sliding windows or layers of different shapes: "
             "the bench compares caches of equal bytes, which these have not"
         )
     ((kv_heads, key_dim, value_dim),) = shapes
     return Geometry(
-        layers=len(cache.layers),
+        layers=len(layers),
         kv_heads=kv_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        itemsize=cache.layers[0].keys.element_size(),
+        itemsize=layers[0].keys.element_size(),
     )

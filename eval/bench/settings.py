@@ -70,6 +70,14 @@ _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
             "moe_intermediate_size": 128,
         },
     ),
+    "qwen3.5-27b-shape": (
+        4096,
+        _SMALL
+        | {"model_type": "qwen3_5_text", "hidden_size": 512, "num_hidden_layers": 4, "full_attention_interval": 4}
+        | {"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256}
+        | {"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_conv_kernel_dim": 4}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    ),
     "wide-mlp": (
         16384,
         _SMALL
@@ -78,7 +86,8 @@ _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 """Usual context and config by name. The published shapes (``mistral-7b`` is v0.3) have more positions than published,
-so that prompts of a million tokens and their answers fit in each."""
+so that prompts of a million tokens and their answers fit in each. ``qwen3.5-27b-shape`` is narrower and has 4 of 64
+layers, whose caches have the published sizes."""
 
 
 def find_model(name: str, layers: int | None = None) -> BenchModel:

@@ -22,9 +22,21 @@ from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
 
 
+def entries_of(layer: Any) -> list[Tensor]:
+    """Keys and values of a layer of a transformers cache; none of one with a state only."""
+    return [] if getattr(layer, "keys", None) is None else [layer.keys, layer.values]
+
+
+def _states_of(layer: Any) -> list[tuple[str, int, Tensor]]:
+    """Kind, number and tensor of the states of a recurrent layer."""
+    held = {kind: getattr(layer, f"{kind}_states", {}) for kind in ("conv", "recurrent")}
+    return [(kind, n, state) for kind, states in held.items() for n, state in states.items() if state is not None]
+
+
 def storage_bytes(cache: Any) -> int:
     """Bytes that the storages of a transformers cache occupy, each counted once."""
-    storages = [tensor.untyped_storage() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    tensors = [x for layer in cache.layers for x in (*entries_of(layer), *(state for *_, state in _states_of(layer)))]
+    storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -44,9 +56,9 @@ class System(ABC):
         return self.model(token, **{CACHE: cache}, logits_to_keep=1).logits
 
     def decoding_cache(self, cache: Any, repeats: int) -> Any:
-        """The cache that :meth:`step` takes, every row ``repeats`` times, made of what :meth:`prefill` gave."""
+        """The cache that :meth:`step` takes, made of what :meth:`prefill` gave; ``repeats`` > 1: of its only row."""
         if repeats > 1:
-            cache.batch_repeat_interleave(repeats)
+            cache.reorder_cache(torch.zeros(repeats, dtype=torch.int64))
         return cache
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
@@ -58,13 +70,10 @@ class System(ABC):
         return storage_bytes(cache)
 
     def attended_bytes(self, cache: Any, tokens: int) -> int:
-        """Bytes of the entries that a step after ``tokens`` tokens must read."""
-        rows = [
-            tensor[:, :, : min(tensor.shape[2], tokens)]
-            for layer in cache.layers
-            for tensor in (layer.keys, layer.values)
-        ]
-        return sum(row.numel() * row.element_size() for row in rows)
+        """Bytes of the entries, and states, that a step after ``tokens`` tokens must read."""
+        rows = [tensor[:, :, :tokens] for layer in cache.layers for tensor in entries_of(layer)]
+        states = [state for layer in cache.layers for *_, state in _states_of(layer)]
+        return sum(x.numel() * x.element_size() for x in (*rows, *states))
 
 
 class HfEager(System):
@@ -124,10 +133,13 @@ class HfStatic(System):
         for index in range(len(cache.layers)):
             layer = cache.layers[index]
             cache.layers[index] = None  # its memory is free as soon as it is copied
-            keys, values = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (layer.keys, layer.values))
-            del layer
-            positions = torch.arange(keys.shape[2], device=keys.device)
-            static.update(keys, values, index, {"cache_position": positions})
+            for kind, number, state in _states_of(layer):
+                getattr(static, f"update_{kind}_state")(state.repeat_interleave(repeats, 0), index, number)
+            if entries := entries_of(layer):
+                keys, values = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in entries)
+                positions = torch.arange(keys.shape[2], device=keys.device)
+                static.update(keys, values, index, {"cache_position": positions})
+            del layer, entries
         return static
 
     def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
@@ -256,4 +268,4 @@ class Kvpass(System):
 
     def attended_bytes(self, cache: Any, tokens: int) -> int:
         stored = sum(int(store.lengths.sum()) * store.geometry.entry_bytes for store in cache.full_layers)
-        return stored + sum(ring.nbytes for ring in cache.sliding_layers)
+        return stored + sum(x.nbytes for x in (*cache.sliding_layers, *cache.states.held))

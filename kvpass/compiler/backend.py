@@ -33,6 +33,7 @@ from kvpass.graphs.bind_state import (
     held_by_module,
     size_reader,
 )
+from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.late_guards import compile_guarded
 from kvpass.graphs.one_token import one_token_inputs, one_token_pass
 from kvpass.graphs.passes import PassRecord, capture_passes, dump_graph, phase_passes, run_passes
@@ -263,9 +264,11 @@ class PhaseCompiler:
                 dump_graph(f"{label}.part_{index}", part.gm)
             with self._shown(call, MOST_PARTS), compiled_for_any_length():
                 compile_one = self._compile_one(mode.shape_env)
-                functions = compile_distinct(gm, split.parts, [*inputs, *fakes], compile_one)
+                examples = [*inputs, *fakes, *map(recorded, split.added)]
+                functions = compile_distinct(gm, split.parts, examples, compile_one)
             lookups = input_lookups(captured.gm) if layout_of(gm)[2].type == "cpu" else ()
-            captured.blocked = BlockedPrefill(gm, split, functions, lengths_allowed(gm, mode.shape_env), lookups)
+            layout, allowed = layout_of(captured.gm)[0], lengths_allowed(gm, mode.shape_env)
+            captured.blocked = BlockedPrefill(gm, layout, split, functions, allowed, lookups)
         decoder = captured.blocked
 
         def run(call: Call, *inputs: Any) -> Any:

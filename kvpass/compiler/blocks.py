@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import record_function
 
 from kvpass.compiler.parts import Regions
-from kvpass.config import Block
+from kvpass.config import Block, Layout
 from kvpass.graphs.bind_state import input_named, placeholders, size_reader
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
 from kvpass.graphs.host_weights import host_weights, is_host_weight, rooms_of
@@ -134,20 +134,22 @@ class BlockedPrefill:
     """A decoder that prefills prompts layer by layer, each layer in blocks of tokens.
 
     Args:
-        gm: the graph that was split; its last input is what :func:`nothing_seen` returns. functions: of the parts, by
-            key. allowed: from :func:`lengths_allowed`. lookups: of the inputs in tables, which are checked.
+        gm: the graph that was split; behind the inputs of the captured graph it has what :func:`nothing_seen` returns
+            and ``split.added``. layout: of its entries and states. functions: of the parts, by key. allowed: from
+            :func:`lengths_allowed`. lookups: of the inputs in tables, which are checked.
     """
 
     def __init__(
         self,
         gm: GraphModule,
+        layout: Layout,
         split: SplitPrompt,
         functions: Mapping[Hashable, Callable[..., Any]],
         allowed: Callable[[int], bool],
         lookups: Sequence[InputLookup],
     ) -> None:
         self.split, self.functions, self.allowed, self.lookups = split, functions, allowed, lookups
-        self.inputs = placeholders(gm)
+        self.inputs = [node for node in placeholders(gm) if node not in split.added]
         self.given = input_named(gm, "input_ids"), input_named(gm, "position_ids")
         self.constants = {
             node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"
@@ -155,7 +157,7 @@ class BlockedPrefill:
         tokens = batch_and_tokens(gm)[1]
         self.tokens = size_reader(gm, tokens)
         self.lengths = {node for node in self.inputs if is_scalar(node) and dim_of(recorded(node)) == tokens}
-        self.layout, self.dtype, self.device = layout_of(gm)
+        self.layout, (_, self.dtype, self.device) = layout, layout_of(gm)
         self.places = places_of(self.layout)
         self.rooms = rooms_of([host_weights(reads) for reads in split.reads])
 
@@ -207,8 +209,10 @@ class BlockedPrefill:
             prompt.run(last, edges, is_last=True)
         else:
             edges = self._last_edges(edges, block, int(recorded(result).shape[1]))
-            prompt.run(last, edges, is_last=True, needed=edges[-2])
+            writes = not set(self.split.states.values()).isdisjoint(last.after.outputs)
+            prompt.run(last, edges, is_last=True, needed=0 if writes else edges[-2])
         prompt.pack()
+        prompt.store_states()
         logits: Tensor = prompt.known[result]
         return logits
 
@@ -223,20 +227,28 @@ class _Tokens:
     """Tokens that run through the layers of a decoder, at once or behind others.
 
     Args:
-        inputs: of the captured graph. block: tokens of a block. start: first real column of each row, on the CPU.
-        seen: columns before these tokens.
+        inputs: of the captured graph. real: 1 for tokens, 0 for padding, int64 ``[B, tokens]``. block: tokens of a
+        block. start: first real column of each row, on the CPU. seen: columns before these tokens.
     Attributes:
         known: inputs, and what passes between layers, by node; of weights that stay on the host copies of those that
-            the present layer reads.
+            the present layer reads; states of recurrent layers as the last block left them.
     """
 
     def __init__(
-        self, decoder: BlockedPrefill, inputs: Sequence[Any], tokens: int, block: int, start: Tensor, seen: int = 0
+        self,
+        decoder: BlockedPrefill,
+        inputs: Sequence[Any],
+        real: Tensor,
+        block: int,
+        start: Tensor,
+        seen: int = 0,
     ) -> None:
+        tokens = real.shape[1]
         self.decoder, self.tokens, self.start, self.seen = decoder, tokens, start, seen
         self.edges = decoder.edges(tokens, block)
         given = [*inputs, nothing_seen(decoder.device) + seen]
         self.known: dict[Node, Any] = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
+        self.known.update(dict.fromkeys(decoder.split.real, real))
 
     def begin(self) -> None:
         """Run what comes before all layers."""
@@ -288,7 +300,7 @@ class _Tokens:
         return call._replace(q=queries.until(n)), lses.until(n) if lses.began else None
 
     def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
-        """Run a part for some tokens.
+        """Run a part for some tokens, which follow those of its last call.
 
         Args:
             made: values of these tokens.
@@ -296,7 +308,11 @@ class _Tokens:
         if not part.outputs:
             return {}
         given = [self._part(node, first, end, made) for node in part.inputs]
-        return dict(zip(part.outputs, self.decoder.functions[part.key](*given), strict=True))
+        found = dict(zip(part.outputs, self.decoder.functions[part.key](*given), strict=True))
+        for before, after in self.decoder.split.states.items():
+            if after in found:
+                self.known[before] = found[after].contiguous()
+        return found
 
     def _part(self, node: Node, first: int, end: int, made: Mapping[Node, Tensor]) -> Any:
         """A value for some tokens."""
@@ -360,7 +376,11 @@ class _Prompt(_Tokens):
         block: int,
         ranks: Ranks | None,
     ) -> None:
-        super().__init__(decoder, inputs, decoder.tokens(inputs), block, state["start"])
+        columns = torch.arange(decoder.tokens(inputs), device=decoder.device)
+        real = (columns >= state["first"][:, None]).long()
+        super().__init__(decoder, inputs, real, block, state["start"])
+        self.states = {node: f"state{place}" for place, node in enumerate(decoder.split.states)}
+        self.known.update({node: state[f"{name}_held"] for node, name in self.states.items()})
         self.policy, self.state, self.ranks, self.first = policy, state, ranks, state["first"]
         self.on_host = {node: self.known[node] for node in host_weights(decoder.inputs)}
         self.copies = HostCopies(decoder.device, decoder.rooms) if decoder.rooms else None
@@ -400,7 +420,7 @@ class _Prompt(_Tokens):
                 decoder.check(given)
             except ValueError as error:
                 raise ValueError(f"policy {self.policy.name!r} replays tokens, of which {error}") from None
-            yield _Tokens(decoder, given, tokens, block, self.start, n), parts
+            yield _Tokens(decoder, given, torch.ones_like(own), block, self.start, n), parts
 
     def begin(self) -> None:
         """Run what comes before all layers."""
@@ -451,6 +471,7 @@ class _Prompt(_Tokens):
             return None
         found = prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32)
         for replay, parts in self.replays:
+            replay.known.update({node: self.known[node] for node in self.states})
             read, needed = 0 if place.ring else replay.tokens, replay.tokens if is_last else 0
             call, _ = replay.attend(layer, replay.edges, read, needed, before=prompt)
             if place.ring:
@@ -491,6 +512,11 @@ class _Prompt(_Tokens):
             for place in self.decoder.places.values():
                 if not place.ring and place.layer == 0:
                     self.ops.pack(self._buffers(PrefillBuffers, place))
+
+    def store_states(self) -> None:
+        """Write what recurrent layers hold after the prompt."""
+        for node, name in self.states.items():
+            self.state[f"{name}_made"].copy_(self.known[node])
 
     def _rows_read(self, place: Place) -> int:
         """How many of the last queries are judged by."""

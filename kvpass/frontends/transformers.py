@@ -58,16 +58,14 @@ class Runtime:
     """Rules and captures of a compiled model.
 
     ``identity``: fingerprint for its caches. ``device``: on which a model computes that has weights on the host.
-    ``one_length``: all rows must have one length, because the rotary frequencies follow the longest row. ``ranks``:
-    processes that share the heads. ``expanded``: why latents are cached as expanded heads. ``block``: tokens of a block
-    of a prompt. ``attention``: numbers of the layers with attention, where others are recurrent.
+    ``ranks``: processes that share the heads. ``expanded``: why latents are cached as expanded heads. ``block``: tokens
+    of a block of a prompt. ``attention``: numbers of the layers with attention, where others are recurrent.
     """
 
     rules: Rules
     captures: CaptureCache
     identity: ModelFingerprint
     device: torch.device | None = None
-    one_length: bool = False
     ranks: Ranks | None = None
     expanded: str | None = None
     block: Block = "auto"
@@ -466,8 +464,6 @@ def _prefill(
 ) -> Tensor:
     ids = input_ids.clone(memory_format=torch.contiguous_format)
     start = first_real_column(attention_mask, *ids.shape)
-    if model._kvpass.one_length and bool((start != start[0]).any()):
-        raise ValueError("rope_type='longrope': its frequencies follow the longest row; give rows of one length")
     columns = torch.arange(ids.shape[1], device=ids.device)
     positions = _positions(position_ids, (columns - start.to(ids.device)[:, None]).clamp(min=0))
     if position_ids is not None:

@@ -58,7 +58,6 @@ def quiet():
     return Console(quiet=True)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.exhaustive  # five seconds
 def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
     entry = 2 * 8 * 4
@@ -208,8 +207,40 @@ def test_the_largest_batch_is_as_many_rows_as_the_room_beside_the_weights_has():
     assert bench.record(found, [found], 2, None, 1.0, None)["largest_batch"] is None
 
 
-def test_the_same_answer_whatever_the_cache_is_repeated_in(micro):
-    model = build(find_model(micro), 0)
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+STATES = ((2 * 2 + 4) * 8 * 4 + 4 * 8 * 8) * 4
+"""Bytes of its convolution, 4 columns wide, and of its recurrence."""
+
+
+@pytest.fixture
+def hybrid(micro_sizes, tmp_path):
+    path = tmp_path / "hybrid.json"
+    path.write_text(json.dumps({**micro_sizes, **HYBRID}))
+    return str(path)
+
+
+def test_bytes_of_a_model_with_recurrent_layers_count_its_states(hybrid):
+    run = Bench(settings(hybrid, systems=("hf-eager",))).run(quiet())["runs"][0]
+    entry = 2 * 2 * 8 * 4
+    assert run["budget"]["bytes"] == 16 * entry
+    found = {record["name"]: record for record in run["systems"]}
+    assert found["hf-eager"]["cache_bytes"] == found["hf-eager"]["attended_bytes"] == 51 * entry + STATES
+    assert found["lava"]["attended_bytes"] == 19 * entry + STATES
+    assert found["lava"]["cache_bytes"] > 19 * entry + 2 * STATES
+
+
+@pytest.mark.parametrize("kind", ["micro", "hybrid"])
+def test_the_same_answer_whatever_the_cache_is_repeated_in(kind, request):
+    model = build(find_model(request.getfixturevalue(kind)), 0)
     ids = torch.randint(64, (1, 40))
     expected = None
     for system in (

@@ -53,7 +53,9 @@ class MaskedOracle:
         allowed |= torch.eye(s, dtype=torch.bool)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         _ORACLE_MASKS[:] = list(allowed.unbind(1))
-        return self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        # recurrent layers must not read padding; attention reads ``allowed`` alone
+        given = {} if bool(mask.all()) else {"attention_mask": mask}
+        return self.model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits
 
 
 _ORACLE_NAME = "kvpass_masked_oracle"
