@@ -73,19 +73,25 @@ def _order(node: Node) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def _read_by(call: Node, x: Node, features: int) -> OutputProjection | None:
-    """Return the projection if the call multiplies ``x`` ``[..., features]`` by a parameter."""
+def product_with_weight(call: Node) -> tuple[Node, Node, bool] | None:
+    """Return x, the weight and whether its inputs come first, if the call multiplies x ``[..., in]`` by a parameter."""
     operands = [operand for operand in call.args if isinstance(operand, Node)]
     name = target_name(call)
     place = 1 if name == "addmm" else 0
-    if name not in ("linear", "addmm", "mm", "matmul") or (shape_of(x) or (None,))[-1] != features:
+    if name not in ("linear", "addmm", "mm", "matmul") or call.kwargs.keys() - {"bias"} or len(operands) < place + 2:
         return None
-    if call.kwargs.keys() - {"bias"} or len(operands) < place + 2 or operands[place] is not x:
-        return None
-    weight, inputs_first = operands[place + 1], name != "linear"
+    x, weight, inputs_first = operands[place], operands[place + 1], name != "linear"
     if inputs_first and (target_name(weight) == "t" or weight.args[1:] == ("T",)):
         weight, inputs_first = weight.all_input_nodes[0], False
-    shape = shape_of(weight) or ()
+    features, shape = (shape_of(x) or (None,))[-1], shape_of(weight) or ()
     if len(shape) != 2 or shape[0 if inputs_first else 1] != features or not is_module_tensor(weight):
         return None
-    return OutputProjection(weight, inputs_first)
+    return x, weight, inputs_first
+
+
+def _read_by(call: Node, x: Node, features: int) -> OutputProjection | None:
+    """Return the projection if the call multiplies ``x`` ``[..., features]`` by a parameter."""
+    product = product_with_weight(call)
+    if product is None or product[0] is not x or (shape_of(x) or (None,))[-1] != features:
+        return None
+    return OutputProjection(*product[1:])

@@ -39,6 +39,7 @@ from torch.fx import GraphModule, Node
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.config import Layout, SiteShape, StateShape
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.attention_input import attention_input
 from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
 from kvpass.graphs.output_projection import OutputProjection, output_projection
 from kvpass.graphs.rotary_embedding import rotary_frequencies
@@ -118,6 +119,22 @@ class Site:
                 "the policy needs the rotary embedding of the queries, which must turn all channels, each of the first "
                 "half with one of the second, by position_ids times a tensor of the model; take a policy that does not "
                 "need it, see docs/policies.md",
+            )
+        return found
+
+    @property
+    def attention_input(self) -> Node:
+        """What the linear layers of queries, keys and values read, ``[B, T, hidden]`` or ``[B * T, hidden]``.
+
+        Raises:
+            UnsupportedAttentionError: there is no such tensor.
+        """
+        found = attention_input(self.q, self.k, self.v)
+        if found is None:
+            raise refuse(
+                self.node,
+                "the policy needs what enters the attention layer: one tensor that the linear layers of queries, keys "
+                "and values read; take a policy that does not need it, see docs/policies.md",
             )
         return found
 

@@ -73,21 +73,22 @@ def split_graph(gm: GraphModule) -> list[Part | Node]:
     return make_parts(gm, pieces)
 
 
-def make_parts(gm: GraphModule, pieces: Sequence[Node | list[Node]]) -> list[Part | Node]:
+def make_parts(gm: GraphModule, pieces: Sequence[Node | list[Node]], given: Iterable[Node] = ()) -> list[Part | Node]:
     """Return a part for each list of nodes, and single nodes as they are.
 
     Args:
-        pieces: all calls of the graph, in an order in which they can run.
+        pieces: all calls of the graph, in an order in which they can run. given: results that parts have besides those
+            that others read.
     Raises:
         CannotSplitError: as :func:`split_graph`.
     """
     whole = [piece if isinstance(piece, Node) else _with_sizes(piece) for piece in pieces]
     sizes = {symbol: node for node in placeholders(gm) if is_scalar(node) for symbol in symbols_in(node)}
     inputs = [_inputs(piece, sizes) for piece in whole]
-    read = set().union(*inputs, gm.graph.output_node().all_input_nodes)
+    read = set().union(*inputs, gm.graph.output_node().all_input_nodes, given)
     return [
-        piece if isinstance(piece, Node) else _part(piece, given, [node for node in own if node in read])
-        for piece, given, own in zip(whole, inputs, map(_listed, pieces), strict=True)
+        piece if isinstance(piece, Node) else _part(piece, reads, [node for node in own if node in read])
+        for piece, reads, own in zip(whole, inputs, map(_listed, pieces), strict=True)
     ]
 
 

@@ -64,7 +64,7 @@ class Layer:
 
     Attributes:
         results: values that later layers need, or what the decoder returns. read_last: values of earlier layers that no
-            later one needs.
+            later one needs. entering: what enters attention, where it was asked for and the site has no sliding window.
     """
 
     before: Part
@@ -72,6 +72,7 @@ class Layer:
     after: Part
     results: tuple[Node, ...] = ()
     read_last: frozenset[Node] = frozenset()
+    entering: Node | None = None
 
     @property
     def reads(self) -> tuple[Node, ...]:
@@ -111,12 +112,13 @@ class SplitPrompt:
         return [self.begin.inputs, *(layer.reads for layer in self.layers)]
 
 
-def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
+def split_layers(gm: GraphModule, seen: Node, *, entering: bool = False) -> SplitPrompt:
     """Split a canonical graph, which is changed: values that pass between layers are recorded as contiguous.
 
     Args:
-        seen: the input from which a decoder counts its positions.
+        seen: the input from which a decoder counts its positions. entering: parts also give what enters attention.
     Raises:
+        UnsupportedAttentionError: what enters attention is asked for and not found.
         CannotSplitError: a value that is not one for each token is needed in two layers, a layer writes into a tensor
             of another, or the decoder returns something else than logits.
     """
@@ -161,10 +163,14 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     for site, (first, end) in zip(sites, pairwise([*cuts, len(order)]), strict=True):
         middle = order.index(site.node)
         pieces += [order[first:middle], site.node, order[middle + 1 : end]]
-    parts: list[Any] = make_parts(gm, pieces)
+    entered = [site.attention_input if entering and site.sliding_window is None else None for site in sites]
+    parts: list[Any] = make_parts(gm, pieces, [node for node in entered if node is not None])
     if any(node.op.startswith("call_") for node in parts[0].inputs):
         raise CannotSplitError("sizes of positions are read from a layer")
-    layers = [Layer(*three) for three in zip(parts[1::3], sites, parts[3::3], strict=True)]
+    layers = [
+        Layer(before, site, after, entering=node)
+        for before, site, after, node in zip(parts[1::3], sites, parts[3::3], entered, strict=True)
+    ]
     return SplitPrompt(parts[0], _with_lives(layers, {*between, result}), result, axes, states, real)
 
 

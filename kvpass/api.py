@@ -110,7 +110,7 @@ def compile(
 ) -> CompressedModel: ...
 @overload
 def compile(
-    model: PreTrainedModel, *, policy: Literal["kvzip"], **options: Unpack[o.KVzipOptions]
+    model: PreTrainedModel, *, policy: Literal["kvzip", "kvzip_plus"], **options: Unpack[o.KVzipOptions]
 ) -> CompressedModel: ...
 @overload
 def compile(

@@ -36,6 +36,7 @@ from kvpass.ops.reference import row_groups
 from kvpass.ops.schemas import implementation
 from kvpass.ops.sliding import keep_newest
 from kvpass.policies.base import Policy
+from kvpass.policies.observation import projected_norms
 from kvpass.policies.replay import Replay, Replayed, most_attended
 from kvpass.ranks import Ranks
 from kvpass.torch_compat import shape_guards, symbol_bounds
@@ -263,8 +264,10 @@ class _Tokens:
         needed: int = 0,
         before: Attention | None = None,
         follow: Callable[[Attention, Tensor | None], None] | None = None,
-    ) -> tuple[Attention, Tensor | None]:
+    ) -> tuple[Attention, Tensor | None, Tensor | None]:
         """Run a layer; return its call with the queries of the last ``read`` tokens, and their log-sum-exp.
+
+        Of tokens that run behind others also the L2 norm of what enters attention, fp32 ``[B, T]``, where it is given.
 
         Args:
             edges: where blocks begin, and the end. needed: token from which on results are; of earlier ones only keys
@@ -272,7 +275,7 @@ class _Tokens:
         """
         site, n, seen = layer.site, self.tokens, self.seen
         queries, lses = _Columns(n - read, n), _Columns(n - read, n)
-        keys, values = _Columns(0, seen + n), _Columns(0, seen + n)
+        keys, values, norms = _Columns(0, seen + n), _Columns(0, seen + n), list[Tensor]()
         if before is not None:
             keys.put(0, before.k)
             values.put(0, before.v)
@@ -282,6 +285,9 @@ class _Tokens:
             keys.put(seen + first, k)
             values.put(seen + first, v)
             queries.put(first, q)
+            if before is not None and layer.entering is not None:
+                x = self._part(layer.entering, first, end, made)
+                norms.append(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).view(len(q), -1))
             sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
             call = Attention(q, keys.until(seen + end), values.until(seen + end), site.scale, site.softcap, sinks)
             judged = before is None and end > n - read
@@ -297,7 +303,8 @@ class _Tokens:
                 self._store(layer, first, end, made)
         for node in layer.read_last:
             self.known.pop(node, None)
-        return call._replace(q=queries.until(n)), lses.until(n) if lses.began else None
+        entered = torch.cat(norms, 1) if norms else None
+        return call._replace(q=queries.until(n)), lses.until(n) if lses.began else None, entered
 
     def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
         """Run a part for some tokens, which follow those of its last call.
@@ -456,7 +463,7 @@ class _Prompt(_Tokens):
                 summed[0][..., : sums.shape[2]] += sums
 
         follow = add_sums if self.policy.sums_columns and not place.ring else None
-        call, lse = self.attend(layer, edges, self._rows_read(place), needed, follow=follow)
+        call, lse, _ = self.attend(layer, edges, self._rows_read(place), needed, follow=follow)
         replayed = self._replay(layer, call, place, is_last=is_last)
         if place.ring:
             columns = torch.arange(self.tokens, device=call.k.device)
@@ -470,17 +477,21 @@ class _Prompt(_Tokens):
         if not self.replays:
             return None
         found = prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32)
+        weighed = self.policy.weighs_replays and not place.ring
+        value_norms = projected_norms(prompt.v, self._projection(layer.site), 2) if weighed else None
         for replay, parts in self.replays:
             replay.known.update({node: self.known[node] for node in self.states})
             read, needed = 0 if place.ring else replay.tokens, replay.tokens if is_last else 0
-            call, _ = replay.attend(layer, replay.edges, read, needed, before=prompt)
+            call, _, entered = replay.attend(layer, replay.edges, read, needed, before=prompt)
             if place.ring:
                 continue
             for rows, column, part in parts:
                 own = slice(0, part.ids.shape[1])
                 queries, keys = call.q[rows, :, own], call.k[rows, :, self.tokens :][:, :, own]
-                seen = Replayed(part.first, part.last, part.sinks, queries, keys)
-                most = most_attended(prompt.k[rows, :, column:], [seen], *call[3:])
+                norms = None if entered is None else entered[rows, own]
+                seen = Replayed(part.first, part.last, part.sinks, queries, keys, norms)
+                worth = None if value_norms is None else value_norms[rows, :, column:]
+                most = most_attended(prompt.k[rows, :, column:], [seen], *call[3:], value_norms=worth)
                 found[rows, :, column:] = torch.maximum(found[rows, :, column:], most)
         return found
 

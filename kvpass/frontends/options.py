@@ -29,6 +29,7 @@ PolicyName = Literal[
     "keydiff",
     "knorm",
     "kvzip",
+    "kvzip_plus",
     "lagkv",
     "lava",
     "layer_defensivekv",

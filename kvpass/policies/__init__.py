@@ -23,7 +23,7 @@ from kvpass.policies.expected_attention import ExpectedAttention
 from kvpass.policies.h2o import H2O
 from kvpass.policies.keydiff import KeyDiff
 from kvpass.policies.knorm import Knorm
-from kvpass.policies.kvzip import KVzip
+from kvpass.policies.kvzip import KVzip, KVzipPlus
 from kvpass.policies.lagkv import LagKV
 from kvpass.policies.lava import Lava, LavaNoHead, LavaPyramid, LavaUniform
 from kvpass.policies.pyramidkv import PyramidKV
@@ -179,6 +179,7 @@ for _policy in (
     LagKV,
     Knorm,
     KVzip,
+    KVzipPlus,
     Random,
 ):
     register_policy(_policy)

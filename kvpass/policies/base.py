@@ -54,6 +54,9 @@ class Policy(ABC):
     """Whether it reads ``obs.frequencies``, the rotary embedding; a model without one that is found is then refused."""
     reads_replays: ClassVar[bool] = False
     """Whether it reads ``obs.replayed_attention``: what the tokens of :meth:`replays` attend to."""
+    weighs_replays: ClassVar[bool] = False
+    """Whether what it reads of replays is weighed by norms; it then also says ``reads_projection``. What enters
+    attention must be found in the model, which is else refused."""
     needs_question: ClassVar[bool] = True
     """Whether its score follows what the prompt asks, so that it is poor where the question is not yet known."""
     only_prompts: ClassVar[bool] = False

@@ -88,3 +88,19 @@ class KVzip(Policy):
 
     def layers(self) -> LayerSplit:
         return GlobalLayers() if self.split == "layers" else UniformLayers(self.parity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVzipPlus(KVzip):
+    """Weigh what a repetition attends to by what it adds: KVzip+ (kvpress 0.5.5, on KVzip, arXiv 2505.23416).
+
+    As :class:`KVzip`, but before the maximum over tokens and query heads h, the attention that a token pays an entry is
+    multiplied by the L2 norm of ``W_h v``, W_h being the columns of the output projection that read query head h, and
+    divided by the L2 norm of what enters the attention layer for that token.
+
+    Departure: a token whose norm is 0 pays nothing; kvpress divides by 0.
+    """
+
+    name: ClassVar[str] = "kvzip_plus"
+    reads_projection: ClassVar[bool] = True
+    weighs_replays: ClassVar[bool] = True

@@ -52,6 +52,28 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
 
 
+def projected_norms(values: Tensor, projection: Tensor, order: int) -> Tensor:
+    """Return the norm of ``W_h v`` of that order for each query head h, fp32 ``[B, H, N]``; not zero in padding.
+
+    W_h are the columns of the output projection that read query head h. Products are made in blocks of tokens, in fp32;
+    on CUDA in the dtype of the values.
+
+    Args:
+        values: ``[B, K, N, Dv]``. projection: weight of the output projection ``[hidden, H * Dv]``.
+    """
+    batch, kv_heads, n, dim = values.shape
+    dtype = values.dtype if values.is_cuda else torch.float32
+    weight = projection.to(dtype).unflatten(1, (-1, dim))
+    group = weight.shape[1] // kv_heads
+    tokens = max(_PROJECTED_ELEMENTS // (batch * weight.shape[0]), 1)
+    norms = values.new_empty(batch, weight.shape[1], n, dtype=torch.float32)
+    for head in range(weight.shape[1]):
+        for first in range(0, n, tokens):
+            rows = values[:, head // group, first : first + tokens].to(dtype) @ weight[:, head].T
+            norms[:, head, first : first + tokens] = torch.linalg.vector_norm(rows, order, -1, dtype=torch.float32)
+    return norms
+
+
 @dataclass(frozen=True, eq=False)
 class Observation:
     """One attention op after prefill.
@@ -143,7 +165,7 @@ class Observation:
     def replayed_attention(self) -> Tensor:
         """The most attention that a token of the policy's replays pays each entry, fp32 ``[B, K, N]``.
 
-        See :func:`kvpass.policies.replay.most_attended`.
+        Weighed by norms for policies that say ``weighs_replays``. See :func:`kvpass.policies.replay.most_attended`.
 
         Raises:
             ValueError: the replays are not given.
@@ -281,25 +303,11 @@ class Observation:
     def projected_value_norm(self) -> Tensor:
         """Mean over the group of the L1 norm of ``W_h v``, ``[B, K, N]``; not zero in padding.
 
-        W_h are the columns of the output projection that read query head h. Products are made in blocks of tokens, in
-        fp32; on CUDA in the dtype of the values.
+        See :func:`projected_norms`.
 
         Raises:
             ValueError: the output projection is not given.
         """
         if self.projection is None:
             raise ValueError("the output projection is needed and not given")
-        batch, kv_heads, n, dim = self.values.shape
-        dtype = self.values.dtype if self.values.is_cuda else torch.float32
-        weight = self.projection.to(dtype).unflatten(1, (kv_heads, self.group, dim))
-        tokens = max(_PROJECTED_ELEMENTS // (batch * weight.shape[0]), 1)
-        norms = self.values.new_empty(batch, kv_heads, n, dtype=torch.float32)
-        for kv_head in range(kv_heads):
-            for first in range(0, n, tokens):
-                rows = self.values[:, kv_head, first : first + tokens].to(dtype)
-                total = sum(
-                    (rows @ weight[:, kv_head, member].T).abs().sum(-1, dtype=torch.float32)
-                    for member in range(self.group)
-                )
-                norms[:, kv_head, first : first + tokens] = total / self.group
-        return norms
+        return projected_norms(self.values, self.projection, 1).unflatten(1, (self.kv_heads, -1)).mean(2)

@@ -13,7 +13,7 @@ from kvpass.config import Budget, Geometry
 from kvpass.policies import parse_budget, resolve
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, Slots, keep_mask
-from kvpass.policies.observation import Observation
+from kvpass.policies.observation import Observation, projected_norms
 from kvpass.policies.options import check_float
 from kvpass.policies.replay import Replayed, most_attended
 from kvpass.policies.scheduler import best_over_layers
@@ -91,7 +91,7 @@ def plan(
         rope_frequencies: for policies that read them, the inverse frequencies of the rotary embedding of each layer,
             ``[L, D / 2]``; channels j and ``j + D / 2`` of queries and keys turn together.
         replays: for policies that read them, queries ``[L, B, H, T, D]`` and keys ``[L, B, K, T, D]`` of what runs
-            behind the prompt.
+            behind the prompt; for those that weigh them also norms ``[L, B, T]``.
     Raises:
         ValueError: unknown policy or option, option or budget out of range, shapes that do not fit together, a value
             that is not finite, ``R < window``, ``N = 0``, no ``output_weights``, ``rope_frequencies`` or ``replays``
@@ -106,7 +106,8 @@ def plan(
     projections, frequencies = _projections(chosen, output_weights, q, v), _frequencies(chosen, rope_frequencies, q)
     factor = dim**-0.5 if scale is None else scale
     check_float("scale", factor, 0.0, open_low=True)
-    given = list(zip(projections, frequencies, _attended(chosen, replays, q, k, factor), strict=True))
+    attended = _attended(chosen, replays, q, k, v, projections, factor)
+    given = list(zip(projections, frequencies, attended, strict=True))
     parsed, entries = _entries(chosen, budget, k, v)
 
     rows = []
@@ -293,7 +294,13 @@ def _frequencies(policy: Policy, given: Layers | None, q: Tensor) -> Sequence[Te
 
 
 def _attended(
-    policy: Policy, replays: Sequence[Replayed], q: Tensor, k: Tensor, scale: float
+    policy: Policy,
+    replays: Sequence[Replayed],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    projections: Sequence[Tensor | None],
+    scale: float,
 ) -> Sequence[Tensor | None]:
     """Return :func:`most_attended` of each layer, None for each if the policy does not read it."""
     layers, batch, kv_heads, length, dim = k.shape
@@ -301,7 +308,7 @@ def _attended(
         return [None] * layers
     if not replays:
         raise ValueError(f"policy {policy.name!r} reads what tokens behind the prompt attend to: pass replays=[...]")
-    for at, (first, last, sinks, queries, keys) in enumerate(replays):
+    for at, (first, last, sinks, queries, keys, norms) in enumerate(replays):
         if not 0 <= sinks <= first < last <= length:
             raise ValueError(
                 f"replays[{at}]: sinks={sinks}, first={first}, last={last} must ascend, up to the prompt's {length}"
@@ -315,10 +322,25 @@ def _attended(
                 )
             _check_finite(f"replays[{at}].{name}", x)
 
-    def of_layer(layer: int) -> list[Replayed]:
-        return [part._replace(queries=part.queries[layer], keys=part.keys[layer]) for part in replays]
+        if policy.weighs_replays:
+            if norms is None or norms.shape != (layers, batch, rows):
+                given = None if norms is None else tuple(norms.shape)
+                raise ValueError(f"replays[{at}].norms.shape={given}: must be [{layers}, {batch}, {rows}]")
+            _check_finite(f"replays[{at}].norms", norms)
 
-    return [most_attended(k[layer], of_layer(layer), scale) for layer in range(layers)]
+    found = []
+    for layer, weight in enumerate(projections):
+        parts = [
+            part._replace(
+                queries=part.queries[layer],
+                keys=part.keys[layer],
+                norms=None if part.norms is None else part.norms[layer],
+            )
+            for part in replays
+        ]
+        norms = projected_norms(v[layer], weight, 2) if policy.weighs_replays and weight is not None else None
+        found.append(most_attended(k[layer], parts, scale, value_norms=norms))
+    return found
 
 
 def _stack(name: str, tensors: Layers) -> Tensor:

@@ -33,13 +33,17 @@ class Replay:
 
 
 class Replayed(NamedTuple):
-    """A replay in one layer: queries ``[B, H, T, D]`` and keys ``[B, K, T, D]``, RoPE applied; see :class:`Replay`."""
+    """A replay in one layer: queries ``[B, H, T, D]`` and keys ``[B, K, T, D]``, RoPE applied; see :class:`Replay`.
+
+    norms: for policies that say ``weighs_replays``, the L2 norm of what enters attention, fp32 ``[B, T]``.
+    """
 
     first: int
     last: int
     sinks: int
     queries: Tensor
     keys: Tensor
+    norms: Tensor | None = None
 
 
 def longest_replay(policy: Policy, tokens: int) -> int:
@@ -49,15 +53,23 @@ def longest_replay(policy: Policy, tokens: int) -> int:
 
 
 def most_attended(
-    keys: Tensor, replays: Iterable[Replayed], scale: float, softcap: float | None = None, sinks: Tensor | None = None
+    keys: Tensor,
+    replays: Iterable[Replayed],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    value_norms: Tensor | None = None,
 ) -> Tensor:
     """Return the most attention that any row and query head of the group pays an entry, fp32 ``[B, K, N]``.
 
     The softmax of a row is over the first ``sinks`` entries of its replay, the entries that it observes, and the tokens
-    of the replay up to the row; the rest of the prompt is not in it. Zeros for entries that no replay observes.
+    of the replay up to the row; the rest of the prompt is not in it. Zeros for entries that no replay observes. With
+    norms, attention is divided by that of the row (rows of norm 0 pay none) and multiplied by that of the entry.
 
     Args:
-        keys: of the prompt, ``[B, K, N, D]``. scale, softcap, sinks: as :class:`Observation` has them.
+        keys: of the prompt, ``[B, K, N, D]``. scale, softcap, sinks: as :class:`Observation` has them. value_norms: of
+            the entries for each query head, fp32 ``[B, H, N]``; then all replays have norms.
     """
     found = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     for replay in replays:
@@ -66,7 +78,14 @@ def most_attended(
         obs = Observation(replay.queries, seen, seen, scale, rows, 0, 1, softcap, sinks)
         for kv_head in range(keys.shape[1]):
             most = found[:, kv_head, replay.first : replay.last]
+            heads = slice(kv_head * obs.group, (kv_head + 1) * obs.group)
             for row in range(before, obs.length, _ROW_BLOCK):
-                attention = obs.attention(kv_head, row, min(row + _ROW_BLOCK, obs.length))
-                torch.maximum(most, attention[..., replay.sinks : before].amax((1, 2)), out=most)
+                end = min(row + _ROW_BLOCK, obs.length)
+                paid = obs.attention(kv_head, row, end)[..., replay.sinks : before]
+                if value_norms is not None:
+                    assert replay.norms is not None
+                    norms = replay.norms[:, None, row - before : end - before, None]
+                    paid = (paid * torch.where(norms > 0, 1 / norms, 0)).amax(2)
+                    paid = (paid * value_norms[:, heads, replay.first : replay.last])[:, :, None]
+                torch.maximum(most, paid.amax((1, 2)), out=most)
     return found

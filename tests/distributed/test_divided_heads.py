@@ -23,6 +23,7 @@ from kvpass.ops import evict, recompress, reference
 from kvpass.policies import resolve
 from kvpass.policies.h2o import H2O
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
+from kvpass.policies.observation import projected_norms
 from kvpass.policies.plan import plan
 from kvpass.policies.replay import Replayed, most_attended
 from kvpass.ranks import Ranks, digest
@@ -82,7 +83,8 @@ def recorded(
     buffers = store._prefill
     for layer in range(LAYERS):
         call = Attention(q[layer], k[layer], v[layer], DIM**-0.5)
-        most = most_attended(call.k, [replayed(call.q, call.k)], call.scale)
+        norms = projected_norms(v[layer], weights[layer], 2) if policy.weighs_replays else None
+        most = most_attended(call.k, [replayed(call.q, call.k)], call.scale, value_norms=norms)
         asked = Requested(weights[layer], TURNS[layer], buffers.entries, replayed=most)
         seen = reference.judge(call, None, start, start, layer, LAYERS, policy, asked, ranks)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
@@ -95,7 +97,7 @@ def recorded(
 
 def replayed(q: Tensor, k: Tensor) -> Replayed:
     """Ten tokens of the prompt itself, run behind it."""
-    return Replayed(4, k.shape[-2], 4, q[..., 20:30, :], k[..., 20:30, :])
+    return Replayed(4, k.shape[-2], 4, q[..., 20:30, :], k[..., 20:30, :], torch.ones(*k.shape[:-3], 10))
 
 
 def own_heads(ranks: Ranks | None, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -142,6 +144,7 @@ def sent_of_a_prompt(name: str, evictable: int) -> int:
         "defensivekv": heads * (evictable + 2),
         "layer_defensivekv": heads * (evictable + 2) + 8 * slots,
         "kvzip": 8 * slots,
+        "kvzip_plus": 8 * slots,
         "expected_attention": heads,
     }
     return heads * evictable + more.get(name, 0)

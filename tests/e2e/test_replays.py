@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 import kvpass
 from pairwise import quick
-from tiny_models import FAMILIES, HYBRIDS, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import FAMILIES, HYBRIDS, LATENT, compiled_once, left_pad, random_ids, tiny_model
 
 ASKED = {"sinks": 3, "chunk": 12, "overlap": 5, "prompt_ids": (5, 6, 7), "again_ids": (9, 8), "suffix_ids": (11,)}
 BUDGET = 9
@@ -19,32 +23,67 @@ WITH_ATTENTIONS += [name for name in ("lfm2", "falcon_h1", "qwen3_5") if name in
 is asked for (falcon_alibi's logits then differ)."""
 SHARED = "gpt_oss"
 """Grouped heads, layers with sliding windows, attention sinks: tried in every run."""
+PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
+TRIED = [
+    *((family, "kvzip") for family in WITH_ATTENTIONS),
+    *((family, "kvzip_plus") for family in WITH_ATTENTIONS if family not in ("deepseek_v3", *LATENT)),
+]
 
 
-def attended_most(model: PreTrainedModel, ids: Tensor, kv_heads: int) -> Tensor:
-    """What the replays of ``ASKED`` attend to in the whole model, run as one text each, ``[L, K, N]``."""
+def attended_most(model: PreTrainedModel, ids: Tensor, kv_heads: int, *, weighed: bool) -> Tensor:
+    """What the replays of ``ASKED`` attend to in the whole model, run as one text each, ``[L, K, N]``.
+
+    Args:
+        weighed: by the norms of KVzip+.
+    """
     first, n, found = ASKED["sinks"], ids.shape[1], []
     for begin in range(first, n, ASKED["chunk"]):
         end = min(begin + ASKED["chunk"], n)
         before = ids[0, begin - ASKED["overlap"] : begin].tolist()
         lead = [*ASKED["again_ids"], *before] if begin > first else [*ASKED["prompt_ids"]]
         own = torch.tensor([[*lead, *ASKED["suffix_ids"], *ids[0, begin:end].tolist()]])
-        with torch.no_grad():
-            layers = model(torch.cat([ids, own], 1), output_attentions=True, use_cache=False).attentions
+        with torch.no_grad(), entering(model) as entered:
+            out = model(torch.cat([ids, own], 1), output_attentions=True, use_cache=weighed)
         seen = [*range(first), *range(begin, end), *range(n, n + own.shape[1])]
-        for layer, attention in enumerate(layers):
+        for layer, attention in enumerate(out.attentions):
             rows = attention[0, :, n:]
             part = rows[..., seen] / (rows[..., seen].sum(-1, keepdim=True) + 1 - rows.sum(-1, keepdim=True))
             if len(found) <= layer:
                 found.append(torch.zeros(kv_heads, n))
-            most = part[..., first : first + end - begin].amax(1)
-            found[layer][:, begin:end] = most.unflatten(0, (kv_heads, -1)).amax(1)
+            paid = part[..., first : first + end - begin]
+            if weighed:
+                x, weight = entered[layer]
+                values = out.past_key_values.layers[layer].values[0].repeat_interleave(len(rows) // kv_heads, 0)
+                if values.shape[1] != n + own.shape[1]:
+                    continue  # a sliding window
+                worth = (values @ weight.unflatten(1, (len(rows), -1)).permute(1, 2, 0)).norm(dim=-1)
+                paid = paid * worth[:, None, begin:end] / x[0, n:].norm(dim=-1)[:, None]
+            found[layer][:, begin:end] = paid.amax(1).unflatten(0, (kv_heads, -1)).amax(1)
     return torch.stack(found)
+
+
+@contextmanager
+def entering(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Of each attention module what enters it, and the weight ``[hidden, H * D]`` of its last linear layer."""
+    found, hooks = list[tuple[Tensor, Tensor]](), []
+    for path, module in model.named_modules():
+        below = dict(module.named_children())
+        name = next((name for name in PROJECTIONS if name in below), None)
+        if name is not None and "mlp" not in path:
+            weight = below[name].weight.T if isinstance(below[name], Conv1D) else below[name].weight
+
+            def keep(module, args, kwargs, weight=weight):
+                found.append((args[0] if args else kwargs["hidden_states"], weight))
+
+            hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+    yield found
+    for hook in hooks:
+        hook.remove()
 
 
 def kept_by(worth: Tensor) -> list[list[list[int]]]:
     """Positions of the first entries and the best others of all layers and heads, of ``[L, K, N]``."""
-    worth[..., : ASKED["sinks"]] = 2.0
+    worth[..., : ASKED["sinks"]] = torch.inf
     best = worth.flatten().topk(min(BUDGET, worth.shape[2]) * worth.shape[0] * worth.shape[1]).indices
     keep = torch.zeros(worth.numel(), dtype=torch.bool).scatter(0, best, True).view(worth.shape)
     return [[head.nonzero().flatten().tolist() for head in layer] for layer in keep]
@@ -54,14 +93,15 @@ def positions_of(cache: kvpass.CompressedCache, row: int = 0) -> list[list[list[
     return [[head[head >= 0].tolist() for head in layer] for layer in cache.positions[row]]
 
 
-@pytest.mark.parametrize("family", quick(WITH_ATTENTIONS, [SHARED]))
-def test_entries_that_a_repetition_attends_to_are_kept_in_padded_rows_too(family):
-    _, fast = compiled_once(family, layers=2, policy="kvzip", budget=BUDGET, backend="eager", **ASKED)
+@pytest.mark.parametrize("tried", quick(TRIED, [(SHARED, "kvzip"), (SHARED, "kvzip_plus")]), ids="-".join)
+def test_entries_that_a_repetition_attends_to_are_kept_in_padded_rows_too(tried):
+    family, policy = tried
+    _, fast = compiled_once(family, layers=2, policy=policy, budget=BUDGET, backend="eager", **ASKED)
     eager = tiny_model(family, layers=2, attn_implementation="eager")
     prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (41, 19)]
     cache = fast.compress(*left_pad(prompts))
     for row, prompt in enumerate(prompts):
-        worth = attended_most(eager, prompt[None], cache.lengths.shape[2])
+        worth = attended_most(eager, prompt[None], cache.lengths.shape[2], weighed=policy == "kvzip_plus")
         assert positions_of(cache, row) == kept_by(worth[list(cache.layer_ids)])
 
 
@@ -80,15 +120,16 @@ def test_what_is_kept_is_decoded_and_saved_as_by_any_policy(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", SHARED])
-def test_compiled_parts_keep_what_the_graph_keeps(family):
-    model = tiny_model(family, layers=2)
-    ids = random_ids(2, 41)
+@pytest.mark.parametrize("policy", ["kvzip", "kvzip_plus"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "bloom", SHARED])
+def test_compiled_parts_keep_what_the_graph_keeps_in_blocks_too(family, policy):
+    model, ids = tiny_model(family, layers=2), random_ids(2, 41)
     kept = [
-        kvpass.compile(model, policy="kvzip", budget=BUDGET, backend=backend, **ASKED).compress(ids).positions
-        for backend in ("eager", "inductor")
+        kvpass.compile(model, policy=policy, budget=BUDGET, **how, **ASKED).compress(ids).positions
+        for how in ({"backend": "eager"}, {"backend": "eager", "prefill_block": 8}, {"backend": "inductor"})
     ]
-    assert torch.equal(*kept)
+    assert torch.equal(kept[0], kept[1])
+    assert torch.equal(kept[0], kept[2])
 
 
 def test_a_prompt_that_leaves_no_positions_for_its_replays_is_refused_and_a_shorter_one_is_not():
@@ -118,6 +159,16 @@ def test_a_decoder_that_is_not_split_into_layers_is_refused():
 def test_a_request_that_is_no_list_of_ids_is_refused(wrong):
     with pytest.raises(ValueError, match="must be a list of token ids"):
         kvpass.compile(tiny_model("llama"), policy="kvzip", budget=BUDGET, prompt_ids=wrong)
+
+
+@pytest.mark.parametrize(("family", "what"), [("diffllama", "output projection"), ("deepseek_v3", "what enters")])
+def test_a_decoder_without_the_norms_that_weigh_is_refused(family, what):
+    _, fast = compiled_once(family, layers=2, policy="kvzip_plus", budget=BUDGET, backend="eager")
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=f"needs .*{what}"):
+        fast(random_ids(1, 30))
+    fast.set_policy("kvzip", BUDGET)
+    kept = fast.compress(random_ids(1, 30)).lengths
+    assert kept.sum() == BUDGET * kept.numel()
 
 
 def test_a_raw_module_is_refused():

@@ -36,7 +36,7 @@ CRITICAL = ("criticalkv_snapkv", "criticalkv_ada_snapkv")
 CASES_OF_CRITICAL = sorted(path for name in CRITICAL for path in ROOT.glob(f"{name}/cases/*.json"))
 CASES_OF_EXPECTED = sorted(ROOT.glob("expected_attention/cases/*.json"))
 CASES_OF_DEFENSIVE = sorted(ROOT.glob("defensivekv/cases/*.json"))
-CASES_OF_ZIP = sorted(path for path in ROOT.glob("kvzip/cases/*.json") if not path.stem.endswith("_plus"))
+CASES_OF_ZIP = sorted(ROOT.glob("kvzip/cases/*.json"))
 CASES_OF_KEYS = sorted(
     path
     for name in OF_KEYS
@@ -175,8 +175,9 @@ def prompt_of(path: Path, about: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor
 
 
 def extra_input(path: Path, about: dict[str, Any], name: str) -> Tensor:
-    (extra,) = about["extra_inputs"]
-    return load_file((path.parent / extra).resolve())[name].float()
+    files = [load_file((path.parent / extra).resolve()) for extra in about["extra_inputs"]]
+    (found,) = [tensors[name] for tensors in files if name in tensors]
+    return found.float()
 
 
 def output_weights(path: Path, about: dict[str, Any]) -> Tensor:
@@ -246,11 +247,12 @@ def replays_of(path: Path, about: dict[str, Any], sinks: int) -> list[Replayed]:
     (file,) = [path.parent / extra for extra in about["extra_inputs"] if "__replay" in extra]
     rows = load_file(file.resolve())
     q, k = rows["replay_q"].float().unsqueeze(1), rows["replay_k"].float().unsqueeze(1)
+    norms = rows["hidden_norm"].unsqueeze(1)
     found = []
     for chunk in json.loads(file.resolve().with_suffix(".json").read_text())["chunks"]:
         own = slice(chunk["first_row"], chunk["first_row"] + chunk["rows"])
         kept = min(sinks, chunk["start"])
-        found.append(Replayed(chunk["start"], chunk["end"], kept, q[..., own, :], k[..., own, :]))
+        found.append(Replayed(chunk["start"], chunk["end"], kept, q[..., own, :], k[..., own, :], norms[..., own]))
     return found
 
 
@@ -261,7 +263,10 @@ def test_contract_5_kvzip_keeps_what_kvpress_keeps(path):
     budget = round(prompt[1].shape[3] * (1 - params["compression_ratio"]), 6)
     assert budget == int(budget)
     options = {"sinks": sinks, "split": "heads" if params["layerwise"] else "layers"}
-    found = plan("kvzip", *prompt, budget=int(budget), replays=replays_of(path, about, sinks), **options)
+    given = {"replays": replays_of(path, about, sinks)}
+    if params["kvzip_plus"]:
+        given["output_weights"] = output_weights(path, about)
+    found = plan("kvzip_plus" if params["kvzip_plus"] else "kvzip", *prompt, budget=int(budget), **given, **options)
     assert torch.equal(found.lengths[:, 0], want["head_kept"])
     assert torch.equal(found.keep[:, 0], want["keep_mask"])
     torch.testing.assert_close(found.scores[:, 0, :, sinks:], want["scores"][..., sinks:], rtol=2e-4, atol=1e-9)
@@ -269,7 +274,10 @@ def test_contract_5_kvzip_keeps_what_kvpress_keeps(path):
 
 @pytest.mark.parametrize("path", CASES_OF_ZIP, ids=lambda p: p.stem)
 def test_contract_5_kvzip_scores_as_its_authors_who_keep_one_entry_fewer(path):
-    """Their rules "pair", all heads and layers, and "uniform", each head; the prefix stays and is in every softmax."""
+    """Their rules "pair", all heads and layers, and "uniform", each head; the prefix stays and is in every softmax.
+
+    They have no KVzip+: beside those cases are scores without norms, too.
+    """
     about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
     prompt, prefix = prompt_of(path, about), about["params"]["prefix_length"]
     ratio = 1 - about["params"]["compression_ratio"]
@@ -341,7 +349,8 @@ def test_the_policies_page_gives_the_number_of_shipped_cases_of_every_published_
     shipped = [path for path in SHIPPED.glob("*/*.json") if path.parent.name != "inputs"]
     second = [*SHIPPED.glob("*/cases/*.json")]
     cases = Counter(POLICY_OF.get(path.parent.name, path.parent.name) for path in shipped)
-    cases += Counter(POLICY_OF.get(path.parents[1].name, path.parents[1].name) for path in second)
+    folders = [path.parents[1].name + "_plus" * path.stem.endswith("_plus") for path in second]
+    cases += Counter(POLICY_OF.get(folder, folder) for folder in folders)
     rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \|$", POLICIES_PAGE.read_text(), re.MULTILINE)
     assert cases == {policy: int(count) for policy, count in rows}
     assert f"{len(shipped) + len(second)} files in `tests/golden`" in POLICIES_PAGE.read_text()
@@ -350,6 +359,6 @@ def test_the_policies_page_gives_the_number_of_shipped_cases_of_every_published_
     assert cases.keys() == {
         *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv"),
         *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp", "criticalkv", "defensivekv"),
-        *("expected_attention", "kvzip", *OF_KEYS),
+        *("expected_attention", "kvzip", "kvzip_plus", *OF_KEYS),
     }
     assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 3_400_000
