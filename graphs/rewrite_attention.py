@@ -236,6 +236,12 @@ def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
     return Layout.of([_shape(site) for site in sites], _state_shapes(gm)), k.dtype, k.device
 
 
+def groups_of(gm: GraphModule, layout: Layout) -> tuple[int, ...]:
+    """Return G, the query heads that read a KV head, of the first layer of each pool."""
+    calls = [(recorded(site.q).shape[1], recorded(site.k).shape[1]) for site in find_sites(gm)]
+    return tuple(int(heads) // int(kv_heads) for heads, kv_heads in (calls[group.layers[0]] for group in layout.pools))
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the KV entries of an attention op are stored.
@@ -364,6 +370,9 @@ class Rewriter:
         output, *seen = (self.gm.graph.call_function(operator.getitem, (observed, i)) for i in range(4))
         candidates = (site.k, site.v, *seen, first)
         self._call("cascade_step", *buffers, *candidates, place.layer, self.policy.spec, self._ranks)
+        rows = self.state.get(f"{place.prefix}_rule_rows")
+        if rows is not None:
+            self._call("first_rows", *site.call, start, rows, place.layer, place.layers, *asked)
         return output
 
     def _projection(self, site: Site) -> Node | None:

@@ -3,7 +3,7 @@
 Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim (of buffers: 0 where
 values are stored in the keys only), L layers of one KV geometry, E pool slots, F groups of keys in the pool, U groups
 of channels in a value, C tail slots, W window (at least 1), P = L*K + 1 bounds of segments, S slots of a line, R slots
-of a ring, X tiles, A = B*K, Y = A + 1.
+of a ring, X tiles, A = B*K, Y = A + 1, G = H / K, Q rows of a decode rule.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Buffer:
             are extend and decode, under a policy that only appends or that evicts while decoding.
         counter: the number of new tokens is added to it after each call.
         saved: when files hold it and searches select rows of it: "always", "scaled" (codes with a scale for each
-            entry), "grouped" (codes with groups), "evicting" (policies that evict while decoding), "ring", "state", or
-            "" for never.
+            entry), "grouped" (codes with groups), "evicting" (policies that evict while decoding), "rows" (of them
+            those whose rule has rows), "ring", "state", or "" for never.
         initial: its value before the prompt; None for any.
     """
 
@@ -106,6 +106,7 @@ BUFFERS = {
     "decode_state": Buffer("2 L B K S", _F32, evict="w", saved="evicting"),
     "quota": Buffer("L B K", _I64, evict="r", saved="evicting"),
     "next_position": Buffer("B", _I64, evict="r", counter=True, saved="evicting"),
+    "rule_rows": Buffer("L B K G Q D", _F32, prefill="w", evict="w", saved="rows"),
     # recompression after an extension
     "recompress_scores": Buffer("B L K S", _F32, append="w"),
     "recompress_masses": Buffer("B L K S", _F32, append="w"),
@@ -191,6 +192,7 @@ class EvictBuffers(NamedTuple):
 
     table: planes true position and storage order of each slot; decode_state: planes state of the decode rule and L1
     norm of the value; quota: entries a head may hold besides its newest; next_position: of the first new token.
+    rule_rows: for rules that have rows.
     """
 
     pool_k: Tensor
@@ -202,6 +204,7 @@ class EvictBuffers(NamedTuple):
     decode_state: Tensor
     quota: Tensor
     next_position: Tensor
+    rule_rows: Tensor | None = None
 
 
 class RecompressBuffers(NamedTuple):
@@ -371,9 +374,13 @@ def written_in(phase: str) -> set[str]:
     return {name for name, buffer in BUFFERS.items() if getattr(buffer, phase) == "w"}
 
 
-def saved_buffers(*, evicts: bool, entry_format: str = "model") -> list[str]:
-    """Return buffers without sliding window that a file holds and a search selects rows of."""
-    kinds = ["always", *(["evicting"] if evicts else [])]
+def saved_buffers(*, evicts: bool, rule_rows: int = 0, entry_format: str = "model") -> list[str]:
+    """Return buffers without sliding window that a file holds and a search selects rows of.
+
+    Args:
+        evicts: whether the policy has a decode rule. rule_rows: the rule's rows.
+    """
+    kinds = ["always", *(["evicting"] if evicts else []), *(["rows"] if rule_rows else [])]
     if entry_format != "model":
         kinds.append("grouped" if entry_format in GROUPED else "scaled")
     return [name for name, buffer in BUFFERS.items() if buffer.saved in kinds]

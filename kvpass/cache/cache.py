@@ -111,25 +111,27 @@ class CompressedCache(Cache):
         self._prompt_columns = columns
 
     def prefill_state(
-        self, layout: Layout, dtype: torch.dtype, device: torch.device, recycled: Recycled
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, recycled: Recycled, groups: Sequence[int]
     ) -> dict[str, Tensor]:
         """Return the buffers that the prefill graph writes, on first use from ``recycled``.
 
         ``start`` and ``first`` int64 ``[B]`` are the first real columns, on the CPU and on the device.
 
+        Args:
+            groups: G of each pool of the layout.
         Raises:
             ValueError: the budget cannot hold window + 1 entries of some row.
             CacheMismatchError: the graph has another layout.
         """
         if self.layout is None:
             self.recycled = recycled
-            self._allocate(layout, dtype, device)
+            self._allocate(layout, dtype, device, groups)
         self._check_layout(layout)
         state = self._state([store.prefill_state for store in self.full_layers])
         first = self.start.to(device, non_blocking=True)
         return {**state, **self.states.state, "start": self.start, "first": first}
 
-    def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device, groups: Sequence[int]) -> None:
         for group in layout.pools:
             group.geometry.check_format(self.entry_format)
         if self.entry_format in GROUPED and device.type == "cuda":
@@ -145,8 +147,8 @@ class CompressedCache(Cache):
         self.full_layers = [
             FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools
         ]
-        for store in self.full_layers:
-            store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.recycled)
+        for store, g in zip(self.full_layers, groups, strict=True):
+            store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.recycled, g)
         self.sliding_layers = [
             SlidingWindowLayers.empty(group, len(lengths), dtype, device, self.recycled) for group in layout.rings
         ]

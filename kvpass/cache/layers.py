@@ -72,6 +72,7 @@ class FullAttentionLayers:
     decode_state: Tensor
     quota: Tensor
     next_position: Tensor
+    rule_rows: Tensor
     tiles: Tensor
     tile_offsets: Tensor
     arrivals: Tensor
@@ -84,7 +85,9 @@ class FullAttentionLayers:
         self.policy = policy
         self.ranks = ranks
         self.entry_format: EntryFormat = entry_format
-        self.evicts = policy.decode_rule() is not None
+        rule = policy.decode_rule()
+        self.evicts = rule is not None
+        self._rows_per_head = 0 if rule is None else rule.rows_per_head
         self.used = 0
         self._tail_bound = 0
         self._prefill: PrefillBuffers | None = None
@@ -92,7 +95,7 @@ class FullAttentionLayers:
     @property
     def saved(self) -> list[str]:
         """Names of buffers that are saved to files and row-selected in beam search."""
-        return saved_buffers(evicts=self.evicts, entry_format=self.entry_format)
+        return saved_buffers(evicts=self.evicts, rule_rows=self._rows_per_head, entry_format=self.entry_format)
 
     @property
     def pool_names(self) -> list[str]:
@@ -104,7 +107,9 @@ class FullAttentionLayers:
     @property
     def prefill_state(self) -> dict[str, Tensor]:
         """Buffers that the prefill graph writes."""
-        return {} if self._prefill is None else self._prefill._asdict()
+        if self._prefill is None:
+            return {}
+        return self._prefill._asdict() | ({"rule_rows": self.rule_rows} if self._rows_per_head else {})
 
     def begin_prefill(
         self,
@@ -115,13 +120,14 @@ class FullAttentionLayers:
         device: torch.device,
         expected: int = 0,
         recycled: Recycled = NOTHING_KEPT,
+        group: int = 1,
     ) -> None:
         """Allocate the buffers of a prompt.
 
         Args:
             budgets: entries per KV head per layer of each row, window included.
             start: first real column of each row, int64 ``[B]`` on the CPU. columns: N.
-            expected: tokens that the tail is reserved for.
+            expected: tokens that the tail is reserved for. group: G, for rules that have rows.
         """
         self._columns = columns
         self._start = start
@@ -134,7 +140,7 @@ class FullAttentionLayers:
 
         sizes = {
             **{"B": b, "E": slots, "D": g.key_dim, "V": g.stored_value_dim, "L": g.layers, "K": g.kv_heads, "C": tail},
-            **{"W": max(window, 1), "P": g.layers * g.kv_heads + 1},
+            **{"W": max(window, 1), "P": g.layers * g.kv_heads + 1, "G": group, "Q": self._rows_per_head},
         }
 
         def allocate(name: str) -> Tensor:
@@ -146,6 +152,8 @@ class FullAttentionLayers:
 
         self._prefill = PrefillBuffers(*map(allocate, PrefillBuffers._fields))
         self._prefill.entries.copy_(torch.tensor(entries))
+        if self._rows_per_head:
+            self.rule_rows = torch.empty(BUFFERS["rule_rows"].shape(sizes), dtype=torch.float32, device=device)
 
     def finish_prefill(self, recycled: Recycled = NOTHING_KEPT) -> LayersRecord:
         """Store the results of the prefill graph and drop tables that only the cascade needs."""
@@ -235,7 +243,7 @@ class FullAttentionLayers:
         self.quota = torch.stack([self.policy.decode_quota(layer, prompt.entries, available) for layer in kept])
         self.next_position = columns - first
         occupied = (self.table[SLOT_POSITION] >= 0).sum(-1)
-        needed = torch.maximum(self.quota + rule.window, occupied) + 1 - kept
+        needed = rule.slots_needed(self.quota, occupied) - kept
         self._tail_bound = max(int(needed.max()), 1)
 
     # -- decode and extend ------------------------------------------------------------------------------------------

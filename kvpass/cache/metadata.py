@@ -23,7 +23,7 @@ from kvpass.policies.decode_rules import DecodeRule
 MOST_COLUMNS = 1 << 26
 """Most columns in a file: a mask over the columns must fit in memory."""
 MOST_SLOTS = 2 * MAX_ENTRIES
-"""Most slots of a tail: a head that decoding evicts from holds its budget and a window."""
+"""Most slots of a tail: a head that decoding evicts from holds its budget, a window, and what gathers in between."""
 Shapes: TypeAlias = dict[str, tuple[torch.dtype, tuple[int | str, ...]]]
 """Dtype and sizes of tensors by name; a named size is free, but equal wherever it occurs."""
 
@@ -105,6 +105,7 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
         ValueError: a tensor is missing or unknown, or has another dtype, shape or range.
     """
     rows, rule = len(metadata.entries), policy.decode_rule()
+    rule_rows = 0 if rule is None else rule.rows_per_head
     dtypes = {
         tensor.dtype for name, tensor in tensors.items() if name.endswith(("tail_k", "tail_v", "ring_k", "ring_v"))
     }
@@ -116,14 +117,19 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     parts: dict[str, Shapes] = {"": {"start": (torch.int64, (rows,))}}
     for i, group in enumerate(metadata.layout.pools):
         parts[f"store{i}_"] = _shapes(
-            saved_buffers(evicts=rule is not None, entry_format=metadata.entry_format),
+            saved_buffers(
+                evicts=rule is not None,
+                rule_rows=rule_rows,
+                entry_format=metadata.entry_format,
+            ),
             group,
             rows,
             entry,
             metadata.entry_format,
+            rule_rows,
         )
     for i, group in enumerate(metadata.layout.rings):
-        parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry, "model")
+        parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry, "model", 0)
     for i, state in enumerate(metadata.layout.states):
         parts[f"state{i}_"] = {"held": (getattr(torch, state.dtype), (rows, *state.shape))}
     names = {prefix + name for prefix, shapes in parts.items() for name in shapes}
@@ -150,7 +156,7 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
 
 
 def _shapes(
-    names: Iterable[str], group: LayerGroup, rows: int, entry: torch.dtype, entry_format: EntryFormat
+    names: Iterable[str], group: LayerGroup, rows: int, entry: torch.dtype, entry_format: EntryFormat, rule_rows: int
 ) -> Shapes:
     """Return dtypes and shapes that a file must have; sizes not in the metadata keep their letters.
 
@@ -160,6 +166,7 @@ def _shapes(
     g, codes = group.geometry, CODES.get(entry_format)
     sizes: dict[str, int] = {"B": rows, "L": g.layers, "K": g.kv_heads, "D": g.key_dim, "V": g.stored_value_dim}
     sizes |= {"P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0, "2": 2, "U": g.value_dim // GROUP}
+    sizes["Q"] = rule_rows
     bits, found = GROUPED.get(entry_format, 8), {}
     for name in names:
         buffer, own = BUFFERS[name], sizes
@@ -240,6 +247,6 @@ def _check_slots(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor, 
         raise ValueError(f"next_position {store['next_position'].tolist()} after {seen.tolist()} tokens")
     _check_range("entries of a tail", occupied[..., behind:].sum(-1), 0, facts.used)
     _check_range("quota", store["quota"], 0, torch.iinfo(torch.int64).max)
-    needed = max(int((store["quota"] - lengths).max()) + rule.window, int((occupied.sum(-1) - lengths).max())) + 1
+    needed = int((rule.slots_needed(store["quota"], occupied.sum(-1)) - lengths).max())
     if facts.tail_bound < max(needed, 1):
         raise ValueError(f"{facts}: a tail may need {needed} slots")

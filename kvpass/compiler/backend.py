@@ -37,7 +37,7 @@ from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.late_guards import compile_guarded
 from kvpass.graphs.one_token import one_token_inputs, one_token_pass
 from kvpass.graphs.passes import PassRecord, capture_passes, dump_graph, phase_passes, run_passes
-from kvpass.graphs.rewrite_attention import batch_and_tokens, find_sites, layout_of
+from kvpass.graphs.rewrite_attention import batch_and_tokens, find_sites, groups_of, layout_of
 from kvpass.graphs.split import CannotSplitError
 from kvpass.graphs.split_layers import split_layers
 from kvpass.graphs.verify.input_lookups import input_lookups
@@ -275,7 +275,7 @@ class PhaseCompiler:
 
         def run(call: Call, *inputs: Any) -> Any:
             cache, device = call.cache, decoder.device
-            state = cache.prefill_state(decoder.layout, decoder.dtype, device, self.memory(device))
+            state = cache.prefill_state(decoder.layout, decoder.dtype, device, self.memory(device), decoder.groups)
             decoder.check(inputs)
             call.begin()
             block = tokens_of(call.block, cache.batch_size, device)
@@ -288,10 +288,11 @@ class PhaseCompiler:
         phase = call.phase
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
+        groups = groups_of(gm, layout)
 
         def state_of(cache: CompressedCache) -> dict[str, Tensor]:
             if phase == "prefill":
-                return cache.prefill_state(layout, dtype, device, self.memory(device))
+                return cache.prefill_state(layout, dtype, device, self.memory(device), groups)
             return cache.cached_state(layout, dtype)
 
         state = state_of(call.cache)

@@ -26,12 +26,20 @@ from kvpass.config import Block, Layout
 from kvpass.graphs.bind_state import input_named, placeholders, size_reader
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
 from kvpass.graphs.host_weights import host_weights, is_host_weight, rooms_of
-from kvpass.graphs.rewrite_attention import Place, Site, batch_and_tokens, layout_of, places_of
+from kvpass.graphs.rewrite_attention import (
+    Place,
+    Site,
+    batch_and_tokens,
+    groups_of,
+    layout_of,
+    places_of,
+)
 from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
 from kvpass.graphs.verify.input_lookups import InputLookup
 from kvpass.host_weights import HostCopies
 from kvpass.operands import Attention, Candidates, PrefillBuffers, Requested, RingBuffers
+from kvpass.ops.evict import first_rows
 from kvpass.ops.reference import row_groups
 from kvpass.ops.schemas import implementation
 from kvpass.ops.sliding import keep_newest
@@ -159,7 +167,7 @@ class BlockedPrefill:
         self.tokens = size_reader(gm, tokens)
         self.lengths = {node for node in self.inputs if is_scalar(node) and dim_of(recorded(node)) == tokens}
         self.layout, (_, self.dtype, self.device) = layout, layout_of(gm)
-        self.places = places_of(self.layout)
+        self.places, self.groups = places_of(self.layout), groups_of(gm, self.layout)
         self.rooms = rooms_of([host_weights(reads) for reads in split.reads])
 
     def edges(self, tokens: int, block: int) -> list[int]:
@@ -502,6 +510,9 @@ class _Prompt(_Tokens):
             scores, stats, weight = self.ops.judge(
                 call, lse, self.start, self.first, place.layer, place.layers, policy, requested, self.ranks
             )
+        rows = self.state.get(f"{place.prefix}_rule_rows")
+        if rows is not None:
+            first_rows(call, self.start, rows, place.layer, place.layers, policy, requested, self.ranks)
         candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
         with record_function("kvpass::cascade_step"):
             self.ops.cascade_step(buffers, candidates.stored_in(buffers), place.layer, policy, self.ranks)

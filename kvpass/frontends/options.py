@@ -37,6 +37,7 @@ PolicyName = Literal[
     "lava_pyramid",
     "lava_uniform",
     "pyramidkv",
+    "r_kv",
     "random",
     "snapkv",
     "streaming_llm",
@@ -86,6 +87,13 @@ class KVzipOptions(Options, total=False):
     again_ids: tuple[int, ...]
     suffix_ids: tuple[int, ...]
     split: Literal["layers", "heads", "none"]
+
+
+class RKVOptions(Options, total=False):
+    kernel_size: int
+    importance: float
+    threshold: float
+    buffer: int
 
 
 class ScoreOptions(Options, total=False):

@@ -2,8 +2,8 @@
 
 Has no host synchronisation if its two kernels have none. Several new tokens are processed one after another.
 
-Source: CAKE (2503.12491) section 4, TOVA (2401.06104), H2O (2306.14048), StreamingLLM (2309.17453), each through its
-``DecodeRule``.
+Source: CAKE (2503.12491) section 4, TOVA (2401.06104), H2O (2306.14048), StreamingLLM (2309.17453), R-KV (2505.24133),
+each through its ``DecodeRule``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvpass.operands import Attention, Entered, EvictBuffers, Lines, PrefillBuffers
+from kvpass.operands import Attention, Entered, EvictBuffers, Lines, PrefillBuffers, Requested
 from kvpass.ops import reference
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
-from kvpass.policies.decode_rules import Slots
+from kvpass.policies.decode_rules import Slots, quota_now
+from kvpass.policies.observation import Observation
 from kvpass.ranks import Ranks
 
 SLOT_POSITION, SLOT_ORDER = 0, 1
@@ -46,23 +47,88 @@ def attend_evict(
     if rule is None:
         raise ValueError(f"policy {policy.name!r} does not evict while decoding")
     (position, storage_order), (state, norm) = held.table[:, layer], held.decode_state[:, layer]
-    outputs, tokens = [], call.q.shape[2]
+    outputs, tokens, quota = [], call.q.shape[2], held.quota[layer]
     for step in range(tokens):
-        entered = Entered(storage_order, state, norm, held.next_position + step)
+        now = held.next_position + step
+        lines = Lines(*held[:5], position, Entered(storage_order, state, norm, now))
         new = call if tokens == 1 else call.rows(slice(None), slice(step, step + 1))
-        out, attention = implementation.attend_slots(new, Lines(*held[:5], position, entered), layer)
+        out, attention = implementation.attend_slots(new, lines, layer)
         assert attention is not None
         outputs.append(out)
-        before = Slots(position.clone(), storage_order, state, norm, implementation.pool_in_order, ranks)
+        rows = None if held.rule_rows is None else held.rule_rows[layer]
+        if rows is not None:
+            rows_after = rule.next_rows(rows, new.q[:, :, 0].unflatten(1, rows.shape[1:3]), now)
+            if rows_after is not rows:
+                rows.copy_(rows_after)
+        due = rule.due(position, quota)
+        if due is not None and due.is_cpu and not bool(due.any()):
+            continue
+        before = Slots(
+            position.clone(),
+            storage_order,
+            state,
+            norm,
+            implementation.pool_in_order,
+            due=due,
+            keys=_keys_of(lines, layer) if rule.reads_keys else None,
+            rows=rows,
+            scale=call.scale,
+            softcap=call.softcap,
+            ranks=ranks,
+        )
         worth, state_after = rule.observe(attention, before)
         state_after = state_after.contiguous()
-        keep = implementation.evict_lowest(worth, position, state_after, held.quota[layer], rule.window)
+        keep = implementation.evict_lowest(worth, position, state_after, quota_now(quota, due, position), rule.window)
         order_after = rule.next_storage_order(worth, before, keep)
         if state_after is not state:
             state.copy_(state_after)
         if order_after is not storage_order:
             storage_order.copy_(order_after)
     return outputs[0] if tokens == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
+
+
+def first_rows(
+    call: Attention,
+    start: Tensor,
+    rule_rows: Tensor,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    requested: Requested,
+    ranks: Ranks | None,
+) -> None:
+    """Write the rows of the decode rule after a prompt, of one layer.
+
+    Args:
+        call, start, requested: as in :func:`kvpass.ops.reference.judge`. rule_rows: of :class:`EvictBuffers`.
+    Raises:
+        ValueError: layers of one KV shape have different numbers of query heads.
+    """
+    rule, (kv_heads, group) = policy.decode_rule(), rule_rows.shape[2:4]
+    assert rule is not None
+    if call.q.shape[1] != kv_heads * group:
+        raise ValueError(
+            f"policy {policy.name!r}: layers of {call.q.shape[1]} and of {kv_heads * group} query heads with KV heads "
+            "of the same shape are not supported; take another policy"
+        )
+    for rows, column in reference.row_groups(start):
+        q, k, v, scale, softcap, sinks = call.from_column(rows, column)
+        window, given = min(policy.window, k.shape[2]), requested.of(rows, column)._asdict()
+        obs = Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, ranks=ranks, **given)
+        rule_rows[layer, rows] = rule.first_rows(obs)
+
+
+def _keys_of(lines: Lines, layer: int) -> Tensor:
+    """Return the keys in the slots of a layer, ``[B, K, S, D]``, anything in empty ones."""
+    kv_heads, width = lines.position.shape[1:]
+    tail = lines.tail_k[layer]
+    if lines.pool_k is None or lines.offsets is None:
+        return tail
+    begin = lines.offsets[:, layer * kv_heads : (layer + 1) * kv_heads, None]
+    line = torch.arange(width - tail.shape[2], device=begin.device)
+    rows = (begin + line).clamp(max=lines.pool_k.shape[1] - 1).long().flatten(1)
+    pool = lines.pool_k.gather(1, rows[..., None].expand(-1, -1, lines.pool_k.shape[2]))
+    return torch.cat([pool.unflatten(1, (kv_heads, -1)), tail], 2)
 
 
 def first_slots(prompt: PrefillBuffers, start: Tensor, columns: int, window: int) -> tuple[Tensor, Tensor]:

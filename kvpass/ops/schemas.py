@@ -15,6 +15,7 @@ operator               what it does
 ``attend_cache``       append new tokens to the tail, attend pool + tail
 ``attend_evict``       append and attend, for policies that evict while decoding: the evicted entry's slot is reused
 ``observe_held``       scores, attention mass and layer weight of pool + tail, for recompression after an append
+``first_rows``         what the cache holds of a prompt's queries, for policies whose decode rule reads them
 ``fill_ring``          attention in a window or chunks over a left-padded prompt; the newest columns go into the ring
 ``columns_held``       the column in each slot of a ring, once a step for all layers of the ring
 ``attend_ring``        attend ring + new tokens inside the window or chunk, put the new tokens into the ring
@@ -133,6 +134,19 @@ def _observe_held(
     ranks: Ranks | None,
 ) -> None:
     recompress.observe_held(call, held, found, layer, num_layers, policy, ranks)
+
+
+def _first_rows(
+    call: Attention,
+    start: Tensor,
+    rule_rows: Tensor,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    requested: Requested,
+    ranks: Ranks | None,
+) -> None:
+    evict.first_rows(call, start, rule_rows, layer, num_layers, policy, requested, ranks)
 
 
 def _fill_ring(call: Attention, ring: RingBuffers, start: Tensor, layer: int, chunked: bool) -> Tensor:
@@ -277,6 +291,7 @@ _define(_attend_evict, _fake_output, written=written_in("evict"))
 _define(
     _observe_held, _fake_nothing, returns="()", written={"recompress_scores", "recompress_masses", "recompress_weights"}
 )
+_define(_first_rows, _fake_nothing, returns="()", written={"rule_rows"})
 _define(_fill_ring, _fake_output, written=written_in("prefill"))
 _define(_columns_held, _fake_columns)
 _define(_attend_ring, _fake_output, written=written_in("append"))

@@ -27,6 +27,7 @@ from kvpass.policies.kvzip import KVzip, KVzipPlus
 from kvpass.policies.lagkv import LagKV
 from kvpass.policies.lava import Lava, LavaNoHead, LavaPyramid, LavaUniform
 from kvpass.policies.pyramidkv import PyramidKV
+from kvpass.policies.r_kv import RKV
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.streaming_llm import StreamingLLM
 from kvpass.policies.tova import Tova
@@ -180,6 +181,7 @@ for _policy in (
     Knorm,
     KVzip,
     KVzipPlus,
+    RKV,
     Random,
 ):
     register_policy(_policy)

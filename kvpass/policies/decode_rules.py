@@ -1,14 +1,16 @@
 """Decode rules: which entry a new token replaces, so that the cache keeps its size.
 
 Pure tensor functions, batched, without host synchronisation. A step works on one layer's slots, ``[B, K, C]``; the new
-token is already in its slot. A rule turns the new query's attention over the slots into scores. :func:`keep_mask` then
-keeps each head's best entries and the newest ``window``.
+token is already in its slot. A rule turns the new query's attention over the slots, or the keys in them, into scores.
+:func:`keep_mask` then keeps each head's best entries and the newest ``window``. A rule may let tokens gather and evict
+them together (:attr:`DecodeRule.every`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +52,11 @@ def keep_mask(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> T
     return (position >= 0) & (~compete | (rank < quota[:, :, None]))
 
 
+def quota_now(quota: Tensor, due: Tensor | None, position: Tensor) -> Tensor:
+    """Return the quota of a step: of heads that are not due as many entries as there are slots; int64 ``[B, K]``."""
+    return quota if due is None else torch.where(due, quota, position.shape[2])
+
+
 def pool_in_order(
     attention: Tensor, position: Tensor, storage_order: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
 ) -> Tensor:
@@ -81,6 +88,10 @@ class Slots:
         decode_state: decode state of each entry, fp32 ``[B, K, C]``; 0 for the new token.
         value_norm: L1 norm of each value row, fp32 ``[B, K, C]``.
         pool_in_order: :func:`pool_in_order`, or a kernel that does the same.
+        due: heads from which the step evicts, as :meth:`DecodeRule.due` says, bool ``[B, K]``; None: all.
+        keys: for rules that say ``reads_keys``, ``[B, K, C, D]``, RoPE applied, anything in empty slots.
+        rows: for rules that have :attr:`DecodeRule.rows_per_head`, fp32 ``[B, K, G, rows, D]``, the new token included.
+        scale, softcap: of the attention logits, as in :class:`~kvpass.policies.observation.Observation`.
         ranks: processes that share the heads of the layer; attention and slots are then of the heads of this process.
     """
 
@@ -89,6 +100,11 @@ class Slots:
     decode_state: Tensor
     value_norm: Tensor
     pool_in_order: Callable[[Tensor, Tensor, Tensor, int, Pool, int, Group], Tensor] = pool_in_order
+    due: Tensor | None = None
+    keys: Tensor | None = None
+    rows: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
     ranks: Ranks | None = None
 
     def all_heads(self, x: Tensor) -> Tensor:
@@ -99,20 +115,82 @@ class Slots:
         return x if self.ranks is None else self.ranks.gather(x, 1)
 
 
+def first_by_score(scores: Tensor, position: Tensor, spared: Tensor) -> Tensor:
+    """Return the storage order of released code after a prompt: best scores first, then what was not scored.
+
+    Args:
+        scores, position: as in :meth:`DecodeRule.first_storage_order`. spared: heads that went through no selection,
+            bool ``[B, K]``; they keep the order of positions.
+    """
+    scored = scores > float("-inf")
+    moved = scored & ~spared[:, :, None]
+    return torch.where(moved, rank_slots(scores, position), position + position.shape[2])
+
+
+def by_score(scores: Tensor, slots: Slots, window: int, evicted: Tensor) -> Tensor:
+    """Return the storage order of released code after a step: best scores first, then the newest ``window`` tokens.
+
+    Args:
+        scores: fp32 ``[B, K, C]``. evicted: heads that are stored anew, bool ``[B, K]``; others keep their order.
+    """
+    compete = older(slots.position, window)
+    rank = rank_slots(torch.where(compete, scores, float("-inf")), slots.storage_order)
+    stored = torch.where(compete, rank, 2 * slots.position.shape[2] + slots.position)
+    return torch.where(evicted[:, :, None], stored, slots.storage_order)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeRule:
     """Base class of decode rules; a subclass must define only :meth:`observe`.
 
     Args:
         window: newest tokens that are never evicted, the new one included; 0: the new one competes too.
+        every: a head evicts when it holds so many entries more than it may; until then they have slots beside the
+            budget.
     """
 
+    reads_keys: ClassVar[bool] = False
+    """Whether :attr:`Slots.keys` are read."""
+
     window: int = 0
+    every: int = 1
+
+    def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
+        """Return the heads from which a step evicts, bool ``[B, K]``; None, if ``every`` is 1: all, in each step.
+
+        On the CPU a step in which no head is due calls neither :meth:`observe` nor :meth:`next_storage_order`.
+
+        Args:
+            position: as in :class:`Slots`. quota: entries a head may hold besides the newest ``window``, int64
+                ``[B, K]``.
+        """
+        return None if self.every == 1 else (position >= 0).sum(2) - quota >= self.window + self.every
+
+    def slots_needed(self, quota: Tensor, held: Tensor) -> Tensor:
+        """Return the slots that a head needs, from its quota and the entries it holds, int64 of any shape."""
+        return torch.maximum(quota + (self.window + self.every), held + 1)
 
     @takes_padding
     def start(self, obs: Observation) -> Tensor:
         """Return the first decode state of every prompt entry, fp32 ``[B, K, N]``."""
         return obs.keys.new_zeros(obs.keys.shape[:3], dtype=torch.float32)
+
+    @property
+    def rows_per_head(self) -> int:
+        """Rows of D numbers that the cache holds for each query head of a layer, outside the budget."""
+        return 0
+
+    def first_rows(self, obs: Observation) -> Tensor:
+        """Return the rows after a prompt, fp32 ``[B, K, G, rows, D]``."""
+        raise NotImplementedError
+
+    def next_rows(self, rows: Tensor, queries: Tensor, position: Tensor) -> Tensor:
+        """Return the rows after a new token; they stay as they are by default.
+
+        Args:
+            rows: before it. queries: its own, RoPE applied, ``[B, K, G, D]``. position: true position, int64 ``[B]``.
+        """
+        return rows
 
     def first_storage_order(self, scores: Tensor, position: Tensor, entries: Tensor) -> Tensor:
         """Return the storage order of the prompt after prefill, int64 ``[B, K, N]``, below ``2 * N``.
@@ -124,7 +202,10 @@ class DecodeRule:
         return position
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Return scores and decode state after a step, fp32 ``[B, K, C]``, from attention ``[B, H, C]``."""
+        """Return scores and decode state after a step, fp32 ``[B, K, C]``, from attention ``[B, H, C]``.
+
+        Scores of heads that are not due are not read.
+        """
         raise NotImplementedError
 
     def next_storage_order(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
@@ -196,9 +277,8 @@ class PooledLastQuery(DecodeRule):
     def first_storage_order(self, scores: Tensor, position: Tensor, entries: Tensor) -> Tensor:
         if not self.storage_order:
             return position
-        scored = scores > float("-inf")
-        spared = (scored.sum(2) <= entries[:, None] + self.window)[:, :, None]
-        return torch.where(scored & ~spared, rank_slots(scores, position), position + position.shape[2])
+        spared = (scores > float("-inf")).sum(2) <= entries[:, None] + self.window
+        return first_by_score(scores, position, spared)
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         how = (self.window, self.pool, self.kernel_size, self.group)
@@ -207,8 +287,5 @@ class PooledLastQuery(DecodeRule):
     def next_storage_order(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
         if not self.storage_order:
             return slots.storage_order
-        compete = older(slots.position, self.window)
-        rank = rank_slots(torch.where(compete, scores, float("-inf")), slots.storage_order)
-        evicted = ((slots.position >= 0) & ~keep).any(2, keepdim=True)
-        stored = torch.where(compete, rank, 2 * slots.position.shape[2] + slots.position)
-        return torch.where(evicted, stored, slots.storage_order)
+        evicted = ((slots.position >= 0) & ~keep).any(2)
+        return by_score(scores, slots, self.window, evicted)

@@ -29,6 +29,11 @@ def takes_padding(function: _Function) -> _Function:
     return function
 
 
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return logits as ``softcap * tanh(logits / softcap)``, or as they are where there is no cap."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def attention_weights(logits: Tensor, hidden: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
     """Return attention probabilities of scaled fp32 logits ``[..., N]``; the logits may be overwritten.
 
@@ -37,8 +42,7 @@ def attention_weights(logits: Tensor, hidden: Tensor, softcap: float | None, sin
         softcap: if given, logits become ``softcap * tanh(logits / softcap)``.
         sinks: one more logit, broadcast to ``[..., 1]``, which is part of the softmax and then dropped.
     """
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = softcapped(logits, softcap)
     logits[..., -hidden.shape[-1] :].masked_fill_(hidden, float("-inf"))
     if sinks is None:
         return logits.softmax(-1)

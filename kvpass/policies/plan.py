@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kvpass.config import Budget, Geometry
 from kvpass.policies import parse_budget, resolve
 from kvpass.policies.base import Policy
-from kvpass.policies.decode_rules import DecodeRule, Slots, keep_mask
+from kvpass.policies.decode_rules import DecodeRule, Slots, keep_mask, quota_now
 from kvpass.policies.observation import Observation, projected_norms
 from kvpass.policies.options import check_float
 from kvpass.policies.replay import Replayed, most_attended
@@ -216,6 +216,7 @@ def decode_layer(
     if rule is None:
         return torch.stack([live | ((every >= length) & (every <= length + s)) for s in range(steps)])
     k = torch.cat([obs.keys.float(), keys.float().permute(1, 2, 0, 3)], 2)
+    rows = rule.first_rows(obs) if rule.rows_per_head else None
     value_norm = torch.cat([obs.value_norm, values.float().abs().sum(-1).permute(1, 2, 0)], 2)
     decode_state = pad(rule.start(obs), (0, steps))
     storage_order = pad(storage_order, (0, steps))
@@ -226,9 +227,23 @@ def decode_layer(
         q = queries[s].float().unflatten(1, (obs.kv_heads, obs.group))
         logits = torch.einsum("bkgd,bknd->bkgn", q, k) * obs.scale
         attention = logits.masked_fill(~live[:, :, None], float("-inf")).softmax(-1).flatten(1, 2)
-        slots = Slots(torch.where(live, every, -1), storage_order, torch.where(live, decode_state, 0.0), value_norm)
+        position = torch.where(live, every, -1)
+        due = rule.due(position, quota)
+        if rows is not None:
+            rows = rule.next_rows(rows, q, position.amax((1, 2)))
+        slots = Slots(
+            position,
+            storage_order,
+            torch.where(live, decode_state, 0.0),
+            value_norm,
+            due=due,
+            keys=k,
+            rows=rows,
+            scale=obs.scale,
+            softcap=obs.softcap,
+        )
         worth, decode_state = rule.observe(attention, slots)
-        live = keep_mask(worth, slots.position, quota, rule.window)
+        live = keep_mask(worth, position, quota_now(quota, due, position), rule.window)
         storage_order = rule.next_storage_order(worth, slots, live)
         masks.append(live)
     return torch.stack(masks)

@@ -22,6 +22,7 @@ RULES = {
     "h2o": {"window": 6},
     "streaming_llm": {"window": 6},
     "vatp": {"window": 6, "indicator": "h2o", "sinks": 2},
+    "r_kv": {"window": 6, "buffer": 5},
 }
 BUDGET, STEPS = 16, 24
 

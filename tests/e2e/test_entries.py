@@ -261,4 +261,4 @@ def test_cuda_refuses_groups() -> None:
     fresh = CompressedCache(fast.policy, fast._kvpass.rules.budget, fast._kvpass.identity, None, "int4")
     fresh.begin_prefill(torch.tensor([0]), 60)
     with pytest.raises(ValueError, match="entries='int4' is not supported on CUDA"):
-        fresh.prefill_state(layout, torch.float32, torch.device("cuda"), NOTHING_KEPT)
+        fresh.prefill_state(layout, torch.float32, torch.device("cuda"), NOTHING_KEPT, (2,))

@@ -137,10 +137,12 @@ def test_a_step_that_evicts(
     wide = (2, LAYERS, ROWS, KV_HEADS, CAPACITY + 20)
     held = [on_device(*wide, dtype=torch.int32), on_device(*wide)]
     held += [on_device(LAYERS, ROWS, KV_HEADS, dtype=torch.int64), on_device(ROWS, dtype=torch.int64)]
+    if rows := policy.decode_rule().rows_per_head:
+        held += [on_device(LAYERS, ROWS, KV_HEADS, GROUP, rows, DIM)]
     call = Attention(*site(tokens, torch.bfloat16), 0.3, softcap, sinks)
     out = evict.attend_evict(call, EvictBuffers(*cached(torch.bfloat16), *held), 1, policy, device)
     check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)
-    judge = ["_rank_kernel", "_pool_kernel"] if name == "cake" else []
+    judge = ["_rank_kernel", "_pool_kernel"] if name in ("cake", "r_kv") else []
     assert launched == ["_attend_slots", "_finish_slots", *judge, "_evict_lowest"] * tokens
 
 

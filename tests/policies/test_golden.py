@@ -37,6 +37,7 @@ CASES_OF_CRITICAL = sorted(path for name in CRITICAL for path in ROOT.glob(f"{na
 CASES_OF_EXPECTED = sorted(ROOT.glob("expected_attention/cases/*.json"))
 CASES_OF_DEFENSIVE = sorted(ROOT.glob("defensivekv/cases/*.json"))
 CASES_OF_ZIP = sorted(ROOT.glob("kvzip/cases/*.json"))
+CASES_OF_RKV = sorted(ROOT.glob("r_kv/cases/*.json"))
 CASES_OF_KEYS = sorted(
     path
     for name in OF_KEYS
@@ -293,6 +294,20 @@ def test_contract_5_kvzip_scores_as_its_authors_who_keep_one_entry_fewer(path):
         assert (together & ~want["authors_keep_pair"]).sum() == 1
 
 
+@pytest.mark.parametrize("path", CASES_OF_RKV, ids=lambda p: p.stem)
+def test_contract_5_r_kv_keeps_what_the_authors_keep_of_a_prompt_and_after_every_token(path):
+    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
+    params, prompt = about["params"], prompt_of(path, about)
+    decode = tuple(extra_input(path, about, f"decode_{name}").unsqueeze(2) for name in "qkv")
+    options = {"importance": params["mix_lambda"], "threshold": params["similarity_threshold"], "parity": "code"}
+    options |= {"kernel_size": params["kernel"], "window": params["window"], "buffer": params["divide_length"]}
+    found = plan("r_kv", *prompt, budget=params["budget"], decode=decode, **options)
+    assert torch.equal(found.keep[:, 0], want["keep_mask"])
+    assert torch.equal(found.decode_keep[:, :, 0], want["decode_keep_mask"])
+    if "scores" in want:
+        torch.testing.assert_close(found.scores[:, 0, :, : -params["window"]], want["scores"], rtol=0, atol=1e-6)
+
+
 CAKE = [p for p in CASES if p.parent.name == "cake"]
 
 
@@ -359,6 +374,6 @@ def test_the_policies_page_gives_the_number_of_shipped_cases_of_every_published_
     assert cases.keys() == {
         *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv"),
         *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp", "criticalkv", "defensivekv"),
-        *("expected_attention", "kvzip", "kvzip_plus", *OF_KEYS),
+        *("expected_attention", "kvzip", "kvzip_plus", "r_kv", *OF_KEYS),
     }
     assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 3_400_000

@@ -47,6 +47,7 @@ VARIANTS = [
 EVICTING = [
     *(("cake", TAUS), ("h2o", {}), ("tova", {}), ("streaming_llm", {}), ("vatp", {"indicator": "h2o", "sinks": 2})),
     ("h2o", TAUS | {"layer_split": "cake"}),
+    ("r_kv", {"buffer": 1}),
 ]
 
 
@@ -306,6 +307,51 @@ def decode_by_hand(name: str, found, q, k, v, decode, window: int) -> list:
     return result
 
 
+def r_kv_by_hand(keys: Tensor, queries: Tensor, held: list[int], window: int, most: int, options: dict) -> list[int]:
+    """Positions that R-KV keeps of those held, of one KV head: entry by entry, neighbours by position."""
+    old, size = held[: len(held) - window], options["kernel_size"]
+    shares = [0.0] * len(old)
+    for query in queries:  # [G, D] each
+        logits = [max(float(one @ keys[i]) for one in query) * keys.shape[1] ** -0.5 for i in old]
+        total = sum(math.exp(x) for x in logits)
+        shares = [share + math.exp(x) / total / len(queries) for share, x in zip(shares, logits, strict=True)]
+    attended = [max(shares[max(at - size // 2, 0) : at + size // 2 + 1]) for at in range(len(old))]
+    cosine = [[float(torch.cosine_similarity(keys[i], keys[j], dim=0)) for j in held] for i in held]
+    for at, row in enumerate(cosine):
+        row[at] = 0.0
+        row[max((j for j, x in enumerate(row) if x > options["threshold"]), default=0)] = 0.0
+    mean = [sum(row[at] for row in cosine) / len(held) for at in range(len(held))]
+    redundant = [math.exp(x) / sum(map(math.exp, mean)) for x in mean]
+    part = options["importance"]
+    worth = [part * x - (1 - part) * redundant[at] for at, x in enumerate(attended)]
+    best = sorted(range(len(old)), key=lambda at: -worth[at])[: most - window]
+    return sorted(old[at] for at in best) + held[len(old) :]
+
+
+@pytest.mark.parametrize("length", [20, 9])
+def test_r_kv_equals_a_brute_force(length):
+    """A buffer of three tokens; also a prompt that fits the budget, which then grows beyond it."""
+    q, k, v = (x.double() for x in tensors(8, layers=2, length=length))
+    decode = tuple(x.double() for x in new_tokens(8, 9, (q, k, v)))
+    options = {"kernel_size": 3, "importance": 0.4, "threshold": 0.6}
+    window, budget, buffer = 2, 10, 3
+    found = plan("r_kv", q, k, v, budget=budget, decode=decode, window=window, buffer=buffer, **options)
+    for layer, head in np.ndindex(2, 2):
+        keys = torch.cat([k[layer, 0, head], decode[1][:, layer, 0, head]])
+        queries = torch.cat([q[layer, 0], decode[0][:, layer, 0].transpose(0, 1)], 1)[2 * head : 2 * head + 2]
+        held, cuts = list(range(length)), 0
+        for step in range(-1, 9):
+            now = length + step
+            if step >= 0:
+                held.append(now)
+            if len(held) > budget if step < 0 else len(held) == budget + buffer:
+                newest = queries[:, now - window + 1 : now + 1].transpose(0, 1)
+                held, cuts = r_kv_by_hand(keys, newest, held, window, budget, options), cuts + 1
+            kept = found.keep if step < 0 else found.decode_keep[step]
+            assert kept[layer, 0, head].nonzero().flatten().tolist() == held, (layer, head, step)
+        assert cuts == (4 if length > budget else 2)
+
+
 @pytest.mark.parametrize("name", ["tova", "h2o", "cake"])
 def test_decode_rules_equal_a_brute_force(name):
     q, k, v = tensors(8, layers=2, length=20)
@@ -523,7 +569,11 @@ def test_no_decision_needs_a_value_on_the_host(variant, parity):
         slots = Slots(
             position, rule.first_storage_order(scores, position[..., :21], entries), rule.start(obs), obs.value_norm
         )
-        slots = replace(slots, storage_order=position)
+        due = rule.due(position, entries[:, None])
+        slots = replace(slots, storage_order=position, due=due, keys=torch.empty(2, 2, 24, 4, device="meta"))
+        if rule.rows_per_head:
+            rows = rule.next_rows(rule.first_rows(obs), torch.empty(2, 2, 2, 4, device="meta"), entries)
+            slots = replace(slots, rows=rows)
         worth, _ = rule.observe(torch.empty(2, 4, 24, device="meta"), slots)
         keep = keep_mask(worth, position, policy.decode_quota(position.sum(2), entries, entries), rule.window)
         assert rule.next_storage_order(worth, slots, keep).shape == (2, 2, 24)

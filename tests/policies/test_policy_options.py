@@ -55,7 +55,7 @@ BAD_OPTIONS = [
     ("parity", "papr", [*POLICIES]),
     *(("pool", bad, ["lava", "snapkv", "pyramidkv", "ada_snapkv", "cake", "h2o", "vatp"]) for bad in ("mx", 3)),
     *(
-        ("kernel_size", bad, ["lava", "snapkv", "ada_pyramidkv", "cake", "h2o", "vatp"])
+        ("kernel_size", bad, ["lava", "snapkv", "ada_pyramidkv", "cake", "h2o", "vatp", "r_kv"])
         for bad in (0, 4, -3, 5.0, None)
     ),
     ("group", "median", ["lava", "snapkv", "cake", "h2o", "vatp"]),
@@ -71,6 +71,8 @@ BAD_OPTIONS = [
     ("indicator", "std", ["cake", "vatp"]),
     ("evict_during_decode", "no", ["cake", "h2o", "tova", "streaming_llm", "vatp"]),
     ("seed", -1, ["random"]),
+    *((option, bad, ["r_kv"]) for option in ("importance", "threshold") for bad in (-0.1, 1.1, math.nan)),
+    *(("buffer", bad, ["r_kv"]) for bad in (0, 2.0, True)),
 ]
 
 

@@ -1,0 +1,163 @@
+"""R-KV: attention of the newest queries against redundancy among keys, for answers that grow long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Policy
+from kvpass.policies.decode_rules import DecodeRule, Slots, by_score, first_by_score, older
+from kvpass.policies.observation import Observation, softcapped
+from kvpass.policies.options import check_float, check_int, check_odd, option
+from kvpass.policies.scores import pool_scores
+
+_BLOCK_ELEMENTS = 1 << 24
+"""Cosines that exist at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RKV(Policy):
+    """Keep what is attended to and not said twice, while a long answer grows: R-KV (Cai et al. 2025, arXiv 2505.24133).
+
+    Per KV head, of n entries of which the newest ``window`` are always kept, with the queries t of these:
+
+    ``I[i] = max over neighbours(mean over t(softmax_i(max over the group(q[t] . k[i]))))``, over the other entries;
+    ``R = softmax_i(mean over j of C[j, i])``, over all n entries, C the cosines of their keys, where each row j has
+    lost its diagonal and its last cosine above ``threshold``, so that the newest of similar entries is not redundant;
+    ``s[i] = importance * I[i] - (1 - importance) * R[i]``.
+
+    A prompt is cut to the budget. While decoding, ``buffer`` tokens gather beside the budget, then each head is cut to
+    its budget again; so a head holds up to ``budget + buffer`` entries. Neighbours (pooling) and "last" go by position.
+
+    The authors' code, which ``parity="code"`` reproduces, evicts in a step before which the number of tokens is a
+    multiple of ``buffer``, and takes neighbours and "last" in storage order: descending score after an eviction. A row
+    without a similar entry loses the cosine of its first one there, and here.
+
+    Departures: attention sinks of the model (a further logit) are left out. The cosines of n entries take n^2 D
+    operations per KV head, of a prompt too; they are made in blocks of rows.
+
+    Args:
+        window: newest tokens, which observe and are always kept (the paper's alpha).
+        kernel_size: odd width of the max pooling. importance: the paper's lambda, from 0 to 1; 0.07 in the authors'
+            code. threshold: cosine above which keys are similar. buffer: tokens between two evictions.
+    """
+
+    name: ClassVar[str] = "r_kv"
+    query_rows = 0
+
+    window: int = 8
+    kernel_size: int = option(7, check_odd)
+    importance: float = option(0.1, check_float, 0.0, 1.0)
+    threshold: float = option(0.5, check_float, 0.0, 1.0)
+    buffer: int = option(128, check_int, 1)
+
+    def score(self, obs: Observation) -> Tensor:
+        m, rows = obs.evictable, max(obs.window, 1)
+        attention, redundant = [], []
+        for head in range(obs.kv_heads):
+            queries = obs.queries[:, head * obs.group : (head + 1) * obs.group, -rows:].float()
+            keys = obs.keys[:, head, None].float()
+            logits = softcapped(torch.einsum("bgrd,bknd->bkgrn", queries, keys[:, :, :m]) * obs.scale, obs.softcap)
+            attention.append(logits.amax(2).softmax(-1).mean(2))
+            redundant.append(redundancy(keys, torch.ones_like(keys[..., 0], dtype=torch.bool), self.threshold))
+        pooled = pool_scores(torch.cat(attention, 1), "max", self.kernel_size)
+        return self.importance * pooled - (1 - self.importance) * torch.cat(redundant, 1)[..., :m]
+
+    def decode_rule(self) -> DecodeRule:
+        return Redundancy(
+            window=self.window,
+            every=self.buffer,
+            kernel_size=self.kernel_size,
+            importance=self.importance,
+            threshold=self.threshold,
+            released=self.parity == "code",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Redundancy(DecodeRule):
+    """R-KV while decoding; options as in :class:`RKV`.
+
+    Args:
+        released: evict when the authors' code does, and take neighbours in its storage order.
+    """
+
+    reads_keys: ClassVar[bool] = True
+
+    kernel_size: int
+    importance: float
+    threshold: float
+    released: bool
+
+    @property
+    def rows_per_head(self) -> int:
+        """The newest queries, of position p in row ``p % rows_per_head``; a head that is due holds as many entries."""
+        return max(self.window, 1)
+
+    def first_rows(self, obs: Observation) -> Tensor:
+        newest = obs.queries[:, :, -self.rows_per_head :].float().unflatten(1, (obs.kv_heads, obs.group))
+        row = torch.arange(obs.length - newest.shape[3], obs.length, device=newest.device) % self.rows_per_head
+        rows = newest.new_zeros(*newest.shape[:3], self.rows_per_head, newest.shape[4])
+        return rows.index_copy(3, row, newest)
+
+    def next_rows(self, rows: Tensor, queries: Tensor, position: Tensor) -> Tensor:
+        row = (position % self.rows_per_head)[:, None, None, None, None]
+        queries = queries.float()[:, :, :, None]
+        return rows.scatter(3, row.expand_as(queries), queries)
+
+    def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
+        if not self.released:
+            return (position >= 0).sum(2) - quota >= self.window + self.every
+        tokens_before = position.amax((1, 2))[:, None]
+        return (tokens_before % self.every == 0) & ((position >= 0).sum(2) - quota >= self.window)
+
+    def first_storage_order(self, scores: Tensor, position: Tensor, entries: Tensor) -> Tensor:
+        if not self.released:
+            return position
+        return first_by_score(scores, position, (scores > float("-inf")).sum(2) < entries[:, None])
+
+    def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+        assert slots.keys is not None and slots.rows is not None
+        compete = older(slots.position, self.window)[:, :, None]
+        products = torch.einsum("bkgwd,bkcd->bkgwc", slots.rows, slots.keys.float())
+        logits = softcapped(products * slots.scale, slots.softcap).amax(2)
+        logits = logits.masked_fill(~compete, torch.finfo(torch.float32).min)
+        shares = torch.where(compete, logits.softmax(-1), 0.0).mean(2)
+        where = slots.position, slots.storage_order
+        attended = slots.pool_in_order(shares.contiguous(), *where, self.window, "max", self.kernel_size, "max")
+        held = slots.position >= 0
+        last = torch.iinfo(slots.storage_order.dtype).max
+        order = torch.where(held, slots.storage_order, last).argsort(dim=2, stable=True)
+        keys = slots.keys.float().gather(2, order[..., None].expand_as(slots.keys))
+        in_order = redundancy(keys, held.gather(2, order), self.threshold)
+        redundant = torch.zeros_like(in_order).scatter(2, order, in_order)
+        return self.importance * attended - (1 - self.importance) * redundant, slots.decode_state
+
+    def next_storage_order(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
+        if not self.released:
+            return slots.storage_order
+        assert slots.due is not None
+        return by_score(scores, slots, self.window, slots.due)
+
+
+def redundancy(keys: Tensor, held: Tensor, threshold: float) -> Tensor:
+    """Return R of :class:`RKV` for keys in order: fp32 ``[B, K, N]``, 0 where there is no entry.
+
+    Args:
+        keys: fp32 ``[B, K, N, D]``. held: which are entries, bool ``[B, K, N]``; they come first, and there is one.
+    """
+    n = keys.shape[2]
+    unit = torch.where(held[..., None], keys / (keys.norm(dim=-1, keepdim=True) + 1e-8), 0.0)
+    column = torch.arange(n, device=keys.device)
+    rows = max(_BLOCK_ELEMENTS // (held.shape[0] * held.shape[1] * n), 1)
+    total = torch.zeros_like(held, dtype=torch.float32)
+    for first in range(0, n, rows):
+        cosines = unit[:, :, first : first + rows] @ unit.mT
+        cosines.diagonal(first, 2, 3).zero_()
+        last_similar = torch.where(cosines > threshold, column, 0).amax(3, keepdim=True)
+        total += cosines.scatter_(3, last_similar, 0.0).sum(2)
+    mean = total / held.sum(2, keepdim=True)
+    return torch.where(held, mean.masked_fill(~held, float("-inf")).softmax(2), 0.0)
