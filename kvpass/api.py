@@ -217,20 +217,16 @@ def _compiled(
     if device is not None and regions is False:
         raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
     rules = read(model_name=str(model.config.name_or_path))
-    if ranks is not None:
-        check_heads(model, ranks)
+    recurrent = recurrent_layers(model, divided=ranks is not None)
+    layers = model.config.get_text_config().num_hidden_layers if recurrent is None else len(recurrent.attention)
+    heads = ranks if ranks is not None and divides_heads(model) else None
+    if heads is not None:
+        check_heads(model, heads)
         if rules.entry_format in GROUPED:
             raise ValueError(
                 f"entries={rules.entry_format!r}: several processes cannot divide groups of keys in files yet; give "
                 "entries='int8' or 'fp8'"
             )
-    recurrent = recurrent_layers(model)
-    if recurrent is not None and ranks is not None:
-        raise ValueError(
-            f"{type(model).__name__} has recurrent layers, whose states several processes cannot share yet"
-        )
-    layers = model.config.get_text_config().num_hidden_layers if recurrent is None else len(recurrent.attention)
-    heads = ranks if ranks is not None and divides_heads(model) else None
     check_divided(rules.policy, heads)
     compiled: Any = copy_structure(model)
     whole = hold_own_weights(compiled, model, ranks) if ranks is not None else {}
@@ -242,7 +238,7 @@ def _compiled(
     compiled.__class__ = compressed_class(type(model))
     expanded = None
     if type(model)._can_set_attn_implementation():  # otherwise passes find its attention in the graph
-        expanded = attend_latents(compiled, divided=ranks is not None)
+        expanded = attend_latents(compiled, divided=heads is not None)
         tune_by_position(compiled)
         if rules.entry_format != "model" and any(map(attends_latents, compiled.modules())):
             raise ValueError(

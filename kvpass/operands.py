@@ -108,7 +108,7 @@ BUFFERS = {
     "next_position": Buffer("B", _I64, evict="r", counter=True, saved="evicting"),
     "rule_rows": Buffer("L B K G Q D", _F32, prefill="w", evict="w", saved="rows"),
     # recompression after an extension
-    "recompress_scores": Buffer("B L K S", _F32, append="w"),
+    "recompress_scores": Buffer("B L K S", _F32, append="w"),  # of the heads of all processes
     "recompress_masses": Buffer("B L K S", _F32, append="w"),
     "recompress_weights": Buffer("B L", _F64, append="w"),
     "recompress_window": Buffer("B", _I64, append="r"),

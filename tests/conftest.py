@@ -30,23 +30,15 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from cheap_captures import cheap_captures  # noqa: E402
+
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
-# After every capture Dynamo flushes the caches of the processor, to measure how long its guards take for a log that
-# nobody reads here: a fifth of the time of a small capture.
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-
-# The cache of what operators give for fake tensors pays from many equal layers on. Captures of one or two are a sixth
-# faster without it. Tests in processes of their own have it.
-torch._dynamo.config.fake_tensor_cache_enabled = False
+cheap_captures()
 
 # Machines differ and are shared, so no example has a time limit; everybody gets the same examples.
 hypothesis.settings.register_profile("kvpass", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("kvpass")
-
-
-# Dynamo makes many objects and few cycles: looking for garbage every 700 objects takes five percent of the time.
-gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,6 +14,7 @@ from kvpass.cache.prompt_record import LayersRecord
 from kvpass.operands import BUFFERS, RecompressBuffers
 from kvpass.ops.recompress import NOT_DUE, select_held
 from kvpass.ops.slots import EMPTY
+from kvpass.ranks import processes
 
 
 class Recompression:
@@ -34,11 +35,11 @@ class Recompression:
             slots = store.ranks.most(slots, device)
         sizes = {"B": store.rows, "L": g.layers, "K": g.kv_heads, "S": slots}
 
-        def allocate(name: str, value: float) -> Tensor:
-            return torch.full(BUFFERS[name].shape(sizes), value, dtype=BUFFERS[name].dtype, device=device)
+        def allocate(name: str, value: float, **other: int) -> Tensor:
+            return torch.full(BUFFERS[name].shape(sizes | other), value, dtype=BUFFERS[name].dtype, device=device)
 
         self.buffers = RecompressBuffers(
-            recompress_scores=allocate("recompress_scores", float("-inf")),
+            recompress_scores=allocate("recompress_scores", float("-inf"), K=g.kv_heads * processes(store.ranks)),
             recompress_masses=allocate("recompress_masses", 0.0),
             recompress_weights=allocate("recompress_weights", 0.0),
             recompress_window=window.to(device),
@@ -54,8 +55,7 @@ class Recompression:
         store = self.store
         scores, masses, layer_weights, window = self.buffers
         available = (seen - window).clamp(min=0)
-        of_all = scores if store.ranks is None else store.ranks.gather(scores, 2)
-        stay = select_held(of_all, layer_weights, entries, available, store.policy)
+        stay = select_held(scores, layer_weights, entries, available, store.policy)
         if store.ranks is not None:
             stay = store.ranks.own(stay, 2)
         due = window != NOT_DUE

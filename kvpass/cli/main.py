@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+_DIVIDED = ("ask", "compress", "eval")
+"""Commands whose model the processes of ``torchrun`` share."""
 
 
 @contextmanager
@@ -59,11 +63,22 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
     """KV cache compression for any decoder, through torch.compile."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and context.invoked_subcommand not in _DIVIDED:
+        from kvpass.loading import launched
+
+        if launched()[1] > 1:
+            typer.echo(
+                f"error: kvpass {context.invoked_subcommand} runs in one process; under torchrun several share the "
+                f"model of {', '.join(_DIVIDED)}",
+                err=True,
+            )
+            raise typer.Exit(2)
 
 
 @app.command()
@@ -431,6 +446,7 @@ def compress(
     from kvpass.cli.documents import Document
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.policy_spec import parse_policies, typed
+    from kvpass.loading import launched
 
     with _bad_values():
         chosen = parse_policies(policy)
@@ -449,6 +465,8 @@ def compress(
             backend=check_compiler("backend", backend),
         )
         made.save(output)
+    if launched()[0] > 0:
+        return
     console = Console()
     console.print(made.model.report())
     console.print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)

@@ -56,14 +56,16 @@ class RecurrentLayers:
         return arguments
 
 
-def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
+def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayers | None:
     """Return the recurrent layers of a model, None if it has none beside attention.
 
     The model is run on two tokens: only so it is known which states it has.
 
+    Args:
+        divided: whether several processes share the weights.
     Raises:
         UnsupportedAttentionError: transformers is too old, or the layers keep their states otherwise than in a cache.
-        ValueError: weights are on the host.
+        ValueError: weights are on the host, or divided.
     """
     kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
     attention = tuple(layer for layer, kind in enumerate(kinds) if kind not in _RECURRENT | _NEITHER)
@@ -85,6 +87,10 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
         )
     if any(offload_hooks(model)):
         raise ValueError(f"{type(model).__name__} has recurrent layers, with which weights cannot stay on the host yet")
+    if divided:
+        raise ValueError(
+            f"{type(model).__name__} has recurrent layers, whose states several processes cannot share yet"
+        )
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)

@@ -30,7 +30,7 @@ def ranks_of(model: object) -> Ranks | None:
     """Return the processes that share a model's weights; None if it is on one device.
 
     Raises:
-        ValueError: they share it in another way too, or only in another way.
+        ValueError: they share it in another way too, or only in another way, or no weight is divided.
     """
     given = getattr(getattr(model, "config", None), "distributed_config", None)
     others = [f"{name}={size}" for name in _OTHERS if (size := getattr(given, name, None) or 1) > 1]
@@ -41,6 +41,10 @@ def ranks_of(model: object) -> Ranks | None:
             f"{type(model).__name__} is divided among processes by {', '.join(others) or 'several meshes'}: {_NEEDED}"
         )
     if not meshes:
+        if (size := getattr(given, "tp_size", None) or 1) > 1:
+            raise ValueError(
+                f"DistributedConfig(tp_size={size}) divided no weight of {type(model).__name__}: {_NEEDED}"
+            )
         return None
     mesh = meshes.pop()
     return Ranks(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
@@ -109,7 +113,7 @@ def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> dic
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path), plan.get(path, "no style"))
         found = {name: _axis(tensor) for name, tensor in divided.items()}
         expected, forward = _STYLES.get(style, (None, None))
-        if expected is None or any(expected.get(name, "none") != axis for name, axis in found.items()):
+        if expected is None or any(axis not in expected.get(name, ()) for name, axis in found.items()):
             raise ValueError(
                 f"{path or type(model).__name__} is divided among processes as {style!r} ({found}): supported are "
                 f"{', '.join(_STYLES)}, as most decoders have them"
@@ -121,9 +125,12 @@ def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> dic
             module._parameters[name] = own[id(tensor)]
             whole[f"{path}.{name}"] = tensor
         vars(module).pop("forward", None)
+        if style.startswith(("colwise", "rowwise")) and type(module) is not nn.Linear:
+            raise ValueError(
+                f"{path} is a divided {type(module).__name__}: must be a plain torch.nn.Linear; several processes "
+                "cannot share a quantised model yet"
+            )
         if forward is not None:
-            if forward in (_summed, _gathered, _split) and type(module) is not nn.Linear:
-                raise ValueError(f"{path} is a divided {type(module).__name__}: must be a plain torch.nn.Linear")
             if forward in (_rows, _gathered) and divided["weight"].shape[0] % ranks.size:
                 raise ValueError(f"{ranks.size} processes cannot share the rows of {path} alike")
             module.ranks = ranks
@@ -172,13 +179,14 @@ def _rows(self: Any, ids: Tensor) -> Tensor:
     return total
 
 
-_STYLES: dict[str, tuple[dict[str, int | None], Callable[..., Tensor] | None]] = {
-    "colwise": ({"weight": 0, "bias": 0}, None),
-    "rowwise": ({"weight": 1, "bias": None}, _summed),
-    "rowwise_split_input": ({"weight": 1, "bias": None}, _split),
-    "colwise_gather_output": ({"weight": 0, "bias": 0}, _gathered),
-    "embedding_rowwise": ({"weight": 0}, _rows),
-    "moe_tp_experts": ({"gate_up_proj": 1, "down_proj": 2}, _experts),
+_STYLES: dict[str, tuple[dict[str, tuple[int | None, ...]], Callable[..., Tensor] | None]] = {
+    "colwise": ({"weight": (0,), "bias": (0,)}, None),
+    "rowwise": ({"weight": (1,), "bias": (None,)}, _summed),
+    "rowwise_split_input": ({"weight": (1,), "bias": (None,)}, _split),
+    "colwise_gather_output": ({"weight": (0,), "bias": (0,)}, _gathered),
+    "embedding_rowwise": ({"weight": (0,)}, _rows),
+    "moe_tp_experts": ({"gate_up_proj": (1, 2), "down_proj": (2, 1)}, _experts),  # llama4 has them transposed
     "replicated_with_grad_allreduce": ({}, None),
+    "mla_kv_a_proj": ({}, None),  # another one in training only
 }
-"""Of transformers' ways to divide a module: the axis of each parameter, and the forward (None: of its class)."""
+"""Of transformers' ways to divide a module: the axes of each parameter, and the forward (None: of its class)."""

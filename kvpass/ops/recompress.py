@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvpass.operands import AppendBuffers, Attention, RecompressBuffers, with_values
 from kvpass.ops.entry_formats import pool_rows
@@ -57,14 +56,14 @@ def observe_held(
     observing rows and the group) and the layer's weight.
 
     Args:
-        ranks: processes that share the heads of the layer; scores and masses are of the heads of this process.
+        ranks: processes that share the heads of the layer; scores are of all heads, masses of those of this process.
     """
     q, v, scale, softcap, sinks = call.q, call.v, *call[3:]
     held = with_values(held, v.shape[3])
     tail_k, tail_v = held.tail_k, held.tail_v
     scores, masses, layer_weights, window = found
     t, kv_heads = q.shape[2], tail_k.shape[2]
-    group = q.shape[1] // kv_heads
+    group, slots = q.shape[1] // kv_heads, scores.shape[3]
     end = int(held.tail_used) + t
     bounds, starts = held.offsets.tolist(), held.tail_start.tolist()
     for row, protected in enumerate(window.tolist()):
@@ -74,7 +73,7 @@ def observe_held(
         site: dict[str, Any] = {"scale": scale, "window": observing, "layer": layer, "num_layers": num_layers}
         site["softcap"] = softcap
         queries = q[row : row + 1, :, t - max(observing, 1) :]
-        keys, values, worth = [], [], []
+        keys, values, worth = [], [], scores.new_full((kv_heads, slots), float("-inf"))
         for head in range(kv_heads):
             segment = layer * kv_heads + head
             kept = slice(bounds[row][segment], bounds[row][segment + 1])
@@ -86,26 +85,17 @@ def observe_held(
             own = queries[:, heads], keys[head][None, None], values[head][None, None]
             obs = Observation(*own, sinks=None if sinks is None else sinks[heads], **site)
             evictable = obs.length - protected
-            worth.append(policy.checked_score(obs)[0, 0, :evictable])
-            scores[row, layer, head, :evictable] = worth[head]
+            worth[head, :evictable] = policy.checked_score(obs)[0, 0, :evictable]
             masses[row, layer, head, : obs.length] = obs.mass[0, 0]
-        of_all = _of_all_heads(worth, ranks)
-        longest = protected + max(scores_of_head.numel() for scores_of_head in of_all)
+        of_all = worth if ranks is None else ranks.gather(worth, 0)
+        scores[row, layer], held_by_any = of_all, of_all > float("-inf")
+        longest = protected + int(held_by_any.sum(1).max())
         present = _newest_last([torch.ones_like(k[:, 0], dtype=torch.bool) for k in keys], longest)
         k, v = _newest_last(keys, longest), _newest_last(values, longest)
         whole = HeldObservation(queries, k, v, sinks=sinks, present=present, ranks=ranks, **site)
-        weight = policy.checked_weight(whole, torch.cat(of_all)[None, None])
+        weight = policy.checked_weight(whole, of_all[held_by_any][None, None])
         if weight is not None:
             layer_weights[row, layer] = weight[0]
-
-
-def _of_all_heads(worth: list[Tensor], ranks: Ranks | None) -> list[Tensor]:
-    """Return the scores ``[n_k]`` of each head of the layer, from those of the heads of this process."""
-    if ranks is None:
-        return worth
-    counts = ranks.gather(torch.tensor([scores.numel() for scores in worth], device=worth[0].device), 0).tolist()
-    padded = torch.stack([pad(scores, (0, max(counts) - scores.numel())) for scores in worth])
-    return [scores[:count] for scores, count in zip(ranks.gather(padded, 0), counts, strict=True)]
 
 
 def _newest_last(heads: list[Tensor], longest: int) -> Tensor:

@@ -274,12 +274,13 @@ RECOMPRESSING = {
 }
 
 
-def compressed_again(policy: Any, ranks: Ranks | None) -> tuple[FullAttentionLayers, Tensor]:
-    """The store after a prompt and a turn of which it was compressed again, and its layer weights."""
+def compressed_again(policy: Any, ranks: ThreadRanks | None) -> tuple[FullAttentionLayers, Tensor, int, int]:
+    """The store after a prompt and a turn of which it was compressed again, its layer weights, slots and bytes sent."""
     start, turn = torch.tensor([0, 9]), 17
     prompt, new = own_heads(ranks, *text(TOKENS, 3)), own_heads(ranks, *text(turn, 4))
     store = prefilled(policy, *prompt, start, ranks)
     store.ensure_room(turn)
+    before = 0 if ranks is None else sum(ranks.meeting.sent)
     again = Recompression(store, torch.full((ROWS,), policy.window))
     for layer in range(LAYERS):
         call, held = Attention(*(x[layer] for x in new), DIM**-0.5), AppendBuffers(**store.cached_state)
@@ -287,17 +288,22 @@ def compressed_again(policy: Any, ranks: Ranks | None) -> tuple[FullAttentionLay
         recompress.observe_held(call, held, again.buffers, layer, LAYERS, policy, ranks)
     store.advance(turn)
     left, record = again.finish(torch.full((ROWS,), BUDGET - policy.window), TOKENS + turn - start)
-    return left, record.weights
+    sent = 0 if ranks is None else sum(ranks.meeting.sent) - before
+    return left, record.weights, again.buffers.recompress_scores.shape[-1], sent
 
 
 @pytest.mark.parametrize("name", sorted(RECOMPRESSING))
 def test_threads_compress_again_together_what_one_does(name):
     policy = resolve(name, window=6, **OPTIONS.get(name, {}), **RECOMPRESSING[name])
     parts = in_threads(lambda ranks: compressed_again(policy, ranks))
-    one, weights = compressed_again(policy, None)
+    one, weights, *_ = compressed_again(policy, None)
+    _, _, slots, sent = parts[0]
+    scores, queries = 4 * ROWS * KV_HEADS // SIZE * slots, 4 * ROWS * KV_HEADS * GROUP // SIZE * (slots - policy.window)
+    most = scores + {"cake": 2, "pyramidkv": 1}.get(name, 0) * queries  # by docs/tensor-parallel.md
+    assert LAYERS * scores <= sent - 8 <= LAYERS * most, "beside the number of slots"
     seen = TOKENS + 17 - torch.tensor([0, 9])
     whole = one.positions(seen)
-    for rank, (part, own_weights) in enumerate(parts):
+    for rank, (part, own_weights, *_) in enumerate(parts):
         assert torch.equal(own_weights, weights)
         heads = part.geometry.kv_heads
         own, expected = part.positions(seen), whole[:, :, rank * heads : (rank + 1) * heads]

@@ -2,205 +2,192 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
 
 import kvpass
-from kvpass.cli.documents import Document
+import tiny_models
+from divided_model import (
+    IDS,
+    WINDOW,
+    agree_on_arguments,
+    agree_on_captures,
+    compare_dialogues,
+    compare_entries,
+    continued,
+    dialogue,
+    saved,
+    saved_where_nothing_can_be,
+    sent_of_a_prompt,
+)
+from kvpass.frontends.latent_attention import attend_latents
+from processes import Processes
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
 )
-ROOT = Path(__file__).resolve().parents[2]
-WORKER = ROOT / "tests" / "distributed" / "worker.py"
-OPTIONS = {
-    "cake": {"tau1": 1.0, "tau2": 1.0},
-    "pyramidkv": {"shape": "entropy"},
-}
 POLICIES = sorted(kvpass.POLICIES)
-FAMILIES = ["phi3", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "qwen2", "gemma2"]
+FAMILIES = ["llama", "qwen3", "gemma3", "qwen3_moe"]
+LATENT = ["deepseek_v3", "youtu", "deepseek_v2", "minicpm3"]
+FURTHER = [
+    *("mixtral", "llama4", "phi3", "gpt_oss", "qwen2", "gemma2", "olmo2", "phi", "starcoder2", "granite", "cohere2"),
+    *("smollm3", "gpt_neox", "diffllama"),
+]
+
+Folders = Callable[..., Path]
 
 
-@contextmanager
-def started(processes: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """What ``torchrun`` runs, with its processes in a group of their own, which is gone afterwards."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    ) as running:
-        try:
-            yield running
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(running.pid, signal.SIGKILL)
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Callable[[int], Processes]]:
+    """Processes by their number."""
+    started: dict[int, Processes] = {}
+
+    def group(size: int) -> Processes:
+        return started.setdefault(size, Processes(size))
+
+    yield group
+    for processes in started.values():
+        processes.end()
 
 
-def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    with started(processes, *arguments) as running:
-        said = running.communicate(timeout=500)
-    return subprocess.CompletedProcess(arguments, running.returncode, *said)
+@pytest.fixture(scope="module")
+def two(groups: Callable[[int], Processes]) -> Processes:
+    return groups(2)
 
 
-def compare(
-    folder: Path,
-    family: str,
-    policies: list[str],
-    *,
-    processes: int = 2,
-    compiler: str = "eager",
-    layers: int | None = None,
-    **options: Any,
-) -> None:
-    """Run the worker; ``options`` are of every policy."""
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if processes > 2 else {}
-    tiny_model(family, layers=layers, **heads).save_pretrained(folder)
-    given = json.dumps([(policy, {**OPTIONS.get(policy, {}), **options}) for policy in policies])
-    done = torchrun(processes, str(WORKER), str(folder), compiler, given)
-    assert done.returncode == 0, done.stderr[-5000:]
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Folders with tiny models of so many heads that four processes can share them."""
+
+    @functools.cache
+    def folder(family: str, layers: int | None = None, kv_heads: int = 4) -> Path:
+        made = tmp_path_factory.mktemp(family)
+        layers = layers or (3 if family == "gemma3" else 2)  # of which the first has a sliding window
+        model = tiny_model(family, layers=layers, num_attention_heads=8, num_key_value_heads=kv_heads)
+        for name, weight in model.named_parameters():
+            if "k_norm" in name:  # else all keys have one norm but for rounding, which knorm would sort them by
+                torch.nn.init.normal_(weight)
+        model.save_pretrained(made)
+        return made
+
+    return folder
 
 
-def test_two_processes_keep_what_one_device_keeps(tmp_path):
-    compare(tmp_path, "llama", ["tova"], layers=1)
+def compare(processes: Processes, folder: Path, policy: str, *, of_one: dict[str, Any] | None = None, **given: Any):
+    """Several processes against one device.
+
+    Args:
+        of_one: what that one is compiled with; None: as the processes.
+    """
+    expected = dialogue(folder, policy, **(given if of_one is None else of_one))
+    compare_dialogues(processes.run(dialogue, folder, policy, **given), expected)
 
 
-@pytest.mark.exhaustive
-def test_scores_are_what_processes_send_each_other(tmp_path):
-    compare(tmp_path, "llama", [])
-
-
-SAID = {
-    "raises": "ValueError: out of luck",
-    "refuses": "ValueError: in process 1 of 2, counted from 0: policy='lavva': did you mean 'lava'?",
-    "memory": "OutOfMemoryError: out of memory, injected",
-    "interrupted": "KeyboardInterrupt",
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("how", SAID)
-def test_all_processes_end_within_a_minute_when_one_fails(how, tmp_path):
-    tiny_model("llama", layers=2).save_pretrained(tmp_path)
-    done = torchrun(2, str(WORKER), str(tmp_path), how, "[]")
-    ended = time.time()
-    failed = [float(line.split()[-1]) for line in done.stderr.splitlines() if line.startswith("fails at ")]
-    assert done.returncode != 0 and SAID[how] in done.stderr, done.stderr[-5000:]
-    assert ended - max(failed) < 60
+def test_two_processes_keep_what_one_device_keeps(two, folder_of):
+    compare(two, folder_of("llama", layers=1), "tova")
 
 
 @pytest.mark.exhaustive
-def test_ctrl_c_ends_all_processes_within_a_minute(tmp_path):
-    tiny_model("llama", layers=1).save_pretrained(tmp_path)
-    with started(2, str(WORKER), str(tmp_path), "goes on", "[]") as running:
-        begun = 0
-        while begun < 2:
-            begun += next(running.stderr).startswith("fails at ")
-        os.killpg(running.pid, signal.SIGINT)
-        _, said = running.communicate(timeout=60)
-        assert running.returncode != 0 and "KeyboardInterrupt" in said
-        with pytest.raises(ProcessLookupError):
-            os.killpg(running.pid, 0)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_phases_as_one_graph_keep_the_same(compiler, tmp_path):
-    compare(tmp_path, "gemma3", ["lava", "cake", "layer_defensivekv"], compiler=compiler, compile_regions=False)
-
-
-@pytest.mark.exhaustive
-def test_parts_of_every_phase_keep_the_same(tmp_path):
-    compare(tmp_path, "llama", ["lava"], compiler="inductor", compile_regions=True)
-
-
-@pytest.mark.exhaustive
-def test_every_policy_keeps_the_same(tmp_path):
-    compare(tmp_path, "llama", POLICIES)
-
-
-@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_keeps_the_same(family, tmp_path):
-    compare(tmp_path, family, ["lava", "cake", "h2o"])
+def test_every_policy_keeps_the_same(family, policy, two, folder_of):
+    compare(two, folder_of(family), policy)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FURTHER)
+def test_further_families_keep_the_same(family, two, folder_of):
+    compare(two, folder_of(family), "lava")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [family for family in LATENT if family in tiny_models.FAMILIES])
+def test_latents_are_the_same(family, two, folder_of, monkeypatch):
+    """Those of heads that processes share are expanded: so they are on one device here."""
+    if family in LATENT[2:]:
+        monkeypatch.setattr("kvpass.api.attend_latents", lambda model, divided: attend_latents(model, divided=True))
+    compare(two, folder_of(family, kv_heads=8), "lava")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["lava", "snapkv", "tova", "layer_defensivekv"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_four_processes_keep_the_same(family, tmp_path):
-    compare(tmp_path, family, ["lava", "snapkv"], processes=4)
+def test_four_processes_keep_the_same(family, policy, groups, folder_of):
+    compare(groups(4), folder_of(family), policy)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["lava", "pyramidkv", "ada_snapkv"])
+def test_two_processes_compress_again_what_one_device_does(policy, two, folder_of):
+    compare(two, folder_of("llama"), policy, recompress="every_turn")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("entries", ["int8", "fp8"])
-def test_entries_in_fewer_bits_are_the_same(entries, tmp_path):
-    compare(tmp_path, "llama", ["lava"], layers=1, entries=entries)
+def test_entries_in_fewer_bits_are_the_same(entries, two, folder_of):
+    compare(two, folder_of("llama"), "lava", entries=entries)
 
 
 @pytest.mark.exhaustive
-def test_compiled_code_keeps_the_same(tmp_path):
-    compare(tmp_path, "llama", ["lava", "streaming_llm"], compiler="inductor")
+@pytest.mark.parametrize("policy", ["lava", "cake", "layer_defensivekv"])
+def test_phases_as_one_graph_keep_the_same(policy, two, folder_of):
+    compare(two, folder_of("gemma3"), policy, of_one={}, compile_regions=False)
 
 
 @pytest.mark.exhaustive
-def test_the_example_prints_what_its_docstring_shows():
-    example = ROOT / "examples" / "tensor_parallel.py"
-    done = torchrun(2, str(example))
-    assert done.returncode == 0, done.stderr[-5000:]
-    shown = inspect.cleandoc(example.read_text().split("Prints::\n\n")[1].split('"""')[0])
-    assert done.stdout.strip() == shown
+@pytest.mark.parametrize(("family", "regions"), [("llama", True), ("gemma3", False)])
+def test_compiled_code_keeps_the_same(family, regions, two, folder_of):
+    compare(two, folder_of(family), "lava", of_one={}, backend="inductor", compile_regions=regions)
 
 
 @pytest.mark.exhaustive
-def test_the_command_answers_on_two_processes_what_it_answers_on_one(tmp_path):
-    given = (
-        "eval builtin --tasks multi_needle --policies lava,tova --budgets 0.4 --samples 2 --length 150 --backend eager"
-    )
-    command = ["-m", "kvpass", *given.split(), "--output"]
-    done = torchrun(2, *command, str(tmp_path / "two"))
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stdout.count("written:") == 1
-    subprocess.run([sys.executable, *command, str(tmp_path / "one")], check=True, capture_output=True, timeout=300)
-    one, two = (
-        [json.loads(line) for line in (tmp_path / folder / "samples.jsonl").read_text().splitlines()]
-        for folder in ("one", "two")
-    )
-    for record in (*one, *two):
-        record["kept"].pop("cache_bytes")  # tables of each process
-    assert one == two
+@pytest.mark.parametrize(
+    ("family", "policy"), [("llama", "lava"), ("llama", "h2o"), ("llama", "tova"), ("gpt_oss", "lava")]
+)
+def test_a_file_of_some_processes_is_continued_on_any_number(family, policy, groups, folder_of, tmp_path):
+    folder = folder_of(family)
+    entries = saved(folder, policy, tmp_path / "1.kv")
+    expected, logits = continued(folder, policy, tmp_path / "1.kv")
+    compare_entries([expected], entries)
+    for size in (2, 4):
+        compare_entries(groups(size).run(saved, folder, policy, tmp_path / f"{size}.kv"), entries)
+    for name, size in ((2, 1), (4, 1), (1, 2), (4, 2), (1, 4), (2, 4)):
+        given = folder, policy, tmp_path / f"{name}.kv"
+        parts = [continued(*given)] if size == 1 else groups(size).run(continued, *given)
+        compare_entries([found for found, _ in parts], entries)
+        for _, found in parts:
+            torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.exhaustive
-def test_a_document_is_asked_on_two_processes(tmp_path):
-    text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
-    made = Document.compress(text, model="builtin", policy="h2o", budget=64, backend="eager")
-    made.save(tmp_path / "document.kv")
-    question = "question the code of bara dador is"
-    command = [
-        "-m",
-        "kvpass",
-        "ask",
-        str(tmp_path / "document.kv"),
-        question,
-        "--new-tokens",
-        "3",
-        "--backend",
-        "eager",
-    ]
-    done = torchrun(2, *command)
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stdout.splitlines() == [made.ask(question, new_tokens=3)]
+def test_a_file_that_the_first_process_cannot_write_raises_in_all(two, folder_of, tmp_path):
+    two.run(saved_where_nothing_can_be, folder_of("llama"), tmp_path / "missing" / "cache.kv")
+
+
+@pytest.mark.exhaustive
+def test_what_one_process_refuses_all_refuse(two, folder_of):
+    two.run(agree_on_arguments, folder_of("llama"))
+
+
+@pytest.mark.exhaustive
+def test_processes_go_on_after_one_could_not_compile(two, folder_of):
+    folder = folder_of("llama")
+    compare_dialogues(two.run(agree_on_captures, folder), dialogue(folder, "lava"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+def test_scores_are_what_processes_send_each_other(size, groups, folder_of):
+    """By the formula of docs/tensor-parallel.md; of all policies: see test_divided_heads.py."""
+    shape = (len(IDS), 4 // size, IDS.shape[1] - WINDOW)
+    for sent in groups(size).run(sent_of_a_prompt, folder_of("llama"), "lava"):
+        scores = [found for found in sent if found[0] == shape]
+        assert scores == [(shape, 4 * shape[0] * shape[1] * shape[2])] * 2, sent

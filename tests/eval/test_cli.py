@@ -37,6 +37,14 @@ def micro(micro_sizes, tmp_path):
     return path
 
 
+def test_commands_whose_model_no_processes_share_are_refused_under_torchrun(micro, monkeypatch):
+    """Each process would measure on its own, and all write the same files."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    result = invoke("bench", "--model", micro, "--contexts", 128, "--budget", 40)
+    assert result.exit_code == 2 and "kvpass bench runs in one process" in result.stderr
+
+
 @pytest.mark.parametrize("command", [(), ("demo",), ("bench",), ("policies",)])
 def test_help_is_given_for_every_command(command):
     result = invoke(*command, "--help")

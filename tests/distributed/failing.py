@@ -1,0 +1,53 @@
+"""What torchrun starts: processes that share a model and call it until one fails, or all are stopped.
+
+Usage: failing.py FOLDER HOW; ``refuses``: the last process in ``kvpass.compile``; ``memory``: the last process in the
+middle of a prompt; ``goes on``: none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import kvpass
+from kvpass.ops import reference
+
+IDS = torch.arange(120).view(2, 60)
+
+
+def now() -> None:
+    os.write(2, f"fails: {os.getpid()} {time.time()}\n".encode())  # in one piece: both processes write
+
+
+def main(folder: str, how: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2)).eval()
+    last = dist.get_rank() == 1
+    if how == "refuses":
+        now()
+    policy = "lavva" if last and how == "refuses" else "lava"
+    fast = kvpass.compile(model, policy=policy, budget=24, window=8, backend="eager")
+    fast(IDS)
+    if last and how == "memory":
+        judge = reference.judge
+
+        def failing(call: Any, lse: Any, start: Any, first: Any, layer: int, *rest: Any) -> Any:
+            if layer == 1:
+                now()
+                raise torch.OutOfMemoryError("out of memory, injected")
+            return judge(call, lse, start, first, layer, *rest)
+
+        reference.judge = failing
+    now()
+    while True:
+        fast(IDS)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,155 @@
+"""Models divided among the processes of a fake group: this one is the first, and no other is ever asked.
+
+What kvpass does not run is refused with a sentence; compiled code meets the others as often as it must.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+import kvpass
+from kvpass import ranks
+from kvpass.transformers_compat import CACHE
+from tiny_models import random_ids, tiny_model
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
+)
+
+
+@pytest.fixture
+def group(request, monkeypatch) -> Iterator[int]:
+    """A group of so many processes."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": request.param}.items():
+        monkeypatch.setenv(name, str(value))
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+def divided(folder: Any, family: str, layers: int = 1, **given: Any) -> Any:
+    tiny_model(family, layers=layers).save_pretrained(folder)
+    return loaded(folder, **given)
+
+
+def loaded(folder: Any, **given: Any) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**given)).eval()
+
+
+@pytest.mark.parametrize("group", [4], indirect=True)
+def test_processes_that_outnumber_the_kv_heads_are_refused(group, tmp_path):
+    model = divided(tmp_path, "llama", tp_size=group)
+    with pytest.raises(ValueError, match="4 processes cannot share the 2 heads of LlamaForCausalLM"):
+        kvpass.compile(model, policy="lava", budget=64)
+
+
+@pytest.mark.parametrize("group", [4], indirect=True)
+def test_processes_that_share_no_heads_can_be_more(group, tmp_path):
+    """transformers does not divide the attention of gpt_oss."""
+    kvpass.compile(divided(tmp_path, "gpt_oss", tp_size=group), policy="lava", budget=64, entries="int4")
+
+
+@pytest.mark.parametrize(
+    ("group", "family", "given"),
+    [
+        (2, "qwen3_moe", {"tp_size": 2, "ep_size": 2}),
+        (4, "llama", {"tp_size": 2, "fsdp_size": 2}),
+        (2, "llama", {"fsdp_size": 2}),
+        (2, "llama", {"pp_size": 2}),
+    ],
+    indirect=["group"],
+)
+def test_parallelism_other_than_that_of_heads_is_refused(group, family, given, tmp_path):
+    model = divided(tmp_path, family, **given)
+    name, size = list(given.items())[-1]
+    with pytest.raises(ValueError, match=f"is divided among processes by {name}={size}: .* tp_size alone"):
+        kvpass.compile(model, policy="lava", budget=64)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="states have no methods")
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_a_hybrid_on_several_processes_is_refused(group, tmp_path):
+    model = divided(tmp_path, "granitemoehybrid", layers=2, tp_size=group)
+    with pytest.raises(ValueError, match="has recurrent layers, whose states several processes cannot share yet"):
+        kvpass.compile(model, policy="lava", budget=64)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_a_model_of_which_nothing_was_divided_is_refused(group, tmp_path):
+    """Its plan has the head only, whose weight is that of the embedding: transformers itself cannot run it so."""
+    model = divided(tmp_path, "lfm2", layers=2, tp_size=group)
+    with pytest.raises(ValueError, match=r"tp_size=2\) divided no weight of Lfm2ForCausalLM"):
+        kvpass.compile(model, policy="lava", budget=64)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_groups_of_keys_on_several_processes_are_refused(group, tmp_path):
+    model = divided(tmp_path, "llama", tp_size=group)
+    with pytest.raises(ValueError, match="entries='int4': several processes cannot divide groups of keys in files yet"):
+        kvpass.compile(model, policy="lava", budget=64, entries="int4")
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_a_way_to_divide_modules_that_kvpass_does_not_know_is_refused(group, tmp_path):
+    model = divided(tmp_path, "llama", tp_size=group, tp_plan={"model.layers.*.mlp.up_proj": "packed_colwise"})
+    with pytest.raises(
+        ValueError, match=r"mlp\.up_proj is divided among processes as 'packed_colwise' .*: supported are"
+    ):
+        kvpass.compile(model, policy="lava", budget=64)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_a_quantised_model_on_several_processes_is_refused(group, tmp_path):
+    """The scale of a weight of BitNet is the mean of the whole: a process cannot know it from its part."""
+    pytest.importorskip("accelerate")
+    tiny_model("llama", layers=1).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitnet",
+        "linear_class": "autobitlinear",
+        "quantization_mode": "online",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = loaded(tmp_path, tp_size=group)
+    with pytest.raises(ValueError, match=r"q_proj is a divided AutoBitLinear: must be a plain .* quantised model yet"):
+        kvpass.compile(model, policy="lava", budget=64)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_compiled_code_meets_the_others_once_for_each_reason(group, tmp_path, monkeypatch):
+    """Inductor neither drops nor repeats it; prompts of another length compile nothing."""
+    model = divided(tmp_path, "llama", tp_size=group)
+    fast = kvpass.compile(model, policy="lava", budget=24, window=8)
+    met: list[tuple[int, ...]] = []
+
+    def gathered(found: list[Tensor], x: Tensor, group: Any) -> None:
+        met.append(tuple(x.shape))
+        for part in found:
+            part.copy_(x)
+
+    monkeypatch.setattr(ranks.dist, "all_gather", gathered)
+    monkeypatch.setattr(ranks.dist, "all_reduce", lambda x, group: met.append(tuple(x.shape)))
+    hidden, logits = model.config.hidden_size, (1, 1, model.config.vocab_size // group)
+    for tokens in (60, 45):
+        met.clear()
+        with torch.no_grad():
+            cache = fast(random_ids(1, tokens), logits_to_keep=1)[CACHE]
+            prompt = met[:5]
+            met.clear()
+            fast(random_ids(1, 1), cache=cache, logits_to_keep=1)
+        assert prompt == [*[(1, tokens, hidden)] * 3, logits, (1, 1, tokens - 8)], "embedding, attention, MLP; scores"
+        assert met == [*[(1, 1, hidden)] * 3, logits]
+        assert len(fast.report().compiled) == 2

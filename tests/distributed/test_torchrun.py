@@ -1,0 +1,139 @@
+"""What ``torchrun`` starts: commands, the example, and processes of which one fails."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import transformers
+from packaging.version import Version
+from typer.testing import CliRunner
+
+from kvpass.cli.documents import Document
+from kvpass.cli.main import app
+from tiny_models import tiny_model
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
+    ),
+]
+ROOT = Path(__file__).resolve().parents[2]
+FAILING = ROOT / "tests" / "distributed" / "failing.py"
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Two processes of ``torchrun``, in a group of their own, which is gone afterwards."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.terminate()  # torchrun then ends its processes, which have sessions of their own
+            try:
+                running.wait(60)
+            except subprocess.TimeoutExpired:
+                running.kill()
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    with started(*arguments) as running:
+        said = running.communicate(timeout=500)
+    return subprocess.CompletedProcess(arguments, running.returncode, *said)
+
+
+SAID = {
+    "refuses": "ValueError: in process 1 of 2, counted from 0: policy='lavva': did you mean 'lava'?",
+    "memory": "OutOfMemoryError: out of memory, injected",
+}
+
+
+def assert_gone(said: Iterable[str]) -> None:
+    """The processes that have said when they failed; torchrun gives each a session of its own."""
+    for process in {int(line.split()[1]) for line in said if line.startswith("fails: ")}:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_all_processes_end_within_a_minute_when_one_fails(how, tmp_path):
+    tiny_model("llama", layers=2).save_pretrained(tmp_path)
+    done = torchrun(str(FAILING), str(tmp_path), how)
+    ended, lines = time.time(), done.stderr.splitlines()
+    assert done.returncode != 0 and SAID[how] in done.stderr, done.stderr[-5000:]
+    assert ended - max(float(line.split()[2]) for line in lines if line.startswith("fails: ")) < 60
+    assert_gone(lines)
+
+
+def test_ctrl_c_ends_all_processes_within_a_minute(tmp_path):
+    tiny_model("llama", layers=1).save_pretrained(tmp_path)
+    with started(str(FAILING), str(tmp_path), "goes on") as running:
+        lines: list[str] = []
+        while sum(line.startswith("fails: ") for line in lines) < 2:
+            lines.append(next(running.stderr))
+        os.killpg(running.pid, signal.SIGINT)
+        _, said = running.communicate(timeout=60)
+        assert running.returncode != 0 and "KeyboardInterrupt" in said
+        assert_gone(lines)
+
+
+def test_the_example_prints_what_its_docstring_shows():
+    example = ROOT / "examples" / "tensor_parallel.py"
+    done = torchrun(str(example))
+    assert done.returncode == 0, done.stderr[-5000:]
+    shown = inspect.cleandoc(example.read_text().split("Prints::\n\n")[1].split('"""')[0])
+    assert done.stdout.strip() == shown
+
+
+def test_the_command_answers_on_two_processes_what_it_answers_on_one(tmp_path):
+    given = (
+        "eval builtin --tasks multi_needle --policies lava,tova --budgets 0.4 --samples 2 --length 150 --backend eager"
+    )
+    command = [*given.split(), "--output"]
+    done = torchrun("-m", "kvpass", *command, str(tmp_path / "two"))
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.count("written:") == 1
+    result = CliRunner().invoke(app, [*command, str(tmp_path / "one")])
+    assert result.exit_code == 0, result.output
+    one, two = (
+        [json.loads(line) for line in (tmp_path / folder / "samples.jsonl").read_text().splitlines()]
+        for folder in ("one", "two")
+    )
+    for record in (*one, *two):
+        record["kept"].pop("cache_bytes")  # tables of each process
+    assert one == two
+
+
+def test_a_document_is_compressed_and_asked_on_two_processes(tmp_path):
+    text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
+    (tmp_path / "document.txt").write_text(text)
+    made = Document.compress(text, model="builtin", policy="lava", budget=64, backend="eager")
+    file, question, backend = (
+        str(tmp_path / "document.kv"),
+        "question the code of bara dador is",
+        ["--backend", "eager"],
+    )
+    given = [str(tmp_path / "document.txt"), "--output", file, "--policy", "lava", "--budget", "64", *backend]
+    done = torchrun("-m", "kvpass", "compress", *given)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.count("written:") == 1
+    done = torchrun("-m", "kvpass", "ask", file, question, "--new-tokens", "3", *backend)
+    assert done.returncode == 0, done.stderr[-5000:]
+    expected = [made.ask(question, new_tokens=3)]
+    assert done.stdout.splitlines() == expected
+    assert [Document.load(file, backend="eager").ask(question, new_tokens=3)] == expected
