@@ -15,8 +15,8 @@ from kvpass.ranks import Ranks
 
 _STOCK = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 _KNOWN = "0.32."
-_PAGE_SLOTS = 32
-"""The page of vLLM's kernel for CPUs has a multiple of so many slots."""
+_PAGE = 32
+"""Slots of a page of vLLM's kernel for CPUs, as in stock vLLM."""
 
 
 def check_version(found: str) -> None:
@@ -63,16 +63,16 @@ def head_sizes() -> list[int]:
 def attend_prompt(call: Attention, out: Tensor) -> None:
     """Write the causal attention of one whole prompt to ``out`` ``[N, H, D]``, by stock vLLM's kernel for CPUs.
 
-    The kernel reads keys and values from pages, so they are copied to one page, which is gone afterwards.
+    The kernel reads keys and values from pages, so they are copied to some that last for this call.
     """
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     q, k, v = (x[0].transpose(0, 1) for x in call[:3])
     (n, heads, dim), kv_heads = q.shape, k.shape[1]
-    slots = -(-n // _PAGE_SLOTS) * _PAGE_SLOTS
-    keys, values = q.new_zeros(1, kv_heads, 2 * slots, dim).chunk(2, dim=2)
-    isa, bounds = _get_attn_isa(q.dtype, slots, dim), torch.tensor([0, n], dtype=torch.int32)
+    pages = -(-n // _PAGE)
+    keys, values = q.new_zeros(pages, kv_heads, 2 * _PAGE, dim).chunk(2, dim=2)
+    isa, bounds = _get_attn_isa(q.dtype, _PAGE, dim), torch.tensor([0, n], dtype=torch.int32)
     ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(n), isa)
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=1,
@@ -98,7 +98,7 @@ def attend_prompt(call: Attention, out: Tensor) -> None:
         causal=True,
         alibi_slopes=None,
         sliding_window=-1,
-        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        block_table=torch.arange(pages, dtype=torch.int32)[None],
         softcap=call.softcap or 0.0,
         scheduler_metadata=schedule,
         s_aux=None if call.sinks is None else call.sinks.float(),
