@@ -28,6 +28,7 @@ from kvpass.frontends.latent_attention import attend_latents, attends_latents
 from kvpass.frontends.offload import hold_host_weights, offload_device, offload_hooks
 from kvpass.frontends.options import BudgetLike
 from kvpass.frontends.recurrent import recurrent_layers
+from kvpass.frontends.rotation_by_row import rotate_by_row
 from kvpass.frontends.temperature import tune_by_position
 from kvpass.frontends.tensor_parallel import check_divided, check_heads, divides_heads, hold_own_weights, ranks_of
 from kvpass.frontends.token_mixers import replace_token_mixers
@@ -208,9 +209,6 @@ def _compiled(
     if isinstance(model, CompressedModel):
         raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
     check_model(model)
-    ropes = _rope_types(model)
-    if "dynamic" in ropes:
-        raise ValueError("rope_type='dynamic': its frequencies change as a sequence grows, those of kept keys cannot")
     device = offload_device(model)
     check_wrappers(model, device)
     compiler, regions = check_compiler("backend", backend), check_regions(compile_regions)
@@ -236,6 +234,7 @@ def _compiled(
     whole = hold_own_weights(compiled, model, ranks) if ranks is not None else {}
     on_host = hold_host_weights(compiled, model, device) if device is not None else 0
     remove_wrappers(compiled, model)
+    longrope_limit = rotate_by_row(compiled)
     if recurrent is not None:
         replace_token_mixers(compiled)
     compiled.__class__ = compressed_class(type(model))
@@ -268,17 +267,11 @@ def _compiled(
             None if recurrent is None else recurrent.arguments,
         ),
         attention=None if recurrent is None else recurrent.attention,
-        one_length="longrope" in ropes,
+        longrope_limit=longrope_limit,
         ranks=heads,
         expanded=expanded,
     )
     return compiled
-
-
-def _rope_types(model: PreTrainedModel) -> set[str]:
-    """Return the kinds of rotary embeddings of a model; some have one per kind of layer."""
-    given = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    return {kind["rope_type"] for kind in (given, *given.values()) if isinstance(kind, dict) and "rope_type" in kind}
 
 
 def copy_structure(model: nn.Module) -> Any:

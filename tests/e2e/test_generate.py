@@ -145,20 +145,37 @@ def test_autocast_is_that_of_the_uncompressed_model(family):
     Version(transformers.__version__) < Version("5.23"),
     reason="older ones branch on the longest row, which is no graph",
 )
-def test_rotary_embeddings_that_depend_on_the_longest_row():
-    given = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    given["original_max_position_embeddings"] = 48
-    original = tiny_model("phi3", layers=1, rope_parameters=given, max_position_embeddings=96)
+@pytest.mark.parametrize("kind", ["longrope", pytest.param("dynamic", marks=pytest.mark.exhaustive)])
+def test_rotary_embeddings_that_depend_on_the_length_of_a_row(kind):
+    """With dynamic frequencies the second row begins its answer on one side of the limit and ends it on the other."""
+    given = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    sizes = {"max_position_embeddings": 48}
+    if kind == "longrope":
+        given |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        sizes = {"max_position_embeddings": 96, "original_max_position_embeddings": 48}
+    family = "phi3" if kind == "longrope" else "llama"
+    original = tiny_model(family, layers=1, rope_parameters=given, **sizes)
     fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
-    for rows, length in ((1, 40), (1, 60)):
-        ids = random_ids(rows, length)
+    prompts = [random_ids(1, length, seed=length)[0] for length in (60, 38 if kind == "longrope" else 44, 20)]
+    ids, mask = left_pad(prompts)
+    answers = fast.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[:, -NEW:]
+    logits = fast(ids, attention_mask=mask).logits
+    for row, prompt in enumerate(prompts):
+        alone = copy.deepcopy(original)  # transformers keeps the frequencies of the longest text
         with torch.no_grad():
-            assert_close("logits", fast(ids).logits, original(ids).logits, atol=1e-4)
-        expected = original.generate(ids, max_new_tokens=NEW, do_sample=False)
-        assert torch.equal(fast.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 40)])
-    with pytest.raises(ValueError, match=r"longrope.*rows of one length"):
-        fast(ids, attention_mask=mask)
+            assert_close("logits", logits[row, -len(prompt) :], alone(prompt[None]).logits[0], atol=1e-4)
+        expected = copy.deepcopy(original).generate(prompt[None], max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(answers[row], expected[0, -NEW:])
+    if kind == "longrope":
+        ids, mask = left_pad([prompts[1], prompts[2]])
+        with pytest.raises(ValueError, match="row 0 passes 48 tokens"):
+            fast.generate(ids, attention_mask=mask, max_new_tokens=NEW + 2, do_sample=False)
+        cache = fast(ids, attention_mask=mask).past_key_values
+        with pytest.raises(ValueError, match="row 0 passes 48 tokens"):
+            fast(random_ids(2, 11), past_key_values=cache)
+        alone = random_ids(1, 44)  # transformers reads the text again at the limit
+        expected = original.generate(alone, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(fast.generate(alone, max_new_tokens=NEW, do_sample=False), expected)
 
 
 def test_beam_search_reorders_the_compressed_cache(tight):

@@ -26,16 +26,25 @@ from transformers import (
     XLMConfig,
     XLNetConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvpass
 from numeric_checks import assert_close
 from tiny_models import left_pad, random_ids, tiny_model
 
 
-def test_contract_7_a_decoder_that_is_no_single_graph_is_refused():
+def test_a_rotary_embedding_that_takes_no_frequencies_by_row_is_refused(monkeypatch):
+    def forward(self, x, position_ids):  # as before transformers 5.23
+        angles = (self.inv_freq[None, :, None].expand(len(position_ids), -1, 1) @ position_ids[:, None].float()).mT
+        return torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(ValueError, match="rope_type='dynamic'"):
-        kvpass.compile(tiny_model("llama", rope_parameters=dynamic), budget=100)
+    with pytest.raises(ValueError, match=r"LlamaRotaryEmbedding does not take frequencies .* transformers >= 5\.23"):
+        kvpass.compile(tiny_model("llama", layers=1, rope_parameters=dynamic), budget=100)
+
+
+def test_contract_7_a_decoder_that_is_no_single_graph_is_refused():
     branching = tiny_model("llama", num_hidden_layers=1)
     branching.model.norm.forward = lambda x: x if x.sum() > 0 else -x
     place = r"one graph: test_refusals.py, line \d+, `branching.model.norm.forward = .*`: Data-dependent branching"

@@ -1,0 +1,116 @@
+"""Rotary embeddings whose frequencies follow the length of the text: each row of a batch has its own.
+
+transformers takes for all rows the frequencies of the longest one (longrope), or of the longest text since a short one
+(dynamic). Here the last position of a row in a call decides, so that a padded row is rotated as alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvpass.cache.cache import CompressedCache
+
+
+@dataclass
+class _Frequencies:
+    """What the forward of a rotary embedding reads of its module: frequencies ``[D / 2]`` or ``[B, 1, D / 2]``."""
+
+    inv_freq: Tensor
+    attention_scaling: float
+
+
+def rotate_by_row(model: nn.Module) -> int | None:
+    """Let the rotary embeddings of a compiled copy take the frequencies of each row.
+
+    Returns:
+        tokens beyond which longrope takes other frequencies; None without longrope.
+    Raises:
+        ValueError: one that follows the length cannot.
+    """
+    limit = None
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    module: Any
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+        if not {"dynamic", "longrope"} & {*types}:
+            continue
+        kind = type(module)
+        if isinstance(rope_type, dict) or not _takes_rows(module):
+            raise ValueError(
+                f"rope_type={rope_type!r}: {kind.__name__} does not take frequencies of its own for each row, as most "
+                "rotary embeddings of transformers >= 5.23 do"
+            )
+        if rope_type == "longrope":
+            limit = module.config.rope_parameters["original_max_position_embeddings"]
+            module.limit = limit
+            module.long_frequencies = _of_length(module, limit + 1).to(module.original_inv_freq.device)
+        module.__class__ = kinds.setdefault(kind, _by_row(kind))
+    return limit
+
+
+def check_rows_stay(limit: int | None, cache: CompressedCache, tokens: int) -> None:
+    """Raise if rows of several lengths are in a cache, and new tokens bring one beyond the limit of longrope.
+
+    Alone, the model of such a row reads its text again (``generate`` of Phi-3), or goes on with keys of two kinds.
+
+    Raises:
+        ValueError: with the row.
+    """
+    if limit is None or bool((cache.start == cache.start[0]).all()):
+        return
+    held = cache.columns - cache.start
+    passing = ((held <= limit) & (held + tokens > limit)).nonzero().flatten().tolist()
+    if passing:
+        raise ValueError(
+            f"rope_type='longrope': row {passing[0]} passes {limit} tokens, from which on its frequencies are others, "
+            "in a batch of rows of several lengths; give rows of one length, or one row"
+        )
+
+
+def _of_length(module: Any, length: Any) -> Tensor:
+    """Return the frequencies ``[D / 2]`` of texts of that length; ``[B, 1, D / 2]`` for int64 ``[B, 1, 1]``."""
+    device = module.original_inv_freq.device
+    frequencies, _ = ROPE_INIT_FUNCTIONS[module.rope_type](module.config, device, seq_len=length)
+    return frequencies
+
+
+def _forward_of(kind: Any) -> Callable[..., Any]:
+    """Return the forward of a class without what chooses the frequencies."""
+    forward: Callable[..., Any] = inspect.unwrap(kind.forward)
+    return forward
+
+
+def _takes_rows(module: Any) -> bool:
+    """Return whether the forward gives with frequencies of a row what it gives with those of all rows."""
+    frequencies, forward = module.original_inv_freq, _forward_of(type(module))
+    example, positions = frequencies.new_zeros(1), torch.tensor([[3, 7]], device=frequencies.device)
+    try:
+        found = [
+            forward(_Frequencies(given, module.attention_scaling), example, positions)
+            for given in (frequencies, frequencies[None, None])
+        ]
+    except (AttributeError, RuntimeError):  # it reads something else, or takes one dimension only
+        return False
+    return all(map(torch.equal, *found))
+
+
+def _by_row(kind: Any) -> type[nn.Module]:
+    own = _forward_of(kind)
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        length = position_ids.amax(-1, keepdim=True)[..., None] + 1
+        if self.rope_type == "longrope":
+            chosen = torch.where(length > self.limit, self.long_frequencies, self.original_inv_freq)
+        else:
+            chosen = _of_length(self, length)
+        return own(_Frequencies(chosen, self.attention_scaling), x, position_ids)
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": torch.no_grad()(forward)})
