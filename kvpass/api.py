@@ -232,7 +232,7 @@ def _compiled(
     whole = hold_own_weights(compiled, model, ranks) if ranks is not None else {}
     on_host = hold_host_weights(compiled, model, device) if device is not None else 0
     remove_wrappers(compiled, model)
-    rotate_by_row(compiled)
+    longrope_limit = rotate_by_row(compiled)
     if recurrent is not None:
         replace_token_mixers(compiled)
     compiled.__class__ = compressed_class(type(model))
@@ -265,6 +265,7 @@ def _compiled(
             None if recurrent is None else recurrent.arguments,
         ),
         attention=None if recurrent is None else recurrent.attention,
+        longrope_limit=longrope_limit,
         ranks=heads,
         expanded=expanded,
     )

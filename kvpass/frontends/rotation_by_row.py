@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from kvpass.cache.cache import CompressedCache
+
 
 @dataclass
 class _Frequencies:
@@ -24,12 +26,15 @@ class _Frequencies:
     attention_scaling: float
 
 
-def rotate_by_row(model: nn.Module) -> None:
+def rotate_by_row(model: nn.Module) -> int | None:
     """Let the rotary embeddings of a compiled copy take the frequencies of each row.
 
+    Returns:
+        tokens beyond which longrope takes other frequencies; None without longrope.
     Raises:
         ValueError: one that follows the length cannot.
     """
+    limit = None
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     module: Any
     for module in model.modules():
@@ -48,6 +53,26 @@ def rotate_by_row(model: nn.Module) -> None:
             module.limit = limit
             module.long_frequencies = _of_length(module, limit + 1).to(module.original_inv_freq.device)
         module.__class__ = kinds.setdefault(kind, _by_row(kind))
+    return limit
+
+
+def check_rows_stay(limit: int | None, cache: CompressedCache, tokens: int) -> None:
+    """Raise if rows of several lengths are in a cache, and new tokens bring one beyond the limit of longrope.
+
+    Alone, the model of such a row reads its text again (``generate`` of Phi-3), or goes on with keys of two kinds.
+
+    Raises:
+        ValueError: with the row.
+    """
+    if limit is None or bool((cache.start == cache.start[0]).all()):
+        return
+    held = cache.columns - cache.start
+    passing = ((held <= limit) & (held + tokens > limit)).nonzero().flatten().tolist()
+    if passing:
+        raise ValueError(
+            f"rope_type='longrope': row {passing[0]} passes {limit} tokens, from which on its frequencies are others, "
+            "in a batch of rows of several lengths; give rows of one length, or one row"
+        )
 
 
 def _of_length(module: Any, length: Any) -> Tensor:

@@ -37,6 +37,7 @@ from kvpass.frontends.arguments import (
 )
 from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import first_real_column
+from kvpass.frontends.rotation_by_row import check_rows_stay
 from kvpass.frontends.tensor_parallel import check_divided
 from kvpass.policies import POLICIES, Policy, resolve_budget
 from kvpass.policies.options import check_int
@@ -58,14 +59,16 @@ class Runtime:
     """Rules and captures of a compiled model.
 
     ``identity``: fingerprint for its caches. ``device``: on which a model computes that has weights on the host.
-    ``ranks``: processes that share the heads. ``expanded``: why latents are cached as expanded heads. ``block``: tokens
-    of a block of a prompt. ``attention``: numbers of the layers with attention, where others are recurrent.
+    ``longrope_limit``: tokens beyond which rotary frequencies are others. ``ranks``: processes that share the heads.
+    ``expanded``: why latents are cached as expanded heads. ``block``: tokens of a block of a prompt. ``attention``:
+    numbers of the layers with attention, where others are recurrent.
     """
 
     rules: Rules
     captures: CaptureCache
     identity: ModelFingerprint
     device: torch.device | None = None
+    longrope_limit: int | None = None
     ranks: Ranks | None = None
     expanded: str | None = None
     block: Block = "auto"
@@ -284,8 +287,11 @@ class CompressedModel(_Base):
         cannot be compiled. Then the prompt alone is run, since its error names the reason, and "argument not supported"
         would not.
         """
-        if not isinstance(kwargs.get(CACHE), CompressedCache | None):
-            kwargs[CACHE] = _new_cache(self._kvpass)
+        cache = kwargs.get(CACHE)
+        if not isinstance(cache, CompressedCache | None):
+            cache = kwargs[CACHE] = _new_cache(self._kvpass)
+        if cache is not None and not cache.is_empty:
+            check_rows_stay(self._kvpass.longrope_limit, cache, 1)  # transformers may drop the cache there
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"])
@@ -485,6 +491,7 @@ def _continue(
     rules = runtime.rules
     b, t = input_ids.shape
     cache = continued(cache, b, input_ids.device)
+    check_rows_stay(runtime.longrope_limit, cache, t)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
             raise CacheMismatchError(

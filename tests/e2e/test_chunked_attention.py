@@ -15,12 +15,16 @@ UNLIMITED = 10**6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
-def pair(budget):
-    return compiled_once("llama4", layers=2, backend="eager", policy="lava", budget=budget, window=8)
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
 
 
-def test_contracts_1_and_4_over_the_ends_of_chunks():
-    model, fast = pair(UNLIMITED)
+def pair(budget, backend="eager"):
+    return compiled_once("llama4", layers=2, backend=backend, policy="lava", budget=budget, window=8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_contracts_1_and_4_over_the_ends_of_chunks(backend):
+    model, fast = pair(UNLIMITED, backend)
     prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (CHUNK, 5, 2 * CHUNK + 1)]
     ids, mask = left_pad(prompts)
     together = fast.generate(ids, attention_mask=mask, **GREEDY)[:, -NEW:]
@@ -55,8 +59,9 @@ def test_blocks_of_a_prompt_change_nothing():
 
 
 @pytest.mark.exhaustive
-def test_contract_6_layers_without_chunks_decode_like_the_masked_model():
-    model, fast = pair(14)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_contract_6_layers_without_chunks_decode_like_the_masked_model(backend):
+    model, fast = pair(14, backend)
     ids, new = random_ids(2, 61), random_ids(2, 90, seed=5)
     cache = fast(ids).past_key_values
     keep = kept_columns(cache, 61)

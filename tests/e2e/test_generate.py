@@ -147,14 +147,16 @@ def test_autocast_is_that_of_the_uncompressed_model(family):
 )
 @pytest.mark.parametrize("kind", ["longrope", pytest.param("dynamic", marks=pytest.mark.exhaustive)])
 def test_rotary_embeddings_that_depend_on_the_length_of_a_row(kind):
-    """The second row ends the prompt on one side of the limit and the answer on the other."""
+    """With dynamic frequencies the second row begins its answer on one side of the limit and ends it on the other."""
     given = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    sizes = {"max_position_embeddings": 48}
     if kind == "longrope":
-        given |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 48}
-    family, longest = ("phi3", 96) if kind == "longrope" else ("llama", 48)
-    original = tiny_model(family, layers=1, rope_parameters=given, max_position_embeddings=longest)
+        given |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        sizes = {"max_position_embeddings": 96, "original_max_position_embeddings": 48}
+    family = "phi3" if kind == "longrope" else "llama"
+    original = tiny_model(family, layers=1, rope_parameters=given, **sizes)
     fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
-    prompts = [random_ids(1, length, seed=length)[0] for length in (60, 44, 20)]
+    prompts = [random_ids(1, length, seed=length)[0] for length in (60, 38 if kind == "longrope" else 44, 20)]
     ids, mask = left_pad(prompts)
     answers = fast.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[:, -NEW:]
     logits = fast(ids, attention_mask=mask).logits
@@ -164,6 +166,16 @@ def test_rotary_embeddings_that_depend_on_the_length_of_a_row(kind):
             assert_close("logits", logits[row, -len(prompt) :], alone(prompt[None]).logits[0], atol=1e-4)
         expected = copy.deepcopy(original).generate(prompt[None], max_new_tokens=NEW, do_sample=False)
         assert torch.equal(answers[row], expected[0, -NEW:])
+    if kind == "longrope":
+        ids, mask = left_pad([prompts[1], prompts[2]])
+        with pytest.raises(ValueError, match="row 0 passes 48 tokens"):
+            fast.generate(ids, attention_mask=mask, max_new_tokens=NEW + 2, do_sample=False)
+        cache = fast(ids, attention_mask=mask).past_key_values
+        with pytest.raises(ValueError, match="row 0 passes 48 tokens"):
+            fast(random_ids(2, 11), past_key_values=cache)
+        alone = random_ids(1, 44)  # transformers reads the text again at the limit
+        expected = original.generate(alone, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(fast.generate(alone, max_new_tokens=NEW, do_sample=False), expected)
 
 
 def test_beam_search_reorders_the_compressed_cache(tight):

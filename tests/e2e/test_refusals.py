@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import (
     AutoModelForCausalLM,
     BatchEncoding,
@@ -31,6 +33,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import kvpass
 from numeric_checks import assert_close
 from tiny_models import left_pad, random_ids, tiny_model
+
+
+@pytest.mark.skipif(Version(transformers.__version__) >= Version("5.22"), reason="make test-versions has older ones")
+@pytest.mark.parametrize(
+    "family", ["lfm2", "lfm2_moe", "bamba", "falcon_h1", "zamba2", "qwen3_next", "qwen3_5", "jamba"]
+)
+def test_hybrids_name_the_version_that_they_need(family):
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"needs transformers >= 5\.22; here is 5\.\d+\.\d+$"):
+        kvpass.compile(tiny_model(family), policy="full")
 
 
 def test_a_rotary_embedding_that_takes_no_frequencies_by_row_is_refused(monkeypatch):
