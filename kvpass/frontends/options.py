@@ -11,6 +11,7 @@ from kvpass.compiler.backend import Compiler
 from kvpass.compiler.parts import Regions
 from kvpass.config import Block, Budget, EntryFormat
 from kvpass.policies.cake import Indicator
+from kvpass.policies.duo_attention import HeadMap
 from kvpass.policies.layer_splits import Parity, Shape
 from kvpass.policies.rules import Recompress
 from kvpass.policies.scores import Group, Pool
@@ -23,6 +24,7 @@ PolicyName = Literal[
     "cake",
     "criticalkv",
     "defensivekv",
+    "duo_attention",
     "expected_attention",
     "full",
     "h2o",
@@ -127,6 +129,11 @@ class CriticalKVOptions(ScoreOptions, total=False):
 
 class DefensiveKVOptions(Options, total=False):
     kernel_size: int
+
+
+class DuoAttentionOptions(Options, total=False):
+    head_map: str | HeadMap
+    sinks: int
 
 
 class ExpectedAttentionOptions(Options, total=False):

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 import kvpass
 from kvpass.cli.documents import Document
-from tiny_models import tiny_model
+from tiny_models import HEAD_MAP, tiny_model
 
 pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests" / "distributed" / "worker.py"
 OPTIONS = {
     "cake": {"tau1": 1.0, "tau2": 1.0},
+    "duo_attention": {"head_map": HEAD_MAP, "sinks": 3},
     "pyramidkv": {"shape": "entropy"},
 }
 POLICIES = sorted(kvpass.POLICIES)

@@ -26,7 +26,9 @@ from kvpass.policies.plan import plan as plan_without_weights
 from kvpass.policies.replay import Replayed, most_attended
 from pairwise import pairwise
 
-BUILT_IN = [name for name, kind in POLICIES.items() if kind.__module__.startswith("kvpass.policies.")]
+BUILT_IN = [
+    name for name, kind in POLICIES.items() if kind.__module__.startswith("kvpass.policies.") and not kind.of_one_model
+]
 TAUS = {"tau1": 1.6, "tau2": 0.4}
 VARIANTS = [
     *((name, {}) for name in BUILT_IN if name not in ("cake", "full")),

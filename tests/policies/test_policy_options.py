@@ -27,7 +27,7 @@ TAUS = {"tau1": 1.0, "tau2": 1.0}
 
 
 def needed(name: str) -> dict[str, object]:
-    return dict(TAUS) if name == "cake" else {}
+    return {"cake": dict(TAUS), "duo_attention": {"head_map": [[0.5, 1.0], [0.2, 0.0]]}}.get(name, {})
 
 
 @pytest.mark.parametrize("name", [*POLICIES])
@@ -71,6 +71,7 @@ BAD_OPTIONS = [
     ("indicator", "std", ["cake", "vatp"]),
     ("evict_during_decode", "no", ["cake", "h2o", "tova", "streaming_llm", "vatp"]),
     ("seed", -1, ["random"]),
+    *(("head_map", bad, ["duo_attention"]) for bad in ((), [[]], [[1.0], [1.0, 0.5]], 3, None)),
 ]
 
 
