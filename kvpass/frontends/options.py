@@ -111,6 +111,7 @@ class PyramidKVOptions(ScoreOptions, total=False):
 
 
 class AdaSnapKVOptions(ScoreOptions, total=False):
+    critical: bool
     alpha: float
     normalize: bool
 
@@ -137,6 +138,7 @@ class DuoAttentionOptions(Options, total=False):
 
 
 class ExpectedAttentionOptions(Options, total=False):
+    critical: bool
     n_future: int
     sinks: int
     epsilon: float
@@ -146,13 +148,17 @@ class ExpectedAttentionOptions(Options, total=False):
     alpha: float
 
 
-class SnapKVOptions(ScoreOptions, total=False):
+class LayerSplitOptions(ScoreOptions, total=False):
     layer_split: Literal["uniform", "cake"]
     tau1: float | None
     tau2: float | None
 
 
-class H2OOptions(SnapKVOptions, EvictingOptions, total=False):
+class SnapKVOptions(LayerSplitOptions, total=False):
+    critical: bool
+
+
+class H2OOptions(LayerSplitOptions, EvictingOptions, total=False):
     pass
 
 
