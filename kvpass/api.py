@@ -80,6 +80,10 @@ def compile(
 ) -> CompressedModel: ...
 @overload
 def compile(
+    model: PreTrainedModel, *, policy: Literal["duo_attention"], **options: Unpack[o.DuoAttentionOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
     model: PreTrainedModel, *, policy: Literal["expected_attention"], **options: Unpack[o.ExpectedAttentionOptions]
 ) -> CompressedModel: ...
 @overload

@@ -1,7 +1,8 @@
 """What mkdocs cannot do alone: include parts of files above docs/, and write pages from the code and from records.
 
 A line ``{{ include FILE }}`` in a page stands for that file, ``{{ include FILE # HEADING }}`` for the section under a
-heading, ``{{ include FILE <!-- MARK --> }}`` for what is between that line and ``<!-- end -->``. Written from scratch:
+heading, ``{{ include FILE <!-- MARK --> }}`` for what is between that line and ``<!-- end -->``, ``{{ costs FILE }}``
+for a table of what policies add to a prompt, of the newest ``benchmarks/results/*/FILE``. Written from scratch:
 ``policies/`` (docstrings, options, docs/results.md), ``benchmarks.md`` (benchmarks/results), ``reference.md``.
 """
 
@@ -26,7 +27,7 @@ from mkdocs.structure.pages import Page
 import kvpass
 from kvpass.eval.bench.predict import Predict
 from kvpass.eval.bench.processes import PrefillMemory, Start
-from kvpass.eval.bench.report import markdown
+from kvpass.eval.bench.report import conditions, markdown, title
 from kvpass.eval.bench.serve import Serve
 from kvpass.eval.bench.shared_model import SharedModel
 from kvpass.eval.gpu_check import kernel_markdown, smoke_markdown
@@ -40,6 +41,7 @@ from docs_roles import without_roles  # noqa: E402
 HOME = {"DESIGN.md": "design.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 """Pages of files above docs/."""
 _INCLUDE = re.compile(r"^\{\{ include (\S+)(?: (#|<!--) (.*?)(?: -->)?)? \}\}$", re.MULTILINE)
+_COSTS_OF = re.compile(r"^\{\{ costs (\S+) \}\}$", re.MULTILINE)
 _LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)\s]+)(\))")
 
 
@@ -82,7 +84,8 @@ def on_page_markdown(text: str, *, page: Page, config: MkDocsConfig, files: File
     def moved(link: re.Match[str]) -> str:
         return f"]({_target(link[1], page, config, files)})"
 
-    return re.sub(r"\]\(\.\./([^)\s]+)\)", moved, _INCLUDE.sub(included, text))
+    text = _COSTS_OF.sub(lambda found: costs(found[1]), _INCLUDE.sub(included, text))
+    return re.sub(r"\]\(\.\./([^)\s]+)\)", moved, text)
 
 
 # -- includes ---------------------------------------------------------------------------------------------------------
@@ -127,10 +130,12 @@ def _policies() -> dict[str, type[kvpass.Policy]]:
 
 
 def _made(policy: type[kvpass.Policy]) -> kvpass.Policy:
-    """The policy with its usual options; CAKE has no usual temperatures."""
+    """The policy with its usual options; some have to be given."""
     if policy.name == "cake":
         tau1, tau2 = next(iter(TEMPERATURES.values()))
         return policy(tau1=tau1, tau2=tau2)  # type: ignore[call-arg]
+    if policy.name == "duo_attention":
+        return policy(head_map=((1.0,),))  # type: ignore[call-arg]
     return policy()
 
 
@@ -194,7 +199,8 @@ def policy_page(name: str, policy: type[kvpass.Policy], results: list[Table], *,
     rows = []
     for field in dataclasses.fields(policy):
         about = _linked(known.get(field.name, "")) or "see above"
-        default = "required" if field.name in ("tau1", "tau2") and name == "cake" else f"`{field.default!r}`"
+        required = field.name in ("tau1", "tau2", "head_map") and name in ("cake", "duo_attention")
+        default = "required" if required else f"`{field.default!r}`"
         rows.append([f"`{field.name}`", _type_text(hints[field.name]), default, about.replace("|", "\\|")])
     heads, layers, rule = _splits(policy)
     lines = [
@@ -394,6 +400,30 @@ def _earlier_table(found: dict[str, Any]) -> str:
         + markdown_table(["system", "prefill s", "decode ms/token", "cache MiB"], rows)
         + f"\n{machine['cpu']}; torch {used['torch']}, transformers {used['transformers']}.\n"
     )
+
+
+def costs(name: str) -> str:
+    """Of each policy in the newest record of that name, what it adds to a prompt, the least first."""
+    found = sorted((ROOT / "benchmarks" / "results").glob(f"*/{name}"))
+    if not found:
+        return "Not measured yet."
+    record = json.loads(found[-1].read_text())
+    lines = [f"`{' '.join(record['command'])}`"]
+    for run in record["runs"]:
+        systems = [system for system in run["systems"] if not system["failure"]]
+        measured = sorted((system for system in systems if system["scoring"]), key=lambda one: one["scoring"]["share"])
+        rows = [
+            [
+                f"`{system['name']}`",
+                f"{100 * system['scoring']['share']:.1f}",
+                f"{system['prefill_s']['median']:.2f}",
+                f"{system['prefill_ratio']['full']:.2f}",
+            ]
+            for system in measured
+        ]
+        header = ["policy", "its share of the prefill, %", "prefill s", "x `full`"]
+        lines += [f"**{title(record, run)}**", markdown_table(header, rows).strip()]
+    return "\n\n".join([*lines, conditions(record)])
 
 
 def reference() -> str:

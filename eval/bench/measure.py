@@ -19,9 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 from transformers import PreTrainedModel
 
+REPLAY = "kvpass::replay"
+"""Tokens that run only to be observed: their attention counts too."""
 KVPASS_OPERATORS = {
     *("kvpass::column_sums", "kvpass::judge", "kvpass::cascade_step", "kvpass::pack"),
     "kvpass::observe_attention",  # of a graph that is not in blocks
+    REPLAY,
 }
 """All that compression adds to a prefill, and the attention of the prompt."""
 ATTENTION_OPERATORS = {
@@ -147,8 +150,8 @@ def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None
     """What compression adds to a prefill, measured in one profiled run.
 
     Counted is all that the operators of kvpass do but the attention itself: window statistics, scores, schedule,
-    selection, gather and pack, and the copy of a padded prompt's output. On CUDA it is time of the device, kernel by
-    kernel; on the CPU time of the thread that calls.
+    selection, gather and pack, and the copy of a padded prompt's output; of replays everything. On CUDA it is time of
+    the device, kernel by kernel; on the CPU time of the thread that calls.
 
     Args:
         run: one prefill, already compiled.
@@ -174,16 +177,18 @@ def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None
     return Scoring(sum(parts.values()), total, longest_first) if parts else None
 
 
-def _beyond_attention(event: Any, is_cuda: bool) -> Iterator[tuple[str, float]]:
-    """Microseconds of each kernel (CPU: operator) of a profiled operator, without attention."""
-    if event.name in ATTENTION_OPERATORS:
+def _beyond_attention(event: Any, is_cuda: bool, *, replays: bool = False) -> Iterator[tuple[str, float]]:
+    """Microseconds of each kernel (CPU: operator) of a profiled operator, without attention but in replays."""
+    replays = replays or event.name == REPLAY
+    if event.name in ATTENTION_OPERATORS and not replays:
         return
     if is_cuda:
-        yield from ((kernel.name, kernel.duration) for kernel in event.kernels if ATTENTION_KERNEL not in kernel.name)
+        counted = (kernel for kernel in event.kernels if replays or ATTENTION_KERNEL not in kernel.name)
+        yield from ((kernel.name, kernel.duration) for kernel in counted)
     else:
         yield event.name, event.self_cpu_time_total
     for child in event.cpu_children:
-        yield from _beyond_attention(child, is_cuda)
+        yield from _beyond_attention(child, is_cuda, replays=replays)
 
 
 def weight_bytes(model: PreTrainedModel) -> int | None:

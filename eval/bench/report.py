@@ -49,14 +49,13 @@ _SPARE = ("peak\nGiB", "largest\nbatch", "of the\nbound, %", "\nx full")
 """Left out of the tables of a narrow terminal, the first ones first."""
 LEGEND = (
     "Medians and quartiles of interleaved repeats. x full: prefill time over that of the compiled full prefill. "
-    "generate: a token of the model's generate on the same cache, its Python included. "
-    "scoring: share of the prefill that compression takes, attention apart (one profiled run). over: decode speed over "
-    "that system. of the bound: bytes a step must read (each weight once, the entries held) over the measured copy "
-    "bandwidth, as a share of the time taken; what fits in the processor's own cache can beat it. cache: storages, at "
-    "the end. peak: allocator's count, weights included. largest batch: rows whose caches and steps fit beside the "
-    "weights, by their bytes. "
-    "compile: first run less a median run, Inductor's cache empty unless said otherwise. first steps: those on a new "
-    "cache, CUDA graph capture included, not in the medians."
+    "generate: a token of the model's generate on the same cache, its Python included. scoring: share of the prefill "
+    "that compression takes, attention of the prompt apart (one profiled run). over: decode speed over that system. "
+    "of the bound: bytes a step must read (each weight once, the entries held) over the measured copy bandwidth, as a"
+    " share of the time taken; what fits in the processor's own cache can beat it. cache: storages, at the end. peak:"
+    " allocator's count, weights included. largest batch: rows whose caches and steps fit beside the weights, by "
+    "their bytes. compile: first run less a median run, Inductor's cache empty unless said otherwise. first steps: "
+    "those on a new cache, CUDA graph capture included, not in the medians."
 )
 
 

@@ -28,8 +28,9 @@ TASK = "multi_needle"
 
 
 def default_policies() -> tuple[PolicySpec, ...]:
-    """Every registered policy, full first, with a smaller window and CAKE's temperatures."""
-    names = sorted(POLICIES, key=lambda name: (POLICIES[name].needs_budget, name))
+    """Registered policies, full first, with a smaller window and CAKE's temperatures; not those made for one model."""
+    general = [name for name, policy in POLICIES.items() if not policy.of_one_model]
+    names = sorted(general, key=lambda name: (POLICIES[name].needs_budget, name))
     return tuple(PolicySpec(name, CAKE_TEMPERATURES if name == "cake" else ()).with_window(WINDOW) for name in names)
 
 

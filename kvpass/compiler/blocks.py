@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -472,7 +473,8 @@ class _Prompt(_Tokens):
 
         follow = add_sums if self.policy.sums_columns and not place.ring else None
         call, lse, _ = self.attend(layer, edges, self._rows_read(place), needed, follow=follow)
-        replayed = self._replay(layer, call, place, is_last=is_last)
+        with record_function("kvpass::replay") if self.replays else nullcontext():
+            replayed = self._replay(layer, call, place, is_last=is_last)
         if place.ring:
             columns = torch.arange(self.tokens, device=call.k.device)
             keep_newest(self._buffers(RingBuffers, place), call.k, call.v, columns, place.layer)

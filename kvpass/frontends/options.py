@@ -11,6 +11,7 @@ from kvpass.compiler.backend import Compiler
 from kvpass.compiler.parts import Regions
 from kvpass.config import Block, Budget, EntryFormat
 from kvpass.policies.cake import Indicator
+from kvpass.policies.duo_attention import HeadMap
 from kvpass.policies.layer_splits import Parity, Shape
 from kvpass.policies.rules import Recompress
 from kvpass.policies.scores import Group, Pool
@@ -23,6 +24,7 @@ PolicyName = Literal[
     "cake",
     "criticalkv",
     "defensivekv",
+    "duo_attention",
     "expected_attention",
     "full",
     "h2o",
@@ -117,6 +119,7 @@ class PyramidKVOptions(ScoreOptions, total=False):
 
 
 class AdaSnapKVOptions(ScoreOptions, total=False):
+    critical: bool
     alpha: float
     normalize: bool
 
@@ -137,7 +140,13 @@ class DefensiveKVOptions(Options, total=False):
     kernel_size: int
 
 
+class DuoAttentionOptions(Options, total=False):
+    head_map: str | HeadMap
+    sinks: int
+
+
 class ExpectedAttentionOptions(Options, total=False):
+    critical: bool
     n_future: int
     sinks: int
     epsilon: float
@@ -147,13 +156,17 @@ class ExpectedAttentionOptions(Options, total=False):
     alpha: float
 
 
-class SnapKVOptions(ScoreOptions, total=False):
+class LayerSplitOptions(ScoreOptions, total=False):
     layer_split: Literal["uniform", "cake"]
     tau1: float | None
     tau2: float | None
 
 
-class H2OOptions(SnapKVOptions, EvictingOptions, total=False):
+class SnapKVOptions(LayerSplitOptions, total=False):
+    critical: bool
+
+
+class H2OOptions(LayerSplitOptions, EvictingOptions, total=False):
     pass
 
 

@@ -19,6 +19,7 @@ from kvpass.policies.baselines import Full, Random
 from kvpass.policies.cake import Cake
 from kvpass.policies.criticalkv import CriticalKV
 from kvpass.policies.defensivekv import DefensiveKV, LayerDefensiveKV
+from kvpass.policies.duo_attention import DuoAttention
 from kvpass.policies.expected_attention import ExpectedAttention
 from kvpass.policies.h2o import H2O
 from kvpass.policies.keydiff import KeyDiff
@@ -74,12 +75,12 @@ def resolve(policy: str | Policy, **options: object) -> Policy:
     """
     if isinstance(policy, Policy):
         _check_options(type(policy), options)
-        return dataclasses.replace(policy, **options)  # type: ignore[arg-type]
+        return dataclasses.replace(policy, **policy.read(options))  # type: ignore[arg-type]
     if not isinstance(policy, str):
         raise ValueError(f"policy={policy!r}: must be a kvpass.Policy or one of {', '.join(sorted(POLICIES))}")
     kind = policy_class(policy)
     _check_options(kind, options)
-    return kind(**options)  # type: ignore[arg-type]
+    return kind(**kind.read(options))  # type: ignore[arg-type]
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -171,6 +172,7 @@ for _policy in (
     CriticalKV,
     DefensiveKV,
     LayerDefensiveKV,
+    DuoAttention,
     ExpectedAttention,
     H2O,
     Tova,

@@ -8,11 +8,12 @@ from typing import ClassVar
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.layer_splits import LayerSplit, PyramidLayers
 from kvpass.policies.options import check_bool, check_float, check_int, option
+from kvpass.policies.refinement import Refinable
 from kvpass.policies.snapkv import WindowAttention
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaSnapKV(WindowAttention):
+class AdaSnapKV(Refinable, WindowAttention):
     """SnapKV's score, heads of a layer compete: Ada-KV (Feng et al. 2024, arXiv 2407.11550).
 
     Top-k across the heads of a layer, blended with a uniform part: head h keeps its best

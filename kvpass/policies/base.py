@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -59,6 +59,8 @@ class Policy(ABC):
     attention must be found in the model, which is else refused."""
     needs_question: ClassVar[bool] = True
     """Whether its score follows what the prompt asks, so that it is poor where the question is not yet known."""
+    of_one_model: ClassVar[bool] = False
+    """Whether it needs an option that is made for one model, so that it is not tried where all policies are."""
     only_prompts: ClassVar[bool] = False
     """Whether a score means nothing where entries are missing between those that are scored."""
 
@@ -74,6 +76,14 @@ class Policy(ABC):
                 )
             if self.heads() != AdaptiveHeads(0.0):
                 raise ValueError(f"policy {self.name!r}: GlobalLayers() needs heads() to be AdaptiveHeads(0.0)")
+
+    @classmethod
+    def read(cls, options: Mapping[str, object]) -> Mapping[str, object]:
+        """Return options that a user gives as the class takes them, with the contents of files that they name.
+
+        Those of a saved cache are not read: they name no files.
+        """
+        return options
 
     @abstractmethod
     def score(self, obs: Observation) -> Tensor:

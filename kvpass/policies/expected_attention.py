@@ -8,14 +8,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import HeadSplit, SafeguardedHeads, UniformHeads
 from kvpass.policies.observation import Observation, rotated
 from kvpass.policies.options import check_bool, check_choice, check_float, check_int, option
+from kvpass.policies.refinement import Refinable
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttention(Policy):
+class ExpectedAttention(Refinable):
     """Keep what future queries are expected to attend to: Expected Attention (Devoto et al. 2025, arXiv 2510.00636).
 
     Queries are taken to be Gaussian. Their mean m and covariance C, per query head, are those of the prompt's queries
@@ -57,6 +57,14 @@ class ExpectedAttention(Policy):
     value_norm: bool = option(True, check_bool)
     head_split: Literal["uniform", "adaptive"] = option("uniform", check_choice, ("uniform", "adaptive"))
     alpha: float = option(0.2, check_float, 0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.critical and self.value_norm:
+            raise ValueError(
+                f"critical=True with policy {self.name!r}: its score is multiplied by the norm of the value already; "
+                "give value_norm=False"
+            )
 
     def score(self, obs: Observation) -> Tensor:
         batch, kv_heads, n, _ = obs.keys.shape

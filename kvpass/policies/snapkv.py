@@ -12,6 +12,7 @@ from kvpass.policies.cake import cake_layers
 from kvpass.policies.layer_splits import LayerSplit
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import check_choice, check_float, check_literal, check_odd, option
+from kvpass.policies.refinement import Refinable
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 
 
@@ -39,7 +40,7 @@ class WindowAttention(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(WindowAttention):
+class SnapKV(Refinable, WindowAttention):
     """Keep what the window attends to most: SnapKV (Li et al. 2024, arXiv 2404.14469).
 
     Score of :class:`WindowAttention`, per KV head as in Ada-KV's released code; every head of every layer keeps the

@@ -33,6 +33,7 @@ NUMBERS = tuple(range(LAYERS))
 OPTIONS = {
     "cake": {"tau1": 1.0, "tau2": 1.0},
     "pyramidkv": {"shape": "entropy"},
+    "duo_attention": {"head_map": torch.rand(LAYERS, KV_HEADS).tolist(), "sinks": 3},
     "criticalkv": {"base": "ada_snapkv", "epsilon": 0.1},
     "expected_attention": {"head_split": "adaptive"},
 }

@@ -14,7 +14,7 @@ from kvpass.policies.plan import plan
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import pairwise, quick
-from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import HEAD_MAP, compiled_once, left_pad, random_ids, tiny_model
 
 RULES = {
     "cake": {"tau1": 1.6, "tau2": 0.4, "window": 6},
@@ -89,6 +89,8 @@ def test_a_compiled_prefill_keeps_what_plan_says(monkeypatch, policy, parity):
     """test_replays.py has those that replay."""
     calls = recording(monkeypatch)
     options = {"window": 8, "parity": parity}
+    if kvpass.POLICIES[policy].of_one_model:
+        options |= {"head_map": HEAD_MAP, "sinks": 3}
     fast = compiled(layers=3, policy=policy, **options)
     cache = fast(random_ids(2, 50), logits_to_keep=1).past_key_values
     q, k, v = (torch.stack([call[i] for call in calls]) for i in range(3))

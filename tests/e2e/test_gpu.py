@@ -18,14 +18,18 @@ from kvpass.ops import reference, slots
 from kvpass.policies import POLICIES, resolve
 from masked_oracle import kept_columns
 from numeric_checks import assert_best, assert_close, logits_before
-from tiny_models import left_pad, random_ids, tiny_model
+from tiny_models import HEAD_MAP, left_pad, random_ids, tiny_model
 
 pytestmark = pytest.mark.gpu
 
 PLACE = "cuda"
 LAYERS, KV_HEADS, GROUP, WINDOW, TOKENS = 3, 2, 4, 8, 133
 STARTS = torch.tensor([0, 9, 120])
-OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "scissorhands"}}
+OPTIONS = {
+    "cake": {"tau1": 1.0, "tau2": 1.0},
+    "duo_attention": {"head_map": HEAD_MAP, "sinks": 3},
+    "vatp": {"indicator": "scissorhands"},
+}
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Norm of the difference over the norm of the fp32 reference; operands and output are rounded to the dtype."""
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

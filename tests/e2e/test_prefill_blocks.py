@@ -16,11 +16,16 @@ from kvpass.compiler import backend
 from kvpass.policies import POLICIES
 from numeric_checks import assert_close
 from pairwise import each_value, quick
-from tiny_models import FAMILIES, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import FAMILIES, HEAD_MAP, compiled_once, left_pad, random_ids, tiny_model
 
 WHOLE = 10**6
 TAUS = {"tau1": 1.5, "tau2": 0.7}
-OPTIONS = {"cake": TAUS, "full": {"budget": None}, "vatp": {"indicator": "scissorhands"}}
+OPTIONS = {
+    "cake": TAUS,
+    "duo_attention": {"head_map": HEAD_MAP, "sinks": 3},
+    "full": {"budget": None},
+    "vatp": {"indicator": "scissorhands"},
+}
 UNUSUAL = ["gpt_oss", "bloom", "diffllama", "deepseek_v3", "gpt2"]
 """Sinks, experts and rings, ALiBi, two ops a layer, latents, a table."""
 

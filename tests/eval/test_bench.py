@@ -331,6 +331,9 @@ def test_scoring_time_adds_up_what_is_not_attention():
     assert dict(bench_measure._beyond_attention(site, is_cuda=True)) == {
         "_window_kernel": 10.0, "sort": 2.0, "scan": 3.0
     }  # fmt: skip
+    replay = event("kvpass::replay", 2.0, [site])
+    assert sum(dict(bench_measure._beyond_attention(replay, is_cuda=False)).values()) == 1246.0
+    assert sum(dict(bench_measure._beyond_attention(replay, is_cuda=True)).values()) == 647.0
 
 
 def test_a_prompt_of_a_million_tokens_may_be_asked_for():

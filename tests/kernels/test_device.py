@@ -14,9 +14,14 @@ from kvpass.policies import POLICIES, resolve
 from kvpass.policies.lava import Lava
 from kvpass.policies.observation import Observation
 from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention
+from tiny_models import HEAD_MAP
 
 LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
-OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "scissorhands"}}
+OPTIONS = {
+    "cake": {"tau1": 1.0, "tau2": 1.0},
+    "duo_attention": {"head_map": HEAD_MAP, "sinks": 3},
+    "vatp": {"indicator": "scissorhands"},
+}
 STARTS = torch.tensor([0, 9, 9])
 TOKENS = 37
 WEIGHT = torch.randn(20, KV_HEADS * GROUP * VALUE_DIM, generator=torch.Generator().manual_seed(2))

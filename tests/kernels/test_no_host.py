@@ -27,10 +27,15 @@ from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, 
 from kvpass.ops import cuda as device
 from kvpass.ops import evict, sliding
 from kvpass.policies import POLICIES, resolve
+from tiny_models import HEAD_MAP
 
 LAYERS, KV_HEADS, GROUP, DIM, WINDOW, TOKENS, CAPACITY = 3, 2, 2, 16, 4, 37, 64
 HEADS = KV_HEADS * GROUP
-OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "scissorhands"}}
+OPTIONS = {
+    "cake": {"tau1": 1.0, "tau2": 1.0},
+    "duo_attention": {"head_map": HEAD_MAP},
+    "vatp": {"indicator": "scissorhands"},
+}
 STARTS = torch.tensor([0, 9, 9])
 ROWS = STARTS.numel()
 EVICTING = [name for name in sorted(POLICIES) if resolve(name, window=WINDOW, **OPTIONS.get(name, {})).decode_rule()]

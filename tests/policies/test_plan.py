@@ -26,8 +26,11 @@ from kvpass.policies.plan import plan as plan_without_weights
 from kvpass.policies.replay import Replayed, most_attended
 from pairwise import pairwise
 
-BUILT_IN = [name for name, kind in POLICIES.items() if kind.__module__.startswith("kvpass.policies.")]
+BUILT_IN = [
+    name for name, kind in POLICIES.items() if kind.__module__.startswith("kvpass.policies.") and not kind.of_one_model
+]
 TAUS = {"tau1": 1.6, "tau2": 0.4}
+CRITICAL = {"critical": True}
 VARIANTS = [
     *((name, {}) for name in BUILT_IN if name not in ("cake", "full")),
     ("cake", TAUS),
@@ -42,6 +45,11 @@ VARIANTS = [
     *(("lagkv", {"sinks": 2, "lag": 5, "cross_scoring": cross}) for cross in (False, True)),
     *(("criticalkv", {"base": "ada_snapkv", "alpha": alpha, "epsilon": 0.01}) for alpha in (0.0, 0.2)),
     ("expected_attention", {"head_split": "adaptive", "epsilon": 0.02, "sinks": 2}),
+    *(
+        ("expected_attention", CRITICAL | {"value_norm": False, "head_split": split})
+        for split in ("uniform", "adaptive")
+    ),
+    *((name, CRITICAL) for name in ("snapkv", "ada_snapkv")),
     *(("kvzip", {"split": split, "sinks": 2}) for split in ("heads", "none")),
 ]
 EVICTING = [
@@ -100,9 +108,9 @@ def attended(q: Tensor, k: Tensor, v: Tensor, policy: Policy) -> list[Tensor]:
 
 
 def plan(policy, queries, keys, values, **given) -> Plan:
-    """``kvpass.plan`` with an output projection and a rotary embedding for the policies that read them."""
+    """``kvpass.plan`` with an output projection, a rotary embedding and replays for the policies that read them."""
     chosen = POLICIES.get(policy) if isinstance(policy, str) else policy
-    if getattr(chosen, "reads_projection", False):
+    if getattr(chosen, "reads_projection", False) or given.get("critical", False):
         given["output_weights"] = output_weights(queries, values)
     if getattr(chosen, "reads_rotation", False):
         given["rope_frequencies"] = rope_frequencies(queries)
@@ -515,7 +523,7 @@ def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
                 zip(output_weights(q, v), rope_frequencies(q), attended(q, k, v, policy), strict=True)
             )
         ]
-        scores = [policy.score(obs) for obs in sites]
+        scores = [policy.checked_score(obs) for obs in sites]
         weights = [policy.layer_weight(obs, s) for obs, s in zip(sites, scores, strict=True)]
         known = torch.zeros(1, layers).double() if weights[0] is None else torch.stack(weights, 1)
         final = policy.layer_budgets(known, entries, available, 2, layers)
@@ -557,7 +565,7 @@ def test_no_decision_needs_a_value_on_the_host(variant, parity):
     given = {"projection": weight, "frequencies": turns, "replayed": k[..., 0], "entries": entries}
     obs = Observation(q, k, v, 0.5, 3, 1, 4, **given)
     weights = torch.empty(2, 4, dtype=torch.float64, device="meta")
-    scores = policy.score(obs)
+    scores = policy.checked_score(obs)
     assert scores.shape == (2, 2, 21)
     assert policy.layer_weight(obs, scores) is None or policy.layer_weight(obs, scores).shape == (2,)
     assert policy.rank(scores, entries).dtype == torch.int32

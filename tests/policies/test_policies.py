@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 
@@ -16,6 +17,7 @@ from kvpass.policies import Policy, resolve
 from kvpass.policies.decode_rules import RollingWindow
 from kvpass.policies.head_splits import UniformHeads
 from kvpass.policies.observation import Observation
+from kvpass.policies.plan import plan
 from kvpass.policies.released import cake_budgets, pyramid_budgets, rank_safeguarded
 
 TAUS = {"tau1": 1.0, "tau2": 1.0}
@@ -394,3 +396,51 @@ def test_normalize_raises_heads_whose_best_entries_hold_their_mass():
     plain = resolve("ada_snapkv", alpha=0.0).rank(scores, torch.tensor([2])) < 4
     weighed = resolve("ada_snapkv", alpha=0.0, normalize=True).rank(scores, torch.tensor([2])) < 4
     assert plain.sum(2).tolist() == [[4, 0]] and weighed.sum(2).tolist() == [[2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("snapkv", {}),
+        ("ada_snapkv", {"alpha": 0.5}),
+        ("expected_attention", {"value_norm": False, "head_split": "adaptive", "alpha": 0.0, "sinks": 2}),
+    ],
+)
+def test_critical_keeps_as_many_of_each_head_half_by_score_and_half_by_score_times_norm(name, options):
+    generator = torch.Generator().manual_seed(3)
+    layers, kv_heads, length, budget, window = 2, 3, 40, 17, 4
+    q, k, v = (torch.randn(layers, 1, heads, length, 8, generator=generator) for heads in (6, kv_heads, kv_heads))
+    weights = torch.randn(layers, 10, 48, generator=generator)
+    given = {"budget": budget, "window": window, "output_weights": weights, **options}
+    if name == "expected_attention":
+        given["rope_frequencies"] = (0.3 ** torch.arange(4)).expand(layers, -1)
+    plain, found = (plan(name, q, k, v, critical=critical, **given) for critical in (False, True))
+    assert torch.equal(found.lengths, plain.lengths) and not torch.equal(found.keep, plain.keep)
+    for layer, head in itertools.product(range(layers), range(kv_heads)):
+        scores, held = plain.scores[layer, 0, head, : length - window], int(plain.lengths[layer, 0, head])
+        columns = weights[layer].unflatten(1, (6, 8))[:, 2 * head : 2 * head + 2]
+        norm = torch.einsum("ogd,nd->gno", columns, v[layer, 0, head, : length - window]).abs().sum(-1).mean(0)
+        order = scores.argsort(descending=True, stable=True).tolist()
+        first = order[: max(held // 2 - window, 0)]
+        rest = sorted(order[len(first) :], key=lambda i: (-float((scores[i] + 1e-4) * norm[i]), i))
+        wanted = {*first, *rest[: held - window - len(first)]}
+        assert wanted == set(found.keep[layer, 0, head, : length - window].nonzero().flatten().tolist())
+
+
+def test_criticalkv_is_snapkv_refined():
+    q, k, v = torch.randn(3, 2, 1, 4, 50, 8, generator=torch.Generator().manual_seed(5))
+    given = {"budget": 16, "window": 4, "output_weights": torch.randn(2, 10, 32), "kernel_size": 5, "pool": "avg"}
+    assert torch.equal(plan("criticalkv", q, k, v, **given).keep, plan("snapkv", q, k, v, critical=True, **given).keep)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("snapkv", {"layer_split": "cake", **TAUS}, "CakeLayers divides the budget among layers later"),
+        ("expected_attention", {}, "by the norm of the value already; give value_norm=False"),
+        ("lava", {}, "not an option of policy 'lava'"),
+    ],
+)
+def test_what_cannot_be_refined_is_refused(name, options, said):
+    with pytest.raises(ValueError, match=f"critical=True.*{said}"):
+        resolve(name, critical=True, **options)

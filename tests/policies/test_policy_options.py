@@ -27,7 +27,7 @@ TAUS = {"tau1": 1.0, "tau2": 1.0}
 
 
 def needed(name: str) -> dict[str, object]:
-    return dict(TAUS) if name == "cake" else {}
+    return {"cake": dict(TAUS), "duo_attention": {"head_map": [[0.5, 1.0], [0.2, 0.0]]}}.get(name, {})
 
 
 @pytest.mark.parametrize("name", [*POLICIES])
@@ -73,6 +73,7 @@ BAD_OPTIONS = [
     ("seed", -1, ["random"]),
     *((option, bad, ["r_kv"]) for option in ("importance", "threshold") for bad in (-0.1, 1.1, math.nan)),
     *(("buffer", bad, ["r_kv"]) for bad in (0, 2.0, True)),
+    *(("head_map", bad, ["duo_attention"]) for bad in ((), [[]], [[1.0], [1.0, 0.5]], 3, None)),
 ]
 
 

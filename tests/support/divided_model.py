@@ -27,7 +27,11 @@ WINDOW = 8
 IDS, MASK = left_pad([random_ids(1, 90)[0], random_ids(1, 77, seed=1)[0]])
 TURNS = (random_ids(2, 5, seed=2), random_ids(2, 3, seed=3))
 GIVEN: dict[str, Any] = {"policy": "lava", "budget": 24, "window": WINDOW}
-OPTIONS: dict[str, dict[str, Any]] = {"cake": {"tau1": 1.0, "tau2": 1.0}, "pyramidkv": {"shape": "entropy"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cake": {"tau1": 1.0, "tau2": 1.0},
+    "duo_attention": {"head_map": ((0.1, 0.8, 0.4, 0.6), (0.7, 0.3, 0.9, 0.2)), "sinks": 3},
+    "pyramidkv": {"shape": "entropy"},
+}
 
 Entries: TypeAlias = tuple[Tensor, Tensor]
 """Numbers of the entries of each head, and their positions."""

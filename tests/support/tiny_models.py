@@ -32,6 +32,8 @@ LLAMA_LIKE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+HEAD_MAP = ((0.1, 0.8), (0.7, 0.3), (0.8, 0.5))
+"""A head map of its layers and KV heads."""
 _FALCON = {
     **_COMMON,
     "hidden_size": 64,

@@ -1,0 +1,104 @@
+"""CriticalKV's second stage: of what a head keeps, a part by score alone, the rest by score times a norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Policy
+from kvpass.policies.head_splits import SafeguardedHeads, UniformHeads
+from kvpass.policies.layer_splits import UniformLayers
+from kvpass.policies.observation import Observation
+from kvpass.policies.options import check_bool, option
+from kvpass.policies.scheduler import invert
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refinable(Policy):
+    """Base class of policies whose score is attention and can be refined as in CriticalKV.
+
+    Args:
+        critical: half of what a head keeps is chosen by the score s, the rest by ``(s + 1e-4) * norm``; see
+            :class:`~kvpass.policies.criticalkv.CriticalKV`. How much a head keeps stays as it is.
+    """
+
+    critical: bool = option(False, check_bool)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.critical:
+            check_refinable(self)
+            object.__setattr__(self, "reads_projection", True)
+
+    def checked_score(self, obs: Observation) -> Tensor:
+        scores = super().checked_score(obs)
+        return refined(self, obs, scores) if self.critical else scores
+
+
+def check_refinable(policy: Policy) -> None:
+    """Raise unless what a head keeps is known when its layer is scored."""
+    layers = policy.layers()
+    if not isinstance(layers, UniformLayers):
+        raise ValueError(
+            f"critical=True with policy {policy.name!r}: how much a head keeps must be known when its layer is scored, "
+            f"and {type(layers).__name__} divides the budget among layers later; take uniform layers"
+        )
+
+
+def refined(
+    policy: Policy, obs: Observation, scores: Tensor, first_stage: float = 0.5, epsilon: float = 1e-4
+) -> Tensor:
+    """Return the scores of a policy with uniform layers, permuted within each head; fp32 ``[B, K, M]``.
+
+    With n entries of a head, window included, the best ``first_stage * n`` by score come first, then the others by
+    ``(score + epsilon) * norm``, norm being :attr:`Observation.projected_value_norm`.
+
+    Args:
+        scores: attention, at least 0.
+    """
+    if obs.padding is not None:
+        scores = torch.where(obs.positions[..., : obs.evictable] < 0, float("-inf"), scores)
+    worth = (scores + epsilon) * obs.projected_value_norm[..., : obs.evictable]
+    result = in_two_stages(scores, worth, _first(policy, obs, scores, first_stage))
+    return torch.where(result > float("-inf"), result, 0.0)
+
+
+def _first(policy: Policy, obs: Observation, scores: Tensor, first_stage: float) -> Tensor:
+    """Return how many entries each head keeps by score alone, int64 ``[B, K]``."""
+    entries, heads = obs.entries_per_head, policy.heads()
+    held = entries[:, None].expand(-1, obs.kv_heads)
+    if not isinstance(heads, UniformHeads):
+        every = obs.all_heads(scores)
+        kept = (heads.rank(every, entries) < (entries * every.shape[1])[:, None, None]) & (every > float("-inf"))
+        held = kept.sum(2)[:, obs.first_head : obs.first_head + obs.kv_heads]
+    first = (((held + policy.window).double() * first_stage).long().clamp(min=1) - policy.window).clamp(min=0)
+    return torch.maximum(first, heads.certain(entries)[:, None]) if isinstance(heads, SafeguardedHeads) else first
+
+
+def in_two_stages(scores: Tensor, worth: Tensor, first: Tensor) -> Tensor:
+    """Return the scores of each head, permuted, so that they fall in the order of two stages; fp32 ``[B, K, M]``.
+
+    The best ``first`` entries of a head by score come first, in that order, then the others by ``worth``; ties: lower
+    position. As a head's scores stay the same but for the order (and equal ones, which get neighbouring numbers), how
+    many entries it has among the best of its layer does not change.
+
+    Args:
+        first: int64 ``[B, K]``.
+    """
+    m = scores.shape[2]
+    place = invert(scores.argsort(dim=2, descending=True, stable=True))
+    later = invert(worth.argsort(dim=2, descending=True, stable=True))
+    key = torch.where(scores == float("-inf"), 2 * m + place, torch.where(place < first[..., None], place, m + later))
+    return _distinct(scores.sort(dim=2, descending=True).values).gather(2, invert(key.argsort(dim=2, stable=True)))
+
+
+def _distinct(falling: Tensor) -> Tensor:
+    """Return numbers fp32 ``[..., M]`` in falling order, equal ones replaced by the next lower numbers."""
+    bits = (falling + 0.0).view(torch.int32)
+    whole = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    index = torch.arange(falling.shape[-1], device=falling.device)
+    apart = ((whole + index).cummin(-1).values - index).int()
+    numbers = (apart ^ ((apart >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return torch.where(falling == float("-inf"), falling, numbers)

@@ -1,0 +1,124 @@
+"""Head maps: which heads keep the whole prompt, against an order of all entries; files as published; refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpass
+from kvpass.policies import from_spec, resolve
+from kvpass.policies.plan import plan
+from tiny_models import HEAD_MAP, compiled_once, left_pad, random_ids
+
+
+def kept_of(head_map: list[list[float]], length: int, budget: int, window: int, sinks: int) -> torch.Tensor:
+    """Entries in the order in which they are taken until the budget is spent, bool ``[L, K, N]``."""
+    layers, kv_heads = len(head_map), len(head_map[0])
+    heads = sorted(
+        ((layer, head) for layer in range(layers) for head in range(kv_heads)),
+        key=lambda at: (-head_map[at[0]][at[1]], at),
+    )
+    newest = [(*at, n) for at in heads for n in range(max(length - window, 0), length)]
+    first = [(*at, n) for n in range(min(sinks, length - window)) for at in heads]
+    rest = [(*at, n) for at in heads for n in reversed(range(sinks, length - window))]
+    keep = torch.zeros(layers, kv_heads, length, dtype=torch.bool)
+    for at in [*newest, *first, *rest][: min(budget, length) * layers * kv_heads]:
+        keep[at] = True
+    return keep
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 30)),
+    budget=st.integers(1, 34),
+    window=st.integers(0, 6),
+    sinks=st.integers(0, 5),
+    data=st.data(),
+)
+def test_heads_become_full_in_the_order_of_the_map_until_the_budget_is_spent(sizes, budget, window, sinks, data):
+    layers, kv_heads, length = sizes
+    if budget < min(window + 1, length):
+        budget = window + 1
+    row = st.lists(st.sampled_from([0.0, 0.2, 0.5, 1.0]), min_size=kv_heads, max_size=kv_heads)
+    head_map = data.draw(st.lists(row, min_size=layers, max_size=layers))
+    q, k, v = torch.randn(3, layers, 1, kv_heads, length, 4)
+    found = plan("duo_attention", q, k, v, budget=budget, window=window, head_map=head_map, sinks=sinks)
+    assert torch.equal(found.keep[:, 0], kept_of(head_map, length, budget, window, sinks))
+
+
+def published(folder: Path, rows: list[str], **config: object) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "full_attention_heads.tsv").write_text("".join(f"{row}\n" for row in rows))
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+ROWS = ["\t".join(f"{number:e}" for number in row) for row in HEAD_MAP]
+
+
+def test_a_published_map_decides_what_rows_of_any_padding_keep_and_a_saved_cache_needs_no_file(tmp_path):
+    folder = published(tmp_path / "map", ROWS, sink_size=3, recent_size=5)
+    _, fast = compiled_once("llama", policy="duo_attention", budget=17, backend="eager", head_map=folder)
+    prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (41, 23)]
+    cache = fast.compress(*left_pad(prompts))
+    for row, prompt in enumerate(prompts):
+        wanted = kept_of([*HEAD_MAP], len(prompt), 17, 5, 3)
+        found = torch.zeros_like(wanted)
+        for layer, heads in enumerate(cache.positions[row]):
+            for head, positions in enumerate(heads):
+                found[layer, head, positions[positions >= 0]] = True
+        assert torch.equal(found, wanted)
+    cache.save(tmp_path / "document.kv")
+    published(tmp_path / "map", ["1"])
+    loaded = kvpass.load_cache(tmp_path / "document.kv", fast)
+    assert loaded.policy == cache.policy == resolve("duo_attention", head_map=HEAD_MAP, sinks=3, window=5)
+    step = random_ids(2, 1)
+    assert torch.equal(*(fast(step, past_key_values=one).logits for one in (cache, loaded)))
+
+
+def test_numbers_of_a_file_are_clipped_and_options_come_before_its_sizes(tmp_path):
+    folder = published(tmp_path / "map", ["-0.5\t0.25", "3\t1"], sink_size=3, recent_size=5)
+    policy = resolve("duo_attention", head_map=folder, sinks=7)
+    assert (policy.head_map, policy.sinks, policy.window) == (((0.0, 0.25), (1.0, 1.0)), 7, 5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "config", "said"),
+    [
+        (None, {}, "FileNotFoundError"),
+        (["0.5\tx"], {"sink_size": 1, "recent_size": 2}, "could not convert string to float"),
+        (["0.5\t1", "0.5"], {"sink_size": 1, "recent_size": 2}, "a row of numbers for each layer"),
+        (["0.5\tnan"], {"sink_size": 1, "recent_size": 2}, "nan must be a finite number"),
+        (["0.5"], {"sink_size": 1}, "KeyError: 'recent_size'"),
+        (["0.5"], {"sink_size": "a", "recent_size": 2}, "sinks='a': must be an int"),
+    ],
+)
+def test_a_map_that_is_not_as_published_is_refused(rows, config, said, tmp_path):
+    folder = str(tmp_path / "none") if rows is None else published(tmp_path / "map", rows, **config)
+    with pytest.raises(ValueError, match=said):
+        resolve("duo_attention", head_map=folder)
+
+
+def test_a_map_of_another_shape_is_refused_before_a_prompt_is_read():
+    _, fast = compiled_once(
+        "llama", policy="duo_attention", budget=17, window=5, backend="eager", head_map=HEAD_MAP[:2]
+    )
+    said = "head_map is of 2 layers of 2 KV heads, but the model has 3 layers of 2 KV heads under the budget"
+    with pytest.raises(ValueError, match=said):
+        fast(random_ids(1, 40))
+    with pytest.raises(ValueError, match=said):
+        plan("duo_attention", *torch.randn(3, 3, 1, 2, 40, 4), budget=17, window=5, head_map=HEAD_MAP[:2])
+    fast.set_policy("duo_attention", 17, window=5, head_map=HEAD_MAP)
+    assert int(fast(random_ids(1, 40)).past_key_values.lengths.sum()) == 17 * 6
+
+
+def test_the_policy_of_a_file_names_no_files():
+    """A cache may come from anywhere."""
+    spec = json.loads(resolve("duo_attention", head_map=HEAD_MAP).spec)
+    with pytest.raises(ValueError, match="head_map='/': must be"):
+        from_spec(json.dumps(spec | {"head_map": "/"}))
