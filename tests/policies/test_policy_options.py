@@ -72,7 +72,10 @@ BAD_OPTIONS = [
     ("evict_during_decode", "no", ["cake", "h2o", "tova", "streaming_llm", "vatp"]),
     ("seed", -1, ["random"]),
     *((option, bad, ["r_kv"]) for option in ("importance", "threshold") for bad in (-0.1, 1.1, math.nan)),
-    *(("buffer", bad, ["r_kv"]) for bad in (0, 2.0, True)),
+    *(("buffer", bad, ["r_kv", "triattention"]) for bad in (0, 2.0, True)),
+    *(("statistics", bad, ["triattention"]) for bad in (3, "")),
+    ("aggregate", "sum", ["triattention"]),
+    ("longest", 0, ["triattention"]),
 ]
 
 
