@@ -97,7 +97,7 @@ def compare(divided: PreTrainedModel, whole: PreTrainedModel, compiler: str, pol
         logits = found(new, cache=cache).logits
         torch.testing.assert_close(logits, expected(new, cache=reference).logits, atol=1e-4, rtol=0, msg=label)
         compare_entries(cache, reference, label)
-    if policy in ("lava", "tova", "h2o") and found._kvpass.ranks is not None:
+    if policy in ("lava", "tova", "h2o", "r_kv", "triattention") and found._kvpass.ranks is not None:
         compare_files(found, cache, expected, reference)
     if policy == "lava" and found._kvpass.ranks is not None:
         compare_different_ids(found)

@@ -148,6 +148,24 @@ def test_rows_of_a_padded_batch_evict_as_they_do_alone(policy):
                 assert torch.equal(line[line >= 0], other[other >= 0]), f"row {row}, layer {layer}, head {head}"
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["r_kv", "triattention"])
+def test_inductor_evicts_from_full_buffers_as_eager_does(policy):
+    """Rows of a padded batch, whose buffers are full at different steps; one graph for all of them."""
+    model, options = tiny_model("llama", layers=2), {"policy": policy, "budget": BUDGET, **RULES[policy]}
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21, 3)])
+    found = []
+    for backend in ("inductor", "eager"):
+        fast = kvpass.compile(model, backend=backend, **options)
+        given = {"attention_mask": mask, "max_new_tokens": 25, "do_sample": False}
+        found.append(fast.generate(ids, return_dict_in_generate=True, **given))
+        assert [record.phase for record in fast.report().compiled] == ["prefill", "decode"]
+    compiled, eager = found
+    assert torch.equal(compiled.sequences, eager.sequences)
+    assert torch.equal(compiled.past_key_values.positions, eager.past_key_values.positions)
+    assert compiled.past_key_values.lengths.flatten(1).tolist() == [[20] * 4, [20] * 4, [17] * 4]
+
+
 @torch.no_grad()
 def test_statistics_of_a_text_serve_another_prompt(tmp_path):
     """They are those of the queries of the uncompiled model before RoPE, and alone decide what is kept."""
