@@ -120,6 +120,10 @@ def compile(
 def compile(model: PreTrainedModel, *, policy: Literal["r_kv"], **options: Unpack[o.RKVOptions]) -> CompressedModel: ...
 @overload
 def compile(
+    model: PreTrainedModel, *, policy: Literal["triattention"], **options: Unpack[o.TriAttentionOptions]
+) -> CompressedModel: ...
+@overload
+def compile(
     model: PreTrainedModel, *, policy: Literal["random"], **options: Unpack[o.RandomOptions]
 ) -> CompressedModel: ...
 @overload

@@ -15,6 +15,7 @@ from kvpass.policies.duo_attention import HeadMap
 from kvpass.policies.layer_splits import Parity, Shape
 from kvpass.policies.rules import Recompress
 from kvpass.policies.scores import Group, Pool
+from kvpass.policies.triattention import Aggregate
 
 BudgetLike: TypeAlias = Budget | int | float | str | None
 
@@ -44,6 +45,7 @@ PolicyName = Literal[
     "snapkv",
     "streaming_llm",
     "tova",
+    "triattention",
     "vatp",
 ]
 """Policies of kvpass; of your own, give an instance: a type checker does not know its name."""
@@ -95,6 +97,14 @@ class RKVOptions(Options, total=False):
     kernel_size: int
     importance: float
     threshold: float
+    buffer: int
+
+
+class TriAttentionOptions(Options, total=False):
+    statistics: str | None
+    longest: int
+    aggregate: Aggregate
+    group: Group
     buffer: int
 
 

@@ -3,7 +3,7 @@
 Has no host synchronisation if its two kernels have none. Several new tokens are processed one after another.
 
 Source: CAKE (2503.12491) section 4, TOVA (2401.06104), H2O (2306.14048), StreamingLLM (2309.17453), R-KV (2505.24133),
-each through its ``DecodeRule``.
+TriAttention (2604.04921), each through its ``DecodeRule``.
 """
 
 from __future__ import annotations

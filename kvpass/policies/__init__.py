@@ -32,6 +32,7 @@ from kvpass.policies.r_kv import RKV
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.streaming_llm import StreamingLLM
 from kvpass.policies.tova import Tova
+from kvpass.policies.triattention import TriAttention
 from kvpass.policies.vatp import Vatp
 
 __all__ = ["POLICIES", "Policy", "from_spec", "register_policy", "resolve", "resolve_budget"]
@@ -184,6 +185,7 @@ for _policy in (
     KVzip,
     KVzipPlus,
     RKV,
+    TriAttention,
     Random,
 ):
     register_policy(_policy)

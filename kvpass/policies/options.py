@@ -70,6 +70,12 @@ def check_ids(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: must be a list of token ids, ints >= 0")
 
 
+def check_path(name: str, value: object) -> None:
+    """Raise unless the value is None or the path of a file, as text."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"{name}={value!r}: must be the path of a file, a str, or None")
+
+
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise unless the value is one of ``choices``."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):

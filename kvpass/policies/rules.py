@@ -80,7 +80,8 @@ def check_entries(entries: str, policy: Policy) -> EntryFormat:
     if known != "model" and policy.decode_rule() is not None:
         raise ValueError(
             f"entries={entries!r} with policy {policy.name!r}: it evicts while decoding, and new entries take the "
-            "slots of evicted ones in full precision; pass evict_during_decode=False, or entries='model'"
+            "slots of evicted ones in full precision; give entries='model' or, where the policy has it, "
+            "evict_during_decode=False"
         )
     return known
 

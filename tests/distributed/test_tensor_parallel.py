@@ -150,7 +150,15 @@ def test_compiled_code_keeps_the_same(family, regions, two, folder_of):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("family", "policy"), [("llama", "lava"), ("llama", "h2o"), ("llama", "tova"), ("gpt_oss", "lava")]
+    ("family", "policy"),
+    [
+        ("llama", "lava"),
+        ("llama", "h2o"),
+        ("llama", "tova"),
+        ("llama", "r_kv"),
+        ("llama", "triattention"),
+        ("gpt_oss", "lava"),
+    ],
 )
 def test_a_file_of_some_processes_is_continued_on_any_number(family, policy, groups, folder_of, tmp_path):
     folder = folder_of(family)

@@ -22,6 +22,7 @@ CASES = {
     "evicts, tables": ("llama", "cake", {"tau1": 1.0, "tau2": 1.0}),
     "evicts, accumulates": ("qwen3", "h2o", {}),
     "evicts, reads queries": ("llama", "r_kv", {"buffer": 3}),
+    "evicts, statistics of queries": ("llama", "triattention", {"window": 0, "buffer": 3}),
     "evicts, no window": ("llama", "tova", {"window": 0}),
     "ring": ("gemma3", "lava", {}),
     "ring, evicts": ("gpt_oss", "h2o", {}),

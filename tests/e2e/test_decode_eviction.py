@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
@@ -11,6 +12,7 @@ from kvpass.cache import layers as store
 from kvpass.kernels import cpu
 from kvpass.ops import evict, reference
 from kvpass.policies.plan import plan
+from kvpass.policies.triattention import save_statistics
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import pairwise, quick
@@ -23,6 +25,7 @@ RULES = {
     "streaming_llm": {"window": 6},
     "vatp": {"window": 6, "indicator": "h2o", "sinks": 2},
     "r_kv": {"window": 6, "buffer": 5},
+    "triattention": {"buffer": 5},
 }
 BUDGET, STEPS = 16, 24
 
@@ -74,7 +77,8 @@ def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, polic
         torch.stack([torch.stack([call[i][:, :, 0] for call in calls[3 + 3 * s : 6 + 3 * s]]) for s in range(STEPS)])
         for i in range(3)
     )
-    expected = plan(policy, q, k, v, budget=BUDGET, decode=decode, **options)
+    turns = fast.model.rotary_emb.inv_freq.expand(3, -1)
+    expected = plan(policy, q, k, v, budget=BUDGET, decode=decode, rope_frequencies=turns, **options)
     assert torch.equal(first.transpose(0, 1), expected.keep)
     for step in range(STEPS):
         assert torch.equal(steps[step].transpose(0, 1), expected.decode_keep[step]), f"step {step}"
@@ -147,6 +151,72 @@ def test_rows_of_a_padded_batch_evict_as_they_do_alone(policy):
             for head in range(2):
                 line, other = got[layer, head], want[layer, head]
                 assert torch.equal(line[line >= 0], other[other >= 0]), f"row {row}, layer {layer}, head {head}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["r_kv", "triattention"])
+def test_inductor_evicts_from_full_buffers_as_eager_does(policy):
+    """Rows of a padded batch, whose buffers are full at different steps; one graph for all of them."""
+    model, options = tiny_model("llama", layers=2), {"policy": policy, "budget": BUDGET, **RULES[policy]}
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21, 3)])
+    found = []
+    for backend in ("inductor", "eager"):
+        fast = kvpass.compile(model, backend=backend, **options)
+        given = {"attention_mask": mask, "max_new_tokens": 25, "do_sample": False}
+        found.append(fast.generate(ids, return_dict_in_generate=True, **given))
+        assert [record.phase for record in fast.report().compiled] == ["prefill", "decode"]
+    compiled, eager = found
+    assert torch.equal(compiled.sequences, eager.sequences)
+    assert torch.equal(compiled.past_key_values.positions, eager.past_key_values.positions)
+    assert compiled.past_key_values.lengths.flatten(1).tolist() == [[20] * 4, [20] * 4, [17] * 4]
+
+
+@torch.no_grad()
+def test_statistics_of_a_text_serve_another_prompt(tmp_path):
+    """They are those of the queries of the uncompiled model before RoPE, and alone decide what is kept."""
+    path = tmp_path / "statistics"
+    model, fast = compiled_once("llama", layers=2, backend="eager", budget=BUDGET, policy="triattention", buffer=5)
+    text, prompt, made = random_ids(1, 70, seed=5), random_ids(2, 40), []
+    save_statistics(fast(text).past_key_values.full_layers[0].rule_rows, path)
+    projections = [layer.self_attn.q_proj for layer in model.model.layers]
+    hooks = [x.register_forward_hook(lambda module, given, out: made.append(out)) for x in projections]
+    model(text)
+    for hook in hooks:
+        hook.remove()
+    heads = model.config.num_attention_heads
+    queries = torch.stack(made).unflatten(-1, (heads, -1))[:, 0].transpose(1, 2)
+    modulus = torch.complex(*queries.chunk(2, -1)).abs().mean(2)
+    found = load_file(path)
+    assert_close("mean", found["mean"].flatten(1, 2), queries.mean(2), atol=1e-5)
+    assert_close("modulus", found["modulus"].flatten(1, 2), modulus, atol=1e-5)
+    own = fast(prompt).past_key_values
+    fast.set_policy("triattention", BUDGET, buffer=5, statistics=str(path))
+    cache = fast(prompt).past_key_values
+    assert_close("rows", cache.full_layers[0].rule_rows[:, 1, ..., 0, :], found["mean"], atol=0)
+    assert not torch.equal(cache.positions, own.positions)
+    other = kvpass.compile(model, policy="triattention", budget=BUDGET, statistics=str(path), backend="eager")
+    assert torch.equal(other(prompt).past_key_values.positions, cache.positions)
+
+
+def test_statistics_that_do_not_fit_are_refused(tmp_path):
+    fast = compiled(policy="triattention", layers=2)
+    rows = fast(random_ids(2, 30)).past_key_values.full_layers[0].rule_rows
+    with pytest.raises(ValueError, match=r"rule_rows.shape=\(2, 2, .*must be \[L, 1, K, G, 3, D\]"):
+        save_statistics(rows, tmp_path / "two")
+    save_statistics(rows[:1, :1], tmp_path / "one layer")
+    save_statistics(rows[:, :1] * float("nan"), tmp_path / "nan")
+    (tmp_path / "text").write_text("no tensors")
+    messages = {
+        "none": "cannot be read",
+        "text": "cannot be read",
+        "nan": "finite",
+        "one layer": r"holds .*\(1, .*need",
+    }
+    for name, message in messages.items():
+        fast.set_policy("triattention", BUDGET, statistics=str(tmp_path / name))
+        with pytest.raises(ValueError, match=message):
+            fast(random_ids(1, 30))
+    fast.set_policy("triattention", BUDGET)
 
 
 def test_eviction_while_decoding_can_be_turned_off():

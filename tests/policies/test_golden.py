@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvpass.policies import resolve
@@ -38,6 +38,7 @@ CASES_OF_EXPECTED = sorted(ROOT.glob("expected_attention/cases/*.json"))
 CASES_OF_DEFENSIVE = sorted(ROOT.glob("defensivekv/cases/*.json"))
 CASES_OF_ZIP = sorted(ROOT.glob("kvzip/cases/*.json"))
 CASES_OF_RKV = sorted(ROOT.glob("r_kv/cases/*.json"))
+CASES_OF_TRI = sorted(ROOT.glob("triattention/cases/*.json"))
 CASES_OF_KEYS = sorted(
     path
     for name in OF_KEYS
@@ -308,6 +309,27 @@ def test_contract_5_r_kv_keeps_what_the_authors_keep_of_a_prompt_and_after_every
         torch.testing.assert_close(found.scores[:, 0, :, : -params["window"]], want["scores"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("path", CASES_OF_TRI, ids=lambda p: p.stem)
+def test_contract_5_triattention_keeps_what_the_authors_keep(path, tmp_path):
+    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
+    params, prompt = about["params"], prompt_of(path, about)
+    real, imaginary, modulus = (
+        extra_input(path, about, name).unflatten(1, (prompt[1].shape[2], -1))
+        for name in ("q_mean_real", "q_mean_imag", "q_abs_mean")
+    )
+    save_file({"mean": torch.cat([real, imaginary], -1), "modulus": modulus}, tmp_path / "statistics")
+    turns = extra_input(path, about, "inv_freq").expand(prompt[1].shape[0], -1)
+    options = {"aggregate": params["score_aggregation"], "group": params["group_aggregation"], "parity": "code"}
+    options |= {"longest": params["offset_max_length"], "statistics": str(tmp_path / "statistics")}
+    budget = max(1, int(prompt[1].shape[3] * (1 - params["compression_ratio"])))
+    found = plan("triattention", *prompt, budget=budget, rope_frequencies=turns, **options)
+    assert torch.equal(found.keep[:, 0], want["keep_mask"])
+    largest = float(want["scores"].abs().max())
+    torch.testing.assert_close(found.scores[:, 0], want["scores"], rtol=0, atol=1e-3 * largest)
+    own = plan("triattention", *prompt, budget=budget, rope_frequencies=turns, **options | {"statistics": None})
+    torch.testing.assert_close(own.scores[:, 0], want["scores"], rtol=0, atol=1e-3 * largest)
+
+
 CAKE = [p for p in CASES if p.parent.name == "cake"]
 
 
@@ -374,6 +396,6 @@ def test_the_policies_page_gives_the_number_of_shipped_cases_of_every_published_
     assert cases.keys() == {
         *("lava", "lava_uniform", "lava_pyramid", "lava_nohead", "snapkv", "pyramidkv", "ada_snapkv"),
         *("ada_pyramidkv", "cake", "h2o", "tova", "streaming_llm", "vatp", "criticalkv", "defensivekv"),
-        *("expected_attention", "kvzip", "kvzip_plus", "r_kv", *OF_KEYS),
+        *("expected_attention", "kvzip", "kvzip_plus", "r_kv", "triattention", *OF_KEYS),
     }
     assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 3_400_000

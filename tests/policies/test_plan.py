@@ -56,6 +56,7 @@ EVICTING = [
     *(("cake", TAUS), ("h2o", {}), ("tova", {}), ("streaming_llm", {}), ("vatp", {"indicator": "h2o", "sinks": 2})),
     ("h2o", TAUS | {"layer_split": "cake"}),
     ("r_kv", {"buffer": 1}),
+    ("triattention", {"buffer": 1}),
 ]
 
 
@@ -243,7 +244,7 @@ def test_decoding_keeps_the_cache_at_its_size(variant, parity):
     name, options = variant
     q, k, v = tensors(4)
     steps = 7
-    window = 0 if name in ("tova", "streaming_llm") else 4
+    window = 0 if name in ("tova", "streaming_llm", "triattention") else 4
     found = plan(
         name, q, k, v, budget=9, decode=new_tokens(4, steps, (q, k, v)), window=window, parity=parity, **options
     )
@@ -260,7 +261,7 @@ def test_decoding_keeps_the_cache_at_its_size(variant, parity):
 def test_a_short_prompt_grows_to_the_budget_and_stays_there(variant):
     name, options = variant
     q, k, v = tensors(4, length=6)
-    window = 0 if name in ("tova", "streaming_llm") else 3
+    window = 0 if name in ("tova", "streaming_llm", "triattention") else 3
     found = plan(name, q, k, v, budget=9, decode=new_tokens(4, 6, (q, k, v)), window=window, **options)
     assert found.decode_keep.sum(-1).flatten(1).unique(dim=1).flatten().tolist() == [7, 8, 9, 9, 9, 9]
 
@@ -358,6 +359,46 @@ def test_r_kv_equals_a_brute_force(length):
             kept = found.keep if step < 0 else found.decode_keep[step]
             assert kept[layer, 0, head].nonzero().flatten().tolist() == held, (layer, head, step)
         assert cuts == (4 if length > budget else 2)
+
+
+@pytest.mark.parametrize("how", [("mean", "max"), ("max", "mean")], ids="-".join)
+def test_triattention_equals_a_brute_force(how):
+    """The paper's form: keys turned back by their positions, and cosines of distances and phases."""
+    q, k, v = tensors(8, layers=2, length=20)
+    decode = new_tokens(8, 9, (q, k, v))
+    budget, buffer, length, frequencies = 10, 3, 20, rope_frequencies(q).double()
+    options = dict(zip(("aggregate", "group"), how, strict=True))
+    found = plan("triattention", q, k, v, budget=budget, decode=decode, buffer=buffer, longest=40, **options)
+
+    def before_rope(x: Tensor, layer: int) -> Tensor:
+        """Complex numbers ``[.., N, D / 2]``."""
+        angles = torch.arange(x.shape[-2])[:, None] * frequencies[layer]
+        return torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angles), -angles)
+
+    reduced = {"mean": lambda x: sum(x) / len(x), "max": max}
+    for layer, head in np.ndindex(2, 2):
+        asked = before_rope(q[layer, 0, 2 * head : 2 * head + 2], layer)
+        keys = before_rope(torch.cat([k[layer, 0, head], decode[1][:, layer, 0, head]]), layer)
+        mean, modulus = asked.mean(1), asked.abs().mean(1)
+
+        def worth(at: int, tokens: int, head_in_group: int, keys=keys, mean=mean, modulus=modulus, layer=layer):
+            m, size, x = mean[head_in_group], modulus[head_in_group], keys[at]
+            phase = (m * x.conj()).angle()
+            turns = [
+                float((m.abs() * x.abs() * ((tokens - at + d) * frequencies[layer] + phase).cos()).sum())
+                for d in (1, 2, 4, 8, 16, 32)
+            ]
+            return reduced[how[0]](turns) + float(((size - m.abs()) * x.abs()).sum())
+
+        held = list(range(length))
+        for step in range(-1, 9):
+            if step >= 0:
+                held.append(length + step)
+            if step < 0 or len(held) == budget + buffer:
+                scores = {at: reduced[how[1]]([worth(at, length + step + 1, one) for one in (0, 1)]) for at in held}
+                held = sorted(sorted(held, key=lambda at, scores=scores: -scores[at])[:budget])
+            kept = found.keep if step < 0 else found.decode_keep[step]
+            assert kept[layer, 0, head].nonzero().flatten().tolist() == held, (layer, head, step)
 
 
 @pytest.mark.parametrize("name", ["tova", "h2o", "cake"])

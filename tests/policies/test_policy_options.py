@@ -72,8 +72,11 @@ BAD_OPTIONS = [
     ("evict_during_decode", "no", ["cake", "h2o", "tova", "streaming_llm", "vatp"]),
     ("seed", -1, ["random"]),
     *((option, bad, ["r_kv"]) for option in ("importance", "threshold") for bad in (-0.1, 1.1, math.nan)),
-    *(("buffer", bad, ["r_kv"]) for bad in (0, 2.0, True)),
+    *(("buffer", bad, ["r_kv", "triattention"]) for bad in (0, 2.0, True)),
     *(("head_map", bad, ["duo_attention"]) for bad in ((), [[]], [[1.0], [1.0, 0.5]], 3, None)),
+    *(("statistics", bad, ["triattention"]) for bad in (3, "")),
+    ("aggregate", "sum", ["triattention"]),
+    ("longest", 0, ["triattention"]),
 ]
 
 

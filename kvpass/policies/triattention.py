@@ -1,0 +1,212 @@
+"""TriAttention: what queries like those of a text would attend to, at distances that grow."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvpass.policies.base import Policy
+from kvpass.policies.decode_rules import DecodeRule, Slots
+from kvpass.policies.observation import Observation, rotated
+from kvpass.policies.options import check_int, check_literal, check_path, option
+from kvpass.policies.scores import Group, reduce_group
+from kvpass.ranks import processes
+
+Aggregate = Literal["mean", "max"]
+
+MEAN, MODULUS, FREQUENCIES = 0, 1, 2
+"""Rows of the decode rule; the last two take D / 2 columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriAttention(Policy):
+    """Keep what queries like those of a text would attend to at growing distances: TriAttention (arXiv 2604.04921).
+
+    Channels j and ``j + D / 2`` before RoPE are one complex number of frequency w[j]. Of the queries of a text, per
+    query head: their mean m and the mean M of their moduli. After t tokens, for a key k as it is cached, rotated:
+
+    ``a[i] = mean over d of Re(sum_j m[j] exp(1j (t + d) w[j]) conj(k[i, j])) + sum_j (M[j] - |m[j]|) |k[i, j]|``,
+
+    d in 1, 2, 4, ... up to ``longest``; ``s[i]`` = the most over the group. (The paper turns keys back by their
+    position p and takes cosines of ``(t - p + d) w[j]``: the same.) A prompt is cut to the budget. While decoding,
+    ``buffer`` tokens gather beside the budget, then each head is cut to its budget again.
+
+    The text is one to calibrate with: ``statistics`` names the file that :func:`save_statistics` made of it. Without
+    one, it is the prompt itself, which is no rule of the paper.
+
+    Departures: the authors' code evicts when the number of tokens is a multiple of ``buffer``, which ``parity="code"``
+    reproduces; by default it does not count or evict the prompt, which here competes for the budget as every entry, and
+    it has other selections than the best of each KV head, and standardised scores, which are not there. The model's
+    factor of cos and sin (YaRN) is part of the queries and not of the distances.
+
+    Args:
+        window: 0 as in the authors' code; a positive number protects that many newest tokens.
+        statistics: file of the calibration; it is read when a prompt is scored. None: of each prompt itself.
+        longest: largest distance. aggregate: over distances, ``"mean"`` or ``"max"``.
+        group: reduction over the query heads of a KV head. buffer: tokens between two evictions.
+    """
+
+    name: ClassVar[str] = "triattention"
+    reads_rotation: ClassVar[bool] = True
+    needs_question: ClassVar[bool] = False
+
+    window: int = 0
+    statistics: str | None = option(None, check_path)
+    longest: int = option(1 << 16, check_int, 1)
+    aggregate: Aggregate = option("mean", check_literal, Aggregate)
+    group: Group = option("max", check_literal, Group)
+    buffer: int = option(128, check_int, 1)
+
+    @property
+    def query_rows(self) -> int | None:
+        return None if self.statistics is None else 0
+
+    def score(self, obs: Observation) -> Tensor:
+        rule = self.decode_rule()
+        tokens = torch.full((obs.keys.shape[0],), obs.length, device=obs.keys.device)
+        return rule.worth(rule.first_rows(obs), obs.keys[:, :, : obs.evictable], tokens)
+
+    def decode_rule(self) -> Distances:
+        return Distances(
+            window=self.window,
+            every=self.buffer,
+            statistics=self.statistics,
+            longest=self.longest,
+            aggregate=self.aggregate,
+            group=self.group,
+            released=self.parity == "code",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distances(DecodeRule):
+    """TriAttention while decoding; options as in :class:`TriAttention`.
+
+    Args:
+        released: evict when the authors' code does.
+    """
+
+    reads_keys: ClassVar[bool] = True
+
+    statistics: str | None
+    longest: int
+    aggregate: Aggregate
+    group: Group
+    released: bool
+
+    @property
+    def rows_per_head(self) -> int:
+        """Mean and mean modulus of the queries of a text, and the frequencies of the layer."""
+        return 3
+
+    def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
+        above = (position >= 0).sum(2) - quota - self.window
+        if not self.released:
+            return above >= self.every
+        tokens = position.amax((1, 2))[:, None] + 1
+        return (tokens % self.every == 0) & (above >= 0)
+
+    def first_rows(self, obs: Observation) -> Tensor:
+        batch, kv_heads, group, dim = obs.keys.shape[0], obs.kv_heads, obs.group, obs.keys.shape[3]
+        if obs.frequencies is None:
+            raise ValueError("the frequencies of the rotary embedding are needed and not given")
+        rows = obs.keys.new_zeros(batch, kv_heads, group, self.rows_per_head, dim, dtype=torch.float32)
+        rows[..., FREQUENCIES, : dim // 2] = obs.frequencies
+        if self.statistics is not None:
+            mean, modulus = of_file(self.statistics, obs)
+            rows[..., MEAN, :] = mean.to(rows.device)
+            rows[..., MODULUS, : dim // 2] = modulus.to(rows.device)
+            return rows
+        for head in range(kv_heads):
+            queries = obs.unrotated_queries(head, 0)
+            rows[:, head, :, MEAN] = queries.mean(2)
+            rows[:, head, :, MODULUS, : dim // 2] = moduli(queries).mean(2)
+        return rows
+
+    def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+        assert slots.keys is not None and slots.rows is not None
+        tokens = slots.position.amax((1, 2)) + 1
+        keys = torch.where((slots.position >= 0)[..., None], slots.keys, 0.0)
+        return self.worth(slots.rows, keys, tokens), slots.decode_state
+
+    def worth(self, rows: Tensor, keys: Tensor, tokens: Tensor) -> Tensor:
+        """Return the score of each key, fp32 ``[B, K, N]``.
+
+        Args:
+            rows: as :meth:`first_rows` gives them. keys: ``[B, K, N, D]``, rotated. tokens: seen so far, int64 ``[B]``.
+        """
+        half = keys.shape[3] // 2
+        mean, modulus, frequencies = rows[..., MEAN, :], rows[..., MODULUS, :half], rows[..., FREQUENCIES, :half]
+        distances = 2 ** torch.arange(self.longest.bit_length(), device=keys.device)
+        ahead = (tokens[:, None] + distances).float()[:, None, None, :, None] * frequencies[..., None, :]
+        queries = rotated(mean[..., None, :], ahead.cos(), ahead.sin())
+        if self.aggregate == "mean":
+            queries = queries.mean(3, keepdim=True)
+        spare = modulus - moduli(mean)
+        scores = []
+        for head in range(keys.shape[1]):
+            own = keys[:, head].float()
+            certain = torch.einsum("bgod,bnd->bgon", queries[:, head], own).amax(2)
+            of_group = certain + torch.einsum("bgf,bnf->bgn", spare[:, head], moduli(own))
+            scores.append(reduce_group(of_group, 1, self.group))
+        return torch.cat(scores, 1)
+
+
+def moduli(x: Tensor) -> Tensor:
+    """Return ``|x[j] + 1j x[j + D / 2]|`` of ``[..., D]``: ``[..., D / 2]``."""
+    real, imaginary = x.chunk(2, -1)
+    return torch.hypot(real, imaginary)
+
+
+def save_statistics(rule_rows: Tensor, path: str | Path) -> None:
+    """Write the queries' statistics of a text to a file for ``statistics`` of :class:`TriAttention`.
+
+    Args:
+        rule_rows: ``cache.full_layers[0].rule_rows`` of a cache that holds the text alone, compressed with
+            ``policy="triattention"`` and no ``statistics``, fp32 ``[L, 1, K, G, 3, D]``.
+    Raises:
+        ValueError: another shape, such as of a batch of several rows.
+    """
+    if rule_rows.dim() != 6 or rule_rows.shape[1] != 1 or rule_rows.shape[4] != 3:
+        raise ValueError(f"rule_rows.shape={tuple(rule_rows.shape)}: must be [L, 1, K, G, 3, D] of policy triattention")
+    rows, half = rule_rows[:, 0].cpu(), rule_rows.shape[5] // 2
+    tensors = {"mean": rows[:, :, :, MEAN].contiguous(), "modulus": rows[:, :, :, MODULUS, :half].contiguous()}
+    save_file(tensors, path)
+
+
+def of_file(path: str, obs: Observation) -> tuple[Tensor, Tensor]:
+    """Return mean ``[K, G, D]`` and modulus ``[K, G, D / 2]`` of a layer, from a file of :func:`save_statistics`.
+
+    Raises:
+        ValueError: there is no such file, or it does not hold statistics of such layers.
+    """
+    try:
+        found = os.stat(path)
+        tensors = _loaded(path, found.st_mtime_ns, found.st_size)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"statistics={path!r}: cannot be read: {error}") from None
+    like = obs.num_layers, obs.kv_heads * processes(obs.ranks), obs.group
+    dim, shapes = obs.keys.shape[3], {name: tuple(x.shape) for name, x in tensors.items()}
+    wanted = {"mean": (*like, dim), "modulus": (*like, dim // 2)}
+    if shapes != wanted:
+        raise ValueError(f"statistics={path!r}: holds {shapes}; layers of this model need {wanted}")
+    mean, modulus = (tensors[name][obs.layer] for name in wanted)
+    return (mean, modulus) if obs.ranks is None else (obs.ranks.own(mean, 0), obs.ranks.own(modulus, 0))
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(path: str, changed: int, size: int) -> dict[str, Tensor]:
+    """Return the tensors of a file, which is read again when it has changed."""
+    tensors = load_file(path)
+    for name, x in tensors.items():
+        if x.dtype != torch.float32 or not bool(x.isfinite().all()):
+            raise ValueError(f"statistics={path!r}: {name} must be fp32, all values finite")
+    return tensors
