@@ -63,7 +63,7 @@ ROWS = ["\t".join(f"{number:e}" for number in row) for row in HEAD_MAP]
 
 def test_a_published_map_decides_what_rows_of_any_padding_keep_and_a_saved_cache_needs_no_file(tmp_path):
     folder = published(tmp_path / "map", ROWS, sink_size=3, recent_size=5)
-    _, fast = compiled_once("llama", policy="duo_attention", budget=17, backend="eager", head_map=folder)
+    _, fast = compiled_once("llama", layers=3, policy="duo_attention", budget=17, backend="eager", head_map=folder)
     prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (41, 23)]
     cache = fast.compress(*left_pad(prompts))
     for row, prompt in enumerate(prompts):

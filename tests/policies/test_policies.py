@@ -19,6 +19,7 @@ from kvpass.policies.head_splits import UniformHeads
 from kvpass.policies.observation import Observation
 from kvpass.policies.plan import plan
 from kvpass.policies.released import cake_budgets, pyramid_budgets, rank_safeguarded
+from kvpass.policies.replay import Replayed
 
 TAUS = {"tau1": 1.0, "tau2": 1.0}
 L, K, G, N, D, W = 3, 2, 2, 17, 4, 4
@@ -444,3 +445,12 @@ def test_criticalkv_is_snapkv_refined():
 def test_what_cannot_be_refined_is_refused(name, options, said):
     with pytest.raises(ValueError, match=f"critical=True.*{said}"):
         resolve(name, critical=True, **options)
+
+
+def test_plan_asks_for_the_norms_that_weigh_replays():
+    q, k, v = torch.randn(3, 2, 1, 2, 9, 4)
+    given = {"budget": 4, "output_weights": torch.randn(2, 6, 8)}
+    for norms, found in ((None, "None"), (torch.ones(2, 1, 2), r"\(2, 1, 2\)")):
+        replay = Replayed(4, 9, 4, q[..., :3, :], k[..., :3, :], norms)
+        with pytest.raises(ValueError, match=rf"replays\[0\].norms.shape={found}: must be \[2, 1, 3\]"):
+            plan("kvzip_plus", q, k, v, replays=[replay], **given)
