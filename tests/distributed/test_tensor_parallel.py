@@ -91,8 +91,9 @@ def compare(processes: Processes, folder: Path, policy: str, *, of_one: dict[str
     compare_dialogues(processes.run(dialogue, folder, policy, **given), expected)
 
 
-def test_two_processes_keep_what_one_device_keeps(two, folder_of):
-    compare(two, folder_of("llama", layers=1), "tova")
+@pytest.mark.parametrize("policy", ["lava", "tova"])
+def test_two_processes_keep_what_one_device_keeps(policy, two, folder_of):
+    compare(two, folder_of("llama", layers=1), policy)
 
 
 @pytest.mark.exhaustive
