@@ -18,6 +18,8 @@ or, under a policy that evicts while decoding::
 
     out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl, ranks)
 
+whose prefill also has ``first_rows`` after ``cascade_step`` if its decode rule holds rows.
+
 An attention op with a sliding window or chunks becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and
 extend, under every policy. One ``columns_held`` precedes all ops that share a ring. ``layer`` of an operator is its
 index among the ops of its pool or ring. The tuples are defined in :mod:`kvpass.operands`.
