@@ -327,7 +327,7 @@ class _Tokens:
         found = dict(zip(part.outputs, self.decoder.functions[part.key](*given), strict=True))
         for before, after in self.decoder.split.states.items():
             if after in found:
-                self.known[before] = found[after].contiguous()
+                self.known[before] = found[after] = found[after].contiguous()  # it may be a view of a whole block
         return found
 
     def _part(self, node: Node, first: int, end: int, made: Mapping[Node, Tensor]) -> Any:
