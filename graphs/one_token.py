@@ -32,6 +32,7 @@ from kvpass.torch_compat import (
     TensorProperty,
     ValueRanges,
     drop_shape_guards,
+    enable_python_dispatcher,
     set_symbol_bounds,
     shape_guards,
     sizes_of_inputs,
@@ -112,7 +113,7 @@ def one_token_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMo
         if isinstance(value, int) and isinstance(recorded(node), torch.SymInt):
             node.replace_all_uses_with(value)  # type: ignore[arg-type]
     recorder = _Recorder(gm, mode)
-    with mode, torch.no_grad():
+    with mode, enable_python_dispatcher(), torch.no_grad():  # as Dynamo records: else polar fixes the number of rows
         recorder.run(*inputs)
     return recorder.calls
 

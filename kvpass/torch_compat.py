@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo.guards import GlobalStateGuard, dict_version
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import disable as dynamo_disable
 from torch._dynamo import eval_frame, maybe_mark_dynamic
@@ -81,6 +82,7 @@ __all__ = [
     "dynamo_disable",
     "dynamo_settings",
     "dynamo_thread_locals",
+    "enable_python_dispatcher",
     "eval_frame",
     "get_unwrapped",
     "inductor_config",
