@@ -117,11 +117,7 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     parts: dict[str, Shapes] = {"": {"start": (torch.int64, (rows,))}}
     for i, group in enumerate(metadata.layout.pools):
         parts[f"store{i}_"] = _shapes(
-            saved_buffers(
-                evicts=rule is not None,
-                rule_rows=rule_rows,
-                entry_format=metadata.entry_format,
-            ),
+            saved_buffers(evicts=rule is not None, rule_rows=rule_rows, entry_format=metadata.entry_format),
             group,
             rows,
             entry,

@@ -18,7 +18,6 @@ from kvpass.ops import reference
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import Slots, quota_now
-from kvpass.policies.observation import Observation
 from kvpass.ranks import Ranks
 
 SLOT_POSITION, SLOT_ORDER = 0, 1
@@ -112,9 +111,8 @@ def first_rows(
             "of the same shape are not supported; take another policy"
         )
     for rows, column in reference.row_groups(start):
-        q, k, v, scale, softcap, sinks = call.from_column(rows, column)
-        window, given = min(policy.window, k.shape[2]), requested.of(rows, column)._asdict()
-        obs = Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, ranks=ranks, **given)
+        window = min(policy.window, call.k.shape[2] - column)
+        obs = reference.observation(call, rows, column, window, layer, num_layers, requested, ranks)
         rule_rows[layer, rows] = rule.first_rows(obs)
 
 

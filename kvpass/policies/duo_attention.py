@@ -18,6 +18,7 @@ from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.layer_splits import until
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import check_int, option
+from kvpass.policies.scheduler import invert
 from kvpass.ranks import processes
 
 HeadMap: TypeAlias = Sequence[Sequence[float]]
@@ -162,7 +163,7 @@ class DuoAttention(Policy):
     def score(self, obs: Observation) -> Tensor:
         heads = obs.kv_heads * processes(obs.ranks)
         own = slice(obs.first_head, obs.first_head + obs.kv_heads)
-        place = self.layers().places(obs.num_layers, heads, obs.keys.device)[obs.layer].argsort().argsort()[own, None]
+        place = invert(self.layers().places(obs.num_layers, heads, obs.keys.device)[obs.layer].argsort())[own, None]
         position = obs.positions[..., : obs.evictable]
         newer = position / torch.as_tensor(obs.available).clamp(min=1)
         worth = torch.where(position < self.sinks, heads + 1 + self.sinks - position, heads - place + newer)

@@ -20,7 +20,7 @@ _BLOCK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class RKV(Policy):
-    """Keep what is attended to and not said twice, while a long answer grows: R-KV (Cai et al. 2025, arXiv 2505.24133).
+    """Keep entries of high attention and few similar keys as an answer grows: R-KV (Cai et al. 2025, arXiv 2505.24133).
 
     Per KV head, of n entries of which the newest ``window`` are always kept, with the queries t of these:
 
@@ -110,7 +110,7 @@ class Redundancy(DecodeRule):
 
     def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
         if not self.released:
-            return (position >= 0).sum(2) - quota >= self.window + self.every
+            return super().due(position, quota)
         tokens_before = position.amax((1, 2))[:, None]
         return (tokens_before % self.every == 0) & ((position >= 0).sum(2) - quota >= self.window)
 

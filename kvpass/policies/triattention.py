@@ -108,11 +108,10 @@ class Distances(DecodeRule):
         return 3
 
     def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
-        above = (position >= 0).sum(2) - quota - self.window
         if not self.released:
-            return above >= self.every
+            return super().due(position, quota)
         tokens = position.amax((1, 2))[:, None] + 1
-        return (tokens % self.every == 0) & (above >= 0)
+        return (tokens % self.every == 0) & ((position >= 0).sum(2) - quota >= self.window)
 
     def first_rows(self, obs: Observation) -> Tensor:
         batch, kv_heads, group, dim = obs.keys.shape[0], obs.kv_heads, obs.group, obs.keys.shape[3]
