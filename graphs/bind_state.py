@@ -96,7 +96,6 @@ def add_state_placeholders(
     Returns:
         the new nodes by name, and the fake example inputs to append to the graph's own.
     """
-    last = placeholders(gm)[-1]
     nodes: dict[str, Node] = {}
     examples: list[Tensor] = []
     for name, tensor in state.items():
@@ -107,13 +106,18 @@ def add_state_placeholders(
         fake = fake_mode.from_tensor(
             tensor, source=source, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
         )
-        with gm.graph.inserting_after(last):
-            last = gm.graph.placeholder(f"{STATE_PREFIX}{name}")
-        last.meta["example_value"] = fake
-        last._dynamo_source = source
-        nodes[name] = last
+        nodes[name] = append_input(gm, name, fake)
         examples.append(fake)
     return nodes, examples
+
+
+def append_input(gm: GraphModule, name: str, example: Any) -> Node:
+    """Append a placeholder for a state tensor of that name; returns it."""
+    with gm.graph.inserting_after(placeholders(gm)[-1]):
+        node = gm.graph.placeholder(f"{STATE_PREFIX}{name}")
+    node.meta["example_value"] = example
+    node._dynamo_source = LocalSource(f"{STATE_PREFIX}{name}")
+    return node
 
 
 def size_reader(gm: GraphModule, size: Dim) -> Callable[[Sequence[Any]], int]:

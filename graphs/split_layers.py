@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.bind_state import STATE_PREFIX, input_named, placeholders
+from kvpass.graphs.bind_state import append_input, input_named, placeholders
 from kvpass.graphs.fx_utils import (
     Dim,
     dim_of,
@@ -51,7 +51,6 @@ from kvpass.graphs.rewrite_attention import (
     state_of,
 )
 from kvpass.graphs.split import CannotSplitError, Part, make_parts
-from kvpass.torch_compat import LocalSource
 
 _MANY = 1024
 """The number of tokens for which bytes are compared."""
@@ -179,7 +178,7 @@ def _take_states(gm: GraphModule) -> dict[Node, Node]:
     reads, held = gm.graph.find_nodes(op="call_function", target=READ_STATE), dict[tuple[int, str], Node]()
     for node in reads:
         if state_of(node) not in held:
-            held[state_of(node)] = _input(gm, f"state{len(held)}_held", node)
+            held[state_of(node)] = append_input(gm, f"state{len(held)}_held", recorded(node))
         _replace(gm, node, held[state_of(node)])
     written = dict[tuple[int, str], Node]()
     for node in gm.graph.find_nodes(op="call_function", target=WRITE_STATE):
@@ -194,18 +193,9 @@ def _take_real_tokens(gm: GraphModule) -> list[Node]:
     """Make what tells tokens from padding an input: a block does not show where its rows begin."""
     found = list[Node]()
     for node in gm.graph.find_nodes(op="call_function", target=REAL_TOKENS):
-        found.append(_input(gm, f"real{len(found)}", node))
+        found.append(append_input(gm, f"real{len(found)}", recorded(node)))
         _replace(gm, node, found[-1])
     return found
-
-
-def _input(gm: GraphModule, name: str, like: Node) -> Node:
-    """Append an input that has the shape of a node."""
-    with gm.graph.inserting_after(placeholders(gm)[-1]):
-        node = gm.graph.placeholder(f"{STATE_PREFIX}{name}")
-    node.meta["example_value"] = recorded(like)
-    node._dynamo_source = LocalSource(f"{STATE_PREFIX}{name}")
-    return node
 
 
 def _replace(gm: GraphModule, node: Node, other: Node) -> None:
