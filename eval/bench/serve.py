@@ -47,14 +47,15 @@ def _plugin_settings(settings: BenchSettings) -> dict[str, Any]:
 
 
 def measure_requests(settings: BenchSettings, tokens: int, requests: int, cache_mib: int, system: str) -> Result:
-    """Send all requests at once, and step the engine until the last has its answer.
+    """Send all requests at once, and step the engine until the last has its answer; ``settings.repeats`` times.
 
     Args:
         tokens: of each prompt; no two prompts are equal. cache_mib: what the engine may hold in its cache, in MiB.
         system: one of :data:`SYSTEMS`.
     Returns:
-        seconds in all (``seconds``); of each request, to its first token (``first_token_s``) and a token afterwards
-        (``token_s``); of each step (``step_s``); most requests at once (``running``), and bytes of cache each then had.
+        a list of the rounds: seconds in all (``seconds``); of each request, to its first token (``first_token_s``) and
+        a token afterwards (``token_s``); of each step (``step_s``). And of all rounds: most requests at
+        once (``running``), and bytes of cache each then had.
     """
     from vllm import LLM, SamplingParams
 
@@ -67,7 +68,7 @@ def measure_requests(settings: BenchSettings, tokens: int, requests: int, cache_
         options["additional_config"] = _plugin_settings(settings)
     made = torch.randint(
         settings.bench_model.config.vocab_size,
-        (requests + 1, tokens),
+        (settings.repeats * requests + 1, tokens),
         generator=torch.Generator().manual_seed(settings.seed),
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -90,34 +91,37 @@ def measure_requests(settings: BenchSettings, tokens: int, requests: int, cache_
     params = SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True)
     scheduler = engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    free, found, steps, running, held = pool.get_num_free_blocks(), [], [], 0, 0.0
+    free, running, held = pool.get_num_free_blocks(), 0, 0.0
     block_bytes = cache_mib * 2**20 / pool.num_gpu_blocks
 
     def send(name: int) -> None:
         engine.add_request(str(name), {"prompt_token_ids": made[name].tolist()}, params)
 
-    send(requests)  # the first one compiles kernels
+    send(settings.repeats * requests)  # the first one compiles kernels
     while engine.has_unfinished_requests():
         engine.step()
-    began = time.perf_counter()
-    for name in range(requests):
-        send(name)
-    while engine.has_unfinished_requests():
-        marked = time.perf_counter()
-        found += [output.metrics for output in engine.step() if output.finished]
-        steps.append(time.perf_counter() - marked)
-        if len(scheduler.running) > running:
-            running = len(scheduler.running)
-            held = (free - pool.get_num_free_blocks()) * block_bytes / running
-    return {
-        "seconds": time.perf_counter() - began,
-        "first_token_s": sorted(metrics.first_token_latency for metrics in found),
-        "token_s": sorted((metrics.last_token_ts - metrics.first_token_ts) / max(new - 1, 1) for metrics in found),
-        "step_s": steps,
-        "running": running,
-        "request_bytes": held,
-        "answered": len(found),
-    }
+    rounds = list[Result]()
+    for first in range(0, settings.repeats * requests, requests):
+        found, steps = [], []
+        began = time.perf_counter()
+        for name in range(first, first + requests):
+            send(name)
+        while engine.has_unfinished_requests():
+            marked = time.perf_counter()
+            found += [output.metrics for output in engine.step() if output.finished]
+            steps.append(time.perf_counter() - marked)
+            if len(scheduler.running) > running:
+                running = len(scheduler.running)
+                held = (free - pool.get_num_free_blocks()) * block_bytes / running
+        rounds.append(
+            {
+                "seconds": time.perf_counter() - began,
+                "first_token_s": [one.first_token_latency for one in found],
+                "token_s": [(one.last_token_ts - one.first_token_ts) / max(new - 1, 1) for one in found],
+                "step_s": steps,
+            }
+        )
+    return {"rounds": rounds, "running": running, "request_bytes": held}
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class Serve:
     """Requests a second, their waiting and their memory, in vLLM with and without kvpass.
 
     Args:
-        settings: of them model, dtype, contexts, budget, window, the first policy, new tokens and seed are used.
+        settings: of them model, dtype, contexts, budget, window, the first policy, new tokens, repeats and seed.
         requests: of each length. cache_mib: MiB of KV cache of an engine.
 
     Raises:
@@ -156,7 +160,7 @@ class Serve:
         """
         settings, records = self.settings, list[Result]()
         result = {**header_of(settings), "requests": self.requests, "cache_mib": self.cache_mib}
-        result |= {"new_tokens": settings.new_tokens, "complete": False, "serve": records}
+        result |= {"new_tokens": settings.new_tokens, "repeats": settings.repeats, "complete": False, "serve": records}
         cases = [(tokens, system) for tokens in settings.prompts for system in SYSTEMS]
         with progress_bar(console) as progress, mock.patch.dict(os.environ, _ENVIRONMENT):
             task = progress.add_task("", total=len(cases))
@@ -177,11 +181,11 @@ class Serve:
             [
                 str(found["tokens"]),
                 found["system"],
-                f"{found['answered'] / found['seconds']:.2f}",
-                f"{statistics.median(found['first_token_s']):.2f}",
-                f"{found['first_token_s'][-1]:.2f}",
-                f"{1e3 * statistics.median(found['token_s']):.0f}",
-                f"{max(found['step_s']):.2f}",
+                f"{result['requests'] / _median(found, 'seconds', float):.2f}",
+                f"{_median(found, 'first_token_s', statistics.median):.2f}",
+                f"{_median(found, 'first_token_s', max):.2f}",
+                f"{1e3 * _median(found, 'token_s', statistics.median):.0f}",
+                f"{_median(found, 'step_s', max):.2f}",
                 str(found["running"]),
                 f"{found['request_bytes'] / 1024:.0f}",
             ]
@@ -194,10 +198,15 @@ class Serve:
         return Tables([(title, header, rows)], (conditions(result), SERVE_LEGEND), left=2)
 
 
+def _median(found: Result, name: str, figure: Callable[[Any], float]) -> float:
+    """Return the median over rounds of a figure of what each round recorded by that name."""
+    return statistics.median(figure(one[name]) for one in found["rounds"])
+
+
 SERVE_LEGEND = (
-    f"chunks, whole: vLLM as it is, prompts in chunks of {CHUNK_TOKENS} tokens or whole; kvpass: whole prompts, "
-    "compressed. All requests are sent at once and answered greedily; enforce_eager, no prefix caching. first: seconds "
-    "from sending to the first token, median; last: of the last request. ms / token: median of what a request waits "
-    "for each later token. step s: the longest step, which others may wait while a prompt is read. running: most "
-    "requests at once. KiB: cache that each then holds."
+    f"Medians of the rounds. chunks, whole: vLLM as it is, prompts in chunks of {CHUNK_TOKENS} tokens or whole; "
+    "kvpass: whole prompts, compressed. All requests are sent at once and answered greedily; enforce_eager, no prefix "
+    "caching. first: seconds from sending to the first token, median; last: of the last request. ms / token: median of "
+    "what a request waits for each later token. step s: the longest step, which others may wait while a prompt is "
+    "read. running: most requests at once. KiB: cache that each then holds."
 )
