@@ -61,6 +61,8 @@ SITE = torch.ops.kvpass.site.default
 READ_STATE = torch.ops.kvpass.read_state.default
 WRITE_STATE = torch.ops.kvpass.write_state.default
 REAL_TOKENS = torch.ops.kvpass.real_tokens.default
+ABSORBED_QUERY = torch.ops.kvpass.absorbed_query.default
+EXPANDED_OUTPUT = torch.ops.kvpass.expanded_output.default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +80,12 @@ class Site:
     sinks: Node | None = None
     refusal: str | None = None
     chunked: bool = False
+    up: Node | None = None
+    nope: int = 0
 
     @classmethod
     def of(cls, node: Node, layer: int) -> Site:
-        names = ["q", "k", "v", "scale", "sliding_window", "softcap", "sinks", "refusal", "chunked"]
+        names = ["q", "k", "v", "scale", "sliding_window", "softcap", "sinks", "refusal", "chunked", "up", "nope"]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         return cls(node=node, layer=layer, **given)  # type: ignore[arg-type]
 
@@ -97,7 +101,7 @@ class Site:
         Raises:
             UnsupportedAttentionError: there is none.
         """
-        found = output_projection(self.node)
+        found = output_projection(self.node) if self.up is None else None  # what is cached are no values of heads
         if found is None:
             raise refuse(
                 self.node,

@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.fx_utils import dim_of, is_scalar, mutated_inputs, recorded, storage_of, symbols_in, symbols_of
 from kvpass.graphs.host_weights import host_weights, storages_of_copies
+from kvpass.graphs.rewrite_attention import ABSORBED_QUERY, EXPANDED_OUTPUT
 from kvpass.host_weights import next_copies
 
 
@@ -46,8 +47,9 @@ class Part:
 
 
 def is_cache_operator(node: Node) -> bool:
-    """Whether a node is a ``kvpass::`` operator."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "kvpass"
+    """Whether a node is a ``kvpass::`` operator, and none that Inductor traces through."""
+    traced = node.target in (ABSORBED_QUERY, EXPANDED_OUTPUT)
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "kvpass" and not traced
 
 
 def split_graph(gm: GraphModule) -> list[Part | Node]:

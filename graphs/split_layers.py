@@ -40,7 +40,9 @@ from kvpass.graphs.fx_utils import (
     storage_of,
     symbols_of,
 )
+from kvpass.graphs.insert_nodes import insert_function
 from kvpass.graphs.rewrite_attention import (
+    ABSORBED_QUERY,
     READ_STATE,
     REAL_TOKENS,
     SITE,
@@ -126,6 +128,7 @@ def split_layers(gm: GraphModule, seen: Node, *, entering: bool = False) -> Spli
         raise CannotSplitError("the decoder was captured for one number of tokens")
     result = _logits(gm)
     states, real = _take_states(gm), _take_real_tokens(gm)
+    _attend_expanded(gm)
     given = [
         node for node in placeholders(gm) if not is_module_tensor(node) and not is_scalar(node) and node is not seen
     ]
@@ -196,6 +199,20 @@ def _take_real_tokens(gm: GraphModule) -> list[Node]:
         found.append(append_input(gm, f"real{len(found)}", recorded(node)))
         _replace(gm, node, found[-1])
     return found
+
+
+def _attend_expanded(gm: GraphModule) -> None:
+    """Give attention ops on latent rows the queries of expanded heads, and let them return the output of these."""
+    for site in find_sites(gm):
+        if site.q.target is not ABSORBED_QUERY:
+            continue
+        (expanded,) = site.node.users
+        q, up, nope = site.q.args
+        with gm.graph.inserting_before(site.node):
+            whole = insert_function(gm, site.node, SITE, q, *site.node.args[1:], up=up, nope=nope, **site.node.kwargs)
+        _replace(gm, expanded, whole)
+        gm.graph.erase_node(site.node)
+        gm.graph.erase_node(site.q)
 
 
 def _replace(gm: GraphModule, node: Node, other: Node) -> None:

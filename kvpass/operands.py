@@ -258,6 +258,17 @@ class Attention(NamedTuple):
             yield self._replace(q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys])
 
 
+class Expansion(NamedTuple):
+    """What makes the keys and values of all heads of latent rows.
+
+    up ``[H * (nope + Dv), R]``: for each head the weights of keys, then those of values. nope: columns of a key that
+    are made of the latent, the first R columns of a row; the others are the row's own, the same for all heads.
+    """
+
+    up: Tensor
+    nope: int
+
+
 class Requested(NamedTuple):
     """What policies may ask for besides the attention op of a prompt; None: not asked for, or not known.
 

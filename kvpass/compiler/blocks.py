@@ -39,8 +39,9 @@ from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
 from kvpass.graphs.verify.input_lookups import InputLookup
 from kvpass.host_weights import HostCopies
-from kvpass.operands import Attention, Candidates, PrefillBuffers, Requested, RingBuffers
+from kvpass.operands import Attention, Candidates, Expansion, PrefillBuffers, Requested, RingBuffers
 from kvpass.ops.evict import first_rows
+from kvpass.ops.latents import absorbed, attend_prompt
 from kvpass.ops.reference import row_groups
 from kvpass.ops.schemas import implementation
 from kvpass.ops.sliding import keep_newest
@@ -298,22 +299,26 @@ class _Tokens:
                 x = self._part(layer.entering, first, end, made)
                 norms.append(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).view(len(q), -1))
             sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
+            expansion = None if site.up is None else Expansion(self._part(site.up, first, end, made), site.nope)
             call = Attention(q, keys.until(seen + end), values.until(seen + end), site.scale, site.softcap, sinks)
             judged = before is None and end > n - read
             if first < needed and not judged and follow is None:
                 continue
-            made[site.node], lse = implementation(q).attend_prompt(call, self.start, site.sliding_window, site.chunked)
+            made[site.node], lse = attend_prompt(
+                call, expansion, self.start, implementation(q), site.sliding_window, site.chunked
+            )
             if lse is not None:
                 lses.put(first, lse)
             if follow is not None:
-                follow(call, lse)
+                follow(absorbed(call, expansion), lse)
             if first >= needed:
                 made |= self._call(layer.after, first, end, made)
                 self._store(layer, first, end, made)
         for node in layer.read_last:
             self.known.pop(node, None)
         entered = torch.cat(norms, 1) if norms else None
-        return call._replace(q=queries.until(n)), lses.until(n) if lses.began else None, entered
+        judged_by = absorbed(call._replace(q=queries.until(n)), expansion)
+        return judged_by, lses.until(n) if lses.began else None, entered
 
     def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
         """Run a part for some tokens, which follow those of its last call.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
-from kvpass.frontends.latent_attention import absorbed_query, attends_latents, cannot_absorb, expanded_output
+from kvpass.frontends.latent_attention import attends_latents, cannot_absorb, expansion_of
 from kvpass.frontends.temperature import tuned_query, tunes_by_column
 
 ATTENTION_NAME = "kvpass"
@@ -117,18 +117,19 @@ def kvpass_attention(
         refusal = "not every token of the prompt has a query here: the model leaves out those whose logits are not kept"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     latent = attends_latents(module)
-    if latent:
-        if (reason := cannot_absorb(module)) is not None:
-            refusal = f"{reason}, since kvpass.compile: compile the changed model"
-        query = absorbed_query(module, query)
+    if latent and (reason := cannot_absorb(module)) is not None:
+        refusal = f"{reason}, since kvpass.compile: compile the changed model"
+    up, nope = expansion_of(module) if latent else (None, 0)
     if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
+        up = None if up is None else up.to(lower)
     if latent:
         value = key[..., : value.shape[-1]]  # so written that the pass which lays out the cache sees it
+        query = torch.ops.kvpass.absorbed_query.default(query, up, nope)
     out = torch.ops.kvpass.site.default(query, key, value, scale, sliding_window, softcap, s_aux, refusal, chunked)
     if latent:
-        out = expanded_output(module, out)
+        out = torch.ops.kvpass.expanded_output.default(out, up, nope)
     return out.transpose(1, 2), None
 
 

@@ -1,22 +1,18 @@
 """Latent attention: layers attend their latents, so that these and not expanded heads are cached.
 
 Such a layer (DeepSeek-V2 and later) makes one row of ``kv_lora_rank + qk_rope_head_dim`` values a token, and
-``expand_kv`` makes keys and values of all heads from it. Keys and values are linear in the row, so the same logits and
-outputs come from the row itself: with ``W_k``, ``W_v`` the two parts of ``kv_b_proj`` of a head,
-
-    q_nope . (W_k c) = (W_k^T q_nope) . c        sum_j p_j (W_v c_j) = W_v sum_j p_j c_j
-
-Source: DeepSeek-V2 (2405.04434), section 2.1.2. Attention then has one KV head, whose value row is the first
-``kv_lora_rank`` columns of its key row.
+``expand_kv`` makes keys and values of all heads from it. With :mod:`kvpass.ops.latents` attention has one KV head,
+whose key is that row, and whose value is the first ``kv_lora_rank`` columns of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from kvpass.operands import Expansion
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -87,21 +83,6 @@ def _expands_otherwise(module: Any) -> str | None:
     return None if same else "expand_kv does not compute what kv_b_proj says"
 
 
-def _parts(module: Any) -> Iterator[Tensor]:
-    """Yield the parts of ``kv_b_proj`` for keys ``[H, qk_nope_head_dim, R]`` and values ``[H, v_head_dim, R]``."""
-    sizes = [module.qk_nope_head_dim, module.v_head_dim]
-    weight: Tensor = module.kv_b_proj.weight
-    yield from weight.view(-1, sum(sizes), module.kv_lora_rank).split(sizes, 1)
-
-
-def absorbed_query(module: Any, query: Tensor) -> Tensor:
-    """Return queries of latents ``[B, H, T, kv_lora_rank + qk_rope_head_dim]`` for those of expanded keys."""
-    for_keys, _ = _parts(module)
-    nope, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-    return torch.cat((torch.einsum("bhtn,hnr->bhtr", nope, for_keys), rotated), -1)
-
-
-def expanded_output(module: Any, out: Tensor) -> Tensor:
-    """Return the output ``[B, H, T, v_head_dim]`` for one of latents ``[B, H, T, kv_lora_rank]``."""
-    _, for_values = _parts(module)
-    return torch.einsum("bhtr,hvr->bhtv", out, for_values)
+def expansion_of(module: Any) -> Expansion:
+    """Return what makes the keys and values of the layer's heads."""
+    return Expansion(module.kv_b_proj.weight, module.qk_nope_head_dim)

@@ -72,11 +72,12 @@ def causal_attention(call: Attention, sliding_window: int | None = None) -> Tens
     q, k, v, scale, softcap, sinks = call
     kv_heads, n = k.shape[1:3]
     bounded = sliding_window is not None and sliding_window < n
-    later = q.shape[2] < n and k.shape[3] != v.shape[3]  # torch's operator does not tell its log-sum-exp
-    if bounded or softcap is not None or sinks is not None or later:
+    if bounded or softcap is not None or sinks is not None:
         return _blocked_attention(call, n if sliding_window is None else sliding_window)
+    dim = v.shape[3]
+    q, k, v = (_widened(x, max(k.shape[3], dim)) for x in (q, k, v))  # torch's kernel takes equal head dims only
     if kv_heads == q.shape[1]:
-        return _causal_sdpa(q, k, v, scale)
+        return _causal_sdpa(q, k, v, scale)[..., :dim]
     group = q.shape[1] // kv_heads
     rows = [
         _causal_sdpa(
@@ -87,7 +88,12 @@ def causal_attention(call: Attention, sliding_window: int | None = None) -> Tens
         ).flatten(0, 1)
         for q_row, k_row, v_row in zip(q, k, v, strict=True)
     ]
-    return torch.stack(rows)
+    return torch.stack(rows)[..., :dim]
+
+
+def _widened(x: Tensor, dim: int) -> Tensor:
+    """Return rows with zeros behind them."""
+    return x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3]))
 
 
 def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -12,6 +12,8 @@ operator               what it does
                        state) and layer weight
 ``cascade_step``       reallocate the budgets of earlier layers, move this layer's selected entries into the pool
 ``pack``               permute the pool into (layer, head, position) order and write the offsets
+``absorbed_query``     queries of latent rows for those of expanded heads; traced through by Inductor
+``expanded_output``    outputs of expanded heads for those of latent rows; traced through by Inductor
 ``attend_cache``       append new tokens to the tail, attend pool + tail
 ``attend_evict``       append and attend, for policies that evict while decoding: the evicted entry's slot is reused
 ``observe_held``       scores, attention mass and layer weight of pool + tail, for recompression after an append
@@ -48,13 +50,14 @@ from kvpass.operands import (
     Attention,
     Candidates,
     EvictBuffers,
+    Expansion,
     PrefillBuffers,
     RecompressBuffers,
     Requested,
     RingBuffers,
     written_in,
 )
-from kvpass.ops import evict, recompress, recurrent, sliding
+from kvpass.ops import evict, latents, recompress, recurrent, sliding
 from kvpass.policies import from_spec
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks, processes
@@ -85,9 +88,9 @@ def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
 # -- implementations --------------------------------------------------------------------------------------------------
 
 
-def _site(call: Attention, sliding_window: int | None = None, chunked: bool = False) -> Tensor:
+def _site(call: Attention, expansion: Expansion | None, sliding_window: int | None, chunked: bool) -> Tensor:
     start = torch.zeros(call.q.shape[0], dtype=torch.int64)
-    return implementation(call.q).attend_prompt(call, start, sliding_window, chunked)[0]
+    return latents.attend_prompt(call, expansion, start, implementation(call.q), sliding_window, chunked)[0]
 
 
 def _observe_attention(
@@ -173,6 +176,12 @@ def _fake_output(call: Attention, *rest: Any) -> Tensor:
     """Return the output of an attention operator: ``[B, H, T, Dv]`` stored as ``[B, T, H, Dv]``."""
     b, h, t, _ = call.q.shape
     return call.q.new_empty(b, t, h, call.v.shape[3]).transpose(1, 2)
+
+
+def _fake_site(call: Attention, expansion: Expansion | None, *rest: Any) -> Tensor:
+    b, h, t, _ = call.q.shape
+    value_dim = call.v.shape[3] if expansion is None else len(expansion.up) // h - expansion.nope
+    return call.q.new_empty(b, t, h, value_dim).transpose(1, 2)
 
 
 def _fake_observation(call: Attention, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -264,7 +273,7 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 _LIBRARY.define(
     "site(Tensor q, Tensor k, Tensor v, float scale, int? sliding_window=None, float? softcap=None, "
-    "Tensor? sinks=None, str? refusal=None, bool chunked=False) -> Tensor"
+    "Tensor? sinks=None, str? refusal=None, bool chunked=False, Tensor? up=None, int nope=0) -> Tensor"
 )
 
 
@@ -278,11 +287,17 @@ def _site_call(
     sinks: Tensor | None = None,
     refusal: str | None = None,
     chunked: bool = False,
-) -> tuple[Attention, int | None, bool]:
-    return Attention(q, k, v, scale, softcap, sinks), sliding_window, chunked
+    up: Tensor | None = None,
+    nope: int = 0,
+) -> tuple[Attention, Expansion | None, int | None, bool]:
+    expansion = None if up is None else Expansion(up, nope)
+    return Attention(q, k, v, scale, softcap, sinks), expansion, sliding_window, chunked
 
 
-_register("site", lambda *given: _site(*_site_call(*given)), lambda *given: _fake_output(*_site_call(*given)))
+_register("site", lambda *given: _site(*_site_call(*given)), lambda *given: _fake_site(*_site_call(*given)))
+for _name, _operand in (("absorbed_query", "q"), ("expanded_output", "out")):
+    _LIBRARY.define(f"{_name}(Tensor {_operand}, Tensor up, int nope) -> Tensor")
+    _LIBRARY.impl(_name, getattr(latents, _name), "CompositeImplicitAutograd")
 _define(_observe_attention, _fake_observation, returns="(Tensor, Tensor, Tensor, Tensor)")
 _define(_cascade_step, _fake_nothing, returns="()", written=written_in("prefill") - {"offsets"})
 _define(_pack, _fake_nothing, returns="()", written={"pool_k", "pool_v", "slots", "slot_stats", "offsets"})

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import kvpass
+from kvpass.ops import latents, reference
 from masked_oracle import MaskedOracle, kept_columns
 from numeric_checks import assert_close
 from tiny_models import LATENT, compiled_once, left_pad, random_ids, tiny_model
@@ -71,6 +72,24 @@ def test_several_turns_padding_and_files_equal_the_masked_model(policy, tmp_path
     whole = torch.cat([mask, torch.ones_like(new)], 1)
     expected = MaskedOracle(model).logits(torch.cat([ids, new], 1), whole, keep)[:, ids.shape[1] :]
     assert_close("logits", torch.cat(logits, 1), expected, atol=1e-4)
+
+
+def test_blocks_of_a_prompt_attend_expanded_heads_that_fit_in_memory(monkeypatch):
+    """Of latents of 64 columns heads are made of 28: that pays in blocks of 24 tokens, not in the last one of 13."""
+    calls, attend = [], reference.attend_prompt
+    monkeypatch.setattr(reference, "attend_prompt", lambda call, *rest: calls.append(call) or attend(call, *rest))
+    monkeypatch.setattr(latents, "EXPANDED_BYTES", 3 * 2 * 48 * (28 + 24) * 4)  # of 3 heads: 2 rows of 48 tokens, fp32
+    model = tiny_model(FAMILY, layers=1, kv_lora_rank=64)
+    options = {"policy": "h2o", "budget": BUDGET, "window": WINDOW, "backend": "eager"}
+    prompts = [random_ids(1, n, seed=n) for n in (PROMPT, 37)]
+    ids, mask = left_pad([prompt[0] for prompt in prompts])
+    out = kvpass.compile(model, prefill_block=24, **options)(ids, attention_mask=mask)
+    assert [tuple(call.k.shape[1:]) for call in calls] == [(4, 24, 24), (3, 48, 24), (1, 48, 24), (1, PROMPT, 72)]
+    for row, prompt in enumerate(prompts):
+        logits = out.logits[row, -prompt.shape[1] :]
+        assert_close("logits", logits, model(prompt).logits[0], atol=1e-4)
+    whole = kvpass.compile(model, compile_regions=False, **options)(ids, attention_mask=mask)
+    assert torch.equal(out.past_key_values.positions, whole.past_key_values.positions)
 
 
 @pytest.mark.exhaustive

@@ -78,6 +78,21 @@ def test_opcheck_site_and_observe_attention():
     torch.library.opcheck(OPS.observe_attention.default, args)
 
 
+def test_a_site_of_latent_rows_attends_the_heads_that_are_made_of_them():
+    rows, (b, h, n, nope, shared, dv, rank) = qkv(k=1, d=24, dv=16)[1], (2, 4, 40, 5, 8, 6, 16)
+    g = torch.Generator().manual_seed(1)
+    q, up = torch.randn(b, h, n, nope + shared, generator=g), torch.randn(h, nope + dv, rank, generator=g) / 8
+    latent = {"up": up.flatten(0, 1), "nope": nope}
+    torch.library.opcheck(OPS.site.default, (q, rows, rows[..., :rank], SCALE), latent)
+    made = torch.einsum("bnr,hdr->bhnd", rows[:, 0, :, :rank].double(), up.double())
+    k = torch.cat([made[..., :nope], rows[..., rank:].double().expand(-1, h, -1, -1)], -1)
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+    expected = exact_attention(q, k, made[..., nope:], SCALE, hidden=hidden).out.value.float()
+    assert_close("site", OPS.site.default(q, rows, rows[..., :rank], SCALE, **latent), expected, atol=1e-5)
+    absorbed = OPS.site.default(OPS.absorbed_query(q, **latent), rows, rows[..., :rank], SCALE)
+    assert_close("absorbed", OPS.expanded_output(absorbed, **latent), expected, atol=1e-5)
+
+
 def test_opcheck_cascade_step_and_pack():
     q, k, v = qkv()
     policy = resolve("lava", window=8)
