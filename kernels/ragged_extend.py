@@ -20,7 +20,7 @@ from kvpass.kernels.cached_attention import (
     grouped_segment,
     shared_arguments,
 )
-from kvpass.kernels.launch import KernelConfig, blocks, launch
+from kvpass.kernels.launch import KernelConfig, blocks, kind, launch
 from kvpass.kernels.prefill_attention import LOG2E, block_dim, is_aligned
 from kvpass.operands import AppendBuffers, Attention
 
@@ -29,7 +29,7 @@ def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers)
     """Return the case: what fits in registers, with the addresses of unaligned rows and what belongs to codes."""
     is_wide = block_dim(key_dim) + block_dim(value_dim) > 256
     if held.pool_k_steps is not None:
-        return "extend float groups" if dtype == torch.float32 else f"extend half{' wide' * is_wide} groups"
+        return f"extend {kind(dtype)}{' wide' * is_wide} groups"
     if dtype == torch.float32:
         return "extend float" if held.pool_k_scale is None else "extend float codes"
     if is_wide:
