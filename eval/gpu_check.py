@@ -102,7 +102,7 @@ def _module(name: str, module: str, seconds: int, *words: str, least: int = LEAS
 
 STAGES = (
     _module("smoke", "smoke", 60),
-    _module("kernels", "kernels", 100),
+    _module("kernels", "kernels", 130),
     _bench("decode-128k", 330, "--contexts 131072 --repeats 1 --systems full"),
     _bench("rows-128k", 300, "--contexts 131072 --batches 3 --shared-prompt --repeats 1 --systems full"),
     _tests("tests", TESTS, 200),

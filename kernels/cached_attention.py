@@ -21,8 +21,9 @@ from torch import Tensor
 from kvpass.kernels.checks import Expected, check_heads, check_tensors, of_table
 from kvpass.kernels.launch import strides
 from kvpass.kernels.prefill_attention import FLOOR, LOG2E, block_dim, logits_base2
-from kvpass.operands import AppendBuffers, Attention
+from kvpass.operands import GROUP, AppendBuffers, Attention, key_groups
 
+GROUP_SIZE = tl.constexpr(GROUP)
 APPEND_BLOCK = 16
 """New entries per loop step, when they are appended and when the decode kernel attends them."""
 
@@ -41,10 +42,76 @@ def as_floats(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def unpacked(codes, PER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return codes ``[.., n * PER]`` fp32 of bytes ``[.., n]`` with PER codes each, 2 or 4, the lowest bits first."""
+    if PER == 2:
+        codes = tl.interleave(codes & 15, codes >> 4)
+    else:
+        codes = tl.interleave(
+            tl.interleave(codes & 3, (codes >> 4) & 3), tl.interleave((codes >> 2) & 3, codes >> 6)
+        )  # fmt: skip
+    return codes.to(tl.float32)
+
+
+@triton.jit
+def load_grouped(  # type: ignore[no-untyped-def]
+    p_k, p_v, groups, i_s, o_s, m_s, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    PER: tl.constexpr,
+):  # fmt: skip
+    """Return keys ``[BD, BLOCK_S]`` and values ``[BLOCK_S, BDV]`` fp32 of entries o_s, which share a group of keys.
+
+    Values where not m_s, and columns beyond D and DV, are 0. The pointers are those of :func:`grouped_segment`.
+    """
+    U: tl.constexpr = DV // GROUP_SIZE
+    BU: tl.constexpr = BDV // GROUP_SIZE
+    p_k_step, p_k_low, p_v_step, p_v_low = groups
+    o_row = o_s.to(tl.int64)[:, None]
+    o_b = tl.arange(0, BD // PER)[None, :]
+    o_d = i_s // GROUP_SIZE * D + tl.arange(0, BD)
+    m_d = tl.arange(0, BD) < D
+    # [BLOCK_S, BD / PER]
+    b_codes = tl.load(p_k + o_row * (D // PER) + o_b, mask=m_s[:, None] & (o_b < D // PER), other=0)
+    b_step = tl.load(p_k_step + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_low = tl.load(p_k_low + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_k = unpacked(b_codes, PER) * b_step[None, :] + b_low[None, :]
+    o_b = tl.arange(0, BDV // PER)[None, :]
+    o_u = tl.arange(0, BU)[None, :]
+    m_u = m_s[:, None] & (o_u < U)
+    # [BLOCK_S, BDV / PER]
+    b_codes = tl.load(p_v + o_row * (DV // PER) + o_b, mask=m_s[:, None] & (o_b < DV // PER), other=0)
+    # [BLOCK_S, BU]
+    b_step = tl.load(p_v_step + o_row * U + o_u, mask=m_u, other=0.0).to(tl.float32)
+    b_low = tl.load(p_v_low + o_row * U + o_u, mask=m_u, other=0.0).to(tl.float32)
+    b_v = tl.reshape(unpacked(b_codes, PER), [o_s.shape[0], BU, GROUP_SIZE])
+    b_v = tl.reshape(b_v * b_step[:, :, None] + b_low[:, :, None], [o_s.shape[0], BDV])
+    return tl.trans(b_k), b_v
+
+
+@triton.jit
+def grouped_segment(  # type: ignore[no-untyped-def]
+    pool_k, pool_v, k_steps, v_steps, i_b, begin, segment, rows, entries, key_groups, D: tl.constexpr,
+    DV: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """Return pointers to what a segment that begins at entry ``begin`` of row i_b holds: codes with groups.
+
+    Codes of its keys and values, then step and minimum of its first group of keys and of its first value; numbered as
+    :mod:`kvpass.ops.entry_formats` says.
+    """
+    U: tl.constexpr = DV // GROUP_SIZE
+    i_row = i_b.to(tl.int64) * entries + begin
+    i_group = i_b.to(tl.int64) * key_groups + begin // GROUP_SIZE + segment
+    p_k_step = k_steps + i_group * D
+    p_v_step = v_steps + i_row * U
+    p_k_low = p_k_step + rows.to(tl.int64) * key_groups * D
+    p_v_low = p_v_step + rows.to(tl.int64) * entries * U
+    return pool_k + i_row * (D // PER), pool_v + i_row * (DV // PER), p_k_step, p_k_low, p_v_step, p_v_low
+
+
+@triton.jit
 def absorb_entries(  # type: ignore[no-untyped-def]
     b_q, b_m, b_l, b_acc, p_k, p_v, k_stride, v_stride, first, last, o_t, scale, softcap, D: tl.constexpr,
     DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    p_position=None, p_scores=None, m_r=None, p_k_scale=None, p_v_scale=None,
+    p_position=None, p_scores=None, m_r=None, p_k_scale=None, p_v_scale=None, groups=None, PER: tl.constexpr = 1,
 ):  # fmt: skip
     """Attend rows first..last-1 of p_k and p_v by online softmax, base 2.
 
@@ -52,11 +119,16 @@ def absorb_entries(  # type: ignore[no-untyped-def]
     (entry 0 if causal), so b_m is finite from then on. If p_position is given, rows with a negative position hold no
     entry, and b_m must be finite at the start. If p_scores is given, one pointer per query row, the scores of query
     rows m_r are stored there, -inf for rows without an entry. If p_k_scale and p_v_scale are given, rows of p_k and p_v
-    are codes, and an entry is its codes, as :func:`as_floats` has them, times its scale.
+    are codes, and an entry is its codes, as :func:`as_floats` has them, times its scale. If groups is given, the last
+    four pointers of :func:`grouped_segment`, rows of p_k and p_v are codes, PER in a byte, and counted from the begin
+    of their segment; strides are not read, and no block may reach from one group of keys into the next: as none does in
+    a tile of ``tile_map``.
     """
     UNIT: tl.constexpr = 256.0 if p_k.dtype.element_ty == tl.uint8 else 1.0
     o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BDV)
+    if groups is not None:
+        tl.static_assert(GROUP_SIZE % BLOCK_S == 0, "a block of entries must lie in one group of keys")
     for i_s in range(first, last, BLOCK_S):
         o_s = i_s + tl.arange(0, BLOCK_S)
         o_row = o_s.to(tl.int64)
@@ -64,14 +136,17 @@ def absorb_entries(  # type: ignore[no-untyped-def]
         m_held = m_s
         if p_position is not None:
             m_held = tl.load(p_position + o_s, mask=m_s, other=-1) >= 0
-        # [BD, BLOCK_S]
-        b_k = tl.load(
-            p_k + o_row[None, :] * k_stride + o_d[:, None], mask=m_held[None, :] & (o_d < D)[:, None], other=0.0
-        )
-        # [BLOCK_S, BDV]
-        b_v = tl.load(
-            p_v + o_row[:, None] * v_stride + o_e[None, :], mask=m_held[:, None] & (o_e < DV)[None, :], other=0.0
-        )
+        # b_k: [BD, BLOCK_S], b_v: [BLOCK_S, BDV]
+        if groups is not None:
+            b_k, b_v = load_grouped(p_k, p_v, groups, i_s, o_s, m_s, D, DV, BD, BDV, PER)
+            b_v = b_v.to(b_q.dtype)
+        else:
+            b_k = tl.load(
+                p_k + o_row[None, :] * k_stride + o_d[:, None], mask=m_held[None, :] & (o_d < D)[:, None], other=0.0
+            )
+            b_v = tl.load(
+                p_v + o_row[:, None] * v_stride + o_e[None, :], mask=m_held[:, None] & (o_e < DV)[None, :], other=0.0
+            )
         b_dot = tl.dot(b_q, as_floats(b_k, b_q.dtype), input_precision="ieee")
         if p_k_scale is not None:
             b_dot = b_dot * (tl.load(p_k_scale + o_s, mask=m_held, other=0.0) * UNIT)[None, :]
@@ -186,7 +261,8 @@ def check_call(
         "V": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
         **{"E": 0 if pool_k is None else pool_k.shape[1], "X": 0 if tiles is None else tiles.shape[1]},
         **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "Y": rows * kv_heads + 1},
-    }
+        "F": 0 if pool_k is None else key_groups(pool_k.shape[1], layers * kv_heads), "U": value_dim // GROUP,
+    }  # fmt: skip
     expected = {
         "q": (q, q.shape, q.dtype),
         "k": (k, (rows, kv_heads, tokens, key_dim), q.dtype),
@@ -203,7 +279,7 @@ def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[s
     """Return the common arguments of the decode and the extend kernel; fp8 as bits."""
     q, k, v, scale, softcap, _ = call
     pool_k, pool_v, _, tail_k, tail_v, tail_start, tail_used = held[:7]
-    k_scale, v_scale = held.pool_k_scale, held.pool_v_scale
+    k_scale, v_scale, k_steps, v_steps = held[10:]
     if pool_k.dtype == torch.float8_e4m3fn:
         pool_k, pool_v = pool_k.view(torch.uint8), pool_v.view(torch.uint8)
     rows, heads, tokens, key_dim = q.shape
@@ -212,12 +288,14 @@ def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[s
     if in_keys:
         pool_v, tail_v = pool_k, tail_k
     return {
-        "pool_k_scale": k_scale, "pool_v_scale": v_scale,
+        "pool_k_scale": k_scale, "pool_v_scale": v_scale, "pool_k_steps": k_steps, "pool_v_steps": v_steps,
+        "offsets": held.offsets, "key_groups": 0 if k_steps is None else k_steps.shape[2],
+        "PER": 1 if k_steps is None else key_dim // pool_k.shape[2],
         "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
         "tail_start": tail_start, "tail_used": tail_used, **strides("bht", q=q, k=k, v=v),
         "scale": scale, "softcap": softcap,
-        "layer": layer, "rows": rows, "entries": pool_k.shape[1], "slots": tail_k.shape[3], "tokens": tokens,
-        "K": kv_heads, "G": heads // kv_heads, "D": key_dim, "DV": value_dim,
-        "SV": key_dim if in_keys else value_dim, "BD": block_dim(key_dim), "BDV": block_dim(value_dim),
+        "layer": layer, "layers": tail_k.shape[0], "rows": rows, "entries": pool_k.shape[1],
+        "slots": tail_k.shape[3], "tokens": tokens, "K": kv_heads, "G": heads // kv_heads, "D": key_dim,
+        "DV": value_dim, "SV": key_dim if in_keys else value_dim, "BD": block_dim(key_dim), "BDV": block_dim(value_dim),
         "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip

@@ -19,31 +19,40 @@ def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], ent
     Args:
         sizes: by the letters of the table. entry: dtype of keys and values.
     Raises:
-        ValueError: one side of the pool has scales and the other not, or what has scales is of no dtype of codes.
+        ValueError: one side of the pool has scales or steps and the other not, or what has them holds no such codes.
     """
     given = {name: tensor for name, tensor in buffers.items() if tensor is not None}
-    scales, pool_k = [given.get(name) for name in ("pool_k_scale", "pool_v_scale")], given.get("pool_k")
-    is_plain = pool_k is None or all(scale is None for scale in scales)
-    codes = entry if pool_k is None or is_plain else pool_dtype(pool_k, *scales)
+    scales, steps = ([given.get(f"pool_{side}_{of}") for side in "kv"] for of in ("scale", "steps"))
+    pool_k = given.get("pool_k")
+    codes, columns = entry, sizes
+    if pool_k is not None and any(scale is not None for scale in scales):
+        codes = pool_dtype(pool_k, *scales)
+    elif pool_k is not None and any(step is not None for step in steps):
+        bits = code_bits(pool_k, sizes["D"], sizes["V"], *steps)
+        codes, columns = torch.uint8, {**sizes, "D": sizes["D"] * bits // 8, "V": sizes["U"] * GROUP * bits // 8}
     return {
-        name: (x, BUFFERS[name].shape(sizes), codes if BUFFERS[name].packed else BUFFERS[name].dtype or entry)
+        name: (
+            x,
+            BUFFERS[name].shape(columns if BUFFERS[name].packed else sizes),
+            codes if BUFFERS[name].packed else BUFFERS[name].dtype or entry,
+        )
         for name, x in given.items()
     }
 
 
-def code_bits(pool_k: Tensor, key_dim: int, k_steps: Tensor | None, v_steps: Tensor | None) -> int:
+def code_bits(pool_k: Tensor, key_dim: int, value_dim: int, k_steps: Tensor | None, v_steps: Tensor | None) -> int:
     """Return the bits of a code of a pool with steps, for keys of ``key_dim`` numbers.
 
     Raises:
-        ValueError: they are not 4 or 2, groups do not divide the keys, or one side has steps and the other not.
+        ValueError: they are not 4 or 2, groups do not divide keys or values, or one side has steps and the other not.
     """
     if k_steps is None or v_steps is None:
         raise ValueError("pool_k_steps and pool_v_steps: must be given together")
     bits = 8 * pool_k.shape[-1] // key_dim
-    if pool_k.dtype != torch.uint8 or key_dim % GROUP or bits not in GROUPED.values():
+    if pool_k.dtype != torch.uint8 or key_dim % GROUP or value_dim % GROUP or bits not in GROUPED.values():
         raise ValueError(
             f"pool_k is {pool_k.dtype} {list(pool_k.shape)} and has steps: must be uint8 codes of 4 or 2 bits of "
-            f"{key_dim} numbers, which groups of {GROUP} must divide"
+            f"{key_dim} numbers, which groups of {GROUP} must divide, and values of {value_dim} numbers too"
         )
     return bits
 

@@ -236,7 +236,7 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     if k_scale is not None or v_scale is not None:
         codes = pool_dtype(pool_k, k_scale, v_scale)
     elif k_steps is not None or v_steps is not None:
-        bits, codes = code_bits(pool_k, key_dim, k_steps, v_steps), torch.uint8
+        bits, codes = code_bits(pool_k, key_dim, value_dim, k_steps, v_steps), torch.uint8
         key_columns, value_columns = key_dim * bits // 8, value_dim * bits // 8
     given = [k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start]
     expected: Layouts = [

@@ -13,27 +13,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.kernels.cached_attention import absorb_entries, append_entries, check_call, shared_arguments
-from kvpass.kernels.launch import KernelConfig, blocks, launch
+from kvpass.kernels.cached_attention import (
+    absorb_entries,
+    append_entries,
+    check_call,
+    grouped_segment,
+    shared_arguments,
+)
+from kvpass.kernels.launch import KernelConfig, blocks, kind, launch
 from kvpass.kernels.prefill_attention import LOG2E, block_dim, is_aligned
 from kvpass.operands import AppendBuffers, Attention
 
 
-def _case(dtype: torch.dtype, key_dim: int, value_dim: int, codes: bool) -> str:
-    """Return the case: what fits in registers, with the addresses of unaligned rows and the scales of codes."""
+def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers) -> str:
+    """Return the case: what fits in registers, with the addresses of unaligned rows and what belongs to codes."""
+    is_wide = block_dim(key_dim) + block_dim(value_dim) > 256
+    if held.pool_k_steps is not None:
+        return f"extend {kind(dtype)}{' wide' * is_wide} groups"
     if dtype == torch.float32:
-        return "extend float codes" if codes else "extend float"
-    if block_dim(key_dim) + block_dim(value_dim) > 256:
+        return "extend float" if held.pool_k_scale is None else "extend float codes"
+    if is_wide:
         return "extend half wide"
     return "extend half" if is_aligned(key_dim, value_dim) else "extend half unaligned"
 
 
-@triton.jit(do_not_specialize=["layer", "rows", "layers", "entries", "slots", "tokens"])
+@triton.jit(do_not_specialize=["layer", "rows", "layers", "entries", "key_groups", "slots", "tokens"])
 def _attend_queries(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, offsets, tail_k, tail_v, tail_start, tail_used, sinks, out,
-    stride_qb, stride_qh,
-    stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, layers,
-    entries, slots, tokens, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr,
+    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, pool_k_steps, pool_v_steps, offsets, tail_k, tail_v,
+    tail_start, tail_used, sinks, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb,
+    stride_vh, stride_vt, scale, softcap, layer, rows, layers, entries, key_groups, slots, tokens,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, PER: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Attend a block of query rows of one KV head to pool segment, tail and new tokens."""
@@ -56,15 +65,27 @@ def _attend_queries(  # type: ignore[no-untyped-def]
 
     p_offsets = offsets + i_b.to(tl.int64) * (layers * K + 1) + layer * K + i_h
     i_row = i_b.to(tl.int64) * entries
+    p_pool_k = pool_k + i_row * D
+    p_pool_v = pool_v + i_row * SV
+    first = tl.load(p_offsets)
+    last = tl.load(p_offsets + 1)
     p_k_scale = None
     p_v_scale = None
+    groups = None
     if pool_k_scale is not None:
         p_k_scale = pool_k_scale + i_row
         p_v_scale = pool_v_scale + i_row
+    if pool_k_steps is not None:
+        p_pool_k, p_pool_v, p_k_step, p_k_low, p_v_step, p_v_low = grouped_segment(
+            pool_k, pool_v, pool_k_steps, pool_v_steps, i_b, first, layer * K + i_h, rows, entries, key_groups, D, DV,
+            PER,
+        )  # fmt: skip
+        groups = (p_k_step, p_k_low, p_v_step, p_v_low)
+        last = last - first
+        first = 0
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, pool_k + i_row * D, pool_v + i_row * SV, D, SV, tl.load(p_offsets),
-        tl.load(p_offsets + 1), o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
-        p_k_scale=p_k_scale, p_v_scale=p_v_scale,
+        b_q, b_m, b_l, b_acc, p_pool_k, p_pool_v, D, SV, first, last, o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S,
+        False, p_k_scale=p_k_scale, p_v_scale=p_v_scale, groups=groups, PER=PER,
     )  # fmt: skip
     used = tl.load(tail_used).to(tl.int32)
     i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
@@ -110,16 +131,14 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     q, _, v, _, _, sinks = call
-    tail_k, offsets = held.tail_k, held.offsets
     rows, heads, tokens, _ = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
-    layers = tail_k.shape[0]
     check_call(call, held._asdict(), layer)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     shared = shared_arguments(call, held, layer)
-    arguments = {**shared, "layers": layers, "offsets": offsets, "sinks": sinks, "out": out}
+    arguments = {**shared, "sinks": sinks, "out": out}
     query_rows = heads // kv_heads * tokens
     grid = blocks(query_rows, "BLOCK_R", rows * kv_heads)
-    case = _case(q.dtype, shared["D"], shared["DV"], held.pool_k_scale is not None)
+    case = _case(q.dtype, shared["D"], shared["DV"], held)
     launch(_attend_queries, grid, arguments, case, config)
     return out.transpose(1, 2)

@@ -34,7 +34,6 @@ from kvpass.frontends.tensor_parallel import check_divided, check_heads, divides
 from kvpass.frontends.token_mixers import replace_token_mixers
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
 from kvpass.frontends.wrappers import check_wrappers, remove_wrappers
-from kvpass.operands import GROUPED
 from kvpass.policies import Policy
 from kvpass.policies.rules import Recompress, Rules, read_rules
 from kvpass.ranks import Ranks, agreed, digest
@@ -184,7 +183,7 @@ def compile(
             entries in a channel of the keys and of 32 channels in a value. Attention multiplies them in as it reads. A
             budget in bytes counts codes, scales and groups. The window, tokens that are appended, and layers with a
             sliding window stay in the dtype of the model. Not with policies that evict while decoding; groups also not
-            with recompression and several processes.
+            with recompression.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
             the model's name and budget when both are left out; give them where none are published.
     Raises:
@@ -230,11 +229,6 @@ def _compiled(
     heads = ranks if ranks is not None and divides_heads(model) else None
     if heads is not None:
         check_heads(model, heads)
-        if rules.entry_format in GROUPED:
-            raise ValueError(
-                f"entries={rules.entry_format!r}: several processes cannot divide groups of keys in files yet; give "
-                "entries='int8' or 'fp8'"
-            )
     check_divided(rules.policy, heads)
     compiled: Any = copy_structure(model)
     whole = hold_own_weights(compiled, model, ranks) if ranks is not None else {}

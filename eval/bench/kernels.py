@@ -1,8 +1,9 @@
 """Speed of kvpass's kernels alone, on a CUDA device: ``python -m kvpass.eval.bench.kernels --json FILE``.
 
-Two questions. Does decode attention read a ragged cache as fast as a uniform one of equal bytes, and how near is it to
-a plain copy? What does compression add to the attention of a prompt? One shape, that of Llama-3.1-8B in bf16; inputs
-are random, results are compared with the eager reference before anything is timed.
+Three questions. Does decode attention read a ragged cache as fast as a uniform one of equal bytes, and how near is it
+to a plain copy? How long does it take for as many entries in 8, 4 and 2 bits? What does compression add to the
+attention of a prompt? One shape, that of Llama-3.1-8B in bf16; inputs are random, results are compared with the eager
+reference before anything is timed.
 
 With ``--baselines``: the same ragged entries read by FlashInfer and by torch's ``varlen_attn``, where installed. Both
 read pages, each KV head of each row as a sequence of its own; kvpass also appends the new token meanwhile.
@@ -27,13 +28,14 @@ from torch import Tensor
 
 import kvpass.ops.schemas  # noqa: F401  defines the operators of the prompt
 from kvpass.cache.layers import FullAttentionLayers
-from kvpass.config import Geometry, LayerGroup
+from kvpass.config import EntryFormat, Geometry, LayerGroup
 from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, save_json, scoring_time
 from kvpass.eval.environment import machine, versions
 from kvpass.eval.tables import rich_table
 from kvpass.operands import AppendBuffers, Attention, Requested
 from kvpass.ops import reference
 from kvpass.ops.cuda import index_pool
+from kvpass.ops.entry_formats import packed
 from kvpass.policies import resolve
 
 BUDGET = 1024
@@ -105,7 +107,7 @@ class TimedCase:
     held: AppendBuffers
 
     @classmethod
-    def make(cls, shape: Shape, lengths: Tensor) -> TimedCase:
+    def make(cls, shape: Shape, lengths: Tensor, entry_format: EntryFormat = "model") -> TimedCase:
         rows, layers, kv_heads = lengths.shape
         offsets = torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0)).int().to(shape.device)
         entries = int(lengths.flatten(1).sum(1).max())
@@ -121,7 +123,7 @@ class TimedCase:
         q, k, v = (
             shape.random(rows, 1, heads, shape.dim).transpose(1, 2) for heads in (shape.heads, kv_heads, kv_heads)
         )
-        return cls(Attention(q, k, v, shape.dim**-0.5), held)
+        return cls(Attention(q, k, v, shape.dim**-0.5), held if entry_format == "model" else packed(held, entry_format))
 
     @property
     def layers(self) -> int:
@@ -175,8 +177,8 @@ def kvpass_kernel(case: TimedCase) -> Attend:
     """The kernel of this package."""
     from kvpass.kernels.ragged_decode import attend_ragged
 
-    tables = index_pool(case.held.offsets, case.call.k.shape[1], case.held.pool_k.shape[1])
-    held = AppendBuffers(*case.held[:7], *tables)
+    tiles, tile_offsets, arrivals = index_pool(case.held.offsets, case.call.k.shape[1], case.held.pool_k.shape[1])
+    held = case.held._replace(tiles=tiles, tile_offsets=tile_offsets, arrivals=arrivals)
     return lambda layer: attend_ragged(case.call, held, layer)
 
 
@@ -235,26 +237,36 @@ def varlen_kernel(case: TimedCase) -> Attend:
     return lambda layer: calls[layer]()
 
 
-KINDS: dict[str, tuple[Callable[[Shape, int, int], Tensor], Callable[[TimedCase], Attend]]] = {
-    "uniform": (uniform_lengths, kvpass_kernel),
-    "ragged": (ragged_lengths, kvpass_kernel),
-    "flashinfer": (ragged_lengths, flashinfer_kernel),
-    "varlen": (ragged_lengths, varlen_kernel),
+KINDS: dict[str, tuple[Callable[[Shape, int, int], Tensor], Callable[[TimedCase], Attend], EntryFormat]] = {
+    "uniform": (uniform_lengths, kvpass_kernel, "model"),
+    "ragged": (ragged_lengths, kvpass_kernel, "model"),
+    "int8": (ragged_lengths, kvpass_kernel, "int8"),
+    "int4": (ragged_lengths, kvpass_kernel, "int4"),
+    "int2": (ragged_lengths, kvpass_kernel, "int2"),
+    "flashinfer": (ragged_lengths, flashinfer_kernel, "model"),
+    "varlen": (ragged_lengths, varlen_kernel, "model"),
 }
-"""Lengths and kernel of each column."""
-OURS = ("uniform", "ragged")
+"""Lengths, kernel and format of the pool of each column."""
+OURS = ("uniform", "ragged", "int8", "int4", "int2")
 BASELINES = ("ragged", "flashinfer", "varlen")
 
 
 def time_decode(
-    shape: Shape, lengths: Tensor, bandwidth: float, check: bool, kernel: Callable[[TimedCase], Attend] = kvpass_kernel
+    shape: Shape,
+    lengths: Tensor,
+    bandwidth: float,
+    check: bool,
+    kernel: Callable[[TimedCase], Attend] = kvpass_kernel,
+    entry_format: EntryFormat = "model",
 ) -> dict[str, Any]:
     """One token through all layers, as a CUDA graph; a batch of one leaves part of its bytes in the device's own cache.
+
+    Of groups of keys, bytes count those that are full.
 
     Raises:
         RuntimeError: asked to check, and the kernel does not give what the reference gives.
     """
-    case = TimedCase.make(shape, lengths)
+    case = TimedCase.make(shape, lengths, entry_format)
     attend = kernel(case)
     error = 0.0
     if check:
@@ -265,7 +277,8 @@ def time_decode(
             if not error <= WORST_ERROR:
                 raise RuntimeError(f"decode kernel, layer {layer}: relative error {error:.2e} above {WORST_ERROR:.0e}")
     seconds = time_graph(lambda: [attend(layer) for layer in range(shape.layers)])
-    read = (int(lengths.sum()) + lengths.numel() * (WINDOW + 1)) * shape.geometry.entry_bytes
+    g = shape.geometry
+    read = int(lengths.sum()) * g.pool_entry_bytes(entry_format) + lengths.numel() * (WINDOW + 1) * g.entry_bytes
     return {
         "us_per_layer": 1e6 * seconds / shape.layers,
         "bytes": read,
@@ -308,10 +321,10 @@ def decode_figures(
         record: dict[str, Any] = {"batch": rows}
         figures.append(record)
         for kind in kinds:
-            make, kernel = KINDS[kind]
+            make, kernel, entry_format = KINDS[kind]
             lengths, check = make(shape, rows, BUDGET - WINDOW), rows == batches[0]
-            record[kind] = measured(partial(time_decode, shape, lengths, bandwidth, check, kernel))
-            if all("us_per_layer" in record.get(known, {}) for known in OURS):
+            record[kind] = measured(partial(time_decode, shape, lengths, bandwidth, check, kernel, entry_format))
+            if all("us_per_layer" in record.get(known, {}) for known in ("uniform", "ragged")):
                 record["ragged_over_uniform"] = record["ragged"]["us_per_layer"] / record["uniform"]["us_per_layer"]
             save(figures)
     return figures

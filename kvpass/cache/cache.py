@@ -29,7 +29,6 @@ from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_a
 from kvpass.cache.sliding_layers import SlidingWindowLayers
 from kvpass.config import Block, Budget, EntryFormat, Geometry, Layout
 from kvpass.errors import CacheMismatchError
-from kvpass.operands import GROUPED
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks, processes
@@ -134,8 +133,6 @@ class CompressedCache(Cache):
     def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device, groups: Sequence[int]) -> None:
         for group in layout.pools:
             group.geometry.check_format(self.entry_format)
-        if self.entry_format in GROUPED and device.type == "cuda":
-            raise ValueError(f"entries={self.entry_format!r} is not supported on CUDA; give entries='int8' or 'fp8'")
         n, window = self._prompt_columns, self.policy.window
         lengths = [n - column for column in self.start.tolist()]
         self._budgets = lengths

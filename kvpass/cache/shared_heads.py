@@ -5,6 +5,7 @@ Buffers are named as in files: ``store0_pool_k``, ``ring0_ring_k``, ``start``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,11 +16,11 @@ from torch.nn.functional import pad
 from kvpass.cache.metadata import LayersFacts
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord
 from kvpass.config import LayerGroup, Layout
-from kvpass.operands import BUFFERS
+from kvpass.operands import BUFFERS, GROUP, key_groups
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.ranks import Ranks
 
-_POOL = {"pool_k", "pool_v", "pool_k_scale", "pool_v_scale", "pool_positions"}
+_POOL = {name for name, buffer in BUFFERS.items() if buffer.saved and {"E", "F"} & set(buffer.sizes)}
 
 
 def layout_of_all(layout: Layout, size: int) -> Layout:
@@ -44,7 +45,8 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
             counts = torch.cat([_counts(offsets, group) for offsets in bounds], 2)
             buffers["offsets"] = _offsets(counts)
             for name in _POOL & buffers.keys():
-                buffers[name] = _joined_pool(name, [part[name] for part in own], bounds, buffers["offsets"], group)
+                pools = [part[name] for part in own]
+                buffers[name] = _moved(name, pools, bounds, _of_all(group, len(own)), buffers["offsets"])
         found |= {prefix + name: x for name, x in buffers.items()}
     return found
 
@@ -69,7 +71,7 @@ def record_of_all(record: PromptRecord, ranks: Ranks, device: torch.device) -> P
         offsets, bounds = _offsets(kept), gathered(layers.offsets)
         slots = ranks.most(layers.positions.shape[1], device)
         parts = gathered(pad(layers.positions, (0, slots - layers.positions.shape[1]), value=EMPTY))
-        positions = _joined_pool("pool_positions", parts, bounds, offsets, layers.group)
+        positions = _moved("pool_positions", parts, bounds, _of_all(layers.group, ranks.size), offsets)
         return LayersRecord(
             group=_group_of_all(layers.group, ranks.size),
             kept=kept,
@@ -102,12 +104,11 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
         whole = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
         own = {name: _own_heads(name, x, ranks) for name, x in whole.items()}
         if "offsets" in whole:
-            counts = _counts(whole["offsets"], group).chunk(ranks.size, 2)
-            own["offsets"] = _offsets(counts[ranks.rank])
-            heads = group.geometry.kv_heads // ranks.size
-            begins = whole["offsets"][:, ranks.rank * heads : -1 : group.geometry.kv_heads]
+            own["offsets"] = _offsets(ranks.own(_counts(whole["offsets"], group), 2))
+            numbers = torch.arange(whole["offsets"].shape[1] - 1).view(group.geometry.layers, -1)
+            places = [(0, number) for number in ranks.own(numbers, 1).flatten().tolist()]
             for name in _POOL & whole.keys():
-                own[name] = _own_pool(name, whole[name], begins, counts[ranks.rank].sum(2), own["offsets"])
+                own[name] = _moved(name, [whole[name]], [whole["offsets"]], places, own["offsets"])
         found |= {prefix + name: x for name, x in own.items()}
     return found, _with_heads(layout, lambda group: _of_heads(group, group.geometry.kv_heads // ranks.size))
 
@@ -164,41 +165,36 @@ def _offsets(counts: Tensor) -> Tensor:
     return pad(counts.flatten(1).cumsum(1), (1, 0)).int()
 
 
-def _empty_pool(like: Tensor, offsets: Tensor, name: str) -> Tensor:
-    slots = max(2, int(offsets[:, -1].max()))
-    return like.new_full((like.shape[0], slots, *like.shape[2:]), EMPTY if name == "pool_positions" else 0)
+def _of_all(group: LayerGroup, size: int) -> list[tuple[int, int]]:
+    """For each segment of all heads: the process that has it, and its number there.
+
+    Args:
+        group: of one process. size: their number.
+    """
+    g = group.geometry
+    each = itertools.product(range(g.layers), range(size), range(g.kv_heads))
+    return [(rank, layer * g.kv_heads + head) for layer, rank, head in each]
 
 
-def _joined_pool(
-    name: str, parts: Sequence[Tensor], bounds: Sequence[Tensor], offsets: Tensor, group: LayerGroup
+def _moved(
+    name: str, parts: Sequence[Tensor], bounds: Sequence[Tensor], places: Sequence[tuple[int, int]], offsets: Tensor
 ) -> Tensor:
-    """The pool of all heads: of each layer, the segments of one process after those of another.
+    """A buffer of a pool whose segments are those of other pools.
 
     Args:
-        parts, bounds: pools and offsets of the processes. offsets: of all heads.
+        parts, bounds: this buffer and the offsets of the others. places: for each segment the pool that it is in, and
+            its number there. offsets: of the pool.
     """
-    pool, layers = _empty_pool(parts[0], offsets, name), group.geometry.layers
-    for row in range(pool.shape[0]):
-        first = 0
-        for layer in range(layers):
-            for part, bound in zip(parts, bounds, strict=True):
-                begin, end = (int(bound[row, edge * group.geometry.kv_heads]) for edge in (layer, layer + 1))
-                pool[row, first : first + end - begin] = part[row, begin:end]
-                first += end - begin
-    return pool
-
-
-def _own_pool(name: str, whole: Tensor, begins: Tensor, counts: Tensor, offsets: Tensor) -> Tensor:
-    """The pool of the heads of this process.
-
-    Args:
-        begins, counts: where its entries of each layer begin in the pool of all heads, and how many there are,
-            ``[B, L]``. offsets: of its heads.
-    """
-    pool = _empty_pool(whole, offsets, name)
-    for row, (places, numbers) in enumerate(zip(begins.tolist(), counts.tolist(), strict=True)):
-        first = 0
-        for begin, count in zip(places, numbers, strict=True):
-            pool[row, first : first + count] = whole[row, begin : begin + count]
-            first += count
-    return pool
+    rows, is_grouped = BUFFERS[name].row_dim, "F" in BUFFERS[name].sizes
+    slots = max(2, int(offsets[:, -1].max()))
+    shape = list(parts[0].shape)
+    shape[rows + 1] = key_groups(slots, len(places)) if is_grouped else slots
+    found = parts[0].new_full(shape, EMPTY if name == "pool_positions" else 0)
+    pool, *others = (x.movedim((rows, rows + 1), (0, 1)) for x in (found, *parts))
+    for row, ends in enumerate(offsets.tolist()):
+        for segment, (part, number) in enumerate(places):
+            first, count, other = ends[segment], ends[segment + 1] - ends[segment], int(bounds[part][row, number])
+            if is_grouped:
+                first, count, other = first // GROUP + segment, -(-count // GROUP), other // GROUP + number
+            pool[row, first : first + count] = others[part][row, other : other + count]
+    return found

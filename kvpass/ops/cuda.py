@@ -189,8 +189,6 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
 
     The caller must ensure that T more tokens fit in the tail: the device is not asked.
     """
-    if held.pool_k_steps is not None:
-        raise ValueError("a pool of codes in 4 or 2 bits is not supported on CUDA; give entries='int8' or 'fp8'")
     from kvpass.kernels.ragged_decode import attend_ragged
     from kvpass.kernels.ragged_extend import attend_extend
 

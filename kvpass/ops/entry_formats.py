@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpass.config import EntryFormat
-from kvpass.operands import CODES, GROUP, AppendBuffers, key_groups
+from kvpass.operands import CODES, GROUP, GROUPED, AppendBuffers, key_groups
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Largest code of each dtype."""
@@ -118,6 +118,17 @@ def unpack(codes: Tensor, bits: int) -> Tensor:
 def dequantise_groups(codes: Tensor, step: Tensor, lowest: Tensor) -> Tensor:
     """Return numbers, in the dtype of steps and minima; the shapes broadcast."""
     return codes.to(step.dtype) * step + lowest
+
+
+def packed(held: AppendBuffers, entry_format: EntryFormat) -> AppendBuffers:
+    """Return a cache whose pool, which holds floats, is held in fewer bits."""
+    bits = GROUPED.get(entry_format)
+    if bits is None:
+        (k, k_scale), (v, v_scale) = (quantise(pool, entry_format) for pool in held[:2])
+        return held._replace(pool_k=k, pool_v=v, pool_k_scale=k_scale, pool_v_scale=v_scale)
+    k, k_steps = quantise_keys(held.pool_k, held.offsets, bits)
+    v, v_steps = quantise_values(held.pool_v, bits)
+    return held._replace(pool_k=k, pool_v=v, pool_k_steps=k_steps, pool_v_steps=v_steps)
 
 
 def pool_rows(held: AppendBuffers, row: int, segment: int, slots: slice) -> tuple[Tensor, Tensor]:

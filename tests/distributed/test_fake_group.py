@@ -59,7 +59,7 @@ def test_processes_that_outnumber_the_kv_heads_are_refused(group, tmp_path):
 @pytest.mark.parametrize("group", [4], indirect=True)
 def test_processes_that_share_no_heads_can_be_more(group, tmp_path):
     """transformers does not divide the attention of gpt_oss."""
-    kvpass.compile(divided(tmp_path, "gpt_oss", tp_size=group), policy="lava", budget=64, entries="int4")
+    kvpass.compile(divided(tmp_path, "gpt_oss", tp_size=group), policy="lava", budget=64)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,6 @@ def test_a_model_of_which_nothing_was_divided_is_refused(group, tmp_path):
     model = divided(tmp_path, "lfm2", layers=2, tp_size=group)
     with pytest.raises(ValueError, match=r"tp_size=2\) divided no weight of Lfm2ForCausalLM"):
         kvpass.compile(model, policy="lava", budget=64)
-
-
-@pytest.mark.parametrize("group", [2], indirect=True)
-def test_groups_of_keys_on_several_processes_are_refused(group, tmp_path):
-    model = divided(tmp_path, "llama", tp_size=group)
-    with pytest.raises(ValueError, match="entries='int4': several processes cannot divide groups of keys in files yet"):
-        kvpass.compile(model, policy="lava", budget=64, entries="int4")
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)

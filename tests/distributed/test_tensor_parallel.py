@@ -70,10 +70,10 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Folders with tiny models of so many heads that four processes can share them."""
 
     @functools.cache
-    def folder(family: str, layers: int | None = None, kv_heads: int = 4) -> Path:
+    def folder(family: str, layers: int | None = None, kv_heads: int = 4, **given: Any) -> Path:
         made = tmp_path_factory.mktemp(family)
         layers = layers or (3 if family == "gemma3" else 2)  # of which the first has a sliding window
-        model = tiny_model(family, layers=layers, num_attention_heads=8, num_key_value_heads=kv_heads)
+        model = tiny_model(family, layers=layers, num_attention_heads=8, num_key_value_heads=kv_heads, **given)
         for name, weight in model.named_parameters():
             if "k_norm" in name:  # else all keys have one norm but for rounding, which knorm would sort them by
                 torch.nn.init.normal_(weight)
@@ -133,9 +133,9 @@ def test_two_processes_compress_again_what_one_device_does(policy, two, folder_o
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("entries", ["int8", "fp8"])
+@pytest.mark.parametrize("entries", ["int8", "fp8", "int4", "int2"])
 def test_entries_in_fewer_bits_are_the_same(entries, two, folder_of):
-    compare(two, folder_of("llama"), "lava", entries=entries)
+    compare(two, folder_of("llama", head_dim=32), "lava", entries=entries)
 
 
 @pytest.mark.exhaustive
@@ -152,26 +152,27 @@ def test_compiled_code_keeps_the_same(family, regions, two, folder_of):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("family", "policy"),
+    ("family", "policy", "given"),
     [
-        ("llama", "lava"),
-        ("llama", "h2o"),
-        ("llama", "tova"),
-        ("llama", "r_kv"),
-        ("llama", "triattention"),
-        ("gpt_oss", "lava"),
+        ("llama", "lava", {}),
+        ("llama", "lava", {"entries": "int4"}),
+        ("llama", "h2o", {}),
+        ("llama", "tova", {}),
+        ("llama", "r_kv", {}),
+        ("llama", "triattention", {}),
+        ("gpt_oss", "lava", {}),
     ],
 )
-def test_a_file_of_some_processes_is_continued_on_any_number(family, policy, groups, folder_of, tmp_path):
-    folder = folder_of(family)
-    entries = saved(folder, policy, tmp_path / "1.kv")
-    expected, logits = continued(folder, policy, tmp_path / "1.kv")
+def test_a_file_of_some_processes_is_continued_on_any_number(family, policy, given, groups, folder_of, tmp_path):
+    folder = folder_of(family, head_dim=32) if given else folder_of(family)
+    entries = saved(folder, policy, tmp_path / "1.kv", **given)
+    expected, logits = continued(folder, policy, tmp_path / "1.kv", **given)
     compare_entries([expected], entries)
     for size in (2, 4):
-        compare_entries(groups(size).run(saved, folder, policy, tmp_path / f"{size}.kv"), entries)
+        compare_entries(groups(size).run(saved, folder, policy, tmp_path / f"{size}.kv", **given), entries)
     for name, size in ((2, 1), (4, 1), (1, 2), (4, 2), (1, 4), (2, 4)):
-        given = folder, policy, tmp_path / f"{name}.kv"
-        parts = [continued(*given)] if size == 1 else groups(size).run(continued, *given)
+        call = folder, policy, tmp_path / f"{name}.kv"
+        parts = [continued(*call, **given)] if size == 1 else groups(size).run(continued, *call, **given)
         compare_entries([found for found, _ in parts], entries)
         for _, found in parts:
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)

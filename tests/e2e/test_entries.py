@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from itertools import pairwise
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.cache.cache import CompressedCache
-from kvpass.cache.recycled import NOTHING_KEPT
 from kvpass.cache.serialization import read_cache_file, write_cache_file
+from kvpass.cache.shared_heads import divided, joined
 from kvpass.errors import CacheFileError, CacheMismatchError
-from kvpass.ops import cuda
-from numeric_checks import assert_close, decode_case
+from kvpass.operands import AppendBuffers
+from kvpass.ops.entry_formats import pool_rows
+from kvpass.ranks import Ranks
+from numeric_checks import assert_close
 from tiny_models import left_pad, random_ids, tiny_model
 
 FORMATS = ["int8", "fp8", "int4", "int2"]
@@ -233,6 +235,31 @@ def test_rows_are_selected_and_drafts_taken_back() -> None:
     assert torch.equal(fast.generate(one, max_new_tokens=6, do_sample=False, prompt_lookup_num_tokens=3), plain)
 
 
+@pytest.mark.parametrize("entries", ["int4", pytest.param("fp8", marks=pytest.mark.exhaustive)])
+def test_processes_divide_codes_by_heads_and_join_them(entries: str) -> None:
+    """Each has the entries of its heads; joined they are the whole, bit for bit."""
+    ids, mask = prompt()
+    cache = compiled(entries, budget=60)(ids, attention_mask=mask).past_key_values
+    tensors = {"start": cache.start}
+    tensors |= {f"store0_{name}": x for name, x in cache.full_layers[0].compact_tensors().items()}
+    parts, layouts = zip(*(divided(tensors, cache.layout, Ranks("", rank, 2)) for rank in range(2)), strict=True)
+
+    def entries_of(part: Any, row: int, segment: int) -> tuple[torch.Tensor, torch.Tensor]:
+        held = AppendBuffers(*(part.get(f"store0_{name}") for name in AppendBuffers._fields))
+        return pool_rows(held, row, segment, slice(*held.offsets[row, segment : segment + 2].tolist()))
+
+    g = cache.layout.pools[0].geometry
+    for row, layer, head in itertools.product(range(2), range(g.layers), range(g.kv_heads)):
+        own = g.kv_heads // 2
+        found = entries_of(parts[head // own], row, layer * own + head % own)
+        for one, other in zip(found, entries_of(tensors, row, layer * g.kv_heads + head), strict=True):
+            assert torch.equal(one, other), (row, layer, head)
+    whole = joined(parts, layouts[0])
+    assert whole.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert torch.equal(whole[name].view(torch.uint8), x.contiguous().view(torch.uint8)), name
+
+
 def test_refusals() -> None:
     model = decoder("llama")
     with pytest.raises(ValueError, match="entries='int3': must be one of model, int8, fp8, int4, int2"):
@@ -249,16 +276,3 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="evicts while decoding"):
         fast.set_policy("tova", 64)
     assert fast.policy == before
-
-
-def test_cuda_refuses_groups() -> None:
-    """No kernel there reads them: an error before a prompt is read, and from the operator."""
-    case = decode_case([[40]]).packed("int4")
-    with pytest.raises(ValueError, match="4 or 2 bits is not supported on CUDA"):
-        cuda.attend_cache(case.call, case.held, case.layer)
-    fast = compiled("int4")
-    layout = fast(random_ids(1, 60, seed=1)).past_key_values.layout
-    fresh = CompressedCache(fast.policy, fast._kvpass.rules.budget, fast._kvpass.identity, None, "int4")
-    fresh.begin_prefill(torch.tensor([0]), 60)
-    with pytest.raises(ValueError, match="entries='int4' is not supported on CUDA"):
-        fresh.prefill_state(layout, torch.float32, torch.device("cuda"), NOTHING_KEPT, (2,))

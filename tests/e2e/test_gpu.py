@@ -15,6 +15,7 @@ import kvpass
 from kvpass.operands import AppendBuffers, Attention, Candidates, Entered, Lines, PrefillBuffers, Requested
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
+from kvpass.ops.entry_formats import packed
 from kvpass.policies import POLICIES, resolve
 from masked_oracle import kept_columns
 from numeric_checks import assert_best, assert_close, logits_before
@@ -163,10 +164,8 @@ def test_the_cascade_moves_the_same_rows_into_the_same_places(dtype, dim, name):
         assert torch.equal(one[..., :WINDOW, :], other[..., :WINDOW, :]), table
 
 
-@HALVES
-@SITES
-@pytest.mark.parametrize("tokens", [1, 8, 17])
-def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens):
+def ragged_cache(dtype: torch.dtype, dim: int, value_dim: int) -> AppendBuffers:
+    """Heads of several lengths, and tails of which 63 slots are used."""
     generator = torch.Generator().manual_seed(1)
     rows = STARTS.numel()
 
@@ -178,9 +177,16 @@ def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens)
     pool = [random(rows, 400, dim), random(rows, 400, value_dim)]
     tail = [random(LAYERS, rows, KV_HEADS, 100, size) for size in (dim, value_dim)]
     start, used = torch.tensor([0, 5, 62], device=PLACE), torch.tensor(63, device=PLACE)
+    return AppendBuffers(*pool, offsets, *tail, start, used, *device.index_pool(offsets, KV_HEADS, 400))
+
+
+@HALVES
+@SITES
+@pytest.mark.parametrize("tokens", [1, 8, 17])
+def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens):
+    held = ragged_cache(dtype, dim, value_dim)
+    tail = held.tail_k.clone(), held.tail_v.clone()
     call = Attention(*site(dtype, dim, value_dim, tokens), dim**-0.5, softcap, sinks_of(with_sinks))
-    tables = device.index_pool(offsets, KV_HEADS, 400)
-    held = AppendBuffers(*pool, offsets, *(x.clone() for x in tail), start, used, *tables)
     expected = reference.attend_cache(exact(call), exact(held), 1)
     found = device.attend_cache(call, held, 1)
     check("output", found, expected, ERROR[dtype])
@@ -188,6 +194,17 @@ def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens)
         written = before.clone()
         written[1, :, :, 63 : 63 + tokens] = new
         assert torch.equal(after, written), f"tail of {name}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("entry_format", ["int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 96), (128, 128)])
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_attending_a_pool_of_codes(dtype, entry_format, dim, value_dim, tokens):
+    held = packed(ragged_cache(dtype, dim, value_dim), entry_format)
+    call = Attention(*site(dtype, dim, value_dim, tokens), dim**-0.5, 5.0, sinks_of(True))
+    expected = reference.attend_cache(exact(call), exact(held), 1)
+    check("output", device.attend_cache(call, held, 1), expected, ERROR.get(dtype, 1e-5))
 
 
 def test_the_last_program_merges_what_all_others_stored() -> None:
@@ -294,6 +311,26 @@ def test_cuda_keeps_and_says_what_the_cpu_does(policy):
             said = fast.generate(ids.to(place), max_new_tokens=12, do_sample=False, **given)[:, ids.shape[1] :].cpu()
     assert torch.equal(*kept)
     assert_best("answer", said, logits_before(fast, ids, said, attention_mask=mask), margin=MARGIN)
+
+
+@pytest.mark.parametrize("entries", ["int8", "fp8", "int4", "int2"])
+def test_a_cache_in_fewer_bits_answers_as_its_file_does_on_the_cpu(entries, tmp_path):
+    """The same codes on both: prompts that differ by rounding could have others."""
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (100, 37)])
+    model, new = tiny_model("llama", head_dim=32), random_ids(2, 12, seed=3).split([1, 1, 1, 9], 1)
+
+    def fast(place: str):
+        return kvpass.compile(model.to(place), policy="lava", budget=40, window=8, entries=entries)
+
+    on_device = fast(PLACE)
+    cache = on_device(ids.to(PLACE), attention_mask=mask.to(PLACE)).past_key_values
+    cache.save(tmp_path / "codes.kv")
+    with torch.no_grad():
+        found = [on_device(part.to(PLACE), past_key_values=cache).logits.cpu() for part in new]
+        on_cpu = fast("cpu")
+        read = kvpass.load_cache(tmp_path / "codes.kv", on_cpu)
+        expected = [on_cpu(part, past_key_values=read).logits for part in new]
+    assert_close("logits", torch.cat(found, 1), torch.cat(expected, 1), atol=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["lava", "snapkv"])

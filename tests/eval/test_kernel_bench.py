@@ -14,7 +14,7 @@ import torch
 from kvpass.eval.bench import kernels as kernel_bench
 from kvpass.eval.bench.kernels import Shape, prompt_figures, prompt_run, ragged_lengths, uniform_lengths
 
-CPU = Shape(layers=2, heads=4, kv_heads=2, dim=16, dtype=torch.float32, place="cpu")
+CPU = Shape(layers=2, heads=4, kv_heads=2, dim=32, dtype=torch.float32, place="cpu")
 
 INTERPRETED = """
 import torch
@@ -28,13 +28,16 @@ def once(function):
 bench.time_graph = once
 bench.WORST_ERROR = 1e-5
 assert torch.ops.kvpass.pack, "the command itself imports what defines the operators"
-shape = bench.Shape(layers=2, heads=4, kv_heads=2, dim=16, dtype=torch.float32, place="cpu")
+shape = bench.Shape(layers=2, heads=4, kv_heads=2, dim=32, dtype=torch.float32, place="cpu")
 lengths = bench.ragged_lengths(shape, 2, 40)
 found = bench.time_decode(shape, lengths, 1e9, check=True)
 assert found["error"] < 1e-5 and len(calls[0]) == 2
-assert found["bytes"] == (2 * 2 * 2 * 40 + 2 * 2 * 2 * 33) * 2 * 16 * 4
+assert found["bytes"] == (2 * 2 * 2 * 40 + 2 * 2 * 2 * 33) * 2 * 32 * 4
 assert abs(found["share_of_copy"] - found["bytes"] / 1e-3 / 1e9) < 1e-9
-bench.reference.attend_cache = lambda *arguments: torch.ones(2, 4, 1, 16)
+for kind, bits in (("int8", 8 + 1), ("int4", 4 + 2), ("int2", 2 + 2)):  # with a scale, or step and minimum
+    found = bench.time_decode(shape, lengths, 1e9, True, bench.KINDS[kind][1], bench.KINDS[kind][2])
+    assert found["bytes"] == 2 * 2 * 2 * (40 * 2 * 4 * bits + 33 * 2 * 32 * 4), (kind, found)
+bench.reference.attend_cache = lambda *arguments: torch.ones(2, 4, 1, 32)
 try:
     bench.time_decode(shape, lengths, 1e9, check=True)
 except RuntimeError as error:
@@ -67,7 +70,7 @@ def test_a_prompt_is_compressed_by_the_operators_of_the_package(monkeypatch):
     monkeypatch.setattr(kernel_bench, "BUDGET", 48)
     compress, attend = prompt_run(CPU, 160, "lava")
     compress()
-    assert attend().shape == (1, 4, 160, 16)
+    assert attend().shape == (1, 4, 160, 32)
     records = prompt_figures(CPU, (160,))
     assert [record["policy"] for record in records] == ["lava", "cake"]
     for record in records:
@@ -131,7 +134,7 @@ def test_baselines_read_the_entries_of_the_ragged_cache_in_pages(small):
     figures = kernel_bench.decode_figures(CPU, 1e9, ("flashinfer", "varlen"), (3,))
     for kind in ("flashinfer", "varlen"):
         assert figures[0][kind]["error"] < 1e-5, figures
-        assert figures[0][kind]["bytes"] == (3 * 2 * 2 * 64 + 3 * 2 * 2 * 33) * 2 * 16 * 4
+        assert figures[0][kind]["bytes"] == (3 * 2 * 2 * 64 + 3 * 2 * 2 * 33) * 2 * 32 * 4
 
 
 def test_a_baseline_that_is_not_there_is_named_and_the_others_are_measured(small):
@@ -149,7 +152,7 @@ def command(small, tmp_path):
     """The command on the CPU, with the eager reference for kernels and a few sizes."""
     kinds = dict(kernel_bench.KINDS)
     for kind in kernel_bench.OURS:
-        kinds[kind] = (kinds[kind][0], lambda case: case.reference)
+        kinds[kind] = (kinds[kind][0], lambda case: case.reference, kinds[kind][2])
     small.setattr(kernel_bench, "KINDS", kinds)
     small.setattr(torch.cuda, "is_available", lambda: True)
     small.setattr(kernel_bench, "Shape", lambda **options: CPU)
@@ -172,7 +175,7 @@ def test_every_figure_is_saved_when_it_is_there_and_a_failure_loses_no_other(com
     )
     status, result = command()
     assert status == 0 and result["complete"]
-    assert len(saved) == 2 * 2 + 2 + 1 and all(not json.loads(text)["complete"] for text in saved[:-1])
+    assert len(saved) == 2 * 5 + 2 + 1 and all(not json.loads(text)["complete"] for text in saved[:-1])
     assert list(json.loads(saved[0])["decode"][0]) == ["batch", "uniform"]
     assert [record["ragged_over_uniform"] for record in result["decode"]] == [1.0, 1.0]
 
@@ -181,14 +184,14 @@ def test_every_figure_is_saved_when_it_is_there_and_a_failure_loses_no_other(com
     def broken(case):
         raise RuntimeError("no such kernel\nmore")
 
-    small.setattr(kernel_bench, "KINDS", {**kinds, "ragged": (kinds["ragged"][0], broken)})
+    small.setattr(kernel_bench, "KINDS", {**kinds, "ragged": (kinds["ragged"][0], broken, "model")})
     status, result = command()
     assert status == 1 and not result["complete"]
     assert result["decode"][1]["ragged"] == {"failure": "RuntimeError: no such kernel"}
     assert result["decode"][1]["uniform"]["us_per_layer"] > 0 and len(result["prefill"]) == 2
     assert "kernel_bench: ragged, batch 2: RuntimeError: no such kernel" in capsys.readouterr().err
     (_, decode), _ = kernel_bench.tables(result)
-    assert decode[0][3:] == ["failed", "-", "-"]
+    assert decode[0][3:5] == ["failed", "-"] and decode[0][-1] == "-"
 
 
 def test_a_baseline_may_fail_and_the_result_is_complete(command, small):

@@ -54,7 +54,7 @@ class Launch:
 
     def __str__(self) -> str:
         given = dict(self.arguments)
-        dims = [f"{name}={given[name]}" for name in ("D", "DV", "BLOCK_R", "width") if name in given]
+        dims = [f"{name}={given[name]}" for name in ("D", "DV", "PER", "BLOCK_R", "width") if name in given]
         options = [name for name in ("softcap", "sinks", "variance", "weights") if given.get(name) is not None]
         dtypes = {str(value).removeprefix("torch.") for value in given.values() if isinstance(value, torch.dtype)}
         kind = dtypes & {"float16", "bfloat16"} or {"float32"}
@@ -90,7 +90,18 @@ def call_everything(
         tile_map,
         window_statistics,
     )
-    from kvpass.operands import AppendBuffers, Attention, Blocks, Candidates, Entered, Lines, PrefillBuffers
+    from kvpass.operands import (
+        GROUP,
+        GROUPED,
+        AppendBuffers,
+        Attention,
+        Blocks,
+        Candidates,
+        Entered,
+        Lines,
+        PrefillBuffers,
+    )
+    from kvpass.ops import entry_formats
 
     heads, layers, entries, capacity = kv_heads * group, 2, 96, 128
     extra = (20.0, torch.zeros(heads, dtype=dtype)) if options else ()
@@ -126,9 +137,10 @@ def call_everything(
     for count in (1, 16):
         ragged_decode.attend_ragged(site(count), held, 1)
     ragged_extend.attend_extend(site(17), held, 1)
-    for codes in (torch.int8, torch.float8_e4m3fn):
-        scales = {name: torch.zeros(rows, entries) for name in ("pool_k_scale", "pool_v_scale")}
-        packed = held._replace(pool_k=pool[0].to(codes), pool_v=pool[1].to(codes), **scales)
+    for entry_format in ("int8", "fp8", "int4", "int2"):
+        if entry_format in GROUPED and any(dim % GROUP for dim in dims):
+            continue
+        packed = entry_formats.packed(held, entry_format)
         ragged_decode.attend_ragged(site(1), packed, 1)
         ragged_extend.attend_extend(site(17), packed, 1)
 

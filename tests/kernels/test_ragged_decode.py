@@ -118,6 +118,45 @@ def test_a_pool_of_codes(entry_format: EntryFormat, dtype: torch.dtype) -> None:
     check(decode_case(LENGTHS, group=2, dim=20, value_dim=7, tokens=2, dtype=dtype, start=[2, 0]).packed(entry_format))
 
 
+@pytest.mark.parametrize(
+    ("entry_format", "dtype", "dim", "value_dim"),
+    [
+        ("int4", torch.float32, 96, 32),
+        ("int2", torch.float16, 32, 64),
+        pytest.param("int4", torch.float16, 64, 96, marks=pytest.mark.exhaustive),
+        pytest.param("int2", torch.float32, 128, 128, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_pool_of_codes_with_groups(entry_format: EntryFormat, dtype: torch.dtype, dim: int, value_dim: int) -> None:
+    """Segments and groups begin and end anywhere, and groups of other layers are NaN."""
+    case = decode_case(
+        [[0, 33, 70], [40, 1, 32]], group=3, dim=dim, value_dim=value_dim, tokens=2, dtype=dtype, start=[2, 0]
+    ).packed(entry_format)
+    check(case, [*BOTH, lambda given: ragged(given, 64, config=None), lambda given: extend(given, config=None)])
+
+
+@pytest.mark.parametrize("tile", quick([1, 16, 128], [16]))
+def test_groups_and_tiles_of_any_length(tile: int) -> None:
+    case = decode_case([[70, 0], [31, 9]], softcap=20.0, sinks=True, layer=2).packed("int4")
+    check(case, [lambda given: ragged(given, tile)])
+
+
+def test_steps_that_do_not_fit_the_pool_are_refused() -> None:
+    case = decode_case([[37, 0, 5]]).packed("int4")
+    assert case.pool_k_steps is not None and case.pool_v_steps is not None
+    for way in BOTH:
+        with pytest.raises(ValueError, match="must be given together"):
+            way(replace(case, pool_v_steps=None))
+        with pytest.raises(ValueError, match="pool_k_steps is"):
+            way(replace(case, pool_k_steps=case.pool_k_steps[:, :, 1:].contiguous()))
+        with pytest.raises(ValueError, match="pool_v_steps is"):
+            way(replace(case, pool_v_steps=case.pool_v_steps.half()))
+        with pytest.raises(ValueError, match="must be uint8 codes of 4 or 2 bits of 32 numbers"):
+            way(replace(case, pool_k=case.pool_k[..., :1].contiguous()))
+        with pytest.raises(ValueError, match="and values of 20 numbers too"):
+            way(replace(case, v=case.v[..., :20], tail_v=case.tail_v[..., :20].contiguous()))
+
+
 @each_value(lengths=[[[0, 0]], [[0, 0], [0, 90]], [[1, 0]]], used=[0, 5])
 def test_empty_segments(lengths: list[list[int]], used: int) -> None:
     check(decode_case(lengths, used=used, tokens=2))
@@ -265,9 +304,11 @@ def test_tables_of_another_cache() -> None:
         attend_ragged(case.call, held._replace(tiles=held.tiles[1:]), case.layer)
 
 
-def test_no_value_reaches_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("entry_format", [None, "int4"])
+def test_no_value_reaches_the_host(entry_format: EntryFormat | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers on meta tensors: reading a value would raise."""
     case = decode_case(LENGTHS, sinks=True)
+    case = case.packed(entry_format) if entry_format else case
     held = AppendBuffers(*(None if x is None else x.to("meta") for x in tiled(case)))
     call = Attention(*(x.to("meta") if isinstance(x, Tensor) else x for x in case.call))
     for module in (ragged_decode, ragged_extend):

@@ -154,18 +154,18 @@ def compare_dialogues(found: Sequence[Dialogue], expected: Dialogue) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def saved(folder: Path, policy: str, path: Path) -> Entries:
+def saved(folder: Path, policy: str, path: Path, **given: Any) -> Entries:
     """The entries after a prompt and a turn, which are in the file now."""
-    fast = with_policy(folder, policy)
+    fast = with_policy(folder, policy, **given)
     cache = fast.compress(IDS, MASK, reusable=False)
     turn(fast, cache, TURNS[0])
     cache.save(path)
     return entries_of(cache)
 
 
-def continued(folder: Path, policy: str, path: Path) -> tuple[Entries, Tensor]:
+def continued(folder: Path, policy: str, path: Path, **given: Any) -> tuple[Entries, Tensor]:
     """The entries in a file, and the logits of a turn on them."""
-    fast = with_policy(folder, policy)
+    fast = with_policy(folder, policy, **given)
     cache = kvpass.load_cache(path, fast)
     return entries_of(cache), turn(fast, cache, TURNS[1])[0]
 

@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from kvpass.config import EntryFormat
-from kvpass.operands import GROUP, GROUPED, AppendBuffers, Attention
-from kvpass.ops.entry_formats import (
-    dequantise,
-    dequantise_groups,
-    quantise,
-    quantise_keys,
-    quantise_values,
-    unpack,
-)
+from kvpass.operands import GROUP, AppendBuffers, Attention
+from kvpass.ops.entry_formats import dequantise, dequantise_groups, packed, unpack
 
 
 def assert_close(label: str, actual: Tensor, expected: Tensor, *, atol: float, rtol: float = 0.0) -> None:
@@ -103,6 +96,7 @@ def exact_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     rounds_weights: int = 0,
+    rounds_keys: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ExactAttention:
     """Attention from its definition. On the CPU; the leading axes broadcast.
@@ -111,9 +105,10 @@ def exact_attention(
         q: ``[..., T, D]``. k: ``[..., S, D]``. v: ``[..., S, Dv]``. hidden: bool ``[..., T, S]``, by default nothing.
         sinks: one more logit, broadcast to ``[..., T]``.
         rounds_weights: how often the computation may round weights or values to ``dtype``, by default that of the
-            values.
+            values. rounds_keys: whether it may round keys to it, once.
     """
-    half = rounds_weights * torch.finfo(dtype or v.dtype).eps / 2
+    once = torch.finfo(dtype or v.dtype).eps / 2
+    half = rounds_weights * once
     q, k, v = (x.cpu().double() for x in (q, k, v))
     logits = q @ k.mT * scale
     size = q.abs() @ k.abs().mT * abs(scale)
@@ -130,7 +125,7 @@ def exact_attention(
     weights = (logits - lse[..., None]).exp().nan_to_num()[..., : v.shape[-2]]
     out = weights @ v
     # An error d_j of a logit moves the output by w_j d_j (v_j - out); the mean of |v_j - out| is at most the deviation.
-    shift = EPS * (q.shape[-1] ** 0.5 + 2) * size.amax(-1)
+    shift = (EPS * (q.shape[-1] ** 0.5 + 2) + rounds_keys * once) * size.amax(-1)
     total = EPS * (seen**0.5 + 4)  # relative, of a sum over the columns and of the exponentials in it
     deviation = (weights @ v**2 - out**2).clamp(min=0.0).sqrt()
     return ExactAttention(
@@ -138,6 +133,9 @@ def exact_attention(
         Exact(lse, shift + total + EPS * lse.abs().nan_to_num(posinf=0.0)),
         Exact(weights, (2 * shift + total)[..., None] * weights),
     )
+
+
+OF_CODES = ("pool_k_scale", "pool_v_scale", "pool_k_steps", "pool_v_steps")
 
 
 @dataclass
@@ -168,13 +166,8 @@ class DecodeCase:
 
     def packed(self, entry_format: EntryFormat) -> DecodeCase:
         """The case with a pool of codes."""
-        if entry_format in GROUPED:
-            k, k_steps = quantise_keys(self.pool_k, self.offsets, GROUPED[entry_format])
-            v, v_steps = quantise_values(self.pool_v, GROUPED[entry_format])
-            return replace(self, pool_k=k, pool_v=v, pool_k_steps=k_steps, pool_v_steps=v_steps)
-        k, k_scale = quantise(self.pool_k, entry_format)
-        v, v_scale = quantise(self.pool_v, entry_format)
-        return replace(self, pool_k=k, pool_v=v, pool_k_scale=k_scale, pool_v_scale=v_scale)
+        held = packed(self.held, entry_format)
+        return replace(self, **{name: getattr(held, name) for name in ("pool_k", "pool_v", *OF_CODES)})
 
     @property
     def call(self) -> Attention:
@@ -183,8 +176,7 @@ class DecodeCase:
     @property
     def held(self) -> AppendBuffers:
         held = AppendBuffers(*(getattr(self, name) for name in AppendBuffers._fields[:7]))
-        names = ("pool_k_scale", "pool_v_scale", "pool_k_steps", "pool_v_steps")
-        return held._replace(**{name: getattr(self, name) for name in names})
+        return held._replace(**{name: getattr(self, name) for name in OF_CODES})
 
     @property
     def decode_state(self) -> list[Tensor]:
@@ -234,6 +226,7 @@ class DecodeCase:
                 softcap=self.softcap,
                 sinks=None if self.sinks is None else self.sinks[of_head, None],
                 rounds_weights=roundings,
+                rounds_keys=rounds_weights and self.pool_k_steps is not None,
                 dtype=self.q.dtype,
             )
             outs.append(found.out)
