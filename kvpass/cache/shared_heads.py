@@ -44,7 +44,7 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
             counts = torch.cat([_counts(offsets, group) for offsets in bounds], 2)
             buffers["offsets"] = _offsets(counts)
             for name in _POOL & buffers.keys():
-                buffers[name] = _joined_pool(name, [part[name] for part in own], bounds, buffers["offsets"], group)
+                buffers[name] = _joined_pool(name, [part[name] for part in own], bounds, group)
         found |= {prefix + name: x for name, x in buffers.items()}
     return found
 
@@ -66,17 +66,16 @@ def record_of_all(record: PromptRecord, ranks: Ranks, device: torch.device) -> P
 
     def all_heads(layers: LayersRecord) -> LayersRecord:
         kept, mass = (torch.cat(gathered(x), 2) for x in (layers.kept, layers.mass))
-        offsets, bounds = _offsets(kept), gathered(layers.offsets)
         slots = ranks.most(layers.positions.shape[1], device)
         parts = gathered(pad(layers.positions, (0, slots - layers.positions.shape[1]), value=EMPTY))
-        positions = _joined_pool("pool_positions", parts, bounds, offsets, layers.group)
+        positions = _joined_pool("pool_positions", parts, gathered(layers.offsets), layers.group)
         return LayersRecord(
             group=_group_of_all(layers.group, ranks.size),
             kept=kept,
             mass=mass,
             weights=layers.weights.cpu(),
             positions=positions,
-            offsets=offsets,
+            offsets=_offsets(kept),
         )
 
     sizes = torch.tensor([record.nbytes, record.ring_nbytes])
@@ -107,7 +106,7 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
             heads = group.geometry.kv_heads // ranks.size
             begins = whole["offsets"][:, ranks.rank * heads : -1 : group.geometry.kv_heads]
             for name in _POOL & whole.keys():
-                own[name] = _own_pool(name, whole[name], begins, counts[ranks.rank].sum(2), own["offsets"])
+                own[name] = _own_pool(name, whole[name], begins, counts[ranks.rank].sum(2))
         found |= {prefix + name: x for name, x in own.items()}
     return found, _with_heads(layout, lambda group: _of_heads(group, group.geometry.kv_heads // ranks.size))
 
@@ -164,41 +163,39 @@ def _offsets(counts: Tensor) -> Tensor:
     return pad(counts.flatten(1).cumsum(1), (1, 0)).int()
 
 
-def _empty_pool(like: Tensor, offsets: Tensor, name: str) -> Tensor:
-    slots = max(2, int(offsets[:, -1].max()))
-    return like.new_full((like.shape[0], slots, *like.shape[2:]), EMPTY if name == "pool_positions" else 0)
-
-
-def _joined_pool(
-    name: str, parts: Sequence[Tensor], bounds: Sequence[Tensor], offsets: Tensor, group: LayerGroup
-) -> Tensor:
+def _joined_pool(name: str, parts: Sequence[Tensor], bounds: Sequence[Tensor], group: LayerGroup) -> Tensor:
     """The pool of all heads: of each layer, the segments of one process after those of another.
 
     Args:
-        parts, bounds: pools and offsets of the processes. offsets: of all heads.
+        parts, bounds: pools and offsets of the processes.
     """
-    pool, layers = _empty_pool(parts[0], offsets, name), group.geometry.layers
-    for row in range(pool.shape[0]):
-        first = 0
-        for layer in range(layers):
-            for part, bound in zip(parts, bounds, strict=True):
-                begin, end = (int(bound[row, edge * group.geometry.kv_heads]) for edge in (layer, layer + 1))
-                pool[row, first : first + end - begin] = part[row, begin:end]
-                first += end - begin
-    return pool
+    edges = [bound[:, :: group.geometry.kv_heads].tolist() for bound in bounds]  # of the layers
+    rows = []
+    for row in range(len(parts[0])):
+        of_row = [(part[row], edge[row]) for part, edge in zip(parts, edges, strict=True)]
+        layers = range(group.geometry.layers)
+        rows.append([pool[edge[layer] : edge[layer + 1]] for layer in layers for pool, edge in of_row])
+    return _pool(name, rows)
 
 
-def _own_pool(name: str, whole: Tensor, begins: Tensor, counts: Tensor, offsets: Tensor) -> Tensor:
+def _own_pool(name: str, whole: Tensor, begins: Tensor, counts: Tensor) -> Tensor:
     """The pool of the heads of this process.
 
     Args:
         begins, counts: where its entries of each layer begin in the pool of all heads, and how many there are,
-            ``[B, L]``. offsets: of its heads.
+            ``[B, L]``.
     """
-    pool = _empty_pool(whole, offsets, name)
-    for row, (places, numbers) in enumerate(zip(begins.tolist(), counts.tolist(), strict=True)):
-        first = 0
-        for begin, count in zip(places, numbers, strict=True):
-            pool[row, first : first + count] = whole[row, begin : begin + count]
-            first += count
+    rows = [
+        [pool[begin : begin + count] for begin, count in zip(*places, strict=True)]
+        for pool, *places in zip(whole, begins.tolist(), counts.tolist(), strict=True)
+    ]
+    return _pool(name, rows)
+
+
+def _pool(name: str, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    """A pool of the entries of each row, given in parts."""
+    lengths, like = [sum(map(len, parts)) for parts in rows], rows[0][0]
+    pool = like.new_full((len(rows), max(2, *lengths), *like.shape[1:]), EMPTY if name == "pool_positions" else 0)
+    for own, length, parts in zip(pool, lengths, rows, strict=True):
+        torch.cat(list(parts), out=own[:length])
     return pool
