@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from divided_model import (
     WINDOW,
     agree_on_arguments,
     agree_on_captures,
+    command,
     compare_dialogues,
     compare_entries,
     continued,
@@ -27,6 +29,7 @@ from divided_model import (
     saved_where_nothing_can_be,
     sent_of_a_prompt,
 )
+from kvpass.cli.documents import Document
 from kvpass.frontends.latent_attention import attend_latents
 from processes import Processes
 from tiny_models import tiny_model
@@ -89,8 +92,8 @@ def compare(processes: Processes, folder: Path, policy: str, *, of_one: dict[str
     Args:
         of_one: what that one is compiled with; None: as the processes.
     """
-    expected = dialogue(folder, policy, **(given if of_one is None else of_one))
-    compare_dialogues(processes.run(dialogue, folder, policy, **given), expected)
+    own = functools.partial(dialogue, folder, policy, **(given if of_one is None else of_one))
+    compare_dialogues(*processes.run_beside(own, dialogue, folder, policy, **given))
 
 
 @pytest.mark.parametrize("policy", ["lava", "tova"])
@@ -201,3 +204,37 @@ def test_scores_are_what_processes_send_each_other(size, groups, folder_of):
     for sent in groups(size).run(sent_of_a_prompt, folder_of("llama"), "lava"):
         scores = [found for found in sent if found[0] == shape]
         assert scores == [(shape, 4 * shape[0] * shape[1] * shape[2])] * 2, sent
+
+
+@pytest.mark.exhaustive
+def test_evaluation_on_two_processes_answers_what_it_answers_on_one(two, tmp_path):
+    given = "eval builtin --tasks multi_needle --policies lava,tova --budgets 0.4 --samples 2 --length 150 --output"
+    own, divided = ([*given.split(), str(tmp_path / name), "--backend", "eager"] for name in ("one", "two"))
+    said, _ = two.run_beside(functools.partial(command, *own), command, *divided)
+    assert [text.count("written:") for text in said] == [1, 0]
+    one, two_of = (
+        [json.loads(line) for line in (tmp_path / folder / "samples.jsonl").read_text().splitlines()]
+        for folder in ("one", "two")
+    )
+    for record in (*one, *two_of):
+        record["kept"].pop("cache_bytes")  # tables of each process
+    assert one == two_of
+
+
+@pytest.mark.exhaustive
+def test_a_document_is_compressed_and_asked_on_two_processes(two, tmp_path):
+    text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
+    (tmp_path / "document.txt").write_text(text)
+    file, question, backend = (
+        str(tmp_path / "document.kv"),
+        "question the code of bara dador is",
+        ("--backend", "eager"),
+    )
+    compress = ("compress", str(tmp_path / "document.txt"), "--output", file, "--policy", "lava", "--budget", "64")
+    own = functools.partial(Document.compress, text, model="builtin", policy="lava", budget=64, backend="eager")
+    said, made = two.run_beside(own, command, *compress, *backend)
+    assert [said_by.count("written:") for said_by in said] == [1, 0]
+    expected = made.ask(question, new_tokens=3)
+    said = two.run(command, "ask", file, question, "--new-tokens", "3", *backend)
+    assert [said_by.splitlines() for said_by in said] == [[expected], []]
+    assert Document.load(file, backend="eager").ask(question, new_tokens=3) == expected

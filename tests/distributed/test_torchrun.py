@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import signal
 import subprocess
@@ -16,10 +15,8 @@ from pathlib import Path
 import pytest
 import transformers
 from packaging.version import Version
-from typer.testing import CliRunner
 
 from kvpass.cli.documents import Document
-from kvpass.cli.main import app
 from tiny_models import tiny_model
 
 pytestmark = [
@@ -100,40 +97,12 @@ def test_the_example_prints_what_its_docstring_shows():
     assert done.stdout.strip() == shown
 
 
-def test_the_command_answers_on_two_processes_what_it_answers_on_one(tmp_path):
-    given = (
-        "eval builtin --tasks multi_needle --policies lava,tova --budgets 0.4 --samples 2 --length 150 --backend eager"
-    )
-    command = [*given.split(), "--output"]
-    done = torchrun("-m", "kvpass", *command, str(tmp_path / "two"))
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stdout.count("written:") == 1
-    result = CliRunner().invoke(app, [*command, str(tmp_path / "one")])
-    assert result.exit_code == 0, result.output
-    one, two = (
-        [json.loads(line) for line in (tmp_path / folder / "samples.jsonl").read_text().splitlines()]
-        for folder in ("one", "two")
-    )
-    for record in (*one, *two):
-        record["kept"].pop("cache_bytes")  # tables of each process
-    assert one == two
-
-
-def test_a_document_is_compressed_and_asked_on_two_processes(tmp_path):
+def test_a_command_on_two_processes_prints_and_writes_once(tmp_path):
     text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
     (tmp_path / "document.txt").write_text(text)
-    made = Document.compress(text, model="builtin", policy="lava", budget=64, backend="eager")
-    file, question, backend = (
-        str(tmp_path / "document.kv"),
-        "question the code of bara dador is",
-        ["--backend", "eager"],
-    )
-    given = [str(tmp_path / "document.txt"), "--output", file, "--policy", "lava", "--budget", "64", *backend]
-    done = torchrun("-m", "kvpass", "compress", *given)
+    file = tmp_path / "document.kv"
+    given = [str(tmp_path / "document.txt"), "--output", str(file), "--policy", "lava", "--budget", "64"]
+    done = torchrun("-m", "kvpass", "compress", *given, "--backend", "eager")
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("written:") == 1
-    done = torchrun("-m", "kvpass", "ask", file, question, "--new-tokens", "3", *backend)
-    assert done.returncode == 0, done.stderr[-5000:]
-    expected = [made.ask(question, new_tokens=3)]
-    assert done.stdout.splitlines() == expected
-    assert [Document.load(file, backend="eager").ask(question, new_tokens=3)] == expected
+    assert Document.load(str(file), backend="eager").cache.lengths.sum() > 0
