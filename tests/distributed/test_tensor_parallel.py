@@ -38,9 +38,16 @@ pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
 )
 POLICIES = sorted(kvpass.POLICIES)
-OTHERS = ["qwen3", "gemma3", "qwen3_moe"]
-CASES = [(family, policy) for i, policy in enumerate(POLICIES) for family in ("llama", OTHERS[i % len(OTHERS)])]
-"""Every policy with llama and with another family."""
+OTHERS = {
+    "qwen3": ["lava", "tova", "criticalkv", "pyramidkv"],
+    "gemma3": ["cake", "layer_defensivekv", "kvzip_plus", "r_kv"],
+    "qwen3_moe": ["ada_snapkv", "h2o", "expected_attention", "triattention"],
+}
+CASES = [
+    *(("llama", policy) for policy in POLICIES),
+    *((family, policy) for family, policies in OTHERS.items() for policy in policies),
+]
+"""Every policy with llama, and some with other families."""
 LATENT = ["deepseek_v3", "youtu", "deepseek_v2", "minicpm3"]
 FURTHER = [
     *("mixtral", "llama4", "phi3", "gpt_oss", "qwen2", "gemma2", "olmo2", "phi", "starcoder2", "granite", "cohere2"),
@@ -166,13 +173,16 @@ def test_compiled_code_keeps_the_same(family, regions, two, folder_of):
     ],
 )
 def test_a_file_of_some_processes_is_continued_on_any_number(family, policy, groups, folder_of, tmp_path):
+    pairs = [(2, 1), (1, 2), (2, 4)]
+    if (family, policy) == ("llama", "lava"):
+        pairs += [(4, 1), (4, 2), (1, 4)]
     folder = folder_of(family)
     entries = saved(folder, policy, tmp_path / "1.kv")
     expected, logits = continued(folder, policy, tmp_path / "1.kv")
     compare_entries([expected], entries)
-    for size in (2, 4):
+    for size in sorted({name for name, _ in pairs} - {1}):
         compare_entries(groups(size).run(saved, folder, policy, tmp_path / f"{size}.kv"), entries)
-    for name, size in ((2, 1), (4, 1), (1, 2), (4, 2), (1, 4), (2, 4)):
+    for name, size in pairs:
         given = folder, policy, tmp_path / f"{name}.kv"
         parts = [continued(*given)] if size == 1 else groups(size).run(continued, *given)
         compare_entries([found for found, _ in parts], entries)
@@ -222,19 +232,11 @@ def test_evaluation_on_two_processes_answers_what_it_answers_on_one(two, tmp_pat
 
 
 @pytest.mark.exhaustive
-def test_a_document_is_compressed_and_asked_on_two_processes(two, tmp_path):
+def test_a_document_is_asked_on_two_processes(two, tmp_path):
     text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
-    (tmp_path / "document.txt").write_text(text)
-    file, question, backend = (
-        str(tmp_path / "document.kv"),
-        "question the code of bara dador is",
-        ("--backend", "eager"),
-    )
-    compress = ("compress", str(tmp_path / "document.txt"), "--output", file, "--policy", "lava", "--budget", "64")
-    own = functools.partial(Document.compress, text, model="builtin", policy="lava", budget=64, backend="eager")
-    said, made = two.run_beside(own, command, *compress, *backend)
-    assert [said_by.count("written:") for said_by in said] == [1, 0]
-    expected = made.ask(question, new_tokens=3)
-    said = two.run(command, "ask", file, question, "--new-tokens", "3", *backend)
-    assert [said_by.splitlines() for said_by in said] == [[expected], []]
-    assert Document.load(file, backend="eager").ask(question, new_tokens=3) == expected
+    made = Document.compress(text, model="builtin", policy="lava", budget=64, backend="eager")
+    made.save(tmp_path / "document.kv")
+    question, how = "question the code of bara dador is", ("--new-tokens", "3", "--backend", "eager")
+    own = functools.partial(made.ask, question, new_tokens=3)
+    said, expected = two.run_beside(own, command, "ask", str(tmp_path / "document.kv"), question, *how)
+    assert [printed.splitlines() for printed in said] == [[expected], []]

@@ -54,10 +54,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, running.returncode, *said)
 
 
-SAID = {
-    "refuses": "ValueError: in process 1 of 2, counted from 0: policy='lavva': did you mean 'lava'?",
-    "memory": "OutOfMemoryError: out of memory, injected",
-}
+REFUSED = "in process 1 of 2, counted from 0: policy='lavva': did you mean 'lava'?"
 
 
 def assert_gone(said: Iterable[str]) -> None:
@@ -67,12 +64,12 @@ def assert_gone(said: Iterable[str]) -> None:
             os.kill(process, 0)
 
 
-@pytest.mark.parametrize("how", SAID)
-def test_all_processes_end_within_a_minute_when_one_fails(how, tmp_path):
+def test_all_processes_refuse_what_one_does_and_end_within_a_minute_when_one_fails(tmp_path):
     tiny_model("llama", layers=2).save_pretrained(tmp_path)
-    done = torchrun(str(FAILING), str(tmp_path), how)
+    done = torchrun(str(FAILING), str(tmp_path), "memory")
     ended, lines = time.time(), done.stderr.splitlines()
-    assert done.returncode != 0 and SAID[how] in done.stderr, done.stderr[-5000:]
+    assert done.stderr.count(f"refused: {REFUSED}") == 2, done.stderr[-5000:]
+    assert done.returncode != 0 and "OutOfMemoryError: out of memory, injected" in done.stderr, done.stderr[-5000:]
     assert ended - max(float(line.split()[2]) for line in lines if line.startswith("fails: ")) < 60
     assert_gone(lines)
 
@@ -97,12 +94,14 @@ def test_the_example_prints_what_its_docstring_shows():
     assert done.stdout.strip() == shown
 
 
-def test_a_command_on_two_processes_prints_and_writes_once(tmp_path):
+def test_a_document_that_two_processes_compress_is_asked_on_one(tmp_path):
     text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
     (tmp_path / "document.txt").write_text(text)
-    file = tmp_path / "document.kv"
-    given = [str(tmp_path / "document.txt"), "--output", str(file), "--policy", "lava", "--budget", "64"]
+    file, question = str(tmp_path / "document.kv"), "question the code of bara dador is"
+    given = [str(tmp_path / "document.txt"), "--output", file, "--policy", "lava", "--budget", "64"]
     done = torchrun("-m", "kvpass", "compress", *given, "--backend", "eager")
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("written:") == 1
-    assert Document.load(str(file), backend="eager").cache.lengths.sum() > 0
+    alone = Document.compress(text, model="builtin", policy="lava", budget=64, backend="eager")
+    found, expected = (one.ask(question, new_tokens=3) for one in (Document.load(file, backend="eager"), alone))
+    assert found == expected
