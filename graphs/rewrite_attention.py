@@ -6,9 +6,8 @@ Before::
 
 After, prefill (once per layer, and one ``pack`` at the end of the graph)::
 
-    out, scores, traces, weight = kvpass.observe_attention(*call, start, first, layer, L, policy, *Requested,
-                                                            ranks)
-    kvpass.cascade_step(*PrefillBuffers, *Candidates(k, v, scores, traces, weight, first), layer, policy, ranks)
+    out, scores, stats, weight = kvpass.observe_attention(*call, start, first, layer, L, policy, *Requested, ranks)
+    kvpass.cascade_step(*PrefillBuffers, *Candidates(k, v, scores, stats, weight, first), layer, policy, ranks)
 
 After, decode and extend::
 
@@ -17,8 +16,6 @@ After, decode and extend::
 or, under a policy that evicts while decoding::
 
     out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl, ranks)
-
-whose prefill also has ``first_rows`` after ``cascade_step`` if its decode rule holds rows.
 
 An attention op with a sliding window or chunks becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and
 extend, under every policy. One ``columns_held`` precedes all ops that share a ring. ``layer`` of an operator is its
@@ -33,7 +30,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -63,6 +60,8 @@ WRITE_STATE = torch.ops.kvpass.write_state.default
 REAL_TOKENS = torch.ops.kvpass.real_tokens.default
 ABSORBED_QUERY = torch.ops.kvpass.absorbed_query.default
 EXPANDED_OUTPUT = torch.ops.kvpass.expanded_output.default
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +101,11 @@ class Site:
             UnsupportedAttentionError: there is none.
         """
         found = output_projection(self.node) if self.up is None else None  # what is cached are no values of heads
-        if found is None:
-            raise refuse(
-                self.node,
-                "the policy needs the output projection of the layer, which must be a linear layer (or addmm, or a "
-                "matrix product with a parameter) that reads the output of attention, heads side by side, and nothing "
-                "else may read that output; take a policy that does not need it, see docs/policies.md",
-            )
-        return found
+        return self._needed(
+            found,
+            "the output projection of the layer, which must be a linear layer (or addmm, or a matrix product with a "
+            "parameter) that reads the output of attention, heads side by side, and nothing else may read that output",
+        )
 
     @property
     def rotary_frequencies(self) -> Node:
@@ -118,15 +114,11 @@ class Site:
         Raises:
             UnsupportedAttentionError: they were not, or not all channels, or in another form.
         """
-        found = rotary_frequencies(self.q)
-        if found is None:
-            raise refuse(
-                self.node,
-                "the policy needs the rotary embedding of the queries, which must turn all channels, each of the first "
-                "half with one of the second, by position_ids times a tensor of the model; take a policy that does not "
-                "need it, see docs/policies.md",
-            )
-        return found
+        return self._needed(
+            rotary_frequencies(self.q),
+            "the rotary embedding of the queries, which must turn all channels, each of the first half with one of the "
+            "second, by position_ids times a tensor of the model",
+        )
 
     @property
     def attention_input(self) -> Node:
@@ -135,12 +127,21 @@ class Site:
         Raises:
             UnsupportedAttentionError: there is no such tensor.
         """
-        found = attention_input(self.q, self.k, self.v)
+        return self._needed(
+            attention_input(self.q, self.k, self.v),
+            "what enters the attention layer: one tensor that the linear layers of queries, keys and values read",
+        )
+
+    def _needed(self, found: R | None, what: str) -> R:
+        """Return what was found in the graph.
+
+        Raises:
+            UnsupportedAttentionError: nothing was.
+        """
         if found is None:
             raise refuse(
                 self.node,
-                "the policy needs what enters the attention layer: one tensor that the linear layers of queries, keys "
-                "and values read; take a policy that does not need it, see docs/policies.md",
+                f"the policy needs {what}; take a policy that does not need it, see docs/policies.md",
             )
         return found
 
@@ -369,16 +370,14 @@ class Rewriter:
         buffers = self._buffers(PrefillBuffers, place)
         entries = buffers[PrefillBuffers._fields.index("entries")]
         frequencies = site.rotary_frequencies if self.policy.reads_rotation else None
-        requested = Requested(self._projection(site), frequencies, entries)  # type: ignore[arg-type]
+        rows = self.state.get(f"{place.prefix}_rule_rows")
+        requested = Requested(self._projection(site), frequencies, entries, rule_rows=rows)  # type: ignore[arg-type]
         asked = (self.policy.spec, *requested, self._ranks)
         observed = self._call("observe_attention", *site.call, start, first, place.layer, place.layers, *asked)
         observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
         output, *seen = (self.gm.graph.call_function(operator.getitem, (observed, i)) for i in range(4))
         candidates = (site.k, site.v, *seen, first)
         self._call("cascade_step", *buffers, *candidates, place.layer, self.policy.spec, self._ranks)
-        rows = self.state.get(f"{place.prefix}_rule_rows")
-        if rows is not None:
-            self._call("first_rows", *site.call, start, rows, place.layer, place.layers, *asked)
         return output
 
     def _projection(self, site: Site) -> Node | None:

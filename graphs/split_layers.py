@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from kvpass.graphs.attention_input import attention_input
 from kvpass.graphs.bind_state import append_input, input_named, placeholders
 from kvpass.graphs.fx_utils import (
     Dim,
@@ -65,7 +66,7 @@ class Layer:
 
     Attributes:
         results: values that later layers need, or what the decoder returns. read_last: values of earlier layers that no
-            later one needs. entering: what enters attention, where it was asked for and the site has no sliding window.
+            later one needs. entering: what enters attention, where it is found.
     """
 
     before: Part
@@ -113,13 +114,12 @@ class SplitPrompt:
         return [self.begin.inputs, *(layer.reads for layer in self.layers)]
 
 
-def split_layers(gm: GraphModule, seen: Node, *, entering: bool = False) -> SplitPrompt:
+def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     """Split a canonical graph, which is changed: values that pass between layers are recorded as contiguous.
 
     Args:
-        seen: the input from which a decoder counts its positions. entering: parts also give what enters attention.
+        seen: the input from which a decoder counts its positions.
     Raises:
-        UnsupportedAttentionError: what enters attention is asked for and not found.
         CannotSplitError: a value that is not one for each token is needed in two layers, a layer writes into a tensor
             of another, or the decoder returns something else than logits.
     """
@@ -165,13 +165,13 @@ def split_layers(gm: GraphModule, seen: Node, *, entering: bool = False) -> Spli
     for site, (first, end) in zip(sites, pairwise([*cuts, len(order)]), strict=True):
         middle = order.index(site.node)
         pieces += [order[first:middle], site.node, order[middle + 1 : end]]
-    entered = [site.attention_input if entering and site.sliding_window is None else None for site in sites]
-    parts: list[Any] = make_parts(gm, pieces, [node for node in entered if node is not None])
+    entering = [attention_input(site.q, site.k, site.v) for site in sites]
+    parts: list[Any] = make_parts(gm, pieces, [node for node in entering if node is not None])
     if any(node.op.startswith("call_") for node in parts[0].inputs):
         raise CannotSplitError("sizes of positions are read from a layer")
     layers = [
         Layer(before, site, after, entering=node)
-        for before, site, after, node in zip(parts[1::3], sites, parts[3::3], entered, strict=True)
+        for before, site, after, node in zip(parts[1::3], sites, parts[3::3], entering, strict=True)
     ]
     return SplitPrompt(parts[0], _with_lives(layers, {*between, result}), result, axes, states, real)
 

@@ -275,7 +275,8 @@ class Requested(NamedTuple):
     projection: weight of the output projection ``[hidden, H * Dv]``, query head h read by the columns from ``h * Dv``
     on. frequencies: inverse frequencies of the rotary embedding ``[D / 2]``. entries: evictable entries per KV head per
     layer of each row, int64 ``[B]``. summed: attention summed over all
-    rows, fp32 ``[B, H, N]``. replayed: the most attention of a replay, fp32 ``[B, K, N]``.
+    rows, fp32 ``[B, H, N]``. replayed: the most attention of a replay, fp32 ``[B, K, N]``. rule_rows: of
+    :class:`EvictBuffers`; those of the layer are written.
     """
 
     projection: Tensor | None = None
@@ -283,13 +284,15 @@ class Requested(NamedTuple):
     entries: Tensor | None = None
     summed: Tensor | None = None
     replayed: Tensor | None = None
+    rule_rows: Tensor | None = None
 
-    def of(self, rows: slice, column: int) -> Requested:
-        """Return the same for some rows of the batch, from a column on."""
+    def of(self, layer: int, rows: slice, column: int) -> Requested:
+        """Return the same for some rows of the batch, from a column on; of ``rule_rows`` those of the layer."""
         entries = None if self.entries is None else self.entries[rows]
         by_column = (self.summed, self.replayed)
         summed, replayed = (None if x is None else x[rows, :, column:] for x in by_column)
-        return self._replace(entries=entries, summed=summed, replayed=replayed)
+        rule_rows = None if self.rule_rows is None else self.rule_rows[layer, rows]
+        return self._replace(entries=entries, summed=summed, replayed=replayed, rule_rows=rule_rows)
 
 
 NOTHING_REQUESTED = Requested()
@@ -355,14 +358,8 @@ class Lines(NamedTuple):
     position: Tensor
     entered: Entered | None = None
 
-    def with_values(self, value_dim: int) -> Lines:
-        """As :func:`with_values` of buffers."""
-        if self.pool_k is None or self.tail_v.shape[4] == value_dim:
-            return self
-        return self._replace(pool_v=self.pool_k[..., :value_dim], tail_v=self.tail_k[..., :value_dim])
 
-
-Held = TypeVar("Held", PrefillBuffers, AppendBuffers, EvictBuffers)
+Held = TypeVar("Held", PrefillBuffers, AppendBuffers, EvictBuffers, Lines)
 
 
 def with_values(buffers: Held, value_dim: int) -> Held:
@@ -370,7 +367,7 @@ def with_values(buffers: Held, value_dim: int) -> Held:
 
     Then ``pool_v`` and ``tail_v`` of the given buffers have no columns.
     """
-    if buffers.tail_v.shape[4] == value_dim:
+    if buffers.pool_k is None or buffers.tail_v.shape[4] == value_dim:
         return buffers
     return buffers._replace(pool_v=buffers.pool_k[..., :value_dim], tail_v=buffers.tail_k[..., :value_dim])
 

@@ -196,8 +196,6 @@ class Report:
             )
         if self.prompt.state_nbytes:
             lines.append(f"recurrent layers are outside the budget: {self.prompt.state_nbytes} bytes of states")
-        if self.ranks is not None:
-            lines.append(f"heads of process {self.ranks.rank} of {self.ranks.size}, counted from 0")
         if self.on_host:
             lines.append(
                 f"{self.on_host / 2**20:.0f} MiB of weights stay on the host: each call copies those of the next layer "

@@ -255,7 +255,7 @@ class CompressedCache(Cache):
         """Return the record of what was kept, of all heads where several processes share them.
 
         Args:
-            entries, window: of each row, int64 ``[B]``. stores: records of the stores.
+            entries, window: of each row, int64 ``[B]``. full_layers: records of the stores.
         """
         record = PromptRecord(
             start=self.start.clone(),  # the record outlives the cache

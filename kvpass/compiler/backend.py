@@ -123,13 +123,12 @@ class CanonicalGraph:
     """A captured graph with ``kvpass::site`` nodes.
 
     Attributes:
-        passes: records of the passes that made it. blocked: it as a prefill in blocks, when that was compiled; True:
-            whose parts also give what enters attention.
+        passes: records of the passes that made it. blocked: it as a prefill in blocks, when that was compiled.
     """
 
     gm: GraphModule
     passes: Sequence[PassRecord]
-    blocked: dict[bool, BlockedPrefill] = field(default_factory=dict)
+    blocked: BlockedPrefill | None = None
 
 
 @dataclass(frozen=True)
@@ -246,20 +245,19 @@ class PhaseCompiler:
         return working(f"compiling {call.phase} of {rows_text(call.cache.batch_size)} (up to about {seconds:.0f} s)")
 
     def _in_blocks(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> _Made:
-        """Split a captured graph into layers and compile their parts, once for all policies that need the same of them.
+        """Split a captured graph into layers and compile their parts, once for all policies.
 
         Raises:
             CannotSplitError: it has no layers.
         """
         passes: list[PassRecord] = []
-        entering = call.cache.policy.weighs_replays
-        if entering not in captured.blocked:
+        if captured.blocked is None:
             gm, mode = copy_graph(captured.gm), backend_mode()
             label = f"prefill.{len(self.records):02d}"
             nodes, fakes = add_state_placeholders(gm, {"seen": nothing_seen(layout_of(gm)[2])}, {}, mode)
             passes = run_passes(gm, [partial(offset_positions_pass, seen=nodes["seen"])], label=label)
             began = time.perf_counter()
-            split = split_layers(gm, nodes["seen"], entering=entering)
+            split = split_layers(gm, nodes["seen"])
             seconds = time.perf_counter() - began
             passes.append(PassRecord(name="split_layers", sites=len(split.layers), seconds=seconds, op_diff=""))
             for index, part in enumerate({part.key: part for part in split.parts}.values()):
@@ -270,8 +268,8 @@ class PhaseCompiler:
                 functions = compile_distinct(gm, split.parts, examples, compile_one)
             lookups = input_lookups(captured.gm) if layout_of(gm)[2].type == "cpu" else ()
             layout, allowed = layout_of(captured.gm)[0], lengths_allowed(gm, mode.shape_env)
-            captured.blocked[entering] = BlockedPrefill(gm, layout, split, functions, allowed, lookups)
-        decoder = captured.blocked[entering]
+            captured.blocked = BlockedPrefill(gm, layout, split, functions, allowed, lookups)
+        decoder = captured.blocked
 
         def run(call: Call, *inputs: Any) -> Any:
             cache, device = call.cache, decoder.device

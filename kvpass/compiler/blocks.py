@@ -40,7 +40,6 @@ from kvpass.graphs.split_layers import Layer, SplitPrompt
 from kvpass.graphs.verify.input_lookups import InputLookup
 from kvpass.host_weights import HostCopies
 from kvpass.operands import Attention, Candidates, Expansion, PrefillBuffers, Requested, RingBuffers
-from kvpass.ops.evict import first_rows
 from kvpass.ops.latents import absorbed, attend_prompt
 from kvpass.ops.reference import row_groups
 from kvpass.ops.schemas import implementation
@@ -200,15 +199,7 @@ class BlockedPrefill:
             state: the buffers that the prompt is written to, of :meth:`CompressedCache.prefill_state`. inputs: of the
                 captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
         """
-        if policy.reads_projection:
-            for layer in self.split.layers:
-                if not self.places[layer.site.layer].ring:
-                    weight = layer.site.output_projection.weight  # raises before anything is written
-                    assert not is_host_weight(weight) or weight in layer.reads, "it is copied with the layer"
-        if policy.reads_rotation:
-            for layer in self.split.layers:
-                if not self.places[layer.site.layer].ring:
-                    assert not is_host_weight(layer.site.rotary_frequencies), "vectors are on the device"  # may raise
+        self._find_what_is_read(policy)
         prompt = _Prompt(self, policy, state, inputs, block, ranks)
         edges = prompt.edges
         prompt.begin()
@@ -226,6 +217,25 @@ class BlockedPrefill:
         prompt.store_states()
         logits: Tensor = prompt.known[result]
         return logits
+
+    def _find_what_is_read(self, policy: Policy) -> None:
+        """Find in each layer what the policy reads of the model, before anything is written.
+
+        Raises:
+            UnsupportedAttentionError: it is not there.
+        """
+        for layer in self.split.layers:
+            if self.places[layer.site.layer].ring:
+                continue
+            if policy.weighs_replays:
+                entering = layer.site.attention_input
+                assert entering is layer.entering
+            if policy.reads_projection:
+                weight = layer.site.output_projection.weight
+                assert not is_host_weight(weight) or weight in layer.reads, "it is copied with the layer"
+            if policy.reads_rotation:
+                frequencies = layer.site.rotary_frequencies
+                assert not is_host_weight(frequencies), "vectors are on the device"
 
     def _last_edges(self, edges: list[int], block: int, logits: int) -> list[int]:
         """Where blocks of the last layer begin: the last one holds all tokens of which there are logits."""
@@ -273,11 +283,12 @@ class _Tokens:
         read: int,
         needed: int = 0,
         before: Attention | None = None,
+        entering: Node | None = None,
         follow: Callable[[Attention, Tensor | None], None] | None = None,
     ) -> tuple[Attention, Tensor | None, Tensor | None]:
         """Run a layer; return its call with the queries of the last ``read`` tokens, and their log-sum-exp.
 
-        Of tokens that run behind others also the L2 norm of what enters attention, fp32 ``[B, T]``, where it is given.
+        And the L2 norm of ``entering`` for each token, fp32 ``[B, T]``, where that is given.
 
         Args:
             edges: where blocks begin, and the end. needed: token from which on results are; of earlier ones only keys
@@ -295,8 +306,8 @@ class _Tokens:
             keys.put(seen + first, k)
             values.put(seen + first, v)
             queries.put(first, q)
-            if before is not None and layer.entering is not None:
-                x = self._part(layer.entering, first, end, made)
+            if entering is not None:
+                x = self._part(entering, first, end, made)
                 norms.append(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).view(len(q), -1))
             sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
             expansion = None if site.up is None else Expansion(self._part(site.up, first, end, made), site.nope)
@@ -497,7 +508,8 @@ class _Prompt(_Tokens):
         for replay, parts in self.replays:
             replay.known.update({node: self.known[node] for node in self.states})
             read, needed = 0 if place.ring else replay.tokens, replay.tokens if is_last else 0
-            call, _, entered = replay.attend(layer, replay.edges, read, needed, before=prompt)
+            entering = layer.entering if weighed else None
+            call, _, entered = replay.attend(layer, replay.edges, read, needed, before=prompt, entering=entering)
             if place.ring:
                 continue
             for rows, column, part in parts:
@@ -512,14 +524,12 @@ class _Prompt(_Tokens):
 
     def _judge(self, call: Attention, lse: Tensor | None, place: Place, requested: Requested) -> None:
         policy, buffers = self.policy, self._buffers(PrefillBuffers, place)
-        requested = requested._replace(entries=buffers.entries)
+        rows = self.state.get(f"{place.prefix}_rule_rows")
+        requested = requested._replace(entries=buffers.entries, rule_rows=rows)
         with record_function("kvpass::judge"):
             scores, stats, weight = self.ops.judge(
                 call, lse, self.start, self.first, place.layer, place.layers, policy, requested, self.ranks
             )
-        rows = self.state.get(f"{place.prefix}_rule_rows")
-        if rows is not None:
-            first_rows(call, self.start, rows, place.layer, place.layers, policy, requested, self.ranks)
         candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
         with record_function("kvpass::cascade_step"):
             self.ops.cascade_step(buffers, candidates.stored_in(buffers), place.layer, policy, self.ranks)

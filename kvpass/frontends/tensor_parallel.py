@@ -103,39 +103,50 @@ def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> dic
     own: dict[int, nn.Parameter] = {}
     whole: dict[str, Any] = {}
     for path, module in compiled.named_modules():
-        divided = {name: tensor for name, tensor in module._parameters.items() if hasattr(tensor, "device_mesh")}
+        divided: dict[str, Any] = {name: x for name, x in module._parameters.items() if hasattr(x, "device_mesh")}
         if not divided and "forward" not in vars(module):
             continue
-        if module._forward_pre_hooks or module._forward_hooks:
-            raise ValueError(
-                f"{path} is divided among processes by hooks, as by transformers before 5.17: use a newer one"
-            )
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path), plan.get(path, "no style"))
-        found = {name: _axis(tensor) for name, tensor in divided.items()}
-        expected, forward = _STYLES.get(style, (None, None))
-        if expected is None or any(axis not in expected.get(name, ()) for name, axis in found.items()):
-            raise ValueError(
-                f"{path or type(model).__name__} is divided among processes as {style!r} ({found}): supported are "
-                f"{', '.join(_STYLES)}, as most decoders have them"
-            )
+        forward = _forward_of(path, module, style, divided, ranks)
         for name, tensor in divided.items():
-            assert tensor is not None
             if id(tensor) not in own:
                 own[id(tensor)] = nn.Parameter(tensor.to_local(), requires_grad=False)
             module._parameters[name] = own[id(tensor)]
             whole[f"{path}.{name}"] = tensor
         vars(module).pop("forward", None)
-        if style.startswith(("colwise", "rowwise")) and type(module) is not nn.Linear:
-            raise ValueError(
-                f"{path} is a divided {type(module).__name__}: must be a plain torch.nn.Linear; several processes "
-                "cannot share a quantised model yet"
-            )
         if forward is not None:
-            if forward in (_rows, _gathered) and divided["weight"].shape[0] % ranks.size:
-                raise ValueError(f"{ranks.size} processes cannot share the rows of {path} alike")
             module.ranks = ranks
             module.forward = types.MethodType(forward, module)
     return whole
+
+
+def _forward_of(
+    path: str, module: nn.Module, style: str, divided: Mapping[str, Any], ranks: Ranks
+) -> Callable[..., Tensor] | None:
+    """Return the forward of a module that is divided in a style, None for that of its class.
+
+    Args:
+        divided: its divided parameters.
+    Raises:
+        ValueError: that is unsupported.
+    """
+    if module._forward_pre_hooks or module._forward_hooks:
+        raise ValueError(f"{path} is divided among processes by hooks, as by transformers before 5.17: use a newer one")
+    found = {name: _axis(tensor) for name, tensor in divided.items()}
+    expected, forward = _STYLES.get(style, (None, None))
+    if expected is None or any(axis not in expected.get(name, ()) for name, axis in found.items()):
+        raise ValueError(
+            f"{path or type(module).__name__} is divided among processes as {style!r} ({found}): supported are "
+            f"{', '.join(_STYLES)}, as most decoders have them"
+        )
+    if style.startswith(("colwise", "rowwise")) and type(module) is not nn.Linear:
+        raise ValueError(
+            f"{path} is a divided {type(module).__name__}: must be a plain torch.nn.Linear; several processes cannot "
+            "share a quantised model yet"
+        )
+    if forward in (_rows, _gathered) and divided["weight"].shape[0] % ranks.size:
+        raise ValueError(f"{ranks.size} processes cannot share the rows of {path} alike")
+    return forward
 
 
 def _axis(tensor: Any) -> int | None:

@@ -76,7 +76,7 @@ def judge(
 
     def observe(rows: slice, column: int, window: int) -> Observation:
         given = (*call.from_column(rows, column)[:4], window, layer, num_layers, call.softcap, call.sinks)
-        asked = requested.of(rows, column)._asdict()
+        asked = requested.of(layer, rows, column)._asdict()
         return KernelObservation(*given, ranks=ranks, site=site, rows=rows, column=column, **asked)
 
     if policy.takes_padded_rows and len(set(start.tolist())) > 1:
@@ -89,6 +89,7 @@ def _judge_padded(obs: Observation, first: Tensor, policy: Policy) -> tuple[Tens
     """As :func:`kvpass.ops.reference.judge_rows`, rows of different padding together."""
     b, kv_heads, n, _ = obs.keys.shape
     m, real = obs.evictable, torch.arange(n, device=first.device) >= first[:, None, None]
+    reference.write_first_rows(obs, policy)
     own = policy.checked_score(obs)
     found = obs.all_heads(own)
     scores = found.new_full((b, found.shape[1], n), float("-inf"))

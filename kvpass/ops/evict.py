@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvpass.operands import Attention, Entered, EvictBuffers, Lines, PrefillBuffers, Requested
+from kvpass.operands import Attention, Entered, EvictBuffers, Lines, PrefillBuffers
 from kvpass.ops import reference
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
@@ -84,36 +84,6 @@ def attend_evict(
         if order_after is not storage_order:
             storage_order.copy_(order_after)
     return outputs[0] if tokens == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
-
-
-def first_rows(
-    call: Attention,
-    start: Tensor,
-    rule_rows: Tensor,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    requested: Requested,
-    ranks: Ranks | None,
-) -> None:
-    """Write the rows of the decode rule after a prompt, of one layer.
-
-    Args:
-        call, start, requested: as in :func:`kvpass.ops.reference.judge`. rule_rows: of :class:`EvictBuffers`.
-    Raises:
-        ValueError: layers of one KV shape have different numbers of query heads.
-    """
-    rule, (kv_heads, group) = policy.decode_rule(), rule_rows.shape[2:4]
-    assert rule is not None
-    if call.q.shape[1] != kv_heads * group:
-        raise ValueError(
-            f"policy {policy.name!r}: layers of {call.q.shape[1]} and of {kv_heads * group} query heads with KV heads "
-            "of the same shape are not supported; take another policy"
-        )
-    for rows, column in reference.row_groups(start):
-        window = min(policy.window, call.k.shape[2] - column)
-        obs = reference.observation(call, rows, column, window, layer, num_layers, requested, ranks)
-        rule_rows[layer, rows] = rule.first_rows(obs)
 
 
 def _keys_of(lines: Lines, layer: int) -> Tensor:

@@ -201,7 +201,8 @@ def judge(
     Args:
         call: q holds the last rows, as many as the policy reads. lse: of these rows, from :func:`attend_prompt`.
         start: first real column, int64 ``[B]``, on the CPU. first: the same on the device of the call.
-        requested: for the rows of the batch; ``summed`` are :func:`column_sums` of the whole prompt.
+        requested: for the rows of the batch; ``summed`` are :func:`column_sums` of the whole prompt. ``rule_rows`` of
+            the layer are written.
         ranks: processes that share the heads of the layer.
     Returns:
         scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats of the heads of this process,
@@ -227,7 +228,7 @@ def observation(
 ) -> Observation:
     """Return what a policy sees of some rows of a prompt, from their first real column on."""
     q, k, v, scale, softcap, sinks = call.from_column(rows, column)
-    given = requested.of(rows, column)._asdict()
+    given = requested.of(layer, rows, column)._asdict()
     return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, ranks=ranks, **given)
 
 
@@ -247,6 +248,7 @@ def judge_rows(
     for rows, column in row_groups(start):
         window = min(policy.window, n - column)
         obs = observe(rows, column, window)
+        write_first_rows(obs, policy)
         own = policy.checked_score(obs)
         site_scores = obs.all_heads(own)
         judged.append(F.pad(site_scores, (column, window), value=float("-inf")))
@@ -259,6 +261,24 @@ def judge_rows(
         if layer_weight is not None:
             weight[rows] = layer_weight
     return torch.cat(judged), stats, weight
+
+
+def write_first_rows(obs: Observation, policy: Policy) -> None:
+    """Write the rows of the decode rule after a prompt, where it has any.
+
+    Raises:
+        ValueError: layers of one KV shape have different numbers of query heads.
+    """
+    if obs.rule_rows is None:
+        return
+    rule, (kv_heads, group) = policy.decode_rule(), obs.rule_rows.shape[1:3]
+    assert rule is not None
+    if obs.group != group:
+        raise ValueError(
+            f"policy {policy.name!r}: layers of {kv_heads * obs.group} and of {kv_heads * group} query heads with KV "
+            "heads of the same shape are not supported; take another policy"
+        )
+    obs.rule_rows.copy_(rule.first_rows(obs))
 
 
 def cascade_step(
@@ -311,8 +331,7 @@ def reallocate_budgets(
     if policy.compares_layers:
         buffers.layer_weights.copy_(_best_entries(buffers, candidates, layer, ranks))
     budgets = policy.layer_budgets(buffers.layer_weights, entries, available, kv_heads, layer + 1)
-    own = candidates.k.shape[1]
-    owner_layer = slots[OWNER].clamp(min=0).long() // own
+    owner_layer = slots[OWNER].clamp(min=0).long() // candidates.k.shape[1]
     slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), _EMPTY)
     rank = policy.rank(scores, entries)
     storage_order = (torch.arange(n, device=scores.device) - candidates.start[:, None])[:, None].expand(b, kv_heads, n)
@@ -320,8 +339,9 @@ def reallocate_budgets(
     if rule is not None:
         storage_order = rule.first_storage_order(scores, storage_order, entries)
     keep = (rank < budgets[:, layer, None, None]) & (scores > float("-inf"))
-    heads = slice(None) if ranks is None else slice(ranks.rank * own, (ranks.rank + 1) * own)
-    return keep[:, heads], rank[:, heads], storage_order[:, heads]
+    if ranks is not None:
+        keep, rank, storage_order = (ranks.own(x, 1) for x in (keep, rank, storage_order))
+    return keep, rank, storage_order
 
 
 def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, ranks: Ranks | None) -> Tensor:

@@ -9,7 +9,7 @@ operator               what it does
 ``site``               the canonical attention op: causal attention over the tokens of this call only; ``refusal`` is
                        the reason why a traced call is unsupported; graphs with such a call are not compiled
 ``observe_attention``  the same over a left-padded prompt, plus the policy's scores, stats (attention mass, decode
-                       state) and layer weight
+                       state) and layer weight; where the decode rule has rows in the cache, they are written
 ``cascade_step``       reallocate the budgets of earlier layers, move this layer's selected entries into the pool
 ``pack``               permute the pool into (layer, head, position) order and write the offsets
 ``absorbed_query``     queries of latent rows for those of expanded heads; traced through by Inductor
@@ -17,7 +17,6 @@ operator               what it does
 ``attend_cache``       append new tokens to the tail, attend pool + tail
 ``attend_evict``       append and attend, for policies that evict while decoding: the evicted entry's slot is reused
 ``observe_held``       scores, attention mass and layer weight of pool + tail, for recompression after an append
-``first_rows``         what the cache holds of a prompt's queries, for policies whose decode rule reads them
 ``fill_ring``          attention in a window or chunks over a left-padded prompt; the newest columns go into the ring
 ``columns_held``       the column in each slot of a ring, once a step for all layers of the ring
 ``attend_ring``        attend ring + new tokens inside the window or chunk, put the new tokens into the ring
@@ -137,19 +136,6 @@ def _observe_held(
     ranks: Ranks | None,
 ) -> None:
     recompress.observe_held(call, held, found, layer, num_layers, policy, ranks)
-
-
-def _first_rows(
-    call: Attention,
-    start: Tensor,
-    rule_rows: Tensor,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    requested: Requested,
-    ranks: Ranks | None,
-) -> None:
-    evict.first_rows(call, start, rule_rows, layer, num_layers, policy, requested, ranks)
 
 
 def _fill_ring(call: Attention, ring: RingBuffers, start: Tensor, layer: int, chunked: bool) -> Tensor:
@@ -298,7 +284,7 @@ _register("site", lambda *given: _site(*_site_call(*given)), lambda *given: _fak
 for _name, _operand in (("absorbed_query", "q"), ("expanded_output", "out")):
     _LIBRARY.define(f"{_name}(Tensor {_operand}, Tensor up, int nope) -> Tensor")
     _LIBRARY.impl(_name, getattr(latents, _name), "CompositeImplicitAutograd")
-_define(_observe_attention, _fake_observation, returns="(Tensor, Tensor, Tensor, Tensor)")
+_define(_observe_attention, _fake_observation, returns="(Tensor, Tensor, Tensor, Tensor)", written={"rule_rows"})
 _define(_cascade_step, _fake_nothing, returns="()", written=written_in("prefill") - {"offsets"})
 _define(_pack, _fake_nothing, returns="()", written={"pool_k", "pool_v", "slots", "slot_stats", "offsets"})
 _define(_attend_cache, _fake_output, written=written_in("append"))
@@ -306,7 +292,6 @@ _define(_attend_evict, _fake_output, written=written_in("evict"))
 _define(
     _observe_held, _fake_nothing, returns="()", written={"recompress_scores", "recompress_masses", "recompress_weights"}
 )
-_define(_first_rows, _fake_nothing, returns="()", written={"rule_rows"})
 _define(_fill_ring, _fake_output, written=written_in("prefill"))
 _define(_columns_held, _fake_columns)
 _define(_attend_ring, _fake_output, written=written_in("append"))

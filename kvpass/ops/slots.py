@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.operands import Attention, Lines
+from kvpass.operands import Attention, Lines, with_values
 from kvpass.policies.decode_rules import keep_mask
 from kvpass.policies.observation import attention_weights
 
@@ -33,7 +33,7 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
         ValueError: a line has no empty slot.
     """
     q, k, v, scale, softcap, sinks = call
-    pool_k, pool_v, offsets, tail_k, tail_v, position, entered = lines.with_values(v.shape[3])
+    pool_k, pool_v, offsets, tail_k, tail_v, position, entered = with_values(lines, v.shape[3])
     rows, heads = q.shape[:2]
     kv_heads, width = position.shape[1:]
     group, behind = heads // kv_heads, width - tail_k.shape[3]

@@ -151,7 +151,8 @@ class Policy(ABC):
         """Whether all functions of an observation take padding; one that a subclass defines does if it is marked."""
         rule = self.decode_rule()
         parts = [type(self).score, type(self).layer_weight, type(self.layers()).weight]
-        parts += [type(rule).start] if rule is not None else []
+        if rule is not None:
+            parts += [type(rule).start, *([type(rule).first_rows] if rule.rows_per_head else [])]
         return all(getattr(part, "takes_padding", False) for part in parts)
 
     def _check_shape(self, gave: str, found: object, expected: tuple[int, ...]) -> None:

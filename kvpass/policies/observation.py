@@ -102,6 +102,8 @@ class Observation:
         replayed: :attr:`replayed_attention`, given to policies that say ``reads_replays``.
         entries: evictable entries per KV head per layer on average, int64 ``[B]``: the budget without the window. None
             when a cache is compressed again.
+        rule_rows: rows of the policy's decode rule after the prompt, fp32 ``[B, K, G, rows, D]``, where the cache holds
+            them; they are made before the scores.
         ranks: processes that share the heads of the layer; queries, keys, values and all statistics are then those of
             this process. None: one process has all.
 
@@ -124,6 +126,7 @@ class Observation:
     frequencies: Tensor | None = None
     replayed: Tensor | None = None
     entries: Tensor | None = None
+    rule_rows: Tensor | None = None
     ranks: Ranks | None = None
 
     def all_heads(self, x: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from kvpass.policies.scores import pool_scores
 
 _BLOCK_ELEMENTS = 1 << 24
 """Cosines that exist at a time."""
+_CPU_BLOCK_ELEMENTS = 1 << 20
+"""The same on a CPU: what its caches hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,10 @@ class RKV(Policy):
     multiple of ``buffer``, and takes neighbours and "last" in storage order: descending score after an eviction. A row
     without a similar entry loses the cosine of its first one there, and here.
 
-    Departures: attention sinks of the model (a further logit) are left out. The cosines of n entries take n^2 D
-    operations per KV head, of a prompt too; they are made in blocks of rows.
+    Departures: attention sinks of the model (a further logit) are left out.
+
+    The mean over j takes one sum of all keys. The last cosine above ``threshold`` takes up to n^2 D operations per KV
+    head, of a prompt too; on a CPU fewer, the nearer to the end a key has one.
 
     Args:
         window: newest tokens, which observe and are always kept (the paper's alpha).
@@ -149,15 +153,39 @@ def redundancy(keys: Tensor, held: Tensor, threshold: float) -> Tensor:
     Args:
         keys: fp32 ``[B, K, N, D]``. held: which are entries, bool ``[B, K, N]``; they come first, and there is one.
     """
-    n = keys.shape[2]
     unit = torch.where(held[..., None], keys / (keys.norm(dim=-1, keepdim=True) + 1e-8), 0.0)
-    column = torch.arange(n, device=keys.device)
-    rows = max(_BLOCK_ELEMENTS // (held.shape[0] * held.shape[1] * n), 1)
-    total = torch.zeros_like(held, dtype=torch.float32)
-    for first in range(0, n, rows):
-        cosines = unit[:, :, first : first + rows] @ unit.mT
-        cosines.diagonal(first, 2, 3).zero_()
-        last_similar = torch.where(cosines > threshold, column, 0).amax(3, keepdim=True)
-        total += cosines.scatter_(3, last_similar, 0.0).sum(2)
-    mean = total / held.sum(2, keepdim=True)
+    last = _last_similar(unit, threshold)
+    unit = unit.double()
+    total = (unit * (unit.sum(2, keepdim=True) - unit)).sum(3)
+    lost = (unit * unit.gather(2, last[..., None].expand_as(unit))).sum(3)
+    diagonal = last == torch.arange(keys.shape[2], device=keys.device)  # of the first row: lost already
+    total = total.scatter_add(2, last, -lost.masked_fill(diagonal, 0.0))
+    mean = (total / held.sum(2, keepdim=True)).float()
     return torch.where(held, mean.masked_fill(~held, float("-inf")).softmax(2), 0.0)
+
+
+def _last_similar(unit: Tensor, threshold: float) -> Tensor:
+    """Return for each key the last other one with a cosine above the threshold, 0 if none has: int64 ``[B, K, N]``.
+
+    Looks at blocks of columns, the last first. On a CPU rows that have found theirs are left out of the next ones.
+
+    Args:
+        unit: keys of norm 1, or 0 where there is no entry, fp32 ``[B, K, N, D]``.
+    """
+    batch, kv_heads, n, _ = unit.shape
+    last = torch.zeros(batch, kv_heads, n, dtype=torch.int64, device=unit.device)
+    rows, end = torch.arange(n, device=unit.device), n
+    elements = _CPU_BLOCK_ELEMENTS if unit.is_cpu else _BLOCK_ELEMENTS
+    while end > 0 and rows.numel() > 0:
+        first = max(end - max(elements // (batch * kv_heads * rows.numel()), 1), 0)
+        cosines = unit[:, :, rows] @ unit[:, :, first:end].mT
+        own = (rows - first).clamp(0, end - first - 1)[:, None]
+        is_own, own = own == (rows - first)[:, None], own.expand(batch, kv_heads, -1, 1)
+        cosines.scatter_(3, own, torch.where(is_own, 0.0, cosines.gather(3, own)))
+        place = torch.arange(1, end - first + 1, dtype=torch.float32, device=unit.device)
+        found = cosines.gt_(threshold).mul_(place).amax(3).long()  # 0: none in these columns
+        last[:, :, rows] = torch.maximum(last[:, :, rows], torch.where(found > 0, first + found - 1, 0))
+        if unit.is_cpu:
+            rows = rows[(found == 0).any(1).any(0)]
+        end = first
+    return last

@@ -71,8 +71,9 @@ class TriAttention(Policy):
 
     def score(self, obs: Observation) -> Tensor:
         rule = self.decode_rule()
+        rows = rule.first_rows(obs) if obs.rule_rows is None else obs.rule_rows
         tokens = torch.full((obs.keys.shape[0],), obs.length, device=obs.keys.device)
-        return rule.worth(rule.first_rows(obs), obs.keys[:, :, : obs.evictable], tokens)
+        return rule.worth(rows, obs.keys[:, :, : obs.evictable], tokens)
 
     def decode_rule(self) -> Distances:
         return Distances(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from divided_model import (
     WINDOW,
     agree_on_arguments,
     agree_on_captures,
+    command,
     compare_dialogues,
     compare_entries,
     continued,
@@ -27,6 +29,7 @@ from divided_model import (
     saved_where_nothing_can_be,
     sent_of_a_prompt,
 )
+from kvpass.cli.documents import Document
 from kvpass.frontends.latent_attention import attend_latents
 from processes import Processes
 from tiny_models import tiny_model
@@ -35,9 +38,16 @@ pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
 )
 POLICIES = sorted(kvpass.POLICIES)
-OTHERS = ["qwen3", "gemma3", "qwen3_moe"]
-CASES = [(family, policy) for i, policy in enumerate(POLICIES) for family in ("llama", OTHERS[i % len(OTHERS)])]
-"""Every policy with llama and with another family."""
+OTHERS = {
+    "qwen3": ["lava", "tova", "criticalkv", "pyramidkv"],
+    "gemma3": ["cake", "layer_defensivekv", "kvzip_plus", "r_kv"],
+    "qwen3_moe": ["ada_snapkv", "h2o", "expected_attention", "triattention"],
+}
+CASES = [
+    *(("llama", policy) for policy in POLICIES),
+    *((family, policy) for family, policies in OTHERS.items() for policy in policies),
+]
+"""Every policy with llama, and some with other families."""
 LATENT = ["deepseek_v3", "youtu", "deepseek_v2", "minicpm3"]
 FURTHER = [
     *("mixtral", "llama4", "phi3", "gpt_oss", "qwen2", "gemma2", "olmo2", "phi", "starcoder2", "granite", "cohere2"),
@@ -89,8 +99,8 @@ def compare(processes: Processes, folder: Path, policy: str, *, of_one: dict[str
     Args:
         of_one: what that one is compiled with; None: as the processes.
     """
-    expected = dialogue(folder, policy, **(given if of_one is None else of_one))
-    compare_dialogues(processes.run(dialogue, folder, policy, **given), expected)
+    own = functools.partial(dialogue, folder, policy, **(given if of_one is None else of_one))
+    compare_dialogues(*processes.run_beside(own, dialogue, folder, policy, **given))
 
 
 @pytest.mark.parametrize("policy", ["lava", "tova"])
@@ -164,13 +174,16 @@ def test_compiled_code_keeps_the_same(family, regions, two, folder_of):
     ],
 )
 def test_a_file_of_some_processes_is_continued_on_any_number(family, policy, given, groups, folder_of, tmp_path):
+    pairs = [(2, 1), (1, 2), (2, 4)]
+    if (family, policy, given) == ("llama", "lava", {}):
+        pairs += [(4, 1), (4, 2), (1, 4)]
     folder = folder_of(family, head_dim=32) if given else folder_of(family)
     entries = saved(folder, policy, tmp_path / "1.kv", **given)
     expected, logits = continued(folder, policy, tmp_path / "1.kv", **given)
     compare_entries([expected], entries)
-    for size in (2, 4):
+    for size in sorted({name for name, _ in pairs} - {1}):
         compare_entries(groups(size).run(saved, folder, policy, tmp_path / f"{size}.kv", **given), entries)
-    for name, size in ((2, 1), (4, 1), (1, 2), (4, 2), (1, 4), (2, 4)):
+    for name, size in pairs:
         call = folder, policy, tmp_path / f"{name}.kv"
         parts = [continued(*call, **given)] if size == 1 else groups(size).run(continued, *call, **given)
         compare_entries([found for found, _ in parts], entries)
@@ -202,3 +215,29 @@ def test_scores_are_what_processes_send_each_other(size, groups, folder_of):
     for sent in groups(size).run(sent_of_a_prompt, folder_of("llama"), "lava"):
         scores = [found for found in sent if found[0] == shape]
         assert scores == [(shape, 4 * shape[0] * shape[1] * shape[2])] * 2, sent
+
+
+@pytest.mark.exhaustive
+def test_evaluation_on_two_processes_answers_what_it_answers_on_one(two, tmp_path):
+    given = "eval builtin --tasks multi_needle --policies lava,tova --budgets 0.4 --samples 2 --length 150 --output"
+    own, divided = ([*given.split(), str(tmp_path / name), "--backend", "eager"] for name in ("one", "two"))
+    said, _ = two.run_beside(functools.partial(command, *own), command, *divided)
+    assert [text.count("written:") for text in said] == [1, 0]
+    one, two_of = (
+        [json.loads(line) for line in (tmp_path / folder / "samples.jsonl").read_text().splitlines()]
+        for folder in ("one", "two")
+    )
+    for record in (*one, *two_of):
+        record["kept"].pop("cache_bytes")  # tables of each process
+    assert one == two_of
+
+
+@pytest.mark.exhaustive
+def test_a_document_is_asked_on_two_processes(two, tmp_path):
+    text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
+    made = Document.compress(text, model="builtin", policy="lava", budget=64, backend="eager")
+    made.save(tmp_path / "document.kv")
+    question, how = "question the code of bara dador is", ("--new-tokens", "3", "--backend", "eager")
+    own = functools.partial(made.ask, question, new_tokens=3)
+    said, expected = two.run_beside(own, command, "ask", str(tmp_path / "document.kv"), question, *how)
+    assert [printed.splitlines() for printed in said] == [[expected], []]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import signal
 import subprocess
@@ -16,10 +15,8 @@ from pathlib import Path
 import pytest
 import transformers
 from packaging.version import Version
-from typer.testing import CliRunner
 
 from kvpass.cli.documents import Document
-from kvpass.cli.main import app
 from tiny_models import tiny_model
 
 pytestmark = [
@@ -57,10 +54,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, running.returncode, *said)
 
 
-SAID = {
-    "refuses": "ValueError: in process 1 of 2, counted from 0: policy='lavva': did you mean 'lava'?",
-    "memory": "OutOfMemoryError: out of memory, injected",
-}
+REFUSED = "in process 1 of 2, counted from 0: policy='lavva': did you mean 'lava'?"
 
 
 def assert_gone(said: Iterable[str]) -> None:
@@ -70,12 +64,12 @@ def assert_gone(said: Iterable[str]) -> None:
             os.kill(process, 0)
 
 
-@pytest.mark.parametrize("how", SAID)
-def test_all_processes_end_within_a_minute_when_one_fails(how, tmp_path):
+def test_all_processes_refuse_what_one_does_and_end_within_a_minute_when_one_fails(tmp_path):
     tiny_model("llama", layers=2).save_pretrained(tmp_path)
-    done = torchrun(str(FAILING), str(tmp_path), how)
+    done = torchrun(str(FAILING), str(tmp_path), "memory")
     ended, lines = time.time(), done.stderr.splitlines()
-    assert done.returncode != 0 and SAID[how] in done.stderr, done.stderr[-5000:]
+    assert done.stderr.count(f"refused: {REFUSED}") == 2, done.stderr[-5000:]
+    assert done.returncode != 0 and "OutOfMemoryError: out of memory, injected" in done.stderr, done.stderr[-5000:]
     assert ended - max(float(line.split()[2]) for line in lines if line.startswith("fails: ")) < 60
     assert_gone(lines)
 
@@ -100,40 +94,14 @@ def test_the_example_prints_what_its_docstring_shows():
     assert done.stdout.strip() == shown
 
 
-def test_the_command_answers_on_two_processes_what_it_answers_on_one(tmp_path):
-    given = (
-        "eval builtin --tasks multi_needle --policies lava,tova --budgets 0.4 --samples 2 --length 150 --backend eager"
-    )
-    command = [*given.split(), "--output"]
-    done = torchrun("-m", "kvpass", *command, str(tmp_path / "two"))
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert done.stdout.count("written:") == 1
-    result = CliRunner().invoke(app, [*command, str(tmp_path / "one")])
-    assert result.exit_code == 0, result.output
-    one, two = (
-        [json.loads(line) for line in (tmp_path / folder / "samples.jsonl").read_text().splitlines()]
-        for folder in ("one", "two")
-    )
-    for record in (*one, *two):
-        record["kept"].pop("cache_bytes")  # tables of each process
-    assert one == two
-
-
-def test_a_document_is_compressed_and_asked_on_two_processes(tmp_path):
+def test_a_document_that_two_processes_compress_is_asked_on_one(tmp_path):
     text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
     (tmp_path / "document.txt").write_text(text)
-    made = Document.compress(text, model="builtin", policy="lava", budget=64, backend="eager")
-    file, question, backend = (
-        str(tmp_path / "document.kv"),
-        "question the code of bara dador is",
-        ["--backend", "eager"],
-    )
-    given = [str(tmp_path / "document.txt"), "--output", file, "--policy", "lava", "--budget", "64", *backend]
-    done = torchrun("-m", "kvpass", "compress", *given)
+    file, question = str(tmp_path / "document.kv"), "question the code of bara dador is"
+    given = [str(tmp_path / "document.txt"), "--output", file, "--policy", "lava", "--budget", "64"]
+    done = torchrun("-m", "kvpass", "compress", *given, "--backend", "eager")
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("written:") == 1
-    done = torchrun("-m", "kvpass", "ask", file, question, "--new-tokens", "3", *backend)
-    assert done.returncode == 0, done.stderr[-5000:]
-    expected = [made.ask(question, new_tokens=3)]
-    assert done.stdout.splitlines() == expected
-    assert [Document.load(file, backend="eager").ask(question, new_tokens=3)] == expected
+    alone = Document.compress(text, model="builtin", policy="lava", budget=64, backend="eager")
+    found, expected = (one.ask(question, new_tokens=3) for one in (Document.load(file, backend="eager"), alone))
+    assert found == expected

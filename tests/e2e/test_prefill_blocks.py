@@ -101,8 +101,9 @@ def test_another_policy_compiles_no_part_of_the_prefill_again(monkeypatch):
     monkeypatch.setattr(backend, "compile_fx", lambda *a, **k: compiled.append(a) or compile_fx(*a, **k))
     fast = kvpass.compile(tiny_model("llama", layers=2), policy="snapkv", budget=16, window=8)
     fast(random_ids(1, 40))
-    fast.set_policy("h2o", 16, window=8)
-    fast(random_ids(1, 40))
+    for policy in ("h2o", "kvzip_plus"):
+        fast.set_policy(policy, 16, window=8)
+        fast(random_ids(1, 40))
     assert len(compiled) == 4
     (record,) = fast.report().compiled
     assert (record.phase, record.parts) == ("prefill", 4)

@@ -329,9 +329,10 @@ def r_kv_by_hand(keys: Tensor, queries: Tensor, held: list[int], window: int, mo
     return sorted(old[at] for at in best) + held[len(old) :]
 
 
-@pytest.mark.parametrize("length", [20, 9])
-def test_r_kv_equals_a_brute_force(length):
-    """A buffer of three tokens; also a prompt that fits the budget, which then grows beyond it."""
+@pytest.mark.parametrize(("length", "block"), [(20, 1 << 20), (20, 50), (9, 50)])
+def test_r_kv_equals_a_brute_force(length, block, monkeypatch):
+    """A buffer of three tokens; also a prompt that fits the budget, which then grows beyond it; cosines in blocks."""
+    monkeypatch.setattr("kvpass.policies.r_kv._CPU_BLOCK_ELEMENTS", block)
     q, k, v = (x.double() for x in tensors(8, layers=2, length=length))
     decode = tuple(x.double() for x in new_tokens(8, 9, (q, k, v)))
     options = {"kernel_size": 3, "importance": 0.4, "threshold": 0.6}

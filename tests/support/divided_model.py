@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
 
 import kvpass
 from kvpass import ranks
+from kvpass.cli.main import app
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.policies.base import Policy
@@ -277,3 +280,15 @@ def sent_of_a_prompt(folder: Path, policy: str) -> list[tuple[torch.Size, int]]:
     with mock.patch.object(ranks.dist, "all_gather", counted):
         fast.compress(IDS)
     return sent
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> str:
+    """What the command ``kvpass`` prints; where processes have a group, in one that ``torchrun`` would have started."""
+    launched = {"TORCHELASTIC_RUN_ID": "test"} if dist.is_initialized() else {}
+    with mock.patch.dict(os.environ, launched):
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout

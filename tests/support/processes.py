@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -22,6 +22,8 @@ IMPORTED = ["torch._dynamo", "transformers.models.auto.modeling_auto", "transfor
 """What the processes have when they start: they are forks of one that has imported it."""
 PATIENCE = 300
 """Seconds within which all processes must answer."""
+
+R = TypeVar("R")
 
 
 class Processes:
@@ -45,13 +47,24 @@ class Processes:
         Raises:
             AssertionError: it raised in a process, or did not return. Then all are ended: the others may wait for it.
         """
+        return self.run_beside(lambda: None, function, *args, **given)[0]
+
+    def run_beside(self, own: Callable[[], R], function: Callable[..., Any], *args: Any, **given: Any) -> tuple[Any, R]:
+        """As :meth:`run`, and what another function gives that runs here at the same time."""
         if not self._started:
             self._start()
         call = pickle.dumps((function, args, given))
-        places: dict[Any, int] = {}
-        for rank, (_, pipe) in enumerate(self._started):
+        for _, pipe in self._started:
             pipe.send_bytes(call)
-            places[pipe] = rank
+        try:
+            expected = own()
+        except BaseException:
+            self.end()
+            raise
+        return self._answers(), expected
+
+    def _answers(self) -> list[Any]:
+        places: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._started)}
         found: dict[int, Any] = {}
         while places:
             ready = wait(list(places), PATIENCE)
