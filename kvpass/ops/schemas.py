@@ -49,7 +49,6 @@ from kvpass.operands import (
     Candidates,
     EvictBuffers,
     PrefillBuffers,
-    RecompressBuffers,
     Requested,
     RingBuffers,
     written_in,
@@ -100,7 +99,9 @@ def _observe_attention(
     requested: Requested,
     ranks: Ranks | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return implementation(call.q).observe_attention(call, start, first, layer, num_layers, policy, requested, ranks)
+    ops = implementation(call.q)
+    out, lse = ops.attend_prompt(call, start)
+    return out, *ops.judge(call, lse, start, first, layer, num_layers, policy, requested, ranks)
 
 
 def _cascade_step(
@@ -124,38 +125,9 @@ def _attend_evict(
     return evict.attend_evict(call, held, layer, policy, implementation(call.q, impl), ranks)
 
 
-def _observe_held(
-    call: Attention,
-    held: AppendBuffers,
-    found: RecompressBuffers,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    ranks: Ranks | None,
-) -> None:
-    recompress.observe_held(call, held, found, layer, num_layers, policy, ranks)
-
-
-def _first_rows(
-    call: Attention,
-    start: Tensor,
-    rule_rows: Tensor,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    requested: Requested,
-    ranks: Ranks | None,
-) -> None:
-    evict.first_rows(call, start, rule_rows, layer, num_layers, policy, requested, ranks)
-
-
 def _fill_ring(call: Attention, ring: RingBuffers, start: Tensor, layer: int, chunked: bool) -> Tensor:
     sliding.keep_newest(ring, call.k, call.v, torch.arange(call.k.shape[2], device=call.k.device), layer)
     return implementation(call.q).attend_prompt(call, start, ring.ring_k.shape[3], chunked)[0]
-
-
-def _columns_held(seen: Tensor, first: Tensor, slots: int, chunked: bool) -> Tensor:
-    return sliding.columns_held(seen, first, slots, chunked)
 
 
 def _attend_ring(
@@ -289,11 +261,14 @@ _define(_pack, _fake_nothing, returns="()", written={"pool_k", "pool_v", "slots"
 _define(_attend_cache, _fake_output, written=written_in("append"))
 _define(_attend_evict, _fake_output, written=written_in("evict"))
 _define(
-    _observe_held, _fake_nothing, returns="()", written={"recompress_scores", "recompress_masses", "recompress_weights"}
+    recompress.observe_held,
+    _fake_nothing,
+    returns="()",
+    written={"recompress_scores", "recompress_masses", "recompress_weights"},
 )
-_define(_first_rows, _fake_nothing, returns="()", written={"rule_rows"})
+_define(evict.first_rows, _fake_nothing, returns="()", written={"rule_rows"})
 _define(_fill_ring, _fake_output, written=written_in("prefill"))
-_define(_columns_held, _fake_columns)
+_define(sliding.columns_held, _fake_columns)
 _define(_attend_ring, _fake_output, written=written_in("append"))
 _define(recurrent.delta_rule, recurrent.fake_delta_rule, returns="(Tensor, Tensor)")
 _define(recurrent.mamba2, recurrent.fake_mamba2, returns="(Tensor, Tensor)")
