@@ -33,13 +33,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
-from kvpass.config import Layout, SiteShape, StateShape
+from kvpass.config import Geometry, LayerGroup, Layout, StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.attention_input import attention_input
 from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
@@ -61,6 +61,8 @@ SITE = torch.ops.kvpass.site.default
 READ_STATE = torch.ops.kvpass.read_state.default
 WRITE_STATE = torch.ops.kvpass.write_state.default
 REAL_TOKENS = torch.ops.kvpass.real_tokens.default
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +99,11 @@ class Site:
         Raises:
             UnsupportedAttentionError: there is none.
         """
-        found = output_projection(self.node)
-        if found is None:
-            raise refuse(
-                self.node,
-                "the policy needs the output projection of the layer, which must be a linear layer (or addmm, or a "
-                "matrix product with a parameter) that reads the output of attention, heads side by side, and nothing "
-                "else may read that output; take a policy that does not need it, see docs/policies.md",
-            )
-        return found
+        return self._needed(
+            output_projection(self.node),
+            "the output projection of the layer, which must be a linear layer (or addmm, or a matrix product with a "
+            "parameter) that reads the output of attention, heads side by side, and nothing else may read that output",
+        )
 
     @property
     def rotary_frequencies(self) -> Node:
@@ -114,15 +112,11 @@ class Site:
         Raises:
             UnsupportedAttentionError: they were not, or not all channels, or in another form.
         """
-        found = rotary_frequencies(self.q)
-        if found is None:
-            raise refuse(
-                self.node,
-                "the policy needs the rotary embedding of the queries, which must turn all channels, each of the first "
-                "half with one of the second, by position_ids times a tensor of the model; take a policy that does not "
-                "need it, see docs/policies.md",
-            )
-        return found
+        return self._needed(
+            rotary_frequencies(self.q),
+            "the rotary embedding of the queries, which must turn all channels, each of the first half with one of the "
+            "second, by position_ids times a tensor of the model",
+        )
 
     @property
     def attention_input(self) -> Node:
@@ -131,13 +125,15 @@ class Site:
         Raises:
             UnsupportedAttentionError: there is no such tensor.
         """
-        found = attention_input(self.q, self.k, self.v)
+        return self._needed(
+            attention_input(self.q, self.k, self.v),
+            "what enters the attention layer: one tensor that the linear layers of queries, keys and values read",
+        )
+
+    def _needed(self, found: T | None, what: str) -> T:
         if found is None:
-            raise refuse(
-                self.node,
-                "the policy needs what enters the attention layer: one tensor that the linear layers of queries, keys "
-                "and values read; take a policy that does not need it, see docs/policies.md",
-            )
+            advice = "take a policy that does not need it, see docs/policies.md"
+            raise refuse(self.node, f"the policy needs {what}; {advice}")
         return found
 
     @property
@@ -218,24 +214,26 @@ def _values_in_keys(site: Site) -> bool:
     return is_part and site.sliding_window is None
 
 
-def _shape(site: Site) -> SiteShape:
+def _group(site: Site) -> LayerGroup:
+    """Return the layer of an attention op as a group of its own."""
     k, v = recorded(site.k), recorded(site.v)
-    return SiteShape(
+    geometry = Geometry(
+        layers=1,
         kv_heads=int(k.shape[1]),
         key_dim=int(k.shape[3]),
         value_dim=int(v.shape[3]),
         itemsize=k.dtype.itemsize,
-        sliding_window=site.sliding_window,
-        chunked=site.chunked,
         values_in_keys=_values_in_keys(site),
     )
+    window, chunked = site.sliding_window, site.chunked
+    return LayerGroup(geometry=geometry, layers=(site.layer,), sliding_window=window, chunked=chunked)
 
 
 def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
     """Return layout, dtype and device of the KV entries of a graph that passed :func:`check_sites_pass`."""
     sites = find_sites(gm)
     k = recorded(sites[0].k)
-    return Layout.of([_shape(site) for site in sites], _state_shapes(gm)), k.dtype, k.device
+    return Layout.of(list(map(_group, sites)), _state_shapes(gm)), k.dtype, k.device
 
 
 def groups_of(gm: GraphModule, layout: Layout) -> tuple[int, ...]:
