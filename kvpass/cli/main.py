@@ -199,13 +199,13 @@ def bench(
             Console().print(f"written: {tune_kernels(Console())}", highlight=False)
         return
     from kvpass.compiler.backend import check_compiler
-    from kvpass.eval.bench.measure import save_json
     from kvpass.eval.bench.predict import Predict
     from kvpass.eval.bench.processes import BATCHES, PrefillMemory, Start
     from kvpass.eval.bench.report import plot, tables
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.bench.serve import Serve
     from kvpass.eval.bench.shared_model import SharedModel
+    from kvpass.eval.environment import save_json
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.progress import progress_console
     from kvpass.report import import_figure
