@@ -199,15 +199,12 @@ class BlockedPrefill:
             state: the buffers that the prompt is written to, of :meth:`CompressedCache.prefill_state`. inputs: of the
                 captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
         """
-        if policy.reads_projection:
-            for layer in self.split.layers:
-                if not self.places[layer.site.layer].ring:
-                    weight = layer.site.output_projection.weight  # raises before anything is written
-                    assert not is_host_weight(weight) or weight in layer.reads, "it is copied with the layer"
-        if policy.reads_rotation:
-            for layer in self.split.layers:
-                if not self.places[layer.site.layer].ring:
-                    assert not is_host_weight(layer.site.rotary_frequencies), "vectors are on the device"  # may raise
+        for layer in self.split.layers:  # raises before anything is written
+            if policy.reads_projection and not self.places[layer.site.layer].ring:
+                weight = layer.site.output_projection.weight
+                assert not is_host_weight(weight) or weight in layer.reads, "it is copied with the layer"
+            if policy.reads_rotation and not self.places[layer.site.layer].ring:
+                assert not is_host_weight(layer.site.rotary_frequencies), "vectors are on the device"
         prompt = _Prompt(self, policy, state, inputs, block, ranks)
         edges = prompt.edges
         prompt.begin()
