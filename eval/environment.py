@@ -1,4 +1,4 @@
-"""What figures were measured with and on: versions, machine, and a digest of the code."""
+"""What figures were measured with and on: versions, machine, and a digest of the code; and how they are written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import hashlib
 import inspect
 import json
+import os
 import platform
 import sys
 import uuid
@@ -116,3 +117,10 @@ def _cpu_name() -> str:
     lines = listing.read_text().splitlines() if listing.is_file() else []
     named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def save_json(path: Path, result: Any) -> None:
+    """Write a result; whoever is killed meanwhile leaves the one before it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(part, path)

@@ -34,9 +34,8 @@ import torch
 
 from kvpass.eval.bench import kernels as kernel_bench
 from kvpass.eval.bench import smoke
-from kvpass.eval.bench.measure import save_json
 from kvpass.eval.bench.report import markdown, plot
-from kvpass.eval.environment import source_digest
+from kvpass.eval.environment import save_json, source_digest
 from kvpass.eval.tables import markdown_table
 
 SECONDS = 530
@@ -272,8 +271,9 @@ def kernel_markdown(found: dict[str, Any]) -> list[str]:
     """The tables of the kernel bench."""
     lines = [markdown_table(header, rows, left=0) for header, rows in kernel_bench.tables(found)]
     for record in found.get("prefill", []):
-        parts = ", ".join(f"{name[:60]} {ms:.3f}" for name, ms in record["parts_ms"].items())
-        lines += [f"{record['policy']}, {record['prompt']} tokens, ms a layer: {parts}", ""]
+        if "failure" not in record:
+            parts = ", ".join(f"{name[:60]} {ms:.3f}" for name, ms in record["parts_ms"].items())
+            lines += [f"{record['policy']}, {record['prompt']} tokens, ms a layer: {parts}", ""]
     return lines
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvpass
 from kvpass.compiler.backend import Compiler
 from kvpass.config import ENTRY_FORMATS, Budget, EntryFormat
-from kvpass.eval.environment import answering_digest, fingerprint, machine, policy_digest, versions
+from kvpass.eval.environment import answering_digest, fingerprint, machine, policy_digest, save_json, versions
 from kvpass.eval.plots import plot_grid
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.prompt import Prompt, Scope
@@ -358,10 +357,7 @@ class Evaluation:
             "settings": self.settings.plain(),
             "results": [asdict(row) for row in rows],
         }
-        path = self.settings.output / "manifest.json"
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(manifest, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        save_json(self.settings.output / "manifest.json", manifest)
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -36,7 +36,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
-from kvpass.config import Layout, SiteShape, StateShape
+from kvpass.config import Geometry, LayerGroup, Layout, StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.attention_input import attention_input
 from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
@@ -61,7 +61,7 @@ REAL_TOKENS = torch.ops.kvpass.real_tokens.default
 ABSORBED_QUERY = torch.ops.kvpass.absorbed_query.default
 EXPANDED_OUTPUT = torch.ops.kvpass.expanded_output.default
 
-R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,17 +132,10 @@ class Site:
             "what enters the attention layer: one tensor that the linear layers of queries, keys and values read",
         )
 
-    def _needed(self, found: R | None, what: str) -> R:
-        """Return what was found in the graph.
-
-        Raises:
-            UnsupportedAttentionError: nothing was.
-        """
+    def _needed(self, found: T | None, what: str) -> T:
         if found is None:
-            raise refuse(
-                self.node,
-                f"the policy needs {what}; take a policy that does not need it, see docs/policies.md",
-            )
+            advice = "take a policy that does not need it, see docs/policies.md"
+            raise refuse(self.node, f"the policy needs {what}; {advice}")
         return found
 
     @property
@@ -223,24 +216,26 @@ def _values_in_keys(site: Site) -> bool:
     return is_part and site.sliding_window is None
 
 
-def _shape(site: Site) -> SiteShape:
+def _group(site: Site) -> LayerGroup:
+    """Return the layer of an attention op as a group of its own."""
     k, v = recorded(site.k), recorded(site.v)
-    return SiteShape(
+    geometry = Geometry(
+        layers=1,
         kv_heads=int(k.shape[1]),
         key_dim=int(k.shape[3]),
         value_dim=int(v.shape[3]),
         itemsize=k.dtype.itemsize,
-        sliding_window=site.sliding_window,
-        chunked=site.chunked,
         values_in_keys=_values_in_keys(site),
     )
+    window, chunked = site.sliding_window, site.chunked
+    return LayerGroup(geometry=geometry, layers=(site.layer,), sliding_window=window, chunked=chunked)
 
 
 def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
     """Return layout, dtype and device of the KV entries of a graph that passed :func:`check_sites_pass`."""
     sites = find_sites(gm)
     k = recorded(sites[0].k)
-    return Layout.of([_shape(site) for site in sites], _state_shapes(gm)), k.dtype, k.device
+    return Layout.of(list(map(_group, sites)), _state_shapes(gm)), k.dtype, k.device
 
 
 def groups_of(gm: GraphModule, layout: Layout) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Literal
 
@@ -100,22 +100,6 @@ class Geometry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteShape:
-    """Shape of one attention op's entries; ``sliding_window`` None: it attends the whole past.
-
-    ``chunked``: as in :class:`LayerGroup`. ``values_in_keys``: as in :class:`Geometry`.
-    """
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    itemsize: int
-    sliding_window: int | None = None
-    chunked: bool = False
-    values_in_keys: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayerGroup:
     """Layers that share a pool or, with a sliding window, a ring; ``layers`` are model-wide indices.
 
@@ -178,26 +162,14 @@ class Layout:
                 raise ValueError(f"{state}: every size must be >= 1, and the dtype one of torch")
 
     @classmethod
-    def of(cls, sites: Sequence[SiteShape], states: Sequence[StateShape] = ()) -> Layout:
-        """Group the attention ops of a model, given in order of execution; states in that order too."""
-        layers: dict[SiteShape, list[int]] = {}
-        for layer, site in enumerate(sites):
-            layers.setdefault(site, []).append(layer)
+    def of(cls, sites: Sequence[LayerGroup], states: Sequence[StateShape] = ()) -> Layout:
+        """Group the attention ops of a model, each given as a group of its own, in order of execution; states too."""
+        layers: dict[LayerGroup, list[int]] = {}
+        for site in sites:
+            layers.setdefault(replace(site, layers=()), []).extend(site.layers)
         groups = [
-            LayerGroup(
-                geometry=Geometry(
-                    layers=len(members),
-                    kv_heads=site.kv_heads,
-                    key_dim=site.key_dim,
-                    value_dim=site.value_dim,
-                    itemsize=site.itemsize,
-                    values_in_keys=site.values_in_keys,
-                ),
-                layers=tuple(members),
-                sliding_window=site.sliding_window,
-                chunked=site.chunked,
-            )
-            for site, members in layers.items()
+            replace(group, geometry=replace(group.geometry, layers=len(members)), layers=tuple(members))
+            for group, members in layers.items()
         ]
         return cls(
             pools=tuple(group for group in groups if group.sliding_window is None),

@@ -131,7 +131,7 @@ class _FakeCache:
                 }
                 for name in AppendBuffers._fields:
                     buffer = BUFFERS[name]
-                    if buffer.saved == "packed":  # only where entries are in fewer bits
+                    if buffer.saved in ("scaled", "grouped"):  # only where entries are in fewer bits
                         continue
                     shape, kind = buffer.shape(sizes), buffer.dtype or dtype
                     state[f"store{index}_{name}"] = torch.empty(shape, dtype=kind, device=_CUDA)

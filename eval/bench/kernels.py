@@ -29,8 +29,8 @@ from torch import Tensor
 import kvpass.ops.schemas  # noqa: F401  defines the operators of the prompt
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.config import EntryFormat, Geometry, LayerGroup
-from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, save_json, scoring_time
-from kvpass.eval.environment import machine, versions
+from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, scoring_time
+from kvpass.eval.environment import machine, save_json, versions
 from kvpass.eval.tables import rich_table
 from kvpass.operands import AppendBuffers, Attention, Requested
 from kvpass.ops import reference

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -112,13 +110,6 @@ def run_in_memory(function: Callable[[], Any]) -> str | None:
 def first_line(error: Exception) -> str:
     """Type and first line of an exception."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def save_json(path: Path, result: Any) -> None:
-    """Write a result; whoever is killed meanwhile leaves the one before it."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(part, path)
 
 
 def copy_bandwidth(device: torch.device) -> float:

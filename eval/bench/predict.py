@@ -16,14 +16,14 @@ from unittest import mock
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvpass.config import Budget
 from kvpass.eval.bench.decode_code import decode_code
 from kvpass.eval.bench.measure import weight_bytes
 from kvpass.eval.bench.processes import Result, header_of, in_new_process
 from kvpass.eval.bench.run import geometry_of
-from kvpass.eval.bench.settings import BenchSettings, find_model
+from kvpass.eval.bench.settings import BenchSettings, build, find_model
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.tables import Tables
 from kvpass.progress import progress_bar
@@ -82,11 +82,7 @@ class Predict:
     @cached_property
     def _model(self) -> PreTrainedModel:
         """Without weights."""
-        with torch.device("meta"):
-            found: PreTrainedModel = AutoModelForCausalLM.from_config(
-                self.settings.bench_model.config, dtype=torch.bfloat16
-            )
-        return found
+        return build(self.settings.bench_model, 0, "meta", torch.bfloat16)
 
     def run(self, console: Console, save: Callable[[Result], None] = lambda result: None) -> Result:
         """Count and compute; ``save`` is handed the result.

@@ -22,7 +22,6 @@ from unittest import mock
 
 import torch
 from rich.console import Console
-from torch import Tensor
 from torch._inductor.utils import fresh_cache
 
 from kvpass.compiler.blocks import tokens_of
@@ -63,15 +62,8 @@ def in_new_process(function: Callable[..., _R], *args: Any) -> _R:
 
 
 def _system(settings: BenchSettings, layers: int | None = None, **options: Any) -> Kvpass:
-    device, policy = torch.device(settings.device), settings.policy
-    model = build(find_model(settings.model, layers), settings.seed, device, settings.torch_dtype)
-    budget, backend = settings.budget, settings.backend
-    return Kvpass(model, str(policy), policy=policy.resolve(), budget=budget, backend=backend, **options)
-
-
-def _ids(system: Kvpass, seed: int, rows: int, tokens: int) -> Tensor:
-    made = torch.randint(system.model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-    return made.to(system.model.device)
+    model = build(find_model(settings.model, layers), settings.seed, settings.device, settings.torch_dtype)
+    return settings.system(model, settings.policies[0], **options)
 
 
 @torch.no_grad()
@@ -85,7 +77,7 @@ def measure_batches(settings: BenchSettings, layers: int, batches: Sequence[int]
     system, meter = _system(settings, layers), Meter(torch.device(settings.device))
     found = []
     for rows in batches:
-        ids, taken = _ids(system, settings.seed, rows, START_TOKENS), []
+        ids, taken = settings.ids(rows, START_TOKENS).to(settings.device), []
         for _ in range(2):
             marks = [meter.mark()]
             _, cache = system.prefill(ids)
@@ -110,8 +102,8 @@ def measure_memory(settings: BenchSettings, tokens: int, rows: int, whole: bool)
     system = _system(settings, compile_regions=False if whole else "auto")
     device = torch.device(settings.device)
     meter = Meter(device)
-    system.prefill(_ids(system, settings.seed, rows, min(tokens, START_TOKENS)))
-    ids, marks = _ids(system, settings.seed, rows, tokens), []
+    system.prefill(settings.ids(rows, min(tokens, START_TOKENS)).to(device))
+    ids, marks = settings.ids(rows, tokens).to(device), []
 
     def run() -> None:
         marks.append(meter.mark())

@@ -215,9 +215,7 @@ class Bench:
     ) -> Iterator[dict[str, Any]]:
         """The run so far, after every turn that measured."""
         settings = self.settings
-        generator = torch.Generator().manual_seed(settings.seed)
-        rows = 1 if settings.shared_prompt else wanted.batch
-        ids = torch.randint(self.model.config.vocab_size, (rows, wanted.context), generator=generator).to(self.device)
+        ids = settings.ids(1 if settings.shared_prompt else wanted.batch, wanted.context).to(self.device)
         measured: list[Measurement] = []
 
         def turn(measurement: Measurement, what: str, function: Callable[[], Any]) -> None:
@@ -277,14 +275,9 @@ class Bench:
 
     def _kvpass_system(self, spec: PolicySpec) -> Kvpass:
         """One compiled model serves all contexts and batches."""
-        made = self._kvpass_systems.get(spec)
-        if made is None:
-            settings = self.settings
-            policy = spec.with_window(settings.window).resolve()
-            made = self._kvpass_systems[spec] = Kvpass(
-                self.model, str(spec), policy=policy, budget=settings.budget, backend=settings.backend
-            )
-        return made
+        if spec not in self._kvpass_systems:
+            self._kvpass_systems[spec] = self.settings.system(self.model, spec)
+        return self._kvpass_systems[spec]
 
     def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         if not measurement.system.compiled:  # libraries are loaded by a short prompt as well

@@ -12,11 +12,10 @@ from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
-import torch
 from rich.console import Console
 
 from kvpass.eval.bench.processes import Result, conditions, header_of, in_new_process
-from kvpass.eval.bench.settings import BenchSettings, build, find_model
+from kvpass.eval.bench.settings import BenchSettings, build
 from kvpass.eval.tables import Tables
 from kvpass.progress import progress_bar
 
@@ -66,15 +65,9 @@ def measure_requests(settings: BenchSettings, tokens: int, requests: int, cache_
         options = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens + new + MOST_RUNNING}
     if system == KVPASS:
         options["additional_config"] = _plugin_settings(settings)
-    made = torch.randint(
-        settings.bench_model.config.vocab_size,
-        (settings.repeats * requests + 1, tokens),
-        generator=torch.Generator().manual_seed(settings.seed),
-    )
+    made = settings.ids(settings.repeats * requests + 1, tokens)
     with tempfile.TemporaryDirectory() as folder:
-        build(find_model(settings.model), settings.seed, torch.device("cpu"), settings.torch_dtype).save_pretrained(
-            folder
-        )
+        build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(folder)
         engine = LLM(
             model=folder,
             skip_tokenizer_init=True,

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvpass.compiler.backend import Compiler
-from kvpass.eval.bench.systems import KVPRESS_TWINS, has_kvpress
+from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.policies import resolve_budget
 
@@ -208,6 +209,16 @@ class BenchSettings:
     def policy(self) -> PolicySpec:
         """The first policy, where one is measured."""
         return self.policies[0].with_window(self.window)
+
+    def ids(self, rows: int, tokens: int) -> Tensor:
+        """Return prompts of random tokens, int64 ``[rows, tokens]``, the same ones every time."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(self.bench_model.config.vocab_size, (rows, tokens), generator=generator)
+
+    def system(self, model: PreTrainedModel, spec: PolicySpec, **options: Any) -> Kvpass:
+        """Return kvpass with a policy; ``options`` are of ``kvpass.compile``."""
+        policy = spec.with_window(self.window).resolve()
+        return Kvpass(model, str(spec), policy=policy, budget=self.budget, backend=self.backend, **options)
 
     @property
     def prompts(self) -> tuple[int, ...]:

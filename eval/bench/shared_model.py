@@ -22,7 +22,6 @@ from transformers.utils import logging
 from kvpass.eval.bench.measure import Meter, spread
 from kvpass.eval.bench.processes import Result, conditions, header_of
 from kvpass.eval.bench.settings import WARM_UP_STEPS, BenchSettings, build
-from kvpass.eval.bench.systems import Kvpass
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.tables import Tables
 from kvpass.frontends.tensor_parallel import check_heads
@@ -63,11 +62,8 @@ def measure_one(
     model = AutoModelForCausalLM.from_pretrained(f"{at}/model", dtype=settings.torch_dtype, **given).eval()
     if not given:
         model.to(settings.device)
-    policy = spec.with_window(settings.window).resolve()
-    system = Kvpass(model, str(spec), policy=policy, budget=settings.budget, backend=settings.backend)
-    meter, (tokens, rows) = Meter(model.device), case
-    ids = torch.randint(model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(settings.seed))
-    ids, settling = ids.to(model.device), WARM_UP_STEPS if meter.is_cuda else 0
+    system, meter, (tokens, rows) = settings.system(model, spec), Meter(model.device), case
+    ids, settling = settings.ids(rows, tokens).to(model.device), WARM_UP_STEPS if meter.is_cuda else 0
     found: Result = {"prefill_s": [], "steps_s": []}
     for repeat in range(1 + settings.repeats):  # the first one compiles
         marks = [meter.mark()]

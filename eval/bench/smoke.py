@@ -21,9 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 import kvpass
-from kvpass.eval.bench.measure import first_line, save_json
+from kvpass.eval.bench.measure import first_line
 from kvpass.eval.bench.settings import BenchModel, build, find_model
-from kvpass.eval.environment import machine, versions
+from kvpass.eval.environment import machine, save_json, versions
 from kvpass.transformers_compat import CACHE
 
 LAYERS, PROMPT, STEPS, BUDGET = 2, 4000, 8, 1024

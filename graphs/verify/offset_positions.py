@@ -91,8 +91,8 @@ def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
     return copied
 
 
-def _with(graph: Graph, like: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
-    node = graph.call_function(target, args, kwargs or {})
+def _with(graph: Graph, like: Node, target: Any, args: tuple[Any, ...]) -> Node:
+    node = graph.call_function(target, args)
     node.meta = dict(like.meta)
     return node
 

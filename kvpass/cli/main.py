@@ -26,6 +26,13 @@ app = typer.Typer(
 _DIVIDED = ("ask", "compress", "eval")
 """Commands whose model the processes of ``torchrun`` share."""
 
+_Backend = Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")]
+_Device = Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")]
+_Dtype = Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")]
+_Entries = Annotated[
+    str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'int4', 'int2', or several.")
+]
+
 
 @contextmanager
 def _bad_values() -> Iterator[None]:
@@ -89,7 +96,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Where the heat map of what was kept goes (.png).")] = Path(
         "kvpass-demo.png"
     ),
-    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
+    backend: _Backend = "inductor",
 ) -> None:
     """Hide facts in a long text and ask the built-in model for them, with full and compressed caches."""
     _import_libraries()
@@ -133,7 +140,7 @@ def bench(
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded in each repeat.")] = 32,
     repeats: Annotated[int, typer.Option(help="Timed rounds over all systems.")] = 3,
-    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
+    backend: _Backend = "inductor",
     shared_prompt: Annotated[
         bool, typer.Option("--shared-prompt", help="Prefill one row and repeat its cache for the batch.")
     ] = False,
@@ -199,13 +206,13 @@ def bench(
             Console().print(f"written: {tune_kernels(Console())}", highlight=False)
         return
     from kvpass.compiler.backend import check_compiler
-    from kvpass.eval.bench.measure import save_json
     from kvpass.eval.bench.predict import Predict
     from kvpass.eval.bench.processes import BATCHES, PrefillMemory, Start
     from kvpass.eval.bench.report import plot, tables
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.bench.serve import Serve
     from kvpass.eval.bench.shared_model import SharedModel
+    from kvpass.eval.environment import save_json
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.progress import progress_console
     from kvpass.report import import_figure
@@ -293,9 +300,7 @@ def evaluate(
     output: Annotated[Path, typer.Option(help="Folder for samples, tables and manifest; a rerun goes on there.")] = (
         Path("kvpass-eval")
     ),
-    entries: Annotated[
-        str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'int4', 'int2', or several.")
-    ] = "model",
+    entries: _Entries = "model",
     seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 1,
     workers: Annotated[
@@ -303,9 +308,9 @@ def evaluate(
     ] = 1,
     num_uncompressed_tokens: Annotated[int, typer.Option(help="Scope prompt: last tokens, fed after compression.")] = 1,
     chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template where the task wants one.")] = True,
-    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
-    dtype: Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
+    backend: _Backend = "inductor",
+    dtype: _Dtype = "auto",
+    device: _Device = "cpu",
 ) -> None:
     """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
     _import_libraries()
@@ -359,9 +364,7 @@ def curve(
     output: Annotated[Path, typer.Option(help="Folder for picture, table and samples; a rerun goes on there.")] = (
         Path("kvpass-curve")
     ),
-    entries: Annotated[
-        str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'int4', 'int2', or several.")
-    ] = "model",
+    entries: _Entries = "model",
     seed: Annotated[int, typer.Option(help="Seed of texts and facts.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 25,
     backend: Annotated[str, typer.Option(help="'eager', or 'inductor', which compiles each policy first.")] = "eager",
@@ -437,9 +440,9 @@ def compress(
         str, typer.Option(help="Entries per KV head per layer (1024), share of the document (0.25) or bytes ('4MiB').")
     ] = "0.25",
     window: Annotated[int | None, typer.Option(help="Last tokens, always kept; the policy's own default.")] = None,
-    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
-    dtype: Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
+    backend: _Backend = "inductor",
+    dtype: _Dtype = "auto",
+    device: _Device = "cpu",
 ) -> None:
     """Compress a document into a file that 'kvpass ask' answers questions from."""
     _import_libraries()
@@ -488,8 +491,8 @@ def ask(
         str | None, typer.Option(help="Import a policy of your own that the file was made with: my.module:KeyDiff.")
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
-    backend: Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")] = "inductor",
-    device: Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")] = "cpu",
+    backend: _Backend = "inductor",
+    device: _Device = "cpu",
 ) -> None:
     """Answer a question about a compressed document."""
     _import_libraries()

@@ -28,7 +28,6 @@ from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.table_ends import table_end
 from kvpass.policies.base import Policy
-from kvpass.policies.replay import longest_replay
 from kvpass.progress import working
 from kvpass.ranks import Ranks, agreed
 from kvpass.torch_compat import (
@@ -229,7 +228,9 @@ class CaptureCache:
         if self.longest is None:
             return
         tokens = positions.shape[1]
-        last, replayed = max(int(positions.max()) + 1, tokens), longest_replay(policy, tokens)
+        replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64))
+        replayed = max((replay.ids.shape[1] for replay in replays), default=0)
+        last = max(int(positions.max()) + 1, tokens)
         if last + replayed > self.longest:
             raise ValueError(
                 f"policy {policy.name!r} replays {replayed} tokens behind a prompt of {tokens}, but the decoder does "

@@ -35,21 +35,6 @@ SPLIT_TOKENS = 8
 """Up to so many new tokens the pool is split among programs; above, query blocks are enough."""
 
 
-def observe_attention(
-    call: Attention,
-    start: Tensor,
-    first: Tensor,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    requested: Requested = NOTHING_REQUESTED,
-    ranks: Ranks | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`kvpass.ops.reference.observe_attention`."""
-    out, lse = attend_prompt(call, start)
-    return out, *judge(call, lse, start, first, layer, num_layers, policy, requested, ranks)
-
-
 def column_sums(call: Attention, lse: Tensor, start: Tensor, first: Tensor) -> Tensor:
     """See :func:`kvpass.ops.reference.column_sums`."""
     from kvpass.kernels import window_statistics

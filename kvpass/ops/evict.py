@@ -92,11 +92,19 @@ def _keys_of(lines: Lines, layer: int) -> Tensor:
     tail = lines.tail_k[layer]
     if lines.pool_k is None or lines.offsets is None:
         return tail
-    begin = lines.offsets[:, layer * kv_heads : (layer + 1) * kv_heads, None]
-    line = torch.arange(width - tail.shape[2], device=begin.device)
-    rows = (begin + line).clamp(max=lines.pool_k.shape[1] - 1).long().flatten(1)
+    rows = _pool_rows(lines.offsets[:, layer * kv_heads :][:, :kv_heads], width - tail.shape[2], lines.pool_k)
     pool = lines.pool_k.gather(1, rows[..., None].expand(-1, -1, lines.pool_k.shape[2]))
     return torch.cat([pool.unflatten(1, (kv_heads, -1)), tail], 2)
+
+
+def _pool_rows(begins: Tensor, slots: int, pool: Tensor) -> Tensor:
+    """Return the rows of a pool that the first slots of lines are, int64 ``[B, lines * slots]``.
+
+    Args:
+        begins: first row of each line, int32 ``[B, lines]``. slots: of each; those behind its segment are other rows.
+    """
+    slot = torch.arange(slots, device=begins.device)
+    return (begins[..., None] + slot).clamp(max=pool.shape[1] - 1).long().flatten(1)
 
 
 def first_slots(prompt: PrefillBuffers, start: Tensor, columns: int, window: int) -> tuple[Tensor, Tensor]:
@@ -113,10 +121,8 @@ def first_slots(prompt: PrefillBuffers, start: Tensor, columns: int, window: int
     total = pool_slots + capacity
     table = torch.full((2, b, layers * kv_heads, total), EMPTY, dtype=torch.int32, device=offsets.device)
     decode_state = torch.zeros(2, b, layers * kv_heads, total, dtype=torch.float32, device=offsets.device)
-    line = torch.arange(pool_slots, device=offsets.device)
-    present = line < lengths[..., None]
-    row = (offsets[:, :-1, None] + line).clamp(max=pool_v.shape[1] - 1).long()
-    flat = row.flatten(1)
+    present = torch.arange(pool_slots, device=offsets.device) < lengths[..., None]
+    flat = _pool_rows(offsets[:, :-1], pool_slots, pool_v)
     norm = _l1_norm(pool_v)
     for plane, source in enumerate(planes):
         found = source.gather(1, flat).view(present.shape)

@@ -38,7 +38,6 @@ __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` ha
     "column_sums",
     "evict_lowest",
     "judge",
-    "observe_attention",
     "pack",
     "pool_in_order",
 ]
@@ -153,20 +152,6 @@ def attend_prompt(
                 real = causal_attention(part, sliding_window)
             out[rows, :, max(column - before, 0) :] = real
     return out, None
-
-
-def observe_attention(
-    call: Attention,
-    start: Tensor,
-    first: Tensor,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    requested: Requested = NOTHING_REQUESTED,
-    ranks: Ranks | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`attend_prompt`'s output for a whole prompt, and what :func:`judge` returns."""
-    return attend_prompt(call, start)[0], *judge(call, None, start, first, layer, num_layers, policy, requested, ranks)
 
 
 def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Tensor:

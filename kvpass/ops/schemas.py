@@ -51,7 +51,6 @@ from kvpass.operands import (
     EvictBuffers,
     Expansion,
     PrefillBuffers,
-    RecompressBuffers,
     Requested,
     RingBuffers,
     written_in,
@@ -102,7 +101,9 @@ def _observe_attention(
     requested: Requested,
     ranks: Ranks | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return implementation(call.q).observe_attention(call, start, first, layer, num_layers, policy, requested, ranks)
+    ops = implementation(call.q)
+    out, lse = ops.attend_prompt(call, start)
+    return out, *ops.judge(call, lse, start, first, layer, num_layers, policy, requested, ranks)
 
 
 def _cascade_step(
@@ -126,25 +127,9 @@ def _attend_evict(
     return evict.attend_evict(call, held, layer, policy, implementation(call.q, impl), ranks)
 
 
-def _observe_held(
-    call: Attention,
-    held: AppendBuffers,
-    found: RecompressBuffers,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    ranks: Ranks | None,
-) -> None:
-    recompress.observe_held(call, held, found, layer, num_layers, policy, ranks)
-
-
 def _fill_ring(call: Attention, ring: RingBuffers, start: Tensor, layer: int, chunked: bool) -> Tensor:
     sliding.keep_newest(ring, call.k, call.v, torch.arange(call.k.shape[2], device=call.k.device), layer)
     return implementation(call.q).attend_prompt(call, start, ring.ring_k.shape[3], chunked)[0]
-
-
-def _columns_held(seen: Tensor, first: Tensor, slots: int, chunked: bool) -> Tensor:
-    return sliding.columns_held(seen, first, slots, chunked)
 
 
 def _attend_ring(
@@ -290,10 +275,13 @@ _define(_pack, _fake_nothing, returns="()", written={"pool_k", "pool_v", "slots"
 _define(_attend_cache, _fake_output, written=written_in("append"))
 _define(_attend_evict, _fake_output, written=written_in("evict"))
 _define(
-    _observe_held, _fake_nothing, returns="()", written={"recompress_scores", "recompress_masses", "recompress_weights"}
+    recompress.observe_held,
+    _fake_nothing,
+    returns="()",
+    written={"recompress_scores", "recompress_masses", "recompress_weights"},
 )
 _define(_fill_ring, _fake_output, written=written_in("prefill"))
-_define(_columns_held, _fake_columns)
+_define(sliding.columns_held, _fake_columns)
 _define(_attend_ring, _fake_output, written=written_in("append"))
 _define(recurrent.delta_rule, recurrent.fake_delta_rule, returns="(Tensor, Tensor)")
 _define(recurrent.mamba2, recurrent.fake_mamba2, returns="(Tensor, Tensor)")

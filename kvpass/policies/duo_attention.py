@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
-from kvpass.policies.layer_splits import until
+from kvpass.policies.layer_splits import LayerSplit, until
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import check_int, option
 from kvpass.policies.scheduler import invert
@@ -77,7 +77,7 @@ def places(head_map: Rows) -> list[int]:
 
 
 @dataclass(frozen=True)
-class HeadMapLayers:
+class HeadMapLayers(LayerSplit):
     """What the heads of a layer keep: the first tokens, and all for which their places in the map are early enough."""
 
     head_map: Rows
@@ -96,10 +96,6 @@ class HeadMapLayers:
                 "KV heads under the budget"
             )
         return torch.tensor(places(self.head_map), device=device).view(layers, kv_heads)
-
-    @takes_padding
-    def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
-        return None
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         layers = weights.shape[1]

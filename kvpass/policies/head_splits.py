@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,29 +13,27 @@ from kvpass.policies.released import rank_safeguarded
 from kvpass.policies.scheduler import invert, rank_by_score, rank_entries
 
 
-class HeadSplit(Protocol):
+class HeadSplit(ABC):
     """Division of a layer's budget among its KV heads; see :meth:`kvpass.policies.base.Policy.rank`."""
 
+    @abstractmethod
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor: ...
 
     def overspend(self, entries: int, kv_heads: int) -> int:
         """Return by how many entries one layer may exceed its budget."""
-        ...
+        return 0
 
 
 @dataclass(frozen=True)
-class UniformHeads:
+class UniformHeads(HeadSplit):
     """The same number of best entries for every head; the remainder goes by score."""
 
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
         return rank_entries(scores, 1.0)
 
-    def overspend(self, entries: int, kv_heads: int) -> int:
-        return 0
-
 
 @dataclass(frozen=True)
-class AdaptiveHeads:
+class AdaptiveHeads(HeadSplit):
     """Top-k across all heads, blended with a uniform part ``alpha`` (Ada-KV's safeguard); 0 is plain top-k.
 
     ``normalize`` first multiplies a head's scores by the share that its best ``entries`` hold of their sum, as in
@@ -71,7 +69,7 @@ class AdaptiveHeads:
 
 
 @dataclass(frozen=True)
-class SafeguardedHeads:
+class SafeguardedHeads(HeadSplit):
     """Top-k across all heads, after each head's best ``alpha * n``: Ada-KV's safeguard as kvpress has it.
 
     n is the budget per head, ``window`` included, which counts to that certain part. The total is exact.
@@ -89,9 +87,6 @@ class SafeguardedHeads:
 
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
         return rank_by_score(raised(scores, self.certain(entries)[:, None].expand(-1, scores.shape[1]))).int()
-
-    def overspend(self, entries: int, kv_heads: int) -> int:
-        return 0
 
 
 def raised(scores: Tensor, certain: Tensor) -> Tensor:

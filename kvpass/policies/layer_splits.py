@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,39 +16,35 @@ from kvpass.policies.released import cake_budgets, pyramid_budgets, truncated_bu
 from kvpass.policies.scheduler import adaptive_budgets, fixed_budgets
 
 
-class LayerSplit(Protocol):
+class LayerSplit(ABC):
     """Division of the total among layers; see :class:`kvpass.policies.base.Policy` for the methods."""
-
-    def weight(self, obs: Observation, scores: Tensor) -> Tensor | None: ...
-
-    def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor: ...
-
-    def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
-        """Return by how many entries all layers may exceed the total at some cascade stage."""
-        ...
-
-
-@dataclass(frozen=True)
-class UniformLayers:
-    """The same number for every layer; with ``parity="code"`` even if a layer has fewer entries."""
-
-    parity: Parity = "paper"
 
     @takes_padding
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         return None
+
+    @abstractmethod
+    def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor: ...
+
+    def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
+        """Return by how many entries all layers may exceed the total at some cascade stage."""
+        return 0
+
+
+@dataclass(frozen=True)
+class UniformLayers(LayerSplit):
+    """The same number for every layer; with ``parity="code"`` even if a layer has fewer entries."""
+
+    parity: Parity = "paper"
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         if self.parity == "code":
             return until(seen, (entries * kv_heads)[:, None].expand(weights.shape))
         return fixed_budgets(torch.ones_like(weights), entries, available, kv_heads, seen)
 
-    def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
-        return 0
-
 
 @dataclass(frozen=True)
-class EntropyLayers:
+class EntropyLayers(LayerSplit):
     """LAVa (arXiv 2509.09754): shares in proportion to the normalised entropy of the layer's scores.
 
     ``p = s / (sum s + 1e-16)`` over all KV heads and evictable positions, ``e = -sum p ln(p + 1e-16) / ln(K * M)``. A
@@ -78,7 +75,7 @@ class EntropyLayers:
 
 
 @dataclass(frozen=True)
-class CakeLayers:
+class CakeLayers(LayerSplit):
     """CAKE (arXiv 2503.12491): shares by the layer's preference ``P = H^(1/tau1) * V^(1/tau2)``.
 
     a is the window's attention to evictable positions, not renormalised: ``H = sum of -a ln(a + 1e-10)`` and
@@ -106,29 +103,22 @@ class CakeLayers:
 
 
 @dataclass(frozen=True)
-class GlobalLayers:
+class GlobalLayers(LayerSplit):
     """The best scores of all layers stay: layers compete as heads do, and get what they have among the best.
 
     Scores must compare across layers, and rank the entries of a layer (``AdaptiveHeads(0.0)``). The weight of a layer
     is the number of its entries among the best of the layers seen, which :func:`best_over_layers` counts.
     """
 
-    @takes_padding
-    def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
-        return None
-
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         return until(seen, weights.long())
-
-    def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
-        return 0
 
 
 Shape = Literal["linear", "geometric", "exponential", "entropy", "gini"]
 
 
 @dataclass(frozen=True)
-class PyramidLayers:
+class PyramidLayers(LayerSplit):
     """PyramidKV (arXiv 2406.02069): fewer entries in higher layers.
 
     The top layer gets ``least = entries / beta``, the bottom layer ``most = 2 * entries - least``, or all evictable

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.config import Budget, Geometry
+from kvpass.operands import Requested
 from kvpass.policies import parse_budget, resolve
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, Slots, keep_mask, quota_now
@@ -107,15 +108,24 @@ def plan(
     factor = dim**-0.5 if scale is None else scale
     check_float("scale", factor, 0.0, open_low=True)
     attended = _attended(chosen, replays, q, k, v, projections, factor)
-    given = list(zip(projections, frequencies, attended, strict=True))
     parsed, entries = _entries(chosen, budget, k, v)
+    given = [
+        Requested(weight, turns, entries.expand(batch), replayed=most)
+        for weight, turns, most in zip(projections, frequencies, attended, strict=True)
+    ]
 
     rows = []
     for b in range(batch):
         row = slice(b, b + 1)
-        tokens = None if decode is None else (decode[0][:, :, row], decode[1][:, :, row], decode[2][:, :, row])
-        asked = [(weight, turns, None if most is None else most[row]) for weight, turns, most in given]
-        rows.append(_plan_row(chosen, q[:, row], k[:, row], v[:, row], entries, factor, tokens, asked))
+        sites = [
+            Observation(
+                *(q[i, row], k[i, row], v[i, row], factor, min(chosen.window, k.shape[3]), i, len(given)),
+                **asked.of(i, row, 0)._asdict(),
+            )
+            for i, asked in enumerate(given)
+        ]
+        tokens = None if decode is None else tuple(tensor[:, :, row] for tensor in decode)
+        rows.append(_plan_row(chosen, sites, entries, tokens))
     keep, scores, budgets, steps = zip(*rows, strict=True)
     kept = torch.cat(keep, 1)
     return Plan(
@@ -130,36 +140,19 @@ def plan(
 
 
 def _plan_row(
-    policy: Policy,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    entries: Tensor,
-    scale: float,
-    decode: tuple[Tensor, Tensor, Tensor] | None,
-    given: Sequence[tuple[Tensor | None, ...]],
+    policy: Policy, sites: Sequence[Observation], entries: Tensor, decode: tuple[Tensor, ...] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Keep mask and scores ``[L, 1, K, N]``, recorded budgets over all heads ``[L, 1]``, decode keep masks.
 
     Args:
-        given: of each layer projection, rotary frequencies, and the most attention that replays pay.
+        sites: the layers of one row. decode: further tokens of the row, as in :func:`plan`.
     """
-    layers, _, kv_heads, length, _ = k.shape
-    window = min(policy.window, length)
+    layers, (_, kv_heads, length, _), window = len(sites), sites[0].keys.shape, sites[0].window
     available = torch.full_like(entries, length - window)
-    sites = [
-        Observation(
-            *(q[i], k[i], v[i], scale, window, i, layers),
-            projection=weight,
-            frequencies=frequencies,
-            replayed=replayed,
-            entries=entries,
-        )
-        for i, (weight, frequencies, replayed) in enumerate(given)
-    ]
-    scores = torch.full(k.shape[:4], float("-inf"), device=k.device)
-    weights = torch.zeros(1, layers, dtype=torch.float64, device=k.device)
-    limits = torch.full((1, layers), torch.iinfo(torch.int64).max, device=k.device)
+    device = entries.device
+    scores = torch.full((layers, 1, kv_heads, length), float("-inf"), device=device)
+    weights = torch.zeros(1, layers, dtype=torch.float64, device=device)
+    limits = torch.full((1, layers), torch.iinfo(torch.int64).max, device=device)
     for i, obs in enumerate(sites):
         scores[i, :, :, : length - window] = found = policy.checked_score(obs)
         weight = policy.checked_weight(obs, found)
@@ -167,7 +160,7 @@ def _plan_row(
             weights[:, i] = weight
         if policy.compares_layers:
             held = scores[: i + 1, 0].flatten()[None]
-            of_layer = torch.arange(i + 1, device=k.device).repeat_interleave(kv_heads * length)[None]
+            of_layer = torch.arange(i + 1, device=device).repeat_interleave(kv_heads * length)[None]
             weights = best_over_layers(held, of_layer, entries * (layers * kv_heads), layers)
         stage = policy.layer_budgets(weights, entries, available, kv_heads, i + 1)
         limits[:, : i + 1] = torch.minimum(limits, stage)[:, : i + 1]
@@ -273,21 +266,14 @@ def _entries(
 
 def _projections(policy: Policy, given: Layers | None, q: Tensor, v: Tensor) -> Sequence[Tensor | None]:
     """Return the output projection of each layer, None for each if the policy does not read it."""
-    layers = q.shape[0]
+    layers, features = q.shape[0], q.shape[2] * v.shape[4]
     if not policy.reads_projection:
         return [None] * layers
-    if given is None or len(given) != layers:
-        count = "none is" if given is None else f"{len(given)} are"
-        raise ValueError(
-            f"policy {policy.name!r} reads the output projection of each layer: pass output_weights=[{layers}, hidden, "
-            f"H * Dv]; {count} given"
-        )
-    features = q.shape[2] * v.shape[4]
-    for layer, weight in enumerate(given):
+    weights = _of_layers(policy, "output projection", "output_weights", "hidden, H * Dv", given, layers)
+    for layer, weight in enumerate(weights):
         if weight.dim() != 2 or weight.shape[1] != features or weight.shape[0] == 0:
             raise ValueError(f"output_weights[{layer}].shape={tuple(weight.shape)}: must be [hidden, {features}]")
-        _check_finite(f"output_weights[{layer}]", weight)
-    return list(given)
+    return weights
 
 
 def _frequencies(policy: Policy, given: Layers | None, q: Tensor) -> Sequence[Tensor | None]:
@@ -295,16 +281,22 @@ def _frequencies(policy: Policy, given: Layers | None, q: Tensor) -> Sequence[Te
     layers, dim = q.shape[0], q.shape[4]
     if not policy.reads_rotation:
         return [None] * layers
-    if given is None or len(given) != layers:
-        count = "none are" if given is None else f"{len(given)} are"
-        raise ValueError(
-            f"policy {policy.name!r} reads the rotary embedding of each layer: pass rope_frequencies=[{layers}, "
-            f"{dim} / 2]; {count} given"
-        )
-    for layer, frequencies in enumerate(given):
+    found = _of_layers(policy, "rotary embedding", "rope_frequencies", f"{dim} / 2", given, layers)
+    for layer, frequencies in enumerate(found):
         if 2 * frequencies.numel() != dim or frequencies.dim() != 1:
             raise ValueError(f"rope_frequencies[{layer}].shape={tuple(frequencies.shape)}: must be [{dim} / 2]")
-        _check_finite(f"rope_frequencies[{layer}]", frequencies)
+    return found
+
+
+def _of_layers(policy: Policy, what: str, name: str, shape: str, given: Layers | None, layers: int) -> Sequence[Tensor]:
+    """Return a tensor of each layer, all finite, that the policy reads."""
+    if given is None or len(given) != layers:
+        count = "none" if given is None else len(given)
+        raise ValueError(
+            f"policy {policy.name!r} reads the {what} of each layer: pass {name}=[{layers}, {shape}]; {count} given"
+        )
+    for layer, tensor in enumerate(given):
+        _check_finite(f"{name}[{layer}]", tensor)
     return list(given)
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpass.policies.observation import Observation
-
-if TYPE_CHECKING:
-    from kvpass.policies.base import Policy
 
 _ROW_BLOCK = 512
 
@@ -44,12 +41,6 @@ class Replayed(NamedTuple):
     queries: Tensor
     keys: Tensor
     norms: Tensor | None = None
-
-
-def longest_replay(policy: Policy, tokens: int) -> int:
-    """Return the most tokens that the policy replays at once behind a prompt of ``tokens``."""
-    replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64))
-    return max((replay.ids.shape[1] for replay in replays), default=0)
 
 
 def most_attended(

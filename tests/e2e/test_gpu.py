@@ -18,7 +18,7 @@ from kvpass.ops import reference, slots
 from kvpass.ops.entry_formats import packed
 from kvpass.policies import POLICIES, resolve
 from masked_oracle import kept_columns
-from numeric_checks import assert_best, assert_close, logits_before
+from numeric_checks import assert_best, assert_close, logits_before, observe
 from tiny_models import HEAD_MAP, left_pad, random_ids, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -109,8 +109,8 @@ def test_attention_of_a_prompt(dtype, dim, value_dim, softcap, with_sinks, slidi
 def test_what_a_policy_observes(dtype, name):
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
     arguments = [Attention(*site(dtype), 0.2), STARTS, STARTS.to(PLACE), 1, LAYERS, policy]
-    expected = reference.observe_attention(*map(exact, arguments))
-    found = device.observe_attention(*arguments)
+    expected = observe(reference, *map(exact, arguments))
+    found = observe(device, *arguments)
     for what, one, other in zip(("output", "scores", "traces", "weight"), found, expected, strict=True):
         check(what, one, other, ERROR[dtype])
 
@@ -138,7 +138,7 @@ def compress(backend, policy, entries: int, dtype: torch.dtype, dim: int, place:
     state = buffers(policy, entries, dtype, dim, place)
     for layer in range(LAYERS):
         call = Attention(*site(dtype, dim, dim, seed=layer), 0.2)
-        _, *observed = reference.observe_attention(exact(call), STARTS, STARTS, layer, LAYERS, policy)
+        _, *observed = observe(reference, exact(call), STARTS, STARTS, layer, LAYERS, policy)
         candidates = Candidates(*(x.to(place) for x in (call.k, call.v, *observed, STARTS)))
         backend.cascade_step(state, candidates, layer, policy)
     backend.pack(state)

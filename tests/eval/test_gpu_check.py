@@ -162,7 +162,8 @@ def test_the_report_has_outcomes_tables_and_pictures(tmp_path):
         "complete": True,
         "decode": [{"batch": 8, "uniform": decode, "ragged": decode, "ragged_over_uniform": 1.0}],
         "prefill": [{"prompt": 8192, "policy": "lava", "attention_ms": 1.0, "added_ms": 0.01,
-                     "added_over_attention": 0.01, "parts_ms": {"_window_kernel": 0.007}}],
+                     "added_over_attention": 0.01, "parts_ms": {"_window_kernel": 0.007}},
+                    {"prompt": 32768, "policy": "lava", "failure": "CUDA out of memory."}],
     }  # fmt: skip
     (tmp_path / "decode-128k.json").write_text(json.dumps(bench_result(complete=False)))
     (tmp_path / "kernels.json").write_text(json.dumps(kernels))
@@ -175,6 +176,7 @@ def test_the_report_has_outcomes_tables_and_pictures(tmp_path):
     assert "hf-eager: CUDA out of memory." in text
     assert "| 8 | 5.0 | 80% | 5.0 | 80% | 1.000 |" in text
     assert "_window_kernel 0.007" in text
+    assert "| 32768 | lava | failed | - | - |" in text
     for picture in ("ms-per-token-batch1.png", "memory-batch1.png"):
         assert f"({picture})" in text
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")

@@ -13,7 +13,7 @@ from kvpass.ops import reference
 from kvpass.policies import POLICIES, resolve
 from kvpass.policies.lava import Lava
 from kvpass.policies.observation import Observation
-from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention
+from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention, observe
 from tiny_models import HEAD_MAP
 
 LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
@@ -92,7 +92,7 @@ def prefill(backend, policy, entries):
     for layer in range(LAYERS):
         call = Attention(*site(layer), 0.3)
         asked = Requested(WEIGHT, TURNS, buffers.entries)
-        out, *seen = backend.observe_attention(call, STARTS, STARTS, layer, LAYERS, policy, asked)
+        out, *seen = observe(backend, call, STARTS, STARTS, layer, LAYERS, policy, asked)
         backend.cascade_step(buffers, Candidates(call.k, call.v, *seen, STARTS), layer, policy)
         outputs.append(out)
     backend.pack(buffers)
@@ -150,7 +150,7 @@ def test_the_keys_are_read_once_for_all_that_a_policy_asks_of_its_window(name, w
     launched = []
     monkeypatch.setattr(window_statistics, "launch", lambda kernel, *rest, **options: launched.append(kernel))
     policy = resolve(name, window=window, **OPTIONS.get(name, {}))
-    device.observe_attention(Attention(*site(0), 0.3), STARTS, STARTS, 0, LAYERS, policy)
+    observe(device, Attention(*site(0), 0.3), STARTS, STARTS, 0, LAYERS, policy)
     assert launched.count(window_statistics._window_kernel) == passes
 
 
@@ -158,7 +158,7 @@ def test_sums_over_rows_are_taken_once_for_rows_of_the_batch_that_begin_apart(mo
     launched = []
     monkeypatch.setattr(window_statistics, "launch", lambda kernel, *rest, **options: launched.append(kernel))
     policy = resolve("vatp", window=WINDOW, indicator="scissorhands")
-    device.observe_attention(Attention(*site(0), 0.3), STARTS, STARTS, 0, LAYERS, policy)
+    observe(device, Attention(*site(0), 0.3), STARTS, STARTS, 0, LAYERS, policy)
     assert launched.count(window_statistics._column_sum_kernel) == 1
 
 
@@ -188,8 +188,8 @@ def test_rows_of_different_padding_are_judged_together_as_each_alone(name, optio
     assert policy.takes_padded_rows == (name not in apart)
     call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
     asked = Requested(WEIGHT, TURNS, torch.full((len(RAGGED),), 9), replayed=call.k.norm(dim=-1))
-    expected = reference.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
-    found = device.observe_attention(call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
+    expected = observe(reference, call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
+    found = observe(device, call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
     for what, one, other in zip(("output", "scores", "stats", "weight"), found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4, msg=lambda text, what=what: f"{what}: {text}")
 
@@ -213,7 +213,7 @@ def operators_of_judging(starts, policy, monkeypatch):
     monkeypatch.setattr(device, "attend_prompt", lambda *_: attended)
     monkeypatch.setattr(window_statistics, "launch", lambda *_, **__: None)
     with CountOperators() as counter:
-        device.observe_attention(call, starts, starts, 0, LAYERS, policy)
+        observe(device, call, starts, starts, 0, LAYERS, policy)
     return counter.count
 
 
@@ -245,7 +245,7 @@ def test_a_score_of_ones_own_never_sees_padding():
     seen = []
     call = Attention(*(x[:2] for x in site(0)), 0.3)
     starts = torch.tensor([0, 9])
-    device.observe_attention(call, starts, starts, 0, LAYERS, OwnScore(window=WINDOW))
+    observe(device, call, starts, starts, 0, LAYERS, OwnScore(window=WINDOW))
     assert seen == [TOKENS, TOKENS - 9]
 
 
@@ -256,7 +256,7 @@ def test_any_strides(tokens):
     sinks = torch.randn(KV_HEADS * GROUP, 3)[:, 1]
     by_column = [x.mT.contiguous().mT for x in site(0)]
     observed = [
-        device.observe_attention(Attention(*x, 0.3, sinks=given), STARTS, STARTS, 0, LAYERS, policy)
+        observe(device, Attention(*x, 0.3, sinks=given), STARTS, STARTS, 0, LAYERS, policy)
         for x, given in ((site(0), sinks.contiguous()), (by_column, sinks))
     ]
     for found, expected in zip(*observed, strict=True):

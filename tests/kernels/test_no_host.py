@@ -27,6 +27,7 @@ from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, 
 from kvpass.ops import cuda as device
 from kvpass.ops import evict, sliding
 from kvpass.policies import POLICIES, resolve
+from numeric_checks import observe
 from tiny_models import HEAD_MAP
 
 LAYERS, KV_HEADS, GROUP, DIM, WINDOW, TOKENS, CAPACITY = 3, 2, 2, 16, 4, 37, 64
@@ -87,7 +88,7 @@ def test_a_prefill_up_to_its_packed_pool(
         on_device(ROWS, dtype=torch.int64),
         replayed=on_device(ROWS, KV_HEADS, TOKENS),
     )
-    out, scores, stats, weight = device.observe_attention(call, STARTS, first, 1, LAYERS, policy, asked)
+    out, scores, stats, weight = observe(device, call, STARTS, first, 1, LAYERS, policy, asked)
     assert ("_prefill_kernel" in launched) == (dtype == torch.float32)
     check("output", out.transpose(1, 2), (ROWS, TOKENS, HEADS, DIM), dtype)
     check("scores", scores, (ROWS, KV_HEADS, TOKENS), torch.float32)

@@ -20,7 +20,7 @@ from kvpass.operands import (
 )
 from kvpass.ops import evict, reference, slots
 from kvpass.policies import resolve
-from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention
+from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention, observe
 
 OPS = torch.ops.kvpass
 SCALE = 0.3
@@ -296,7 +296,7 @@ def test_a_full_pool_raises_instead_of_dropping_entries():
     q, k, v = qkv(b=1, n=20)
     start, entries = torch.tensor([0]), torch.tensor([8])
     state = prefill_state(1, 1, 2, 8, 8, 20, entries, policy, slots=5)
-    _, *seen = reference.observe_attention(Attention(q, k, v, SCALE), start, start, 0, 1, policy)
+    _, *seen = observe(reference, Attention(q, k, v, SCALE), start, start, 0, 1, policy)
     with pytest.raises(RuntimeError, match="pool of 5 slots is full"):
         reference.cascade_step(state, Candidates(k, v, *seen, start), 0, policy)
 

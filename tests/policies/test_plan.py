@@ -24,6 +24,7 @@ from kvpass.policies.observation import Observation
 from kvpass.policies.plan import Plan
 from kvpass.policies.plan import plan as plan_without_weights
 from kvpass.policies.replay import Replayed, most_attended
+from numeric_checks import observe
 from pairwise import pairwise
 
 BUILT_IN = [
@@ -580,7 +581,7 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
         call = Attention(q[layer], k[layer], v[layer], 0.5)
         asked = Requested(output_weights(q, v)[layer], rope_frequencies(q)[layer], buffers.entries)
         asked = asked._replace(replayed=attended(q, k)[layer])
-        _, *seen = reference.observe_attention(call, start, start, layer, layers, policy, asked)
+        _, *seen = observe(reference, call, start, start, layer, layers, policy, asked)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy)
     keep = kept_of(buffers, want)
     keep[..., length - window :] = True

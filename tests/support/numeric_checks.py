@@ -41,6 +41,12 @@ def assert_best(label: str, said: Tensor, logits: Tensor, *, margin: float) -> N
     assert worst <= margin, f"{label}: a token is {worst:.1e} below the best one, at {(short > margin).nonzero()[0]}"
 
 
+def observe(ops: Any, call: Attention, start: Tensor, first: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """What ``kvpass::observe_attention`` gives of a prompt, by the operators of the module ``ops``."""
+    out, lse = ops.attend_prompt(call, start)
+    return out, *ops.judge(call, lse, start, first, *rest)
+
+
 EPS = torch.finfo(torch.float32).eps
 
 
