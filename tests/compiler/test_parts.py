@@ -14,7 +14,7 @@ from pairwise import quick
 from tiny_models import FAMILIES, random_ids, tiny_model
 
 UNLIMITED = 10**6
-MOST = {"diffllama": 6, "cohere2": 5, "smollm3": 5, "deepseek_v3": 5}
+MOST = {"diffllama": 6, "cohere2": 5, "smollm3": 5, "deepseek_v3": 5, "llama4": 5}
 """Distinct parts of families with more than four, such as two attention ops in a layer, or layers without RoPE."""
 
 
