@@ -64,7 +64,7 @@ def attend_prompt(
         ops: the implementation.
     """
     if expansion is None:
-        return ops.attend_prompt(call, start, sliding_window, chunked)  # type: ignore[no-any-return]
+        return ops.attend_prompt(call, start, sliding_window, chunked)
     if not _pays(call, expansion.up):
         out, lse = ops.attend_prompt(absorbed(call, expansion), start, sliding_window, chunked)
         return expanded_output(out, *expansion), lse
