@@ -266,7 +266,10 @@ def test_a_prompt_in_inference_mode_is_continued_outside(compiler):
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize(("compiler", "pieces"), [("eager", [20, 1, 3]), ("inductor", [20, 1])])
+@pytest.mark.parametrize(
+    ("compiler", "pieces"),
+    [("eager", [20, 1, 3]), pytest.param("inductor", [20, 1], marks=pytest.mark.exhaustive)],
+)
 def test_every_batch_size_is_compiled_for_itself(compiler, pieces):
     torch.manual_seed(0)
     decoder = Decoder(False, layers=1).eval()
