@@ -153,7 +153,7 @@ def test_the_grid_has_the_mean_of_every_cell_depths_down_and_lengths_across(tmp_
 
 def test_the_command_draws_what_it_measured_and_goes_on_with_more_samples(tmp_path):
     words = f"--length 160 --budgets 0.12,1.0 --policies full,streaming_llm --batch 2 --output {tmp_path}".split()
-    for samples in (2, 4):
+    for samples in (1, 2):
         result = CliRunner().invoke(app, ["curve", "--samples", str(samples), *words])
         assert result.exit_code == 0, result.output
         records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
