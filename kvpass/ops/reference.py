@@ -196,25 +196,11 @@ def judge(
     """
 
     def observe(rows: slice, column: int, window: int) -> Observation:
-        return observation(call, rows, column, window, layer, num_layers, requested, ranks)
+        q, k, v, scale, softcap, sinks = call.from_column(rows, column)
+        given = requested.of(layer, rows, column)._asdict()
+        return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, ranks=ranks, **given)
 
     return judge_rows(call.k, start, policy, observe)
-
-
-def observation(
-    call: Attention,
-    rows: slice,
-    column: int,
-    window: int,
-    layer: int,
-    num_layers: int,
-    requested: Requested,
-    ranks: Ranks | None,
-) -> Observation:
-    """Return what a policy sees of some rows of a prompt, from their first real column on."""
-    q, k, v, scale, softcap, sinks = call.from_column(rows, column)
-    given = requested.of(layer, rows, column)._asdict()
-    return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, ranks=ranks, **given)
 
 
 def judge_rows(
