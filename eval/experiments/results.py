@@ -170,7 +170,8 @@ Lemma 1 and Table 14), for one question in each of {s.loss_prompts} such texts, 
 ## What each policy costs
 
 Random weights: this is about speed and bytes, not about answers. Policies that evict while decoding
-(`cake`, `h2o`, `tova`, `streaming_llm`) score their entries at every step, so they decode slower.
+(`cake`, `h2o`, `tova`, `streaming_llm`) score their entries at every step, so they decode slower. `r_kv` and
+`triattention` do so once in `buffer` steps.
 
 {bench_markdown(costs)}
 """
