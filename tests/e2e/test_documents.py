@@ -129,7 +129,7 @@ def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
         (("compress", binary, "-o", path), "document="),
         (("compress", text, "-o", path, "--policy", "lavaa"), "did you mean 'lava'"),
         (("compress", text, "-o", path, "--policy", "lava,snapkv"), "name one"),
-        (("compress", text, "-o", path, "--budget", "0.01"), "window + 1"),
+        (("compress", text, "-o", path, "--budget", "0.01", "--backend", "eager"), "window + 1"),
     ]:
         before = path.read_bytes()
         result = invoke(*words)
