@@ -21,8 +21,7 @@ from pairwise import quick
 from tiny_models import left_pad, random_ids, tiny_model
 
 
-def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_and_200_steps_of_each_kind_of_budget():
-    torch._dynamo.reset()
+def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_and_200_steps_of_each_kind_of_budget_and_of_one_tail():
     counters.clear()
     fast = kvpass.compile(tiny_model("llama", layers=1), budget=20, window=8)
     for budget in (20, 0.5, "64KiB"):
@@ -35,6 +34,11 @@ def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_and_200_steps_of_e
                 token = out.logits[:, -1:].argmax(-1)
         for tokens in (2, 9, 30):
             out = fast(random_ids(1, tokens), past_key_values=out.past_key_values, logits_to_keep=1)
+    out, capacities = fast(random_ids(1, 50), logits_to_keep=1), set()
+    for _ in range(200):
+        out = fast(token, past_key_values=out.past_key_values)
+        capacities.add(out.past_key_values.full_layers[0].tail_k.shape[3])
+    assert len(capacities) == 4 and max(capacities) >= 208, "tails of other lengths use the same graph"
     phases = [record.phase for record in fast.report().compiled]
     assert sorted(phases) == ["decode", "extend", "prefill"]
     assert counters["stats"]["unique_graphs"] == 1, "of several tokens, from which all phases are made"
@@ -69,17 +73,6 @@ def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch, 
     others = set() if regions else {(False, True)}  # outputs of our operators, which are between the parts
     assert set(asked) == {(True, False), *others}, "and 32 bits for all else"
     assert not guards
-
-
-def test_contract_8_a_growing_tail_does_not_recompile():
-    fast = kvpass.compile(tiny_model("llama", layers=1), budget=20, window=8)
-    out = fast(random_ids(1, 50), logits_to_keep=1)
-    token, capacities = out.logits[:, -1:].argmax(-1), set()
-    for _ in range(200):
-        out = fast(token, past_key_values=out.past_key_values)
-        capacities.add(out.past_key_values.full_layers[0].tail_k.shape[3])
-    assert len(capacities) == 4 and max(capacities) >= 208
-    assert len(fast.report().compiled) == 2
 
 
 def test_compiled_and_eager_backends_keep_the_same_and_agree():
@@ -160,11 +153,11 @@ def test_the_structured_trace_carries_the_graphs(tmp_path):
         assert f'"kvpass.prefill.00.{name}"' in text
 
 
-def test_two_rows_or_more_share_their_graphs():
+def test_contracts_1_and_8_two_rows_or_more_share_their_graphs_and_a_long_prompt_is_compiled_in_parts():
     model = tiny_model("llama", layers=1)
     fast = kvpass.compile(model, budget=10**6, window=8)
-    counts = []
-    for rows in (2, 3, 7, 1):
+    counts, parts = [], [("prefill", 3), ("decode", 1), ("extend", 2)]
+    for rows in (2, 3, 7):
         ids, new = random_ids(rows, 41), random_ids(rows, 6, seed=1)
         out, logits = fast(ids), []
         for piece in (new[:, :1], new[:, 1:2], new[:, 2:]):
@@ -173,6 +166,11 @@ def test_two_rows_or_more_share_their_graphs():
         with torch.no_grad():
             expected = model(torch.cat([ids, new], 1)).logits
         assert_close("logits", torch.cat([*logits, out.logits], 1), expected, atol=1e-4)
-        counts.append(len(fast.report().compiled))
-    assert counts == [3, 3, 3, 6]
+        out, tokens = fast(ids), []
+        for _ in range(12):
+            tokens.append(out.logits[:, -1:].argmax(-1))
+            out = fast(tokens[-1], past_key_values=out.past_key_values)
+        assert torch.equal(torch.cat([ids, *tokens], 1), model.generate(ids, max_new_tokens=12, do_sample=False))
+        counts.append([(record.phase, record.parts) for record in fast.report().compiled])
+    assert counts == [parts] * 3
     assert "compiled decode of 2 or more rows (inductor)" in str(fast.report())

@@ -31,8 +31,6 @@ LAYERS = dict.fromkeys(
     ("llama", "gemma2", "gemma3", "cohere2", "gpt_oss", "smollm3", "gpt_neo", "deepseek_v3", "llama4"), 2
 )
 """Of families whose layers differ, and of llama, two; of others one."""
-COMPILED = ["llama"]
-"""Families of which Inductor compiles one layer in every run; all of them, whole, under ``-m exhaustive``."""
 MASKED = ["llama", "gpt_neox", "gemma2", "gpt_oss"]
 """Families compared with the masked oracle in every run."""
 OTHER = {*MASKED, "mistral_sliding", "gptj", "bloom", "falcon", "falcon_alibi", "llama4"}
@@ -79,8 +77,9 @@ def compiled(
 
 
 def shared(family="llama", *, policy="lava", budget, backend="eager"):
-    """The same of two layers, shared with other tests: what it has compiled so far says nothing."""
-    return compiled_once(family, layers=2, policy=policy, budget=budget, backend=backend, window=8)
+    """The same of two layers (Inductor: one), shared with other tests: what it has compiled so far says nothing."""
+    layers = 1 if backend == "inductor" else 2
+    return compiled_once(family, layers=layers, policy=policy, budget=budget, backend=backend, window=8)
 
 
 def greedy(model, ids, **kwargs):
@@ -117,15 +116,10 @@ class EveryPolicy:
         return torch.cat(logits, 1), cache
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        *((family, {"num_hidden_layers": 1}) for family in COMPILED),
-        *(pytest.param(family, {}, marks=pytest.mark.exhaustive) for family in FAMILIES),
-    ],
-)
-def test_contract_1_unlimited_budget_is_identity_in_every_family(family, changes):
-    model, fast = compiled(family, backend="inductor", **changes)
+@pytest.mark.exhaustive  # of one layer of a Llama in every run: test_compile.py
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contract_1_unlimited_budget_is_identity_in_every_family(family):
+    model, fast = compiled(family, backend="inductor")
     ids, new = random_ids(2, PROMPT, seed=1), random_ids(2, 7, seed=2)
     with torch.no_grad():
         assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)

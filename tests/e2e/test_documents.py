@@ -14,11 +14,10 @@ from typer.testing import CliRunner
 from kvpass.cache.serialization import read_cache_file
 from kvpass.cli.documents import Document
 from kvpass.cli.main import app
-from tiny_models import tiny_model
 
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
 TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of bara dador"])
-QUESTIONS = ["is", "is 482", ". question the pin of lato gilum is"]
+QUESTIONS = [". question the pin of lato gilum is", "is", "is 482"]
 FRESH = "import sys; from kvpass.cli.main import app; app(sys.argv[1:])"
 
 
@@ -40,18 +39,16 @@ def text(tmp_path):
     return path
 
 
-def test_a_fresh_process_answers_as_the_live_cache_does(document, text, tmp_path):
-    output = tmp_path / "new" / "doc.kv"
-    words = ("--policy", "snapkv:pool=avg", "--budget", "0.6", "--window", "6", "--backend", "eager")
-    result = invoke("compress", text, "-o", output, *words)
-    assert result.exit_code == 0 and "entries kept" in result.output and "written" in result.output
+def test_a_fresh_process_answers_as_the_live_cache_does(document, tmp_path):
+    output = tmp_path / "doc.kv"
+    document.save(output)
     live = [document.ask(question, new_tokens=6) for question in QUESTIONS]
-    assert live[0] == "482 913 ." and len(set(live)) == 3
+    assert live[1] == "482 913 ." and len(set(live)) == 3
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
-    asked = [sys.executable, "-c", FRESH, "ask", str(output), QUESTIONS[0], "--backend", "eager", "--new-tokens", "6"]
+    asked = [sys.executable, "-c", FRESH, "ask", str(output), QUESTIONS[1], "--backend", "eager", "--new-tokens", "6"]
     fresh = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=300)
     assert fresh.returncode == 0, fresh.stderr
-    assert fresh.stdout.strip() == live[0]
+    assert fresh.stdout.strip() == live[1]
 
 
 def test_the_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path):
@@ -105,9 +102,10 @@ def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tm
     ],
 )
 def test_the_window_is_an_option_of_the_policy_or_of_the_command(text, tmp_path, words, window):
-    path = tmp_path / "doc.kv"
+    path = tmp_path / "new" / "doc.kv"
     result = invoke("compress", text, "-o", path, "--budget", "40", "--backend", "eager", *words.split())
     assert result.exit_code == 0, result.output
+    assert "entries kept" in result.output and "written" in result.output
     assert json.loads(read_cache_file(path)[0]["policy"])["window"] == window
 
 
@@ -120,8 +118,6 @@ def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
     empty.write_text("")
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\x00")
-    stranger = tmp_path / "stranger"
-    tiny_model("llama").save_pretrained(stranger)
     for words, message in [
         (("ask", damaged, "is"), "truncated"),
         (("ask", text, "is"), "no cache file"),
@@ -133,7 +129,7 @@ def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
         (("compress", binary, "-o", path), "document="),
         (("compress", text, "-o", path, "--policy", "lavaa"), "did you mean 'lava'"),
         (("compress", text, "-o", path, "--policy", "lava,snapkv"), "name one"),
-        (("compress", text, "-o", path, "--budget", "0.01"), "window + 1"),
+        (("compress", text, "-o", path, "--budget", "0.01", "--backend", "eager"), "window + 1"),
     ]:
         before = path.read_bytes()
         result = invoke(*words)

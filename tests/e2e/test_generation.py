@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
 from kvpass.frontends import generation
-from tiny_models import left_pad, random_ids, tiny_model
+from tiny_models import left_pad, random_ids, raw, tiny_model
 
 NEW, LONGEST = 7, 96
 
@@ -31,7 +31,6 @@ class Decoder(nn.Module):
 
 @pytest.fixture
 def decoder():
-    torch._dynamo.reset()
     module = Decoder().eval()
     for parameter in module.parameters():
         parameter.data.mul_(2)
@@ -40,7 +39,7 @@ def decoder():
 
 def compiled(decoder, budget=1000):
     options = {"policy": "lava", "budget": budget, "window": 8, "compiler": "eager"}
-    return torch.compile(decoder, backend="kvpass", fullgraph=True, dynamic=True, options=options)
+    return raw(decoder, options)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot, scaled_dot_product_attention
 import kvpass
 from numeric_checks import assert_close
 from pairwise import each_value
-from tiny_models import random_ids
+from tiny_models import random_ids, raw
 
 WIDTH, HEADS, VOCABULARY, LONGEST = 32, 4, 128, 128
 PROMPTS = (20, 40)  # before and behind the numbers of the modules below
@@ -42,9 +42,8 @@ class Decoder(nn.Module):
         return self.head(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1))
 
 
-def raw(module):
-    options = {"policy": "full", "compiler": "eager"}
-    return torch.compile(module, backend="kvpass", fullgraph=True, dynamic=True, options=options)
+def capturing(module):
+    return raw(module, {"policy": "full", "compiler": "eager"})
 
 
 def in_pieces(fast, ids, pieces):
@@ -58,7 +57,6 @@ def in_pieces(fast, ids, pieces):
 
 def build(change):
     torch.manual_seed(0)
-    torch._dynamo.reset()
     return Decoder(change).eval()
 
 
@@ -127,14 +125,14 @@ def test_contract_1_what_a_module_counts_goes_on_behind_every_number(name, promp
     module = build(GOES_ON[name])
     ids = random_ids(rows, TEXT)
     pieces = [prompt, 1, 1, 7, *[1] * (TEXT - prompt - 9)]
-    found, _ = in_pieces(raw(module), ids, pieces)
+    found, _ = in_pieces(capturing(module), ids, pieces)
     with torch.no_grad():
         assert_close("logits", found, module(ids, torch.arange(TEXT).expand_as(ids)), atol=1e-4)
 
 
 @each_value(name=[*REFUSED], prompt=PROMPTS)
 def test_contract_7_what_depends_on_the_length_behind_a_number_is_refused(name, prompt):
-    fast = raw(build(REFUSED[name]))
+    fast = capturing(build(REFUSED[name]))
     with pytest.raises(Exception, match=r"from the length of the input|relates tokens"):
         in_pieces(fast, random_ids(1, TEXT), [prompt, *[1] * (TEXT - prompt)])
 
@@ -149,7 +147,7 @@ def test_two_instances_of_a_class_are_told_apart(other):
     if other == "dtype":
         modules[1].to(torch.float64)
     ids = random_ids(1, 30)
-    fast = [raw(module) for module in modules]
+    fast = [capturing(module) for module in modules]
     with torch.no_grad():
         for module, compiled in [*zip(modules, fast, strict=True), (modules[0], fast[0])]:
             found, _ = in_pieces(compiled, ids, [20, 1, 1, 8])
@@ -165,7 +163,7 @@ def changing(m, x, p):
 def test_contract_7_a_module_that_an_attribute_has_changed_since_the_prompt_is_refused(attribute, new):
     module = build(changing)
     module.first, module.factor = 0, 1.5
-    fast, ids = raw(module), random_ids(2, 20 + new)
+    fast, ids = capturing(module), random_ids(2, 20 + new)
     positions = torch.arange(20 + new).expand_as(ids)
     with torch.no_grad(), kvpass.session() as session:
         fast(ids[:, :20].clone(), positions[:, :20].clone())
@@ -183,7 +181,7 @@ def test_contract_7_a_module_that_an_attribute_has_changed_since_the_prompt_is_r
 def test_a_prompt_in_parts_of_a_longer_tensor_is_gone_on_with_by_tensors_of_their_own(name):
     """Dynamo captures again, since parts have strides."""
     module = build(GOES_ON[name])
-    fast, ids = raw(module), random_ids(2, 30)
+    fast, ids = capturing(module), random_ids(2, 30)
     positions = torch.arange(30).repeat(2, 1)
     with torch.no_grad(), kvpass.session():
         found = [fast(ids[:, :20], positions[:, :20])]
@@ -193,7 +191,7 @@ def test_a_prompt_in_parts_of_a_longer_tensor_is_gone_on_with_by_tensors_of_thei
 
 def test_contract_7_a_module_that_is_first_called_with_one_token_is_refused_and_works_after_several():
     module = build(GOES_ON["segments that are given"])
-    fast, ids = raw(module), random_ids(1, 30)
+    fast, ids = capturing(module), random_ids(1, 30)
     with pytest.raises(kvpass.CacheMismatchError, match="captured for one token alone: prefill a prompt of several"):
         in_pieces(fast, ids[:, :2], [1, 1])
     for pieces in ([20, *[1] * 10], [*[1] * 5, 25]):
@@ -229,7 +227,7 @@ BRANCHES = {
 @pytest.mark.parametrize("name", ENDS)
 def test_contract_7_a_session_ends_where_the_capture_does(name):
     module = build(ENDS[name])
-    fast, ids = raw(module), random_ids(1, 30)
+    fast, ids = capturing(module), random_ids(1, 30)
     with torch.no_grad():
         expected = module(ids[:, :END], torch.arange(END)[None])
     found, cache = in_pieces(fast, ids[:, :END], [20, 1, 2, 1])
@@ -245,15 +243,15 @@ def test_contract_7_a_session_ends_where_the_capture_does(name):
 @pytest.mark.parametrize("name", BRANCHES)
 def test_contract_7_a_module_that_branches_on_its_length_is_refused(name):
     with pytest.raises(Exception, match="branches on the length of its input"):
-        in_pieces(raw(build(BRANCHES[name])), random_ids(2, 40), [40])
+        in_pieces(capturing(build(BRANCHES[name])), random_ids(2, 40), [40])
 
 
 def test_as_many_rows_as_tokens_in_a_first_call_are_told_apart_or_refused():
     module = build(GOES_ON["segments"])
     ids = random_ids(13, 20)
     with pytest.raises(Exception, match="as many rows as tokens"):
-        in_pieces(raw(module), ids, [13, *[1] * 7])
-    fast = raw(module)
+        in_pieces(capturing(module), ids, [13, *[1] * 7])
+    fast = capturing(module)
     in_pieces(fast, ids, [20])
     found, _ = in_pieces(fast, ids, [13, *[1] * 7])
     with torch.no_grad():
@@ -261,9 +259,9 @@ def test_as_many_rows_as_tokens_in_a_first_call_are_told_apart_or_refused():
 
 
 def test_a_length_that_the_module_makes_a_constant_is_refused():
-    fast = raw(build(lambda m, x, p: x * math.log(x.shape[1])))
+    fast = capturing(build(lambda m, x, p: x * math.log(x.shape[1])))
     with pytest.raises(Exception, match=r"captured for 20 tokens and no other length.*makes a constant"):
         in_pieces(fast, random_ids(1, 20), [20])
-    fast = raw(build(lambda m, x, p: x[:, [x.shape[1] - 1]] + 0 * x))
+    fast = capturing(build(lambda m, x, p: x[:, [x.shape[1] - 1]] + 0 * x))
     with pytest.raises(Exception, match=r"captured for 20 tokens|relates tokens"):
         in_pieces(fast, random_ids(1, 20), [20])

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvpass
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import random_ids
+from tiny_models import random_ids, raw
 
 TOKENS, NEW, WINDOW, BUDGET = 40, 6, 8, 16
 SHAPES = [(4, 2, 12), (4, 4, 8), (4, 2, 12), (6, 1, 10)]
@@ -55,7 +55,6 @@ class Decoder(nn.Module):
 
 @pytest.fixture
 def decoder():
-    torch._dynamo.reset()
     module = Decoder().eval()
     for parameter in module.parameters():
         parameter.data.mul_(2)
@@ -65,7 +64,7 @@ def decoder():
 def run(decoder, budget, compiler="eager"):
     """Logits of a prompt and of new tokens after it, one by one and then two at once, and the cache."""
     options = {"policy": "lava", "budget": budget, "window": WINDOW, "compiler": compiler}
-    fast = torch.compile(decoder, backend="kvpass", fullgraph=True, dynamic=True, options=options)
+    fast = raw(decoder, options)
     ids, positions = random_ids(2, TOKENS + NEW), torch.arange(TOKENS + NEW).expand(2, -1)
     cuts = [TOKENS, 1, 1, 1, 1, 2]
     with torch.no_grad(), kvpass.session() as session:

@@ -222,7 +222,7 @@ def test_rows_take_their_own_budget_along():
 
 
 def test_inductor_compresses_again_like_the_eager_graph():
-    model = tiny_model("llama", num_hidden_layers=2)
+    model = tiny_model("llama", layers=1)
     caches, logits = [], []
     for backend in ("eager", "inductor"):
         fast = kvpass.compile(model, budget=BUDGET, window=WINDOW, backend=backend, recompress="every_turn")

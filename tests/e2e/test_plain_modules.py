@@ -17,7 +17,7 @@ import kvpass
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import left_pad, random_ids
+from tiny_models import left_pad, random_ids, raw
 
 VOCABULARY, LONGEST = 128, 96
 PROMPT, NEW = 37, 11
@@ -169,11 +169,6 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
 @pytest.fixture(params=MODELS)
 def decoder(request):
     """A model with weights wide enough that attention is far from uniform, and its KV heads."""
@@ -186,8 +181,7 @@ def decoder(request):
 
 
 def compiled(model, budget, compiler="eager"):
-    given = {"policy": "snapkv", "budget": budget, "window": 8, "compiler": compiler}
-    return torch.compile(model, backend="kvpass", fullgraph=True, dynamic=True, options=given)
+    return raw(model, {"policy": "snapkv", "budget": budget, "window": 8, "compiler": compiler})
 
 
 def greedy_without_cache(model, ids, steps):

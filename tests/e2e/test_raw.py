@@ -13,7 +13,7 @@ from kvpass.ops import reference, slots
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import left_pad, random_ids, tiny_model
+from tiny_models import left_pad, random_ids, raw, tiny_model
 
 NEW = 8
 
@@ -64,17 +64,8 @@ class SelfNumbering(Decoder):
         return super().forward(ids, torch.arange(ids.shape[1], device=ids.device)[None])
 
 
-def raw(module, options):
-    return torch.compile(module, backend="kvpass", fullgraph=True, dynamic=True, options=options)
-
-
 def positions_of(mask):
     return (mask.cumsum(1) - 1).clamp(min=0)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
 
 
 def build(repeat, layers):
@@ -99,7 +90,6 @@ def test_blocks_of_a_prompt_change_nothing(block, numbered):
     ids, positions = random_ids(2, 93), torch.arange(93).expand(2, -1)
     found = []
     for given in (10**6, block):
-        torch._dynamo.reset()
         options = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager", "prefill_block": given}
         fast = raw(module, options)
         with torch.no_grad(), kvpass.session() as session:
@@ -323,7 +313,6 @@ def test_a_session_refuses_another_module_of_the_same_layout(decoder, difference
 def test_cuda_graphs_can_be_switched_off(decoder):
     found = []
     for cuda_graphs in (True, False):
-        torch._dynamo.reset()
         fast = raw(decoder, options_of(cuda_graphs=cuda_graphs))
         with torch.no_grad(), kvpass.session():
             found.append(fast(random_ids(1, 40), torch.arange(40)[None]))
@@ -353,7 +342,7 @@ class OfLength(Decoder):
 def test_contract_7_what_a_module_computes_from_its_length_is_refused(decoder):
     """In a graph made for one length it would be a number like any other, and that of one token while decoding."""
     ids, positions = random_ids(1, 40), torch.arange(40)[None]
-    static = torch.compile(decoder, backend="kvpass", fullgraph=True, dynamic=False, options=options_of())
+    static = raw(decoder, options_of(), dynamic=False)
     fixed = pytest.raises(Exception, match=r"for 40 tokens and no other length.*dynamic=True")
     with torch.no_grad(), fixed, kvpass.session():
         static(ids, positions)

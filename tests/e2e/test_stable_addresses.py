@@ -215,7 +215,7 @@ def tails(model: CompressedModel, monkeypatch):
         ({"max_length": 61 + 200}, 8 + 256),
         ({"generation_config": GenerationConfig(max_new_tokens=200)}, 8 + 256),
         ({"generation_config": GenerationConfig(max_length=61 + 200)}, 8 + 256),
-        ({}, 8 + 64),
+        pytest.param({}, 8 + 64, marks=pytest.mark.filterwarnings("ignore:Using the model-agnostic default")),
     ],
     ids=str,
 )

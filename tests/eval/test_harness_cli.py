@@ -1,4 +1,4 @@
-"""The function of the ``lm_eval`` command, offline, with the built-in model and local tasks."""
+"""The function of the ``lm_eval`` command, offline, with a tiny model and local tasks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvpass.eval.harness_tasks import documents, score
 from kvpass.eval.needle.text import sample
 from kvpass.eval.tasks import Sample, find_tasks, longbench, ruler
 from kvpass.lm_eval import SEPARATOR, TASKS, KVPassLM, main
+from tiny_models import tiny_model
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-MODEL = f"pretrained={builtin.path()},dtype=float32"
-TIGHT = f"{MODEL},compiler=eager,budget=20,window=8"
+TIGHT = "compiler=eager,budget=20,window=8"
 
 
 def words(model: str, arguments: str, tasks: Path, names: str, output: Path) -> list[str]:
@@ -49,6 +49,8 @@ SEVERAL = """
 import functools, json, sys
 import lm_eval, torch
 assert "kvpass" not in sys.modules, "the package is imported when the model is asked for"
+from torch.utils import collect_env
+collect_env.get_pretty_env_info = str  # of the harness's results: a dozen programs, in every run
 from lm_eval.api.registry import get_model, model_registry
 print("registered", "kvpass" in model_registry, "hf" in model_registry, len(model_registry) > 20)
 from lm_eval import tasks
@@ -65,8 +67,17 @@ tasks that it brings along, take longer than the runs."""
 
 
 @pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Arguments that name a tiny model with the tokenizer of the built-in one."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), builtin.load()[1]
+    tiny_model("llama", layers=2, vocab_size=len(tokenizer), eos_token_id=4).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return f"pretrained={folder},dtype=float32"
+
+
+@pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a multiple-choice and a generation task on needle prompts of the built-in model."""
+    """A folder with a multiple-choice and a generation task on needle prompts."""
     folder = tmp_path_factory.mktemp("tasks")
     rows = []
     for seed, tokens in enumerate((90, 140, 110)):
@@ -131,15 +142,16 @@ class Runs:
     """What one process printed that ran the stock model, everything kept, and little kept, through one ``--use_cache``
     path, and then our own tasks. Each run wrote to the folder of its name."""
 
-    def __init__(self, folder: Path, tasks: Path, data: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, model: str, tasks: Path, data: Path) -> None:
+        self.folder, self.model = folder, model
+        tight = f"{model},{TIGHT}"
         cache = ["--use_cache", str(folder / "answers")]
         own = ["--gen_kwargs", "max_gen_toks=3", "--metadata", json.dumps({"prompt_tokens": 64, "prompt_count": 1})]
-        cut = f"{TIGHT},policy=snapkv,scope=context,max_length=128,truncation=middle"
+        cut = f"{tight},policy=snapkv,scope=context,max_length=128,truncation=middle"
         arguments = [
-            [*words("hf", MODEL, tasks, NUMBERS, folder / "hf"), *cache],
-            [*words("kvpass", f"{MODEL},compiler=eager", tasks, NUMBERS, folder / "full"), *cache, "--batch_size", "3"],
-            [*words("kvpass", f"{TIGHT},policy=streaming_llm", tasks, NUMBERS, folder / "tight"), *cache],
+            [*words("hf", model, tasks, NUMBERS, folder / "hf"), *cache],
+            [*words("kvpass", f"{model},compiler=eager", tasks, NUMBERS, folder / "full"), *cache, "--batch_size", "3"],
+            [*words("kvpass", f"{tight},policy=streaming_llm", tasks, NUMBERS, folder / "tight"), *cache],
             [*words("kvpass", cut, TASKS, OWN, folder / "own"), *own],
         ]
         command = [sys.executable, "-c", SEVERAL, json.dumps(arguments)]
@@ -151,8 +163,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tasks: Path, data: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"), tasks, data)
+def runs(tmp_path_factory: pytest.TempPathFactory, model: str, tasks: Path, data: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), model, tasks, data)
 
 
 def test_the_hook_names_the_model_and_leaves_the_others(runs: Runs) -> None:
@@ -182,7 +194,8 @@ def test_the_command_runs_both_models_and_the_budget_is_felt(runs: Runs) -> None
 def read_of_two(launcher: list[str], arguments: str, runs: Runs, tasks: Path, folder: Path) -> tuple[Any, Any]:
     """Results of two processes and of one; samples must be the same."""
     (folder / "several.py").write_text(SEVERAL)
-    given = json.dumps([words("kvpass", f"{TIGHT},policy=streaming_llm{arguments}", tasks, NUMBERS, folder / "two")])
+    asked = f"{runs.model},{TIGHT},policy=streaming_llm{arguments}"
+    given = json.dumps([words("kvpass", asked, tasks, NUMBERS, folder / "two")])
     result = subprocess.run(
         [sys.executable, "-m", *launcher, "several.py", given],
         cwd=folder,

@@ -8,15 +8,36 @@ import math
 import pytest
 import torch
 
+import kvpass
 from kvpass.eval.bench import smoke
 from kvpass.eval.bench.settings import build, find_model
 from kvpass.ops import reference
 
 
+@pytest.fixture(scope="module")
+def model():
+    return build(find_model("tiny"), 0, dtype=torch.bfloat16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_once():
+    """Most of the time would go into tracing the same model again."""
+    compiled, original = {}, kvpass.compile
+
+    def remembered(model, *, policy, budget, **options):
+        if policy not in compiled:
+            compiled[policy] = original(model, policy=policy, budget=budget, **options)
+        compiled[policy].set_budget(budget)
+        return compiled[policy]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvpass, "compile", remembered)
+        yield
+
+
 @pytest.fixture
-def checked(monkeypatch):
+def checked(monkeypatch, model):
     monkeypatch.setattr(smoke, "BUDGET", 24)
-    model = build(find_model("tiny"), 0, dtype=torch.bfloat16)
 
     def run():
         result, saved = {}, []

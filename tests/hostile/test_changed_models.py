@@ -12,6 +12,7 @@ import kvpass
 from tiny_models import random_ids, tiny_model
 
 OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute")  # two adapters are meant
 
 
 def small(family="llama", **changes):

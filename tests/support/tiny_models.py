@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import torch._dynamo.pgo
 import transformers
 from packaging.version import Version
 from torch import Tensor
@@ -379,6 +380,16 @@ def compiled_once(
 def _compiled_once(family: str, layers: int | None, backend: Compiler, recompress: Recompress) -> Any:
     model = tiny_model(family, layers=layers)
     return model, kvpass.compile(model, policy="snapkv", budget=1.0, backend=backend, recompress=recompress)
+
+
+def raw(module: Any, options: dict[str, Any], *, dynamic: bool = True) -> Any:
+    """A module or function compiled by the backend, as if nothing had been captured of its class before.
+
+    Not ``torch._dynamo.reset``: the models that tests share would be captured again too.
+    """
+    torch._dynamo.eval_frame.remove_from_cache(module)
+    torch._dynamo.pgo.reset_code_state()  # lengths that were seen
+    return torch.compile(module, backend="kvpass", fullgraph=True, dynamic=dynamic, options=options)
 
 
 def random_ids(rows: int, tokens: int, *, seed: int = 0) -> Tensor:

@@ -92,6 +92,7 @@ def attend(q, k, v, **options):
     return flex_attention(q, k, v, enable_gqa=True, **options)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # to compare with
 def test_masks_scores_and_scales_become_sites_with_the_same_output(capture) -> None:
     forms = [
         lambda q, k, v: attend(q, k, v, block_mask=blocks(q, causal)),
