@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpass.config import Budget, Geometry
+from kvpass.config import Budget, EntryFormat, Geometry
 from kvpass.eval.bench.measure import (
     Meter,
     Scoring,
@@ -178,7 +178,7 @@ class Bench:
             for batch in settings.batches
             for context in settings.prompts
         ]
-        self._kvpass_systems: dict[PolicySpec, Kvpass] = {}
+        self._kvpass_systems: dict[tuple[PolicySpec, EntryFormat], Kvpass] = {}
         self._errors: list[str] = []
 
     def run(self, console: Console, save: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
@@ -269,15 +269,20 @@ class Bench:
         for name in map(str, settings.policies) if "kvpress" in baselines else ():
             if name in KVPRESS_TWINS:
                 yield partial(Kvpress, self.model, policy=name, entries=wanted.entries, window=settings.window)
-        full = (PolicySpec("full"),) if "full" in baselines else ()
-        for policy in dict.fromkeys((*settings.policies, *full)):
-            yield partial(self._kvpass_system, policy)
+        kvpass_systems = [(policy, entries) for policy in settings.policies for entries in settings.entries]
+        if "full" in baselines:
+            kvpass_systems.append((PolicySpec("full"), "model"))
+        for policy, entries in dict.fromkeys(kvpass_systems):
+            yield partial(self._kvpass_system, policy, entries)
 
-    def _kvpass_system(self, spec: PolicySpec) -> Kvpass:
+    def _kvpass_system(self, spec: PolicySpec, entries: EntryFormat) -> Kvpass:
         """One compiled model serves all contexts and batches."""
-        if spec not in self._kvpass_systems:
-            self._kvpass_systems[spec] = self.settings.system(self.model, spec)
-        return self._kvpass_systems[spec]
+        found = self._kvpass_systems.get((spec, entries))
+        if found is None:
+            found = self.settings.system(self.model, spec, entries=entries)
+            found.name = found.name if entries == "model" else f"{entries} {spec}"
+            self._kvpass_systems[spec, entries] = found
+        return found
 
     def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         if not measurement.system.compiled:  # libraries are loaded by a short prompt as well

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvpass.compiler.backend import Compiler
+from kvpass.config import EntryFormat
 from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.policies import resolve_budget
+from kvpass.policies.rules import check_entries
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BASELINES = ("hf-eager", "hf-static", "full", "kvpress")
@@ -144,6 +146,7 @@ class BenchSettings:
         contexts: prompt tokens; empty takes the model's own. batches: rows. Every pair of them is one comparison.
         budget, window: as in ``kvpass.compile``.
         policies: of kvpass; ``window`` is theirs unless they have their own.
+        entries: formats of kept entries, each policy with each (``kvpass.compile``).
         systems: what they are compared with, of ``BASELINES``; None takes all, kvpress only where it is installed.
         new_tokens: decode steps of one repeat. repeats: timed rounds over all systems.
         backend: of every compiled system, ``"inductor"`` or ``"eager"``.
@@ -163,6 +166,7 @@ class BenchSettings:
     budget: int | float | str = 256
     window: int = 32
     policies: tuple[PolicySpec, ...] = (PolicySpec("lava"), PolicySpec("snapkv"))
+    entries: tuple[EntryFormat, ...] = ("model",)
     systems: tuple[str, ...] | None = None
     new_tokens: int = 32
     repeats: int = 3
@@ -185,6 +189,8 @@ class BenchSettings:
             raise ValueError(f"batches={','.join(map(str, self.batches))}: must be one or more numbers >= 1")
         for spec in self.policies:
             policy = spec.with_window(self.window).resolve()
+            for entry_format in self.entries:
+                check_entries(entry_format, policy)
             if policy.needs_budget:
                 resolve_budget(policy, self.budget)
         for name in self.systems or ():

@@ -267,5 +267,5 @@ class Kvpass(System):
         return cache.nbytes
 
     def attended_bytes(self, cache: Any, tokens: int) -> int:
-        stored = sum(int(store.lengths.sum()) * store.geometry.entry_bytes for store in cache.full_layers)
+        stored = sum(store.entry_bytes for store in cache.full_layers)
         return stored + sum(x.nbytes for x in (*cache.sliding_layers, *cache.states.held))

@@ -134,6 +134,7 @@ def bench(
     policies: Annotated[
         str, typer.Option(help="kvpass policies with their options, such as 'lava,cake:tau1=1.6,tau2=0.4'.")
     ] = "lava,snapkv",
+    entries: _Entries = "model",
     systems: Annotated[
         str | None,
         typer.Option(help="Beside them: hf-eager, hf-static, full, kvpress; all of these that are installed if not."),
@@ -214,6 +215,7 @@ def bench(
     from kvpass.eval.bench.shared_model import SharedModel
     from kvpass.eval.environment import save_json
     from kvpass.eval.policy_spec import parse_policies, typed
+    from kvpass.policies.rules import check_format
     from kvpass.progress import progress_console
     from kvpass.report import import_figure
 
@@ -226,6 +228,8 @@ def bench(
     with _interruptible(anew), _bad_values():
         if len(instead) > 1:
             raise ValueError(f"{' and '.join(instead)}: measure one of them at a time")
+        if instead and entries != "model":
+            raise ValueError(f"entries={entries!r}: {instead[0]} measures entries='model' alone")
         if instead and plots is not None:
             raise ValueError(f"plots={str(plots)!r}: there are none of {instead[0]}")
         settings = BenchSettings(
@@ -237,6 +241,7 @@ def bench(
             budget=typed(budget),
             window=window,
             policies=parse_policies(policies),
+            entries=tuple(map(check_format, _names(entries))),
             systems=None if systems is None else _names(systems),
             new_tokens=new_tokens,
             repeats=repeats,

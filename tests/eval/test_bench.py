@@ -35,10 +35,10 @@ def compile_once():
     """Most of the time would go into tracing the micro model, whose weights are the same in every bench."""
     compiled, original = {}, kvpass.compile
 
-    def remembered(model, *, policy, budget, backend):
-        key = type(model), model.dtype, model.num_parameters(), policy.spec, budget, backend
+    def remembered(model, *, policy, budget, backend, entries="model"):
+        key = type(model), model.dtype, model.num_parameters(), policy.spec, budget, backend, entries
         if key not in compiled:
-            compiled[key] = original(model, policy=policy, budget=budget, backend=backend)
+            compiled[key] = original(model, policy=policy, budget=budget, backend=backend, entries=entries)
         return compiled[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -77,6 +77,17 @@ def test_dtype_of_the_weights_and_bytes_of_an_entry(micro):
     result = Bench(settings(micro, dtype="bf16", policies=(), systems=("hf-eager",))).run(quiet())
     assert result["model"]["dtype"] == "bfloat16"
     assert result["runs"][0]["budget"]["bytes"] == 16 * 2 * 2 * 8 * 2
+
+
+def test_formats_of_kept_entries_are_systems_of_their_own(micro):
+    result = Bench(settings(micro, entries=("model", "int8"))).run(quiet())
+    systems = {record["name"]: record["attended_bytes"] for record in result["runs"][0]["systems"]}
+    assert list(systems) == ["hf-eager", "lava", "int8 lava", "full"]
+    entry, codes = 2 * 8 * 4, 2 * (8 + 4)
+    assert systems["lava"] == 2 * (16 + 3) * entry
+    assert systems["int8 lava"] == 2 * (8 * codes + (8 + 3) * entry)
+    with pytest.raises(ValueError, match="entries='int8' with policy 'h2o': it evicts while decoding"):
+        settings(micro, policies=parse_policies("h2o"), entries=("model", "int8"))
 
 
 def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, monkeypatch):
