@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.cache.metadata import LayersFacts
-from kvpass.cache.prompt_record import LayersRecord
+from kvpass.cache.prompt_record import LayersRecord, entries_of
 from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.config import EntryFormat, LayerGroup
 from kvpass.operands import (
@@ -186,7 +186,6 @@ class FullAttentionLayers:
         del self._start
         return LayersRecord(
             group=self.group,
-            kept=self.pool_lengths,
             mass=mass[:, :heads].view(-1, g.layers, g.kv_heads) + window_mass,
             weights=weights,
             positions=self.pool_positions,
@@ -404,8 +403,7 @@ class FullAttentionLayers:
     @property
     def pool_lengths(self) -> Tensor:
         """Entries of each segment of the pool, int64 ``[B, L, K]``."""
-        g = self.geometry
-        return self.offsets.diff(dim=1).long().view(-1, g.layers, g.kv_heads)
+        return entries_of(self.offsets, self.group)
 
     def positions(self, seen: Tensor) -> Tensor:
         """Return true positions of the entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``.

@@ -20,7 +20,7 @@ class LayersRecord:
     """What the layers of one KV geometry kept.
 
     Attributes:
-        group: the layers and their geometry. kept: pool entries, int64 ``[B, L, K]``.
+        group: the layers and their geometry.
         mass: share of the window queries' attention that kept entries and window hold, fp32 ``[B, L, K]``.
         weights: layer weights of the policy, fp64 ``[B, L]`` (zeros for fixed layer splits).
         positions: true positions of the pool's entries, int32 ``[B, E]``.
@@ -28,11 +28,15 @@ class LayersRecord:
     """
 
     group: LayerGroup
-    kept: Tensor
     mass: Tensor
     weights: Tensor
     positions: Tensor
     offsets: Tensor
+
+    @property
+    def kept(self) -> Tensor:
+        """Pool entries, int64 ``[B, L, K]``."""
+        return entries_of(self.offsets, self.group)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,6 +74,11 @@ class PromptRecord:
         g = store.group.geometry
         pool = store.kept * g.pool_entry_bytes(self.entry_format) + g.pool_head_bytes(self.entry_format)
         return pool + self.window[:, None, None] * g.entry_bytes
+
+
+def entries_of(offsets: Tensor, group: LayerGroup) -> Tensor:
+    """Return the entries of each segment of a pool, int64 ``[B, L, K]``, from its bounds, int32 ``[B, L*K + 1]``."""
+    return offsets.diff(dim=1).long().view(offsets.shape[0], group.geometry.layers, group.geometry.kv_heads)
 
 
 def layer_ids(groups: Sequence[LayerGroup]) -> tuple[int, ...]:

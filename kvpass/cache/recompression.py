@@ -67,7 +67,6 @@ class Recompression:
         newest = (line >= (lengths - window[:, None, None])[..., None]) & (line < lengths[..., None])
         return left, LayersRecord(
             group=store.group,
-            kept=left.pool_lengths,
             mass=(masses * (stay | newest)).sum(3),
             weights=layer_weights,
             positions=left.pool_positions,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.cache.metadata import LayersFacts
-from kvpass.cache.prompt_record import LayersRecord, PromptRecord
+from kvpass.cache.prompt_record import LayersRecord, PromptRecord, entries_of
 from kvpass.config import LayerGroup, Layout
 from kvpass.operands import BUFFERS, GROUP, key_groups
 from kvpass.ops.slots import ABSENT, EMPTY
@@ -42,7 +42,7 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
         buffers = {name: _joined_heads(name, [part[name] for part in own]) for name in own[0]}
         if "offsets" in buffers:
             bounds = [part["offsets"] for part in own]
-            counts = torch.cat([_counts(offsets, group) for offsets in bounds], 2)
+            counts = torch.cat([entries_of(offsets, group) for offsets in bounds], 2)
             buffers["offsets"] = _offsets(counts)
             for name in _POOL & buffers.keys():
                 pools = [part[name] for part in own]
@@ -67,15 +67,14 @@ def record_of_all(record: PromptRecord, ranks: Ranks, device: torch.device) -> P
         return list(ranks.gather(x.to(device)[None], 0).cpu())
 
     def all_heads(layers: LayersRecord) -> LayersRecord:
-        kept, mass = (torch.cat(gathered(x), 2) for x in (layers.kept, layers.mass))
-        offsets, bounds = _offsets(kept), gathered(layers.offsets)
-        slots = ranks.most(layers.positions.shape[1], device)
+        bounds = gathered(layers.offsets)
+        offsets = _offsets(torch.cat([entries_of(other, layers.group) for other in bounds], 2))
+        slots = max(2, *(int(other[:, -1].max()) for other in bounds))
         parts = gathered(pad(layers.positions, (0, slots - layers.positions.shape[1]), value=EMPTY))
         positions = _moved("pool_positions", parts, bounds, _of_all(layers.group, ranks.size), offsets)
         return LayersRecord(
             group=_group_of_all(layers.group, ranks.size),
-            kept=kept,
-            mass=mass,
+            mass=torch.cat(gathered(layers.mass), 2),
             weights=layers.weights.cpu(),
             positions=positions,
             offsets=offsets,
@@ -104,7 +103,7 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
         whole = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
         own = {name: _own_heads(name, x, ranks) for name, x in whole.items()}
         if "offsets" in whole:
-            own["offsets"] = _offsets(ranks.own(_counts(whole["offsets"], group), 2))
+            own["offsets"] = _offsets(ranks.own(entries_of(whole["offsets"], group), 2))
             numbers = torch.arange(whole["offsets"].shape[1] - 1).view(group.geometry.layers, -1)
             places = [(0, number) for number in ranks.own(numbers, 1).flatten().tolist()]
             for name in _POOL & whole.keys():
@@ -154,11 +153,6 @@ def _of_one_width(parts: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]
             wider[name] = torch.cat([of_pool, pad(of_tail, (0, capacity - own_capacity), value=empty)], -1)
         found.append({**part, **wider})
     return found
-
-
-def _counts(offsets: Tensor, group: LayerGroup) -> Tensor:
-    """Entries of each segment, ``[B, L, K]``."""
-    return offsets.diff(dim=1).view(offsets.shape[0], group.geometry.layers, -1)
 
 
 def _offsets(counts: Tensor) -> Tensor:

@@ -124,11 +124,13 @@ class CanonicalGraph:
 
     Attributes:
         passes: records of the passes that made it. blocked: it as a prefill in blocks, when that was compiled.
+        appending: phases that only append to a cache, when they were compiled.
     """
 
     gm: GraphModule
     passes: Sequence[PassRecord]
     blocked: BlockedPrefill | None = None
+    appending: dict[Phase, _Made] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,10 @@ class PhaseCompiler:
                 f"policy {cache.policy.name!r} replays a prompt layer by layer, and this decoder is not split into "
                 f"layers: {why_not or 'compile_regions=False rules that out'}"
             )
-        made = made or self._rewritten(captured, inputs, call)
+        appends = phase != "prefill" and not call.observed and cache.policy.decode_rule() is None
+        made = made or (captured.appending.get(phase) if appends else None) or self._rewritten(captured, inputs, call)
+        if appends:  # no policy is part of it
+            captured.appending[phase] = made
         self.records.append(
             CompileRecord(
                 policy=cache.policy.spec,

@@ -359,7 +359,17 @@ def _capturing(
         return run
 
     # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
-    return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
+    return torch.compile(
+        _own_code(step), backend=backend, fullgraph=True, dynamic=False, options={"guard_filter_fn": _needed}
+    )
+
+
+def _needed(guards: Sequence[Any]) -> list[bool]:
+    """Whether each of Dynamo's guards is kept: not those on what classes of transformers can record beside logits.
+
+    That table grows with every class of which a model is loaded: all captures made before would be made again.
+    """
+    return ["_CAN_RECORD_REGISTRY" not in guard.name for guard in guards]
 
 
 def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> None:

@@ -396,8 +396,9 @@ class CompressedModel(_Base):
     ) -> None:
         """Set policy and budget of later prompts, with the arguments of ``kvpass.compile``.
 
-        The decoder is not captured again. Graphs are compiled for a policy on first use, and those of earlier policies
-        stay. For earlier caches and the report, see :meth:`set_budget`.
+        The decoder is not captured again. Graphs of which a policy is part (those that evict while decoding or
+        recompress) are compiled on its first use; the others serve all policies. For earlier caches and the report, see
+        :meth:`set_budget`.
 
         Raises:
             ValueError: an argument is out of range, or the policy does not support the model's ``recompress``; nothing

@@ -177,12 +177,24 @@ def test_the_record_of_threads_is_that_of_one():
         return recorded(policy, *own_heads(ranks, *text(TOKENS, 3)), start, ranks, layers)[1]
 
     (one,) = record(None).full_layers
-    for found in in_threads(lambda ranks: record_of_all(record(ranks), ranks, torch.device("cpu"))):
+    meeting = Meeting()
+
+    def of_all(ranks: ThreadRanks) -> PromptRecord:
+        own = record(ranks)
+        meeting.barrier.wait()
+        if ranks.rank == 0:
+            meeting.sent.clear()
+        return record_of_all(own, ranks, torch.device("cpu"))
+
+    for found in in_threads(of_all, meeting):
         (part,) = found.full_layers
         assert part.group == one.group and torch.equal(part.kept, one.kept) and torch.equal(part.offsets, one.offsets)
         torch.testing.assert_close(part.mass, one.mass)
         used = torch.arange(part.positions.shape[1]) < one.offsets[:, -1:]
         assert torch.equal(part.positions[used], one.positions[:, : used.shape[1]][used])
+    fullest = one.kept.unflatten(2, (SIZE, -1)).sum((1, 3)).amax()
+    heads = ROWS * (LAYERS * KV_HEADS // SIZE)
+    assert sum(meeting.sent) == 4 * ROWS * fullest + 8 * heads + 4 * ROWS + 16, "by docs/tensor-parallel.md"
 
 
 def test_tensors_are_told_apart_by_their_content_in_any_layout():

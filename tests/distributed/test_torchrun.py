@@ -1,8 +1,7 @@
-"""What ``torchrun`` starts: commands, the example, and processes of which one fails."""
+"""What ``torchrun`` starts: a command, and processes of which one fails."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 import transformers
 from packaging.version import Version
 
+from divided_model import small_builtin
 from kvpass.cli.documents import Document
 from tiny_models import tiny_model
 
@@ -86,22 +86,15 @@ def test_ctrl_c_ends_all_processes_within_a_minute(tmp_path):
         assert_gone(lines)
 
 
-def test_the_example_prints_what_its_docstring_shows():
-    example = ROOT / "examples" / "tensor_parallel.py"
-    done = torchrun(str(example))
-    assert done.returncode == 0, done.stderr[-5000:]
-    shown = inspect.cleandoc(example.read_text().split("Prints::\n\n")[1].split('"""')[0])
-    assert done.stdout.strip() == shown
-
-
 def test_a_document_that_two_processes_compress_is_asked_on_one(tmp_path):
     text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
     (tmp_path / "document.txt").write_text(text)
     file, question = str(tmp_path / "document.kv"), "question the code of bara dador is"
-    given = [str(tmp_path / "document.txt"), "--output", file, "--policy", "lava", "--budget", "64"]
+    model = str(small_builtin(tmp_path / "model"))
+    given = [str(tmp_path / "document.txt"), "--output", file, "--model", model, "--policy", "lava", "--budget", "64"]
     done = torchrun("-m", "kvpass", "compress", *given, "--backend", "eager")
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("written:") == 1
-    alone = Document.compress(text, model="builtin", policy="lava", budget=64, backend="eager")
+    alone = Document.compress(text, model=model, policy="lava", budget=64, backend="eager")
     found, expected = (one.ask(question, new_tokens=3) for one in (Document.load(file, backend="eager"), alone))
     assert found == expected

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
+import runpy
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 import kvpass
-from kvpass import ranks
+from kvpass import builtin, ranks
 from kvpass.cli.main import app
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.errors import UnsupportedAttentionError
@@ -282,7 +285,15 @@ def sent_of_a_prompt(folder: Path, policy: str) -> list[tuple[torch.Size, int]]:
     return sent
 
 
-# -- commands ---------------------------------------------------------------------------------------------------------
+# -- commands and scripts ---------------------------------------------------------------------------------------------
+
+
+def small_builtin(folder: Path) -> Path:
+    """The first two layers of the built-in model, and its tokenizer, in a folder."""
+    first: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    for part in builtin.load(**first):
+        part.save_pretrained(folder)
+    return folder
 
 
 def command(*arguments: str) -> str:
@@ -292,3 +303,14 @@ def command(*arguments: str) -> str:
         result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def printed_by(script: Path) -> str:
+    """What a script prints. It runs without Inductor, and leaves the group as it is."""
+    with (
+        redirect_stdout(io.StringIO()) as printed,
+        mock.patch.object(kvpass, "compile", functools.partial(kvpass.compile, backend="eager")),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
