@@ -206,6 +206,6 @@ def _permute_part(
         "pool": pool, "permutation": permutation, "scratch": scratch, "entries": entries, "first": first,
         "width": width, "D": dim, "BW": triton.next_power_of_2(width),
     }  # fmt: skip
-    launch(_permute_kernel, blocks(entries, "BLOCK_E", rows), arguments, "permute", config)
+    launch(_permute_kernel, blocks(entries, "BLOCK_E", rows), arguments, "permute" + wide_case(dim), config)
     part = scratch[: rows * entries * width].view(rows, entries, width)
     pool[:, :, first : first + width].copy_(part)

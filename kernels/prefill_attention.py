@@ -53,7 +53,8 @@ def load_parts(p_rows, m_rows, D: tl.constexpr):  # type: ignore[no-untyped-def]
     b_parts = ()
     for i in tl.static_range(0, D, PART):
         o_d = i + tl.arange(0, part_block(D - i))
-        b_parts += (tl.load(p_rows[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d < D)[None, :], other=0.0),)
+        b_part = tl.load(p_rows[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d < D)[None, :], other=0.0)
+        b_parts += (b_part,)  # type: ignore[assignment]
     return b_parts
 
 
@@ -71,9 +72,11 @@ def hold_rows(p_rows, m_rows, D: tl.constexpr):  # type: ignore[no-untyped-def]
 
     Wide rows of fp32 do not fit in registers: of them pointers and mask, so that each product loads them anew.
     """
-    if D > PART and p_rows.dtype.element_ty == tl.float32:
-        return (p_rows, m_rows)
-    return load_parts(p_rows, m_rows, D)
+    if D > PART and p_rows.dtype.element_ty == tl.float32:  # noqa: SIM108 (known at compile time)
+        held = (p_rows, m_rows)
+    else:
+        held = load_parts(p_rows, m_rows, D)
+    return held
 
 
 @triton.jit

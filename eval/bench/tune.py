@@ -67,8 +67,11 @@ def workloads(
             yield f"extend {case}", partial(attend_extend, shape.tokens(rows, WINDOW), held, 0)
             position = torch.arange(budget, dtype=torch.int32, device=shape.device).expand(rows, shape.kv_heads, -1)
             stored = shape.dim, shape.geometry.stored_value_dim
-            tail = [shape.random(1, rows, shape.kv_heads, budget, dim) for dim in stored]
-            yield f"slots {case}", partial(attend_slots, cache.call, Lines(None, None, None, *tail, position), 0)
+            keys, values = (shape.random(1, rows, shape.kv_heads, budget, dim) for dim in stored)
+            yield (
+                f"slots {case}",
+                partial(attend_slots, cache.call, Lines(None, None, None, keys, values, position), 0),
+            )
 
 
 def result(found: Any) -> Tensor:
