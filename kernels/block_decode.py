@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpass.kernels.cached_attention import APPEND_BLOCK
 from kvpass.kernels.checks import check_block_layout, check_heads, check_tensors
 from kvpass.kernels.launch import KernelConfig, kind, launch, strides
-from kvpass.kernels.prefill_attention import block_dim
+from kvpass.kernels.prefill_attention import block_dim, check_dims, wide_case
 from kvpass.kernels.ragged_decode import TAIL_TILE, attend_part, block_rows_of
 from kvpass.operands import Attention, Blocks
 
@@ -31,7 +31,7 @@ def _attend_block_tile(  # type: ignore[no-untyped-def]
     q, k, v, keys, values, block, used_slots, tiles, tile_offsets, arrivals, sinks, partial, partial_ml, out, stride_qb,
     stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_block, scale,
     softcap, layer, layers, pool, slots, tokens, row_tiles, all_tiles, tail_tiles, num_tiles, K: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of a row's pool or tail; as ``_attend_tile`` of ``ragged_decode.py``.
@@ -76,7 +76,7 @@ def _attend_block_tile(  # type: ignore[no-untyped-def]
         attend_part(
             q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
             stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
-            new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, D, D, BD, BD, TAIL_TILE, BLOCK_T,
+            new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, D, D, BDV, TAIL_TILE, BLOCK_T,
             BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M,
         )  # fmt: skip
 
@@ -108,6 +108,7 @@ def attend_blocks(
     rows, heads, tokens, dim = q.shape
     kv_heads = k.shape[1]
     check_heads(heads, kv_heads)
+    check_dims(dim, dim)
     blocks, layers, all_tiles, _ = tiles.shape
     row_tiles = all_tiles if row_tiles is None else row_tiles
     if not 0 <= layer < layers:
@@ -136,16 +137,16 @@ def attend_blocks(
     partial = torch.empty(num_partials, query_rows, dim, dtype=torch.float32, device=q.device)
     partial_ml = torch.empty(2, num_partials, query_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, tokens, heads, dim, dtype=q.dtype, device=q.device)
-    block_rows = block_rows_of(q.dtype, block_dim(dim), block_dim(dim), query_rows)
+    block_rows = block_rows_of(q.dtype, dim, dim, query_rows)
     arguments = {
         "q": q, "k": k, "v": v, "keys": keys, "values": values, "block": block, "used_slots": used, "tiles": tiles,
         "tile_offsets": tile_offsets, "arrivals": arrivals, "sinks": sinks, "partial": partial,
         "partial_ml": partial_ml, "out": out, **strides("bht", q=q, k=k, v=v), "stride_block": keys.stride(0),
         "scale": scale, "softcap": softcap, "layer": layer, "layers": layers, "pool": pool, "slots": slots,
         "tokens": tokens, "row_tiles": row_tiles, "all_tiles": all_tiles, "tail_tiles": tail_tiles,
-        "num_tiles": num_tiles, "K": kv_heads, "G": heads // kv_heads, "D": dim, "BD": block_dim(dim),
+        "num_tiles": num_tiles, "K": kv_heads, "G": heads // kv_heads, "D": dim, "BDV": block_dim(dim),
         "TAIL_TILE": TAIL_TILE, "BLOCK_T": APPEND_BLOCK, "BLOCK_R": block_rows,
     }  # fmt: skip
     grid = (num_partials, triton.cdiv(query_rows, block_rows))
-    launch(_attend_block_tile, grid, arguments, f"decode {kind(q.dtype)}", config)
+    launch(_attend_block_tile, grid, arguments, f"decode {kind(q.dtype)}{wide_case(dim)}", config)
     return out.transpose(1, 2)

@@ -20,25 +20,25 @@ from torch import Tensor
 
 from kvpass.kernels.checks import Expected, check_heads, check_tensors, of_table
 from kvpass.kernels.launch import strides
-from kvpass.kernels.prefill_attention import FLOOR, LOG2E, block_dim, logits_base2
+from kvpass.kernels.prefill_attention import (
+    FLOOR,
+    LOG2E,
+    PART,
+    as_floats,
+    block_dim,
+    check_dims,
+    dot_rows,
+    in_parts,
+    load_parts,
+    logits_base2,
+    part_block,
+    store_parts,
+)
 from kvpass.operands import GROUP, AppendBuffers, Attention, key_groups
 
 GROUP_SIZE = tl.constexpr(GROUP)
 APPEND_BLOCK = 16
 """New entries per loop step, when they are appended and when the decode kernel attends them."""
-
-
-@triton.jit
-def as_floats(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return entries in ``dtype``: floats as they are, int8 as numbers, the bits of fp8 e4m3 as the value / 256.
-
-    The bits of an e4m3, without its sign, are those of an fp16 of that value, seven further left; so no architecture
-    needs instructions for fp8.
-    """
-    if codes.dtype == tl.uint8:
-        bits = codes.to(tl.uint16)
-        codes = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    return codes.to(dtype)
 
 
 @triton.jit
@@ -55,14 +55,14 @@ def unpacked(codes, PER: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_grouped(  # type: ignore[no-untyped-def]
-    p_k, p_v, groups, i_s, o_s, m_s, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    PER: tl.constexpr,
+    p_k, p_v, groups, i_s, o_s, m_s, D: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Return keys ``[BD, BLOCK_S]`` and values ``[BLOCK_S, BDV]`` fp32 of entries o_s, which share a group of keys.
 
     Values where not m_s, and columns beyond D and DV, are 0. The pointers are those of :func:`grouped_segment`.
     """
     U: tl.constexpr = DV // GROUP_SIZE
+    BD: tl.constexpr = part_block(D)
     BU: tl.constexpr = BDV // GROUP_SIZE
     p_k_step, p_k_low, p_v_step, p_v_low = groups
     o_row = o_s.to(tl.int64)[:, None]
@@ -110,10 +110,10 @@ def grouped_segment(  # type: ignore[no-untyped-def]
 @triton.jit
 def absorb_entries(  # type: ignore[no-untyped-def]
     b_q, b_m, b_l, b_acc, p_k, p_v, k_stride, v_stride, first, last, o_t, scale, softcap, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    DV: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr,
     p_position=None, p_scores=None, m_r=None, p_k_scale=None, p_v_scale=None, groups=None, PER: tl.constexpr = 1,
 ):  # fmt: skip
-    """Attend rows first..last-1 of p_k and p_v by online softmax, base 2.
+    """Attend rows first..last-1 of p_k and p_v by online softmax, base 2. Queries are in parts of :func:`load_parts`.
 
     If causal, each query row attends only up to row o_t. The first block has an entry that every query row attends
     (entry 0 if causal), so b_m is finite from then on. If p_position is given, rows with a negative position hold no
@@ -125,7 +125,6 @@ def absorb_entries(  # type: ignore[no-untyped-def]
     a tile of ``tile_map``.
     """
     UNIT: tl.constexpr = 256.0 if p_k.dtype.element_ty == tl.uint8 else 1.0
-    o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BDV)
     if groups is not None:
         tl.static_assert(GROUP_SIZE % BLOCK_S == 0, "a block of entries must lie in one group of keys")
@@ -136,22 +135,20 @@ def absorb_entries(  # type: ignore[no-untyped-def]
         m_held = m_s
         if p_position is not None:
             m_held = tl.load(p_position + o_s, mask=m_s, other=-1) >= 0
-        # b_k: [BD, BLOCK_S], b_v: [BLOCK_S, BDV]
+        # b_dot: [BLOCK_R, BLOCK_S], b_v: [BLOCK_S, BDV]
         if groups is not None:
-            b_k, b_v = load_grouped(p_k, p_v, groups, i_s, o_s, m_s, D, DV, BD, BDV, PER)
-            b_v = b_v.to(b_q.dtype)
+            b_k, b_v = load_grouped(p_k, p_v, groups, i_s, o_s, m_s, D, DV, BDV, PER)
+            b_dot = tl.dot(b_q[0], b_k.to(b_q[0].dtype), input_precision="ieee")
+            b_v = b_v.to(b_q[0].dtype)
         else:
-            b_k = tl.load(
-                p_k + o_row[None, :] * k_stride + o_d[:, None], mask=m_held[None, :] & (o_d < D)[:, None], other=0.0
-            )
+            b_dot = dot_rows(b_q, p_k + o_row * k_stride, m_held, D, "ieee")
             b_v = tl.load(
                 p_v + o_row[:, None] * v_stride + o_e[None, :], mask=m_held[:, None] & (o_e < DV)[None, :], other=0.0
             )
-        b_dot = tl.dot(b_q, as_floats(b_k, b_q.dtype), input_precision="ieee")
         if p_k_scale is not None:
             b_dot = b_dot * (tl.load(p_k_scale + o_s, mask=m_held, other=0.0) * UNIT)[None, :]
             b_v_scale = tl.load(p_v_scale + o_s, mask=m_held, other=0.0) * UNIT
-            b_v = (as_floats(b_v, tl.float32) * b_v_scale[:, None]).to(b_q.dtype)
+            b_v = (as_floats(b_v, tl.float32) * b_v_scale[:, None]).to(b_q[0].dtype)
         b_s = logits_base2(b_dot, scale, softcap)
         m_visible = m_held[None, :]
         if IS_CAUSAL:
@@ -212,22 +209,16 @@ def merge_partials(  # type: ignore[no-untyped-def]
 @triton.jit
 def append_entries(  # type: ignore[no-untyped-def]
     p_k, p_v, k_stride, v_stride, p_tail_k, p_tail_v, first, last, room, D: tl.constexpr, DV: tl.constexpr,
-    SV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_T: tl.constexpr,
+    SV: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Copy new entries first..last-1 to the same rows of the tail pointers, which have ``room`` rows."""
-    o_d = tl.arange(0, BD)
-    o_e = tl.arange(0, BDV)
     for i_t in range(first, tl.minimum(last, room), BLOCK_T):
         o_t = (i_t + tl.arange(0, BLOCK_T)).to(tl.int64)
         m_t = (o_t < last) & (o_t < room)
-        m_k = m_t[:, None] & (o_d < D)[None, :]
-        m_v = m_t[:, None] & (o_e < DV)[None, :]
-        # [BLOCK_T, BD]
-        b_k = tl.load(p_k + o_t[:, None] * k_stride + o_d[None, :], mask=m_k, other=0.0)
-        # [BLOCK_T, BDV]
-        b_v = tl.load(p_v + o_t[:, None] * v_stride + o_e[None, :], mask=m_v, other=0.0)
-        tl.store(p_tail_k + o_t[:, None] * D + o_d[None, :], b_k, mask=m_k)
-        tl.store(p_tail_v + o_t[:, None] * SV + o_e[None, :], b_v, mask=m_v)
+        b_k = load_parts(p_k + o_t * k_stride, m_t, D)
+        b_v = load_parts(p_v + o_t * v_stride, m_t, DV)
+        store_parts(p_tail_k + o_t * D, b_k, m_t, D)
+        store_parts(p_tail_v + o_t * SV, b_v, m_t, DV)
 
 
 def values_in_keys(stored: Tensor, key_dim: int, value_dim: int) -> bool:
@@ -252,6 +243,9 @@ def check_call(
     _, kv_heads, _, value_dim = v.shape
     layers, _, _, slots, _ = tail_k.shape
     check_heads(heads, kv_heads)
+    check_dims(key_dim, value_dim)
+    if in_parts(key_dim, value_dim) and any(held.get(name) is not None for name in ("pool_k_scale", "pool_k_steps")):
+        raise ValueError(f"pool_k holds codes of {key_dim} columns: kernels on CUDA read codes of at most {PART.value}")
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     if tokens > slots:
@@ -296,6 +290,6 @@ def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[s
         "scale": scale, "softcap": softcap,
         "layer": layer, "layers": tail_k.shape[0], "rows": rows, "entries": pool_k.shape[1],
         "slots": tail_k.shape[3], "tokens": tokens, "K": kv_heads, "G": heads // kv_heads, "D": key_dim,
-        "DV": value_dim, "SV": key_dim if in_keys else value_dim, "BD": block_dim(key_dim), "BDV": block_dim(value_dim),
+        "DV": value_dim, "SV": key_dim if in_keys else value_dim, "BDV": block_dim(value_dim),
         "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpass.kernels.checks import check_tensors, of_table
 from kvpass.kernels.launch import KernelConfig, blocks, launch, strides
-from kvpass.kernels.prefill_attention import block_dim
+from kvpass.kernels.prefill_attention import load_parts, store_parts, wide_case
 from kvpass.operands import Candidates, PrefillBuffers
 
 OWNER, RANK, POSITION, STORAGE_ORDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -32,7 +32,7 @@ SECTOR_BYTES = 32
 def _gather_kernel(  # type: ignore[no-untyped-def]
     source, k, v, rank, storage_order, stats, start, pool_k, pool_v, slots, slot_stats, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, layer, rows, entries, columns, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write the entries that move into a block of slots of one row, with their tables."""
     i_b = tl.program_id(1)
@@ -44,19 +44,11 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     if tl.max(b_source, 0) >= 0:
         b_head = b_source // columns
         b_column = b_source % columns
-        o_d = tl.arange(0, BD)
-        m_k = m_e[:, None] & (o_d < D)[None, :]
         p_k = k + i_b.to(tl.int64) * stride_kb + b_head * stride_kh + b_column * stride_kn
-        # [BLOCK_E, BD]
-        b_k = tl.load(p_k[:, None] + o_d[None, :], mask=m_k, other=0.0)
-        tl.store(pool_k + o_slot[:, None] * D + o_d[None, :], b_k, mask=m_k)
+        store_parts(pool_k + o_slot * D, load_parts(p_k, m_e, D), m_e, D)
         if DV > 0:  # otherwise values are stored in the keys
-            o_dv = tl.arange(0, BDV)
-            m_v = m_e[:, None] & (o_dv < DV)[None, :]
             p_v = v + i_b.to(tl.int64) * stride_vb + b_head * stride_vh + b_column * stride_vn
-            # [BLOCK_E, BDV]
-            b_v = tl.load(p_v[:, None] + o_dv[None, :], mask=m_v, other=0.0)
-            tl.store(pool_v + o_slot[:, None] * DV + o_dv[None, :], b_v, mask=m_v)
+            store_parts(pool_v + o_slot * DV, load_parts(p_v, m_e, DV), m_e, DV)
 
         plane = rows.to(tl.int64) * entries
         o_entry = i_b.to(tl.int64) * K * columns + b_source
@@ -163,9 +155,8 @@ def gather_winners(
         "pool_k": pool_k, "pool_v": pool_v, "slots": slots, "slot_stats": slot_stats,
         **strides("bhn", k=k, v=v),
         "layer": layer, "rows": rows, "entries": entries, "columns": columns, "K": kv_heads, "D": dim, "DV": value_dim,
-        "BD": block_dim(dim), "BDV": block_dim(value_dim),
     }  # fmt: skip
-    launch(_gather_kernel, blocks(entries, "BLOCK_E", rows), arguments, "gather", config)
+    launch(_gather_kernel, blocks(entries, "BLOCK_E", rows), arguments, "gather" + wide_case(dim, value_dim), config)
 
 
 def _part_width(pool_k: Tensor, pool_v: Tensor) -> int:
@@ -215,6 +206,6 @@ def _permute_part(
         "pool": pool, "permutation": permutation, "scratch": scratch, "entries": entries, "first": first,
         "width": width, "D": dim, "BW": triton.next_power_of_2(width),
     }  # fmt: skip
-    launch(_permute_kernel, blocks(entries, "BLOCK_E", rows), arguments, "permute", config)
+    launch(_permute_kernel, blocks(entries, "BLOCK_E", rows), arguments, "permute" + wide_case(dim), config)
     part = scratch[: rows * entries * width].view(rows, entries, width)
     pool[:, :, first : first + width].copy_(part)

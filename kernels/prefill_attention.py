@@ -19,8 +19,92 @@ LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1e30)
 """Initial running maximum: finite, so a block without visible keys adds exp2(-inf - FLOOR) = 0."""
 
-MAX_HEAD_DIM = 256
+PART = tl.constexpr(256)
+"""Columns of a row that one block of a kernel holds at most: wider rows are loaded, and multiplied, in parts."""
+FLOATS = tl.constexpr(64)
+"""Columns of wide rows of fp32 that are multiplied at a time."""
+WIDEST = (576, 512)
+"""Head dims of keys and values, the widest: latent rows of DeepSeek-V3."""
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@triton.jit
+def as_floats(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return entries in ``dtype``: floats as they are, int8 as numbers, the bits of fp8 e4m3 as the value / 256.
+
+    The bits of an e4m3, without its sign, are those of an fp16 of that value, seven further left; so no architecture
+    needs instructions for fp8.
+    """
+    if codes.dtype == tl.uint8:
+        bits = codes.to(tl.uint16)
+        codes = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return codes.to(dtype)
+
+
+@triton.constexpr_function
+def part_block(columns: int) -> int:
+    """Return the columns of the block that holds the next part of ``columns`` columns: a power of two from 16 on."""
+    return min(PART.value, max(16, triton.next_power_of_2(columns)))
+
+
+@triton.jit
+def load_parts(p_rows, m_rows, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the D columns of rows p_rows as a tuple of parts ``[rows, part_block]``; 0 where not m_rows."""
+    b_parts = ()
+    for i in tl.static_range(0, D, PART):
+        o_d = i + tl.arange(0, part_block(D - i))
+        b_part = tl.load(p_rows[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d < D)[None, :], other=0.0)
+        b_parts += (b_part,)  # type: ignore[assignment]
+    return b_parts
+
+
+@triton.jit
+def store_parts(p_rows, b_parts, m_rows, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store what :func:`load_parts` returns to rows p_rows, where m_rows."""
+    for i in tl.static_range(0, D, PART):
+        o_d = i + tl.arange(0, part_block(D - i))
+        tl.store(p_rows[:, None] + o_d[None, :], b_parts[i // PART], mask=m_rows[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def hold_rows(p_rows, m_rows, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return what :func:`dot_rows` takes of rows p_rows, 0 where not m_rows: their parts.
+
+    Wide rows of fp32 do not fit in registers: of them pointers and mask, so that each product loads them anew.
+    """
+    if D > PART and p_rows.dtype.element_ty == tl.float32:  # noqa: SIM108 (known at compile time)
+        held = (p_rows, m_rows)
+    else:
+        held = load_parts(p_rows, m_rows, D)
+    return held
+
+
+@triton.jit
+def dot_rows(held, p_rows, m_rows, D: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the products ``[M, N]`` fp32 of M held rows and the rows p_rows, 0 where not m_rows (None: all)."""
+    if D > PART and p_rows.dtype.element_ty == tl.float32:
+        p_held, m_held = held
+        b_dot = tl.zeros([p_held.shape[0], p_rows.shape[0]], dtype=tl.float32)
+        for i in range(0, D, FLOATS):
+            o_d = i + tl.arange(0, FLOATS)
+            b_held = tl.load(p_held[:, None] + o_d[None, :], mask=m_held[:, None] & (o_d < D)[None, :], other=0.0)
+            b_dot = tl.dot(b_held, _transposed(p_rows, m_rows, o_d, D), b_dot, input_precision=PRECISION)
+    else:
+        b_rows = as_floats(_transposed(p_rows, m_rows, tl.arange(0, part_block(D)), D), held[0].dtype)
+        b_dot = tl.dot(held[0], b_rows, input_precision=PRECISION)
+        for i in tl.static_range(PART, D, PART):
+            b_rows = _transposed(p_rows, m_rows, i + tl.arange(0, part_block(D - i)), D)
+            b_dot = tl.dot(held[i // PART], b_rows, b_dot, input_precision=PRECISION)
+    return b_dot
+
+
+@triton.jit
+def _transposed(p_rows, m_rows, o_d, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return columns o_d of rows p_rows, ``[columns, rows]``."""
+    m_d = (o_d < D)[:, None]
+    if m_rows is not None:
+        m_d &= m_rows[None, :]
+    return tl.load(p_rows[None, :] + o_d[:, None], mask=m_d, other=0.0)
 
 
 @triton.jit
@@ -38,23 +122,21 @@ def logits_base2(b_dot, scale, softcap):  # type: ignore[no-untyped-def]
 @triton.jit
 def _attend_keys(  # type: ignore[no-untyped-def]
     b_q, b_out, b_max, b_sum, p_k, p_v, o_q, first, last, length, scale, softcap, sliding_window,
-    stride_kn, stride_vn, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_K: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    stride_kn, stride_vn, D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend keys ``first <= column < last`` by online softmax (Milakov and Gimelshein, arXiv 1805.02867)."""
-    o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
     for column in range(first, last, BLOCK_K):
         o_k = column + tl.arange(0, BLOCK_K)
-        m_kd = (o_d < D)[:, None]
+        m_k = None
         m_kv = (o_dv < DV)[None, :]
         if MASKED:
-            m_kd &= (o_k < length)[None, :]
-            m_kv &= (o_k < length)[:, None]
-        # [BLOCK_D, BLOCK_K]
-        b_k = tl.load(p_k + o_k[None, :].to(tl.int64) * stride_kn + o_d[:, None], mask=m_kd, other=0.0)
+            m_k = o_k < length
+            m_kv &= m_k[:, None]
+        b_dot = dot_rows(b_q, p_k + o_k.to(tl.int64) * stride_kn, m_k, D, PRECISION)
         # [BLOCK_Q, BLOCK_K]
-        b_logits = logits_base2(tl.dot(b_q, b_k, input_precision=PRECISION), scale, softcap)
+        b_logits = logits_base2(b_dot, scale, softcap)
         if MASKED:
             m_seen = o_k[None, :] <= o_q[:, None]
             if sliding_window is not None:
@@ -77,22 +159,18 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, scale, softcap, sliding_window, tokens, queries,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Attend one block of queries of one head; blocks with the most keys start first."""
     i_q = tl.num_programs(0) - 1 - tl.program_id(0)
     i_b = (tl.program_id(1) // HEADS).to(tl.int64)
     i_h = (tl.program_id(1) % HEADS).to(tl.int64)
-    o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
     o_r = i_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
     m_q = o_r < queries
-    p_q = q + i_b * stride_qb + i_h * stride_qh + o_r[:, None].to(tl.int64) * stride_qn + o_d[None, :]
+    b_q = hold_rows(q + i_b * stride_qb + i_h * stride_qh + o_r.to(tl.int64) * stride_qn, m_q, D)
     begin = tokens - queries + i_q * BLOCK_Q  # column of the first query
     o_q = tokens - queries + o_r
-    # [BLOCK_Q, BLOCK_D]
-    b_q = tl.load(p_q, mask=m_q[:, None] & (o_d < D)[None, :], other=0.0)
     p_k = k + i_b * stride_kb + (i_h // GROUP) * stride_kh
     p_v = v + i_b * stride_vb + (i_h // GROUP) * stride_vh
     b_out = tl.zeros([BLOCK_Q, BLOCK_DV], dtype=tl.float32)
@@ -107,11 +185,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         first = begin // BLOCK_K * BLOCK_K
         b_out, b_max, b_sum = _attend_keys(
             b_q, b_out, b_max, b_sum, p_k, p_v, o_q, 0, first, tokens, scale, softcap, sliding_window,
-            stride_kn, stride_vn, D, DV, BLOCK_D, BLOCK_DV, BLOCK_K, False, PRECISION,
+            stride_kn, stride_vn, D, DV, BLOCK_DV, BLOCK_K, False, PRECISION,
         )  # fmt: skip
     b_out, b_max, b_sum = _attend_keys(
         b_q, b_out, b_max, b_sum, p_k, p_v, o_q, first, last, tokens, scale, softcap, sliding_window,
-        stride_kn, stride_vn, D, DV, BLOCK_D, BLOCK_DV, BLOCK_K, True, PRECISION,
+        stride_kn, stride_vn, D, DV, BLOCK_DV, BLOCK_K, True, PRECISION,
     )  # fmt: skip
     p_row = out + (i_b * queries * HEADS + i_h) * DV + o_r[:, None].to(tl.int64) * (HEADS * DV) + o_dv[None, :]
     tl.store(p_row, (b_out / b_sum[:, None]).to(out.dtype.element_ty), mask=m_q[:, None] & (o_dv < DV)[None, :])
@@ -132,9 +210,6 @@ def check_site(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, que
     if not (rows == n if queries is None else queries <= rows <= n):
         raise ValueError(f"q has {rows} rows: must be {f'in {queries}..{n}' if queries is not None else n}")
     check_heads(heads, kv_heads)
-    for name, tensor in (("q", q), ("v", v)):
-        if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} has head dim {tensor.shape[3]}: must be in 1..{MAX_HEAD_DIM}")
     if q.dtype not in DTYPES:
         raise ValueError(f"q has dtype {q.dtype}: must be float32, float16 or bfloat16")
     expected = {
@@ -149,6 +224,24 @@ def check_site(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, que
     check_tensors(expected, q.device, strided=("q", "k", "v"))
 
 
+def check_dims(key_dim: int, value_dim: int) -> None:
+    """Raise if the kernels do not take rows of so many columns.
+
+    Raises:
+        ValueError: says which.
+    """
+    for name, dim, most in zip(("keys", "values"), (key_dim, value_dim), WIDEST, strict=True):
+        if not 1 <= dim <= most or (in_parts(dim) and not is_aligned(dim)):
+            raise ValueError(
+                f"{name} have head dim {dim}: kernels on CUDA take 1..{PART.value}, and up to {most} what 16 divides"
+            )
+
+
+def in_parts(*dims: int) -> bool:
+    """Return whether rows of one of these head dims are loaded in parts."""
+    return max(dims) > PART.value
+
+
 def block_dim(dim: int) -> int:
     """Return the columns of a head-dim block: a power of two, at least a dot's minimum."""
     return max(16, triton.next_power_of_2(dim))
@@ -161,7 +254,12 @@ def precision(dtype: torch.dtype) -> str:
 
 def dims_case(dtype: torch.dtype, *dims: int) -> str:
     """Return the part of a case that stands for dtype and head dims: the widest block decides what fits."""
-    return f"{kind(dtype)} {max(64, *map(block_dim, dims))}"
+    return f"{kind(dtype)}{wide_case(*dims) or f' {max(64, *map(block_dim, dims))}'}"
+
+
+def wide_case(*dims: int) -> str:
+    """Return the end of a case for head dims that are loaded in parts, of which the widest decide what fits."""
+    return f" {WIDEST[0]}" if in_parts(*dims) else ""
 
 
 def is_aligned(*dims: int) -> bool:
@@ -193,7 +291,7 @@ def prefill_attention(
         "scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tokens": n, "queries": t,
         **strides("bhn", q=q, k=k, v=v),
         "HEADS": heads, "GROUP": heads // k.shape[1], "D": d, "DV": dv,
-        "BLOCK_D": block_dim(d), "BLOCK_DV": block_dim(dv), "PRECISION": precision(q.dtype),
+        "BLOCK_DV": block_dim(dv), "PRECISION": precision(q.dtype),
     }  # fmt: skip
     unaligned = q.dtype != torch.float32 and not is_aligned(d, dv)
     case = f"prefill {dims_case(q.dtype, d, dv)}" + " unaligned" * unaligned

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.checks import check_tensors
-from kvpass.kernels.prefill_attention import check_site, prefill_attention
+from kvpass.kernels.prefill_attention import check_dims, check_site, in_parts, prefill_attention
 from kvpass.operands import Attended, Attention
 
 CUDNN_TOKENS = 16384
@@ -78,8 +78,8 @@ def _flash_refuses(call: Attention, sliding_window: int | None, machine: Machine
         return f"takes float16 and bfloat16, not {call.q.dtype}"
     if call.softcap is not None:
         return "torch's entry has no soft-capping"
-    if dims[0] != dims[1] or dims[0] % 8:
-        return f"takes equal head dims that 8 divides, not {dims}"
+    if dims[0] != dims[1] or dims[0] % 8 or in_parts(*dims):
+        return f"takes equal head dims up to 256 that 8 divides, not {dims}"
     return None
 
 
@@ -139,8 +139,8 @@ def attend(call: Attention, sliding_window: int | None = None) -> tuple[Tensor, 
 
     Args:
         call: q ``[B, H, T, D]`` fp32, fp16 or bf16, the last T of N rows, RoPE applied; any strides but a contiguous
-            last dim (k and v alike). D and Dv up to 256. Query head h reads KV head ``h // (H // K)``. sinks of any
-            float dtype.
+            last dim (k and v alike). D up to 576, Dv up to 512. Query head h reads KV head ``h // (H // K)``. sinks of
+            any float dtype.
         sliding_window: query i attends key j only if ``i - j < sliding_window``; >= 1.
 
     Returns:
@@ -151,6 +151,7 @@ def attend(call: Attention, sliding_window: int | None = None) -> tuple[Tensor, 
         ValueError: an argument that is not supported.
     """
     check_site(call.q, call.k, call.v, queries=1)
+    check_dims(call.q.shape[3], call.v.shape[3])
     heads, n = call.q.shape[1], call.k.shape[2]
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window={sliding_window}: must be at least 1")

@@ -25,17 +25,18 @@ from kvpass.kernels.cached_attention import (
     shared_arguments,
 )
 from kvpass.kernels.launch import KernelConfig, kind, launch
+from kvpass.kernels.prefill_attention import block_dim, hold_rows, in_parts, wide_case
 from kvpass.operands import AppendBuffers, Attention
 
 TAIL_TILE = 64
 """Tail slots per program."""
 
 
-def block_rows_of(dtype: torch.dtype, key_block: int, value_block: int, query_rows: int) -> int:
+def block_rows_of(dtype: torch.dtype, key_dim: int, value_dim: int, query_rows: int) -> int:
     """Return the query rows per block: all rows, up to what fits in registers."""
-    if dtype == torch.float32:
+    if dtype == torch.float32 or in_parts(key_dim, value_dim):
         return 16
-    most = 64 if key_block + value_block <= 128 else 32
+    most = 64 if block_dim(key_dim) + block_dim(value_dim) <= 128 else 32
     return min(most, max(16, triton.next_power_of_2(query_rows)))
 
 
@@ -74,8 +75,8 @@ def attend_part(  # type: ignore[no-untyped-def]
     q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh,
     stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last, new, used,
     first_tile, pool_tiles, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, SV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+    DV: tl.constexpr, SV: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
     codes_k=None, codes_v=None, k_scale=None, v_scale=None, groups=None, first_code=0, last_code=0,
     PER: tl.constexpr = 1,
 ):  # fmt: skip
@@ -90,39 +91,32 @@ def attend_part(  # type: ignore[no-untyped-def]
     num_partials = tl.num_programs(0).to(tl.int64)
     o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
     o_t = o_r // G
-    o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BDV)
     m_r = o_r < G * tokens
     p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r % G).to(tl.int64) * stride_qh
-    # [BLOCK_R, BD]
-    b_q = tl.load(
-        (p_q + o_t.to(tl.int64) * stride_qt)[:, None] + o_d[None, :],
-        mask=m_r[:, None] & (o_d < D)[None, :],
-        other=0.0,
-    )
+    b_q = hold_rows(p_q + o_t.to(tl.int64) * stride_qt, m_r, D)
     b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_R], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
     if codes_k is not None:
         b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, codes_k, codes_v, D, SV, first_code, last_code, o_t, scale, softcap, D, DV, BD, BDV,
+            b_q, b_m, b_l, b_acc, codes_k, codes_v, D, SV, first_code, last_code, o_t, scale, softcap, D, DV, BDV,
             BLOCK_S, False, p_k_scale=k_scale, p_v_scale=v_scale, groups=groups, PER=PER,
         )  # fmt: skip
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
+        b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S, False,
     )  # fmt: skip
     p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
     p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k_new, p_v_new, stride_kt, stride_vt, 0, new, o_t, scale, softcap, D, DV, BD, BDV,
+        b_q, b_m, b_l, b_acc, p_k_new, p_v_new, stride_kt, stride_vt, 0, new, o_t, scale, softcap, D, DV, BDV,
         BLOCK_T, True,
     )  # fmt: skip
     if i_r == 0:
         p_tail_k = p_k + used.to(tl.int64) * D
         p_tail_v = p_v + used.to(tl.int64) * SV
         append_entries(
-            p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, SV, BD, BDV,
-            BLOCK_T,
+            p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, SV, BLOCK_T,
         )  # fmt: skip
     o_partial = i_p * G * tokens.to(tl.int64) + o_r
     tl.store(partial_ml + o_partial, b_m, mask=m_r)
@@ -153,7 +147,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     arrivals, tail_k, tail_v, tail_start, tail_used, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, layers, entries,
     key_groups, slots, tokens, num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, SV: tl.constexpr, PER: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
+    DV: tl.constexpr, SV: tl.constexpr, PER: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of pool or tail and store its partial result; the last program of a KV head merges them.
@@ -226,7 +220,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         attend_part(
             q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
             stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
-            new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, DV, SV, BD, BDV, TAIL_TILE, BLOCK_T,
+            new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, DV, SV, BDV, TAIL_TILE, BLOCK_T,
             BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M, codes_k, codes_v, k_scale, v_scale, groups, first_code, last_code,
             PER,
         )  # fmt: skip
@@ -259,7 +253,7 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     tail_k, (tiles, tile_offsets, arrivals) = held.tail_k, held[7:10]
     if tiles is None or tile_offsets is None or arrivals is None:
         raise ValueError("tiles, tile_offsets or arrivals are None: kernels on CUDA need the tile map of the pool")
-    rows, heads, tokens, _ = q.shape
+    rows, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots = tail_k.shape[3]
     num_tiles = tiles.shape[1]
@@ -271,7 +265,7 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     partial_ml = torch.empty(2, num_partials, query_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     shared = shared_arguments(call, held, layer)
-    block_rows = block_rows_of(q.dtype, shared["BD"], shared["BDV"], query_rows)
+    block_rows = block_rows_of(q.dtype, key_dim, value_dim, query_rows)
     arguments = {
         **shared, "tiles": tiles, "tile_offsets": tile_offsets, "arrivals": arrivals, "sinks": sinks, "out": out,
         "partial": partial, "partial_ml": partial_ml, "num_tiles": num_tiles, "tail_tiles": tail_tiles,
@@ -279,5 +273,5 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     }  # fmt: skip
     grid = (num_partials, triton.cdiv(query_rows, block_rows))
     codes = " codes" if held.pool_k.dtype != q.dtype else ""  # they take registers
-    launch(_attend_tile, grid, arguments, f"decode {kind(q.dtype)}{codes}", config)
+    launch(_attend_tile, grid, arguments, f"decode {kind(q.dtype)}{codes}{wide_case(key_dim, value_dim)}", config)
     return out.transpose(1, 2)

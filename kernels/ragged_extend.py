@@ -21,12 +21,14 @@ from kvpass.kernels.cached_attention import (
     shared_arguments,
 )
 from kvpass.kernels.launch import KernelConfig, blocks, kind, launch
-from kvpass.kernels.prefill_attention import LOG2E, block_dim, is_aligned
+from kvpass.kernels.prefill_attention import LOG2E, block_dim, hold_rows, in_parts, is_aligned, wide_case
 from kvpass.operands import AppendBuffers, Attention
 
 
 def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers) -> str:
     """Return the case: what fits in registers, with the addresses of unaligned rows and what belongs to codes."""
+    if in_parts(key_dim, value_dim):
+        return f"extend {kind(dtype)}{wide_case(key_dim, value_dim)}"
     is_wide = block_dim(key_dim) + block_dim(value_dim) > 256
     if held.pool_k_steps is not None:
         return f"extend {kind(dtype)}{' wide' * is_wide} groups"
@@ -43,7 +45,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     tail_start, tail_used, sinks, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb,
     stride_vh, stride_vt, scale, softcap, layer, rows, layers, entries, key_groups, slots, tokens,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, PER: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Attend a block of query rows of one KV head to pool segment, tail and new tokens."""
     i_r = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -52,13 +54,11 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     i_h = i_segment % K
     o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
     o_t = o_r // G
-    o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BDV)
     m_r = o_r < G * tokens
     o_h = (i_h * G + o_r % G).to(tl.int64)
     p_q = q + i_b.to(tl.int64) * stride_qb + o_h * stride_qh + o_t.to(tl.int64) * stride_qt
-    # [BLOCK_R, BD]
-    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)
+    b_q = hold_rows(p_q, m_r, D)
     b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_R], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
@@ -84,7 +84,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
         last = last - first
         first = 0
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_pool_k, p_pool_v, D, SV, first, last, o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S,
+        b_q, b_m, b_l, b_acc, p_pool_k, p_pool_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S,
         False, p_k_scale=p_k_scale, p_v_scale=p_v_scale, groups=groups, PER=PER,
     )  # fmt: skip
     used = tl.load(tail_used).to(tl.int32)
@@ -93,13 +93,13 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     p_tail_v = tail_v + i_row * SV
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, tl.load(tail_start + i_b).to(tl.int32), used, o_t, scale,
-        softcap, D, DV, BD, BDV, BLOCK_S, False,
+        softcap, D, DV, BDV, BLOCK_S, False,
     )  # fmt: skip
     p_k = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
     p_v = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
     last = tl.minimum((i_r * BLOCK_R + BLOCK_R - 1) // G + 1, tokens)
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k, p_v, stride_kt, stride_vt, 0, last, o_t, scale, softcap, D, DV, BD, BDV, BLOCK_S,
+        b_q, b_m, b_l, b_acc, p_k, p_v, stride_kt, stride_vt, 0, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S,
         True,
     )  # fmt: skip
     if sinks is not None:
@@ -115,7 +115,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     share = tl.cdiv(tokens, tl.num_programs(0))
     append_entries(
         p_k, p_v, stride_kt, stride_vt, p_tail_k + used.to(tl.int64) * D, p_tail_v + used.to(tl.int64) * SV,
-        i_r * share, tl.minimum(i_r * share + share, tokens), slots - used, D, DV, SV, BD, BDV, BLOCK_T,
+        i_r * share, tl.minimum(i_r * share + share, tokens), slots - used, D, DV, SV, BLOCK_T,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from kvpass.kernels.cached_attention import (
     values_in_keys,
 )
 from kvpass.kernels.launch import KernelConfig, kind, launch, strides
-from kvpass.kernels.prefill_attention import FLOOR, block_dim
+from kvpass.kernels.prefill_attention import FLOOR, block_dim, hold_rows, in_parts, wide_case
 from kvpass.kernels.slot_lines import first_empty
 from kvpass.operands import Attention, Lines
 
@@ -43,7 +43,7 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, position, weights, partial, partial_ml, stride_qb, stride_qh,
     stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, stride_ph, scale, softcap, layer, rows, entries, slots,
     width, pool_tiles, segments, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    SV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr,
+    SV: tl.constexpr, BDV: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of the slots of one line.
@@ -79,12 +79,10 @@ def _attend_slots(  # type: ignore[no-untyped-def]
             p_v = pool_v + i_row * SV
 
     o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BDV)
     m_r = o_r < G
     p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r).to(tl.int64) * stride_qh
-    # [BLOCK_R, BD]
-    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)
+    b_q = hold_rows(p_q, m_r, D)
     b_m = tl.full([BLOCK_R], FLOOR, tl.float32)
     b_l = tl.zeros([BLOCK_R], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
@@ -95,7 +93,7 @@ def _attend_slots(  # type: ignore[no-untyped-def]
         p_scores = p_line + behind
         p_score = p_line + taken
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_r, scale, softcap, D, DV, BD, BDV, BLOCK_S, False,
+        b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_r, scale, softcap, D, DV, BDV, BLOCK_S, False,
         p_position + behind, p_scores, m_r,
     )  # fmt: skip
     tl.debug_barrier()  # the taken slot's score is stored twice; the new entry's score must come last
@@ -104,13 +102,13 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
     p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k_new, p_v_new, D, DV, 0, mine, o_r, scale, softcap, D, DV, BD, BDV, BLOCK_T, False,
+        b_q, b_m, b_l, b_acc, p_k_new, p_v_new, D, DV, 0, mine, o_r, scale, softcap, D, DV, BDV, BLOCK_T, False,
         None, p_score, m_r,
     )  # fmt: skip
     if i_r == 0:
         p_k_at = p_k + at.to(tl.int64) * D
         p_v_at = p_v + at.to(tl.int64) * SV
-        append_entries(p_k_new, p_v_new, D, DV, p_k_at, p_v_at, 0, mine, 1, D, DV, SV, BD, BDV, BLOCK_T)
+        append_entries(p_k_new, p_v_new, D, DV, p_k_at, p_v_at, 0, mine, 1, D, DV, SV, BLOCK_T)
     o_partial = (i_line.to(tl.int64) * num_tiles + i_p) * G + o_r
     tl.store(partial_ml + o_partial, b_m, mask=m_r)
     tl.store(partial_ml + tl.num_programs(1).to(tl.int64) * num_tiles * G + o_partial, b_l, mask=m_r)
@@ -205,7 +203,8 @@ def attend_slots(
     if entered is not None:
         weights = torch.empty(rows, heads, width, dtype=torch.float32, device=q.device)
         line = dict(zip(line, entered, strict=True))
-    block_rows = 16 if q.dtype == torch.float32 else min(32, max(16, triton.next_power_of_2(group)))
+    most = 16 if q.dtype == torch.float32 or in_parts(key_dim, value_dim) else 32
+    block_rows = min(most, max(16, triton.next_power_of_2(group)))
     shared: dict[str, Any] = {
         "v": v, "offsets": offsets, "position": position, "weights": weights, "partial": partial,
         "partial_ml": partial_ml, **strides("bh", v=v), "layer": layer, "slots": slots,
@@ -219,11 +218,11 @@ def attend_slots(
         **shared, "q": q, "k": k, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
         **strides("bh", q=q, k=k, p=position), "scale": scale, "softcap": softcap,
         "rows": rows, "entries": 0 if pool_k is None else pool_k.shape[1], "pool_tiles": pool_tiles, "D": key_dim,
-        "SV": key_dim if in_keys else value_dim, "BD": block_dim(key_dim), "TILE": TILE, "BLOCK_R": block_rows,
+        "SV": key_dim if in_keys else value_dim, "TILE": TILE, "BLOCK_R": block_rows,
         "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip
     grid = (num_tiles, num_lines, triton.cdiv(group, block_rows))
-    launch(_attend_slots, grid, attend, f"slots {kind(q.dtype)}", config)
+    launch(_attend_slots, grid, attend, f"slots {kind(q.dtype)}{wide_case(key_dim, value_dim)}", config)
     finish = {**shared, **line, "num_tiles": num_tiles, "sinks": sinks, "out": out}
     launch(_finish_slots, (rows * heads,), finish, "finish slots")
     return out.transpose(1, 2), weights

@@ -2,8 +2,8 @@
 
 Three questions. Does decode attention read a ragged cache as fast as a uniform one of equal bytes, and how near is it
 to a plain copy? How long does it take for as many entries in 8, 4 and 2 bits? What does compression add to the
-attention of a prompt? One shape, that of Llama-3.1-8B in bf16; inputs are random, results are compared with the eager
-reference before anything is timed.
+attention of a prompt? Two shapes in bf16: that of Llama-3.1-8B, and the latent rows of DeepSeek-V3. Inputs are random,
+results are compared with the eager reference before anything is timed.
 
 With ``--baselines``: the same ragged entries read by FlashInfer and by torch's ``varlen_attn``, where installed. Both
 read pages, each KV head of each row as a sequence of its own; kvpass also appends the new token meanwhile.
@@ -17,7 +17,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,10 @@ Attend = Callable[[int], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention of a decoder; the usual values are those of Llama-3.1-8B."""
+    """Attention of a decoder; the usual values are those of Llama-3.1-8B.
+
+    ``latent``: values are the first so many columns of the keys, and stored there only; None: they are apart.
+    """
 
     layers: int = 32
     heads: int = 32
@@ -65,6 +68,7 @@ class Shape:
     dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     place: str = "cuda"
+    latent: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -75,10 +79,27 @@ class Shape:
 
     @property
     def geometry(self) -> Geometry:
-        itemsize = self.dtype.itemsize
         return Geometry(
-            layers=self.layers, kv_heads=self.kv_heads, key_dim=self.dim, value_dim=self.dim, itemsize=itemsize
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            key_dim=self.dim,
+            value_dim=self.dim if self.latent is None else self.latent,
+            itemsize=self.dtype.itemsize,
+            values_in_keys=self.latent is not None,
         )
+
+    def tokens(self, rows: int, tokens: int) -> Attention:
+        """Random queries, keys and values of new tokens."""
+        q, k, v = (
+            self.random(rows, tokens, heads, self.dim).transpose(1, 2)
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+        return Attention(q, k, v if self.latent is None else k[..., : self.latent], self.dim**-0.5)
+
+
+LATENT = Shape(heads=128, kv_heads=1, dim=576, latent=512)
+"""That of DeepSeek-V3 where it attends latent rows, with fewer layers."""
+LATENT_PROMPTS = (8192,)
 
 
 # -- decode -----------------------------------------------------------------------------------------------------------
@@ -109,21 +130,19 @@ class TimedCase:
     @classmethod
     def make(cls, shape: Shape, lengths: Tensor, entry_format: EntryFormat = "model") -> TimedCase:
         rows, layers, kv_heads = lengths.shape
+        dims = shape.dim, shape.geometry.stored_value_dim
         offsets = torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0)).int().to(shape.device)
         entries = int(lengths.flatten(1).sum(1).max())
         held = AppendBuffers(
-            pool_k=shape.random(rows, entries, shape.dim),
-            pool_v=shape.random(rows, entries, shape.dim),
+            pool_k=shape.random(rows, entries, dims[0]),
+            pool_v=shape.random(rows, entries, dims[1]),
             offsets=offsets,
-            tail_k=shape.random(layers, rows, kv_heads, WINDOW + 32, shape.dim),
-            tail_v=shape.random(layers, rows, kv_heads, WINDOW + 32, shape.dim),
+            tail_k=shape.random(layers, rows, kv_heads, WINDOW + 32, dims[0]),
+            tail_v=shape.random(layers, rows, kv_heads, WINDOW + 32, dims[1]),
             tail_start=torch.zeros(rows, dtype=torch.int64, device=shape.device),
             tail_used=torch.tensor(WINDOW, device=shape.device),
         )
-        q, k, v = (
-            shape.random(rows, 1, heads, shape.dim).transpose(1, 2) for heads in (shape.heads, kv_heads, kv_heads)
-        )
-        return cls(Attention(q, k, v, shape.dim**-0.5), held if entry_format == "model" else packed(held, entry_format))
+        return cls(shape.tokens(rows, 1), held if entry_format == "model" else packed(held, entry_format))
 
     @property
     def layers(self) -> int:
@@ -318,7 +337,7 @@ def decode_figures(
     """Attention of each kind for each batch; ``save`` is handed the figures so far after each."""
     figures: list[dict[str, Any]] = []
     for rows in batches:
-        record: dict[str, Any] = {"batch": rows}
+        record: dict[str, Any] = {"batch": rows, **_named(shape)}
         figures.append(record)
         for kind in kinds:
             make, kernel, entry_format = KINDS[kind]
@@ -336,11 +355,9 @@ def decode_figures(
 def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], None], Callable[[], Any]]:
     """A compressed prefill of all layers, attention operators only, and the plain attention of one layer."""
     resolved = resolve(policy, window=WINDOW, **POLICIES[policy])
-    q = shape.random(1, tokens, shape.heads, shape.dim).transpose(1, 2)
-    k, v = (shape.random(1, tokens, shape.kv_heads, shape.dim).transpose(1, 2) for _ in range(2))
     start = torch.zeros(1, dtype=torch.int64)
     first = start.to(shape.device)
-    call = Attention(q, k, v, shape.dim**-0.5)
+    call = shape.tokens(1, tokens)
     group = LayerGroup(geometry=shape.geometry, layers=tuple(range(shape.layers)))
     operators = torch.ops.kvpass
 
@@ -383,9 +400,14 @@ def prompt_figures(
     for tokens in prompts:
         for policy in POLICIES:
             found = measured(partial(time_prompt, shape, tokens, policy))
-            figures.append({"prompt": tokens, "policy": policy, **found})
+            figures.append({"prompt": tokens, "policy": policy, **_named(shape), **found})
             save(figures)
     return figures
+
+
+def _named(shape: Shape) -> dict[str, str]:
+    """Return what records of another shape than the usual one have besides."""
+    return {} if shape.latent is None else {"rows": "latent"}
 
 
 # -- command ----------------------------------------------------------------------------------------------------------
@@ -396,20 +418,24 @@ def tables(result: dict[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
     kinds = [kind for kind in KINDS if any(kind in record for record in result.get("decode", []))]
     decode = [
         [
-            str(record["batch"]),
+            _size(record, "batch"),
             *(cell for kind in kinds for cell in _decode_cells(record.get(kind, {}))),
             f"{record['ragged_over_uniform']:.3f}" if "ragged_over_uniform" in record else "-",
         ]
         for record in result.get("decode", [])
     ]
     prefill = [
-        [str(record["prompt"]), record["policy"], *_prefill_cells(record)] for record in result.get("prefill", [])
+        [_size(record, "prompt"), record["policy"], *_prefill_cells(record)] for record in result.get("prefill", [])
     ]
     of_kinds = [name for kind in kinds for name in (f"{kind} us/layer", "of copy")]
     return [
         (["batch", *of_kinds, "ragged/uniform"], decode),
         (["prompt", "policy", "attention ms/layer", "added ms/layer", "added/attention"], prefill),
     ]
+
+
+def _size(record: dict[str, Any], name: str) -> str:
+    return f"{record[name]} {record.get('rows', '')}".strip()
 
 
 def _decode_cells(found: dict[str, Any]) -> list[str]:
@@ -430,12 +456,12 @@ def _prefill_cells(record: dict[str, Any]) -> list[str]:
 def failures(result: dict[str, Any]) -> dict[str, str]:
     """Why there are no figures, by what was measured."""
     decode = {
-        f"{kind}, batch {record['batch']}": record[kind]
+        f"{kind}, batch {_size(record, 'batch')}": record[kind]
         for record in result.get("decode", [])
         for kind in KINDS
         if kind in record
     }
-    prefill = {f"{record['policy']}, {record['prompt']} tokens": record for record in result.get("prefill", [])}
+    prefill = {f"{record['policy']}, {_size(record, 'prompt')} tokens": record for record in result.get("prefill", [])}
     return {name: found["failure"] for name, found in (decode | prefill).items() if "failure" in found}
 
 
@@ -459,15 +485,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "complete": False,
     }
 
-    def save(part: str, figures: list[dict[str, Any]]) -> None:
-        result[part] = figures
+    def save(part: str, before: list[dict[str, Any]], figures: list[dict[str, Any]]) -> None:
+        result[part] = [*before, *figures]
         save_json(given.json, result)
 
     with torch.no_grad():
         kinds = BASELINES if given.baselines else OURS
-        decode_figures(shape, bandwidth, kinds, save=partial(save, "decode"))
+        usual = decode_figures(shape, bandwidth, kinds, save=partial(save, "decode", []))
         if not given.baselines:
-            prompt_figures(Shape(layers=PREFILL_LAYERS), save=partial(save, "prefill"))
+            decode_figures(LATENT, bandwidth, ("ragged",), save=partial(save, "decode", usual))
+            usual = prompt_figures(Shape(layers=PREFILL_LAYERS), save=partial(save, "prefill", []))
+            few = replace(LATENT, layers=PREFILL_LAYERS)
+            prompt_figures(few, LATENT_PROMPTS, save=partial(save, "prefill", usual))
     for header, rows in tables(result):
         Console().print(rich_table(header, rows))
     failed = failures(result)

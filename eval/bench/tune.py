@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from kvpass.eval.bench.kernels import WINDOW, WORST_ERROR, Shape, TimedCase, ragged_lengths, time_graph
+from kvpass.eval.bench.kernels import LATENT, WINDOW, WORST_ERROR, Shape, TimedCase, ragged_lengths, time_graph
 from kvpass.eval.environment import machine, versions
-from kvpass.operands import AppendBuffers, Attention, Lines
+from kvpass.operands import AppendBuffers, Lines
 from kvpass.ops.cuda import index_pool
 
 LEAST_GAIN = 0.03
@@ -42,47 +43,41 @@ def workloads(
         tokens: of the prompt, batch 1. rows: of a decode step. budget: entries per KV head there. dims: head dims.
     """
     from kvpass.kernels.launch import kind
-    from kvpass.kernels.prefill_attention import dims_case, prefill_attention
+    from kvpass.kernels.prefill_attention import dims_case, prefill_attention, wide_case
     from kvpass.kernels.ragged_decode import attend_ragged
     from kvpass.kernels.ragged_extend import attend_extend
     from kvpass.kernels.slot_decode import attend_slots
     from kvpass.kernels.window_statistics import column_sums, window_statistics
 
     for dtype in (torch.bfloat16, torch.float32):
-        for dim in dims:
-            shape = Shape(layers=1, dim=dim, dtype=dtype, place=place)
-            call, case = new_tokens(shape, 1, tokens), dims_case(dtype, dim)
+        latent = replace(LATENT, layers=1, heads=16, dtype=dtype, place=place)
+        usual = Shape(layers=1, dtype=dtype, place=place)
+        for shape in (*(replace(usual, dim=dim) for dim in dims), latent):
+            call, case = shape.tokens(1, tokens), dims_case(dtype, shape.dim)
             yield f"prefill {case}", partial(prefill_attention, call)
             start, lse = torch.zeros(1, dtype=torch.int64, device=shape.device), prefill_attention(call)[1]
             yield f"window {case}", partial(window_statistics, call, start, lse, WINDOW)
             yield f"column sums {case}", partial(column_sums, call, start, lse, tokens)
-        shape = Shape(layers=1, dtype=dtype, place=place)
-        cache = TimedCase.make(shape, ragged_lengths(shape, rows, budget))
-        tables = index_pool(cache.held.offsets, shape.kv_heads, cache.held.pool_k.shape[1])
-        held = AppendBuffers(*cache.held[:7], *tables)
-        yield f"decode {kind(dtype)}", partial(attend_ragged, cache.call, held, 0)
-        yield f"extend {kind(dtype)}", partial(attend_extend, new_tokens(shape, rows, WINDOW), held, 0)
-        position = torch.arange(budget, dtype=torch.int32, device=shape.device).expand(rows, shape.kv_heads, -1)
-        keys, values = (shape.random(1, rows, shape.kv_heads, budget, shape.dim) for _ in range(2))
-        yield (
-            f"slots {kind(dtype)}",
-            partial(attend_slots, cache.call, Lines(None, None, None, keys, values, position), 0),
-        )
+        for shape in (usual, latent):
+            case = kind(dtype) + wide_case(shape.dim)
+            cache = TimedCase.make(shape, ragged_lengths(shape, rows, budget))
+            tables = index_pool(cache.held.offsets, shape.kv_heads, cache.held.pool_k.shape[1])
+            held = AppendBuffers(*cache.held[:7], *tables)
+            yield f"decode {case}", partial(attend_ragged, cache.call, held, 0)
+            yield f"extend {case}", partial(attend_extend, shape.tokens(rows, WINDOW), held, 0)
+            position = torch.arange(budget, dtype=torch.int32, device=shape.device).expand(rows, shape.kv_heads, -1)
+            stored = shape.dim, shape.geometry.stored_value_dim
+            keys, values = (shape.random(1, rows, shape.kv_heads, budget, dim) for dim in stored)
+            yield (
+                f"slots {case}",
+                partial(attend_slots, cache.call, Lines(None, None, None, keys, values, position), 0),
+            )
 
 
 def result(found: Any) -> Tensor:
     """Return the tensor of a workload's result by which configs are compared, fp32."""
     found = getattr(found, "mean", found) if not isinstance(found, Tensor) else found
     return (found[0] if isinstance(found, tuple) else found).float()
-
-
-def new_tokens(shape: Shape, rows: int, tokens: int) -> Attention:
-    """Return random queries, keys and values."""
-    q, k, v = (
-        shape.random(rows, tokens, heads, shape.dim).transpose(1, 2)
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
-    )
-    return Attention(q, k, v, shape.dim**-0.5)
 
 
 def neighbours(config: Any) -> Iterator[Any]:

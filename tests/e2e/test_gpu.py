@@ -45,6 +45,8 @@ SITES = pytest.mark.parametrize(
         (128, 128, 5.0, True),
         (192, 128, None, True),
         (256, 256, None, False),
+        (576, 512, None, False),
+        (576, 512, 5.0, True),
     ],
 )
 
@@ -109,6 +111,18 @@ def test_attention_of_a_prompt(dtype, dim, value_dim, softcap, with_sinks, slidi
 def test_what_a_policy_observes(dtype, name):
     policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
     arguments = [Attention(*site(dtype), 0.2), STARTS, STARTS.to(PLACE), 1, LAYERS, policy]
+    expected = observe(reference, *map(exact, arguments))
+    found = observe(device, *arguments)
+    for what, one, other in zip(("output", "scores", "traces", "weight"), found, expected, strict=True):
+        check(what, one, other, ERROR[dtype])
+
+
+@HALVES
+@pytest.mark.parametrize("name", ["cake", "h2o", "lava"])
+def test_what_a_policy_observes_of_latent_rows(dtype, name):
+    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    q, k, _ = site(dtype, 576, 512)
+    arguments = [Attention(q, k, k[..., :512], 0.05), STARTS, STARTS.to(PLACE), 1, LAYERS, policy]
     expected = observe(reference, *map(exact, arguments))
     found = observe(device, *arguments)
     for what, one, other in zip(("output", "scores", "traces", "weight"), found, expected, strict=True):
@@ -194,6 +208,18 @@ def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens)
         written = before.clone()
         written[1, :, :, 63 : 63 + tokens] = new
         assert torch.equal(after, written), f"tail of {name}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("tokens", [1, 8, 17])
+def test_attending_latent_rows(dtype, tokens):
+    """Values are the first columns of the keys, and stored there only."""
+    held = ragged_cache(dtype, 576, 0)
+    q, k, _ = site(dtype, 576, 512, tokens)
+    call = Attention(q, k, k[..., :512], 0.05)
+    expected = reference.attend_cache(exact(call), exact(held), 1)
+    check("output", device.attend_cache(call, held, 1), expected, ERROR.get(dtype, 1e-5))
+    assert torch.equal(held.tail_k[1, :, :, 63 : 63 + tokens], k)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])

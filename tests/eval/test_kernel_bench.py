@@ -15,6 +15,7 @@ from kvpass.eval.bench import kernels as kernel_bench
 from kvpass.eval.bench.kernels import Shape, prompt_figures, prompt_run, ragged_lengths, uniform_lengths
 
 CPU = Shape(layers=2, heads=4, kv_heads=2, dim=32, dtype=torch.float32, place="cpu")
+LATENT = Shape(layers=2, heads=4, kv_heads=1, dim=48, latent=32, dtype=torch.float32, place="cpu")
 
 INTERPRETED = """
 import torch
@@ -37,6 +38,9 @@ assert abs(found["share_of_copy"] - found["bytes"] / 1e-3 / 1e9) < 1e-9
 for kind, bits in (("int8", 8 + 1), ("int4", 4 + 2), ("int2", 2 + 2)):  # with a scale, or step and minimum
     found = bench.time_decode(shape, lengths, 1e9, True, bench.KINDS[kind][1], bench.KINDS[kind][2])
     assert found["bytes"] == 2 * 2 * 2 * (40 * 2 * 4 * bits + 33 * 2 * 32 * 4), (kind, found)
+latent = bench.Shape(layers=2, heads=4, kv_heads=1, dim=48, latent=32, dtype=torch.float32, place="cpu")
+found = bench.time_decode(latent, bench.ragged_lengths(latent, 2, 40), 1e9, check=True)
+assert found["error"] < 1e-5 and found["bytes"] == (2 * 2 * 40 + 2 * 2 * 33) * 48 * 4, found
 bench.reference.attend_cache = lambda *arguments: torch.ones(2, 4, 1, 32)
 try:
     bench.time_decode(shape, lengths, 1e9, check=True)
@@ -68,9 +72,10 @@ def test_the_kernel_is_compared_before_it_is_timed():
 
 def test_a_prompt_is_compressed_by_the_operators_of_the_package(monkeypatch):
     monkeypatch.setattr(kernel_bench, "BUDGET", 48)
-    compress, attend = prompt_run(CPU, 160, "lava")
-    compress()
-    assert attend().shape == (1, 4, 160, 32)
+    for shape in (CPU, LATENT):
+        compress, attend = prompt_run(shape, 160, "lava")
+        compress()
+        assert attend().shape == (1, 4, 160, 32)
     records = prompt_figures(CPU, (160,))
     assert [record["policy"] for record in records] == ["lava", "cake"]
     for record in records:
@@ -156,6 +161,8 @@ def command(small, tmp_path):
     small.setattr(kernel_bench, "KINDS", kinds)
     small.setattr(torch.cuda, "is_available", lambda: True)
     small.setattr(kernel_bench, "Shape", lambda **options: CPU)
+    small.setattr(kernel_bench, "LATENT", LATENT)
+    small.setattr(kernel_bench, "LATENT_PROMPTS", (160,))
     small.setattr(kernel_bench, "copy_bandwidth", lambda device: 1e9)
     small.setattr(kernel_bench.decode_figures, "__defaults__", (kernel_bench.OURS, (1, 2), lambda figures: None))
     small.setattr(kernel_bench.prompt_figures, "__defaults__", ((160,), lambda figures: None))
@@ -175,9 +182,11 @@ def test_every_figure_is_saved_when_it_is_there_and_a_failure_loses_no_other(com
     )
     status, result = command()
     assert status == 0 and result["complete"]
-    assert len(saved) == 2 * 5 + 2 + 1 and all(not json.loads(text)["complete"] for text in saved[:-1])
+    assert len(saved) == 2 * 5 + 2 + 2 + 2 + 1 and all(not json.loads(text)["complete"] for text in saved[:-1])
     assert list(json.loads(saved[0])["decode"][0]) == ["batch", "uniform"]
-    assert [record["ragged_over_uniform"] for record in result["decode"]] == [1.0, 1.0]
+    assert [record["ragged_over_uniform"] for record in result["decode"][:2]] == [1.0, 1.0]
+    assert [list(record) for record in result["decode"][2:]] == [["batch", "rows", "ragged"]] * 2
+    assert [record.get("rows") for record in result["prefill"]] == [None, None, "latent", "latent"]
 
     kinds = kernel_bench.KINDS
 
@@ -188,7 +197,7 @@ def test_every_figure_is_saved_when_it_is_there_and_a_failure_loses_no_other(com
     status, result = command()
     assert status == 1 and not result["complete"]
     assert result["decode"][1]["ragged"] == {"failure": "RuntimeError: no such kernel"}
-    assert result["decode"][1]["uniform"]["us_per_layer"] > 0 and len(result["prefill"]) == 2
+    assert result["decode"][1]["uniform"]["us_per_layer"] > 0 and len(result["prefill"]) == 4
     assert "kernel_bench: ragged, batch 2: RuntimeError: no such kernel" in capsys.readouterr().err
     (_, decode), _ = kernel_bench.tables(result)
     assert decode[0][3:5] == ["failed", "-"] and decode[0][-1] == "-"

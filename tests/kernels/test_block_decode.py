@@ -106,6 +106,11 @@ def test_half_precision_in_the_pinned_config():
     Case(dtype=torch.float16, dim=32).check(2, config=None)
 
 
+@pytest.mark.exhaustive
+def test_wide_heads_in_the_pinned_config():
+    Case(dtype=torch.float16, dim=512).check(2, config=None)
+
+
 def test_a_row_is_rounded_as_it_is_alone():
     case = Case()
     alone = [cuda.attend_cache(call, held, 0) for call, held in map(case.row, range(len(USED)))]

@@ -26,10 +26,12 @@ SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 """Of a block, by architecture."""
 SPILLED_BYTES = 16
 """Of the stack, per thread; a few bytes of it are no spill in a loop."""
+LATENT = (576, 512)
+"""Rows of one KV head, whose values are stored in the keys."""
 HEAD_DIMS = {
-    torch.float32: ((64, 64), (100, 100), (128, 128), (256, 256)),
-    torch.float16: ((64, 64), (80, 80), (100, 100), (128, 128), (192, 128), (256, 256)),
-    torch.bfloat16: ((64, 64), (128, 128), (256, 256)),
+    torch.float32: ((64, 64), (100, 100), (128, 128), (256, 256), LATENT),
+    torch.float16: ((64, 64), (80, 80), (100, 100), (128, 128), (192, 128), (256, 256), (512, 512), LATENT),
+    torch.bfloat16: ((64, 64), (128, 128), (256, 256), LATENT),
 }
 """Of keys and values. Types differ in few instructions, so that fp16 stands for bf16 in places."""
 USUAL = {"rows": 2, "kv_heads": 8, "group": 4, "tokens": 133}
@@ -120,15 +122,17 @@ def call_everything(
     window_statistics.column_sums(call, start, lse, tokens)
     window_statistics.value_norms(call.v, start)
 
-    pool = [torch.zeros(rows, entries, dim, dtype=dtype) for dim in dims]
+    stored = (dims[0], 0 if dims == LATENT else dims[1])
+    pool = [torch.zeros(rows, entries, dim, dtype=dtype) for dim in stored]
     tables = [torch.zeros(4, rows, entries, dtype=torch.int32), torch.zeros(2, rows, entries)]
     order = [torch.zeros(rows, kv_heads, tokens, dtype=torch.int32) for _ in range(2)]
     stats, source = torch.zeros(2, rows, kv_heads, tokens), torch.zeros(rows, entries, dtype=torch.int32)
     offsets = torch.zeros(rows, layers * kv_heads + 1, dtype=torch.int32)
-    tail = [torch.zeros(layers, rows, kv_heads, capacity, dim, dtype=dtype) for dim in dims]
+    tail = [torch.zeros(layers, rows, kv_heads, capacity, dim, dtype=dtype) for dim in stored]
     unread = torch.zeros(0)
     buffers = PrefillBuffers(*pool, *tables, unread, unread, *tail, offsets, unread)
-    gather.gather_winners(source, *order, Candidates(call.k, call.v, unread, stats, unread, start), buffers, 1)
+    candidates = Candidates(call.k, call.v, unread, stats, unread, start).stored_in(buffers)
+    gather.gather_winners(source, *order, candidates, buffers, 1)
     gather.pack(buffers)
 
     used = torch.zeros((), dtype=torch.int64)
@@ -137,7 +141,7 @@ def call_everything(
     for count in (1, 16):
         ragged_decode.attend_ragged(site(count), held, 1)
     ragged_extend.attend_extend(site(17), held, 1)
-    for entry_format in ("int8", "fp8", "int4", "int2"):
+    for entry_format in ("int8", "fp8", "int4", "int2") if max(dims) <= 256 else ():
         if entry_format in GROUPED and any(dim % GROUP for dim in dims):
             continue
         packed = entry_formats.packed(held, entry_format)
@@ -169,8 +173,9 @@ def of_everything(launches: dict[Launch, None]) -> Iterator[tuple[Launch, int]]:
     """Every dtype, head dim and option for each architecture, and each kernel with sizes of 1."""
     for dtype, sizes in HEAD_DIMS.items():
         for dims in sizes:
+            sizes_of = {**USUAL, "kv_heads": 1, "group": 16} if dims == LATENT else USUAL
             for options in (False, True):
-                call_everything(dtype, dims, options, **USUAL)
+                call_everything(dtype, dims, options, **sizes_of)
     yield from ((launch, arch) for launch in launches for arch in SHARED_KIB)
     launches.clear()
     call_everything(torch.bfloat16, (128, 128), False, **ONES)

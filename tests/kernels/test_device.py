@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kvpass
+from kvpass.compiler import blocks
 from kvpass.kernels import window_statistics
 from kvpass.operands import AppendBuffers, Attention, Candidates, PrefillBuffers, Requested
 from kvpass.ops import cuda as device
-from kvpass.ops import reference
+from kvpass.ops import reference, schemas
 from kvpass.policies import POLICIES, resolve
 from kvpass.policies.lava import Lava
 from kvpass.policies.observation import Observation
 from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention, observe
-from tiny_models import HEAD_MAP
+from tiny_models import HEAD_MAP, left_pad, random_ids, tiny_model
 
 LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
 OPTIONS = {
@@ -326,3 +328,48 @@ def test_chunks_of_a_prompt_are_attended_the_same(chunk):
         for tokens in (TOKENS, 7):
             out = way.attend_prompt(call._replace(q=call.q[:, :, -tokens:]), STARTS, chunk, True)[0]
             assert_rounded(name, out, Exact(expected.value[:, :, -tokens:], expected.error[:, :, -tokens:]))
+
+
+class OnTheCpu:
+    """The operators on CUDA, with the division of the pool that a cache on a CPU does not hold."""
+
+    def __init__(self):
+        self.attended = set()
+
+    def __getattr__(self, name):
+        return getattr(device, name)
+
+    def attend_prompt(self, call, *rest):
+        self.attended.add(tuple(call.k.shape[1::2]))
+        return device.attend_prompt(call, *rest)
+
+    def attend_cache(self, call, held, layer):
+        tables = device.index_pool(held.offsets, call.k.shape[1], held.pool_k.shape[1])
+        names = ("tiles", "tile_offsets", "arrivals")
+        return device.attend_cache(call, held._replace(**dict(zip(names, tables, strict=True))), layer)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["lava", "h2o"])
+def test_a_model_with_latent_rows_of_published_size(policy, monkeypatch):
+    """Rows of 512 + 64: a prompt in blocks, of which the last attends rows, a step, and a question."""
+    model = tiny_model("deepseek_v3", layers=1, kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=2)
+    fast = kvpass.compile(model, policy=policy, budget=14, window=6, backend="eager", prefill_block=32)
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (35, 21)])
+    new = random_ids(2, 10, seed=1)
+
+    def run():
+        cache = (out := fast(ids, attention_mask=mask)).past_key_values
+        logits = [out.logits[mask.bool()]]
+        for piece in new.split([1, 9], 1):
+            logits.append(fast(piece, past_key_values=cache).logits.flatten(0, 1))
+        return cache.positions, torch.cat(logits)
+
+    expected = run()
+    ops = OnTheCpu()
+    for module in (schemas, blocks):
+        monkeypatch.setattr(module, "implementation", lambda *given: ops)
+    found = run()
+    assert ops.attended == {(2, 80), (1, 576)}, "not both with expanded heads and with rows"
+    assert torch.equal(found[0], expected[0])
+    assert_close("logits", found[1], expected[1], atol=1e-4)

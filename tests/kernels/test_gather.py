@@ -89,6 +89,8 @@ def gather_winners(
         (1, 2, 100, 129, 100, 16, torch.bfloat16),
         (1, 1, 4097, 300, 64, 64, torch.float32),
         (2, 1, 40, 70, 72, 0, torch.float32),
+        (2, 1, 40, 70, 576, 0, torch.float16),
+        (1, 2, 9, 20, 288, 512, torch.float32),
     ],
 )
 def test_gather_winners(

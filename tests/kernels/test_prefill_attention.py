@@ -84,6 +84,9 @@ CASES = [
     Case(111, 64, starts=(0, 9), sliding_window=17, config=UNEVEN),
     Case(111, 64, starts=(90, 9), sliding_window=500),
     Case(111, 80, heads=4, starts=(0, 9), sliding_window=40, softcap=5.0, sinks=True),
+    Case(19, 576, heads=3, dv=512, starts=(0, 11), softcap=20.0),
+    Case(20, 576, heads=4, dv=512, starts=(0, 3), dtype=torch.float16),
+    Case(65, 288, dv=256, starts=(0, 40), sinks=True, config=SMALL),
 ]
 
 
@@ -136,7 +139,7 @@ def attended(
         return attend_prompt(call, start.cpu(), sliding_window)
 
 
-@pytest.mark.parametrize("case", quick(CASES, [*CASES[:4], *CASES[5:18:2], CASES[18]]), ids=str)
+@pytest.mark.parametrize("case", quick(CASES, [*CASES[:4], *CASES[5:18:2], *CASES[18:21]]), ids=str)
 def test_output_and_lse_are_those_of_a_masked_softmax(case: Case) -> None:
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
@@ -235,7 +238,9 @@ def broken(**changed: object) -> dict[str, object]:
         ({"k": torch.zeros(1, 1, 8, 16, dtype=torch.float16)}, "k is torch.float16"),
         ({"k": torch.zeros(1, 1, 16, 8, device=DEVICE).mT}, r"k has strides \(.*, 8\): the last must be 1"),
         ({"k": torch.zeros(1, 1, 8, 16, device="meta")}, "k is on meta"),
-        ({"v": torch.zeros(1, 1, 8, 257)}, r"v has head dim 257: must be in 1\.\.256"),
+        ({"v": torch.zeros(1, 1, 8, 257)}, r"values have head dim 257: kernels on CUDA take 1\.\.256, and up to 512"),
+        ({"v": torch.zeros(1, 1, 8, 528)}, "values have head dim 528: kernels on CUDA take"),
+        ({"q": torch.zeros(1, 2, 8, 592), "k": torch.zeros(1, 1, 8, 592)}, "keys have head dim 592: kernels on CUDA"),
         ({"sinks": torch.zeros(3)}, r"sinks is torch.float32 \[3\]: expected torch.float32 \[2\]"),
         ({"sinks": torch.zeros(2, 3, device=DEVICE)[:, 0]}, r"sinks has strides \(3,\): must be contiguous"),
         ({"sliding_window": 0}, "sliding_window=0: must be at least 1"),
@@ -416,6 +421,7 @@ HALF, FULL = torch.bfloat16, torch.float32
         (HOPPER, LONG - 1, HALF, (128, 128), None, None, "flash"),
         (HOPPER, LONG, HALF, (128, 128), None, 512, "flash"),
         (HOPPER, LONG, HALF, (256, 256), None, None, "flash"),
+        (HOPPER, LONG, HALF, (512, 512), None, None, "triton"),
         (HOPPER._replace(cudnn=0), LONG, HALF, (128, 128), None, None, "flash"),
         (HOPPER._replace(cudnn=90000), LONG, HALF, (128, 128), None, None, "flash"),
         (HOPPER._replace(flash_impl="FA3"), LONG, HALF, (128, 128), None, None, "flash"),

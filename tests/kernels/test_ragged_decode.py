@@ -103,8 +103,49 @@ def test_head_dims(dim: int, value_dim: int) -> None:
     check(decode_case([[19, 40]], dim=dim, value_dim=value_dim, tokens=2))
 
 
-def test_values_stored_in_keys() -> None:
-    check(decode_case([[19], [40]], group=4, dim=72, value_dim=64, tokens=2, start=[0, 2], in_keys=True))
+@pytest.mark.parametrize(
+    ("group", "dim", "value_dim", "tokens", "dtype"),
+    [
+        (4, 72, 64, 2, torch.float32),
+        (16, 576, 512, 1, torch.float16),
+        pytest.param(16, 576, 512, 2, torch.float32, marks=pytest.mark.exhaustive),
+        pytest.param(128, 576, 512, 1, torch.float16, marks=pytest.mark.exhaustive),
+        pytest.param(5, 288, 256, 3, torch.float16, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_values_stored_in_keys(group: int, dim: int, value_dim: int, tokens: int, dtype: torch.dtype) -> None:
+    """As those of latent rows are, which all query heads read."""
+    case = decode_case(
+        [[19], [33]],
+        group=group,
+        dim=dim,
+        value_dim=value_dim,
+        tokens=tokens,
+        dtype=dtype,
+        start=[0, 2],
+        in_keys=True,
+        softcap=30.0 if group == 16 else None,
+        sinks=group == 16,
+    )
+    check(case, [lambda given: ragged(given, config=None), lambda given: extend(given, config=None)])
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "message"),
+    [(577, 64, "keys have head dim 577"), (576, 528, "values have head dim 528"), (300, 64, "keys have head dim 300")],
+)
+def test_wider_rows_are_refused(dim: int, value_dim: int, message: str) -> None:
+    case = decode_case([[3]], dim=dim, value_dim=value_dim)
+    for way in BOTH:
+        with pytest.raises(ValueError, match=f"{message}: kernels on CUDA take 1..256, and up to .* what 16 divides"):
+            way(case)
+
+
+def test_codes_of_wide_rows_are_refused() -> None:
+    case = decode_case([[3]], dim=288, value_dim=256).packed("int8")
+    for way in BOTH:
+        with pytest.raises(ValueError, match="codes of 288 columns: kernels on CUDA read codes of at most 256"):
+            way(case)
 
 
 @pytest.mark.parametrize("tokens", quick([1, 5], [5]))

@@ -220,8 +220,9 @@ def test_head_dims(way: Callable[..., Any], dim: int, value_dim: int) -> None:
 
 
 @both_ways
-def test_values_stored_in_keys(way: Callable[..., Any]) -> None:
-    check(slots_case([[19], [40]], group=4, dim=72, value_dim=64, in_keys=True), way)
+@pytest.mark.parametrize(("group", "dim", "value_dim"), [(4, 72, 64), (20, 576, 512)])
+def test_values_stored_in_keys(way: Callable[..., Any], group: int, dim: int, value_dim: int) -> None:
+    check(slots_case([[19], [40]], group=group, dim=dim, value_dim=value_dim, in_keys=True), way)
 
 
 @pairwise(way=[*WAYS], softcap=[None, 4.0, 30.0], sinks=[False, True], entered=[True, False])
