@@ -190,14 +190,16 @@ class CompressedCache(Cache):
         state = self._state(
             [{**store.cached_state, **turn} for store, turn in zip(self.full_layers, turns, strict=True)]
         )
-        return {**state, **self.states.state, "seen": self._seen_columns, "first": self.start}
+        states = self.states.state if self.states.held else {}
+        return {**state, **states, "seen": self._seen_columns, "first": self.start}
 
     def advance(self, tokens: int) -> None:
         """Count tokens whose rows a graph has written."""
         self.columns += tokens
         self.appended += tokens
         self._seen_columns.add_(tokens)
-        self.states = self.states.advance()
+        if self.states.held:
+            self.states = self.states.advance()
         for store in self.full_layers:
             store.advance(tokens)
 

@@ -192,7 +192,7 @@ class CompressedModel(_Base):
 
         one_token = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] == 1
         ranks = None if one_token else runtime.captures.compiler.ranks
-        input_ids = agreed(ranks, "a call of the model", checked, facts)
+        input_ids = checked() if ranks is None else agreed(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
             assert given is None or isinstance(given, CompressedCache)
             if given is not None and not given.is_empty:
@@ -290,8 +290,9 @@ class CompressedModel(_Base):
         cache = kwargs.get(CACHE)
         if not isinstance(cache, CompressedCache | None):
             cache = kwargs[CACHE] = _new_cache(self._kvpass)
-        if cache is not None and not cache.is_empty:
-            check_rows_stay(self._kvpass.longrope_limit, cache, 1)  # transformers may drop the cache there
+        limit = self._kvpass.longrope_limit
+        if limit is not None and cache is not None and not cache.is_empty:
+            check_rows_stay(limit, cache, 1)  # transformers may drop the cache there
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"])
@@ -491,7 +492,8 @@ def _continue(
     rules = runtime.rules
     b, t = input_ids.shape
     cache = continued(cache, b, input_ids.device)
-    check_rows_stay(runtime.longrope_limit, cache, t)
+    if runtime.longrope_limit is not None:
+        check_rows_stay(runtime.longrope_limit, cache, t)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
             raise CacheMismatchError(
