@@ -299,7 +299,7 @@ class CompressedCache(Cache):
                 "prefill the prompt again"
             )
         if self.policy != policy:
-            ours, theirs = _told_apart(self.policy, policy), _told_apart(policy, self.policy)
+            ours, theirs = _name_and_differences(self.policy, policy), _name_and_differences(policy, self.policy)
             raise CacheMismatchError(
                 f"the cache has policy {ours}, the model {theirs}: give the model the cache's policy "
                 "(model.set_policy), or prefill the prompt again"
@@ -634,7 +634,7 @@ class CompressedCache(Cache):
         return self.layout
 
 
-def _told_apart(policy: Policy, other: Policy) -> str:
+def _name_and_differences(policy: Policy, other: Policy) -> str:
     """Return the name of a policy, with the options that differ where ``other`` has the same name."""
     if policy.name != other.name:
         return repr(policy.name)
