@@ -21,6 +21,7 @@ from kvpass.graphs.fx_utils import (
     recorded,
     refuse,
     shape_of,
+    source_of,
     storage_of,
     symbols_in,
     symbols_of,
@@ -50,7 +51,7 @@ def check_own_state_pass(gm: GraphModule) -> int:
         UnsupportedAttentionError: naming the call that makes the state.
     """
     held = {
-        node: node._dynamo_source.name
+        node: source_of(node).name
         for node in gm.graph.find_nodes(op="placeholder")
         if isinstance(recorded(node), Tensor)
         and (is_module_tensor(node) or recorded(node).is_floating_point())
