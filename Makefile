@@ -23,7 +23,7 @@ help: ## show this list
 demo: $(READY) ## compress the cache of the built-in model and show what is kept and lost
 	@$(BIN)/kvpass demo
 
-test: $(READY) ## run every test that this machine can run
+test: $(READY) ## run the quick tests that this machine can run
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-exhaustive: $(READY) ## run the full products of policies and families that make test samples (hours)

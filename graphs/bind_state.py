@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from kvpass.graphs.fx_utils import Dim, dim_of, recorded, shape_of
+from kvpass.graphs.fx_utils import Dim, dim_of, recorded, shape_of, source_of
 from kvpass.graphs.host_weights import is_host_weight
-from kvpass.torch_compat import FakeTensorMode, LocalSource, Source, TracingContext
+from kvpass.torch_compat import FakeTensorMode, LocalSource, TracingContext
 
 STATE_PREFIX = "kvpass_"
 """With which the names of the cache's state begin among the inputs of a graph."""
@@ -26,7 +26,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     graph.output(output)
     for node, copied in copies.items():
         if node.op == "placeholder":
-            copied._dynamo_source = getattr(node, "_dynamo_source", None)
+            copied._dynamo_source = source_of(node)
     result = GraphModule(gm, graph)
     result.meta = dict(gm.meta)
     return result
@@ -39,14 +39,14 @@ def placeholders(gm: GraphModule) -> list[Node]:
 
 def held_by_module(gm: GraphModule) -> list[int]:
     """Return the indices of inputs that are parameters and buffers of the module."""
-    sources: list[Source] = [node._dynamo_source for node in placeholders(gm)]  # type: ignore[attr-defined]
+    sources = map(source_of, placeholders(gm))
     return [place for place, source in enumerate(sources) if source.guard_source.is_unspecialized_nn_module()]
 
 
 def input_named(gm: GraphModule, name: str) -> int | None:
     """Return the index of the input that is the argument of that name; None where the graph does not use it."""
     for place, node in enumerate(placeholders(gm)):
-        source = node._dynamo_source  # type: ignore[attr-defined]
+        source = source_of(node)
         if isinstance(source, LocalSource) and source.local_name == name:
             return place
     return None

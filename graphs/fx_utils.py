@@ -179,11 +179,16 @@ def is_integral(node: Node) -> bool:
     return isinstance(value, Tensor) and not value.dtype.is_floating_point and not value.dtype.is_complex
 
 
+def source_of(node: Node) -> Any:
+    """Return the ``Source`` where Dynamo finds an input: the same place in every capture of a module; else None."""
+    return getattr(node, "_dynamo_source", None)
+
+
 def is_module_tensor(node: Node) -> bool:
     """Return whether the node is a parameter, buffer or tensor attribute of a module."""
     if node.op == "get_attr":
         return True
-    source = getattr(node, "_dynamo_source", None)
+    source = source_of(node)
     if node.op != "placeholder" or source is None:
         return False
     guard = source.guard_source
@@ -401,7 +406,7 @@ def token_sizes(nodes: Iterable[Node]) -> set[Dim]:
 
 def _is_length(node: Node) -> bool:
     """Return whether an input is the token size of a tensor, which may be no input."""
-    source = getattr(node, "_dynamo_source", None)
+    source = source_of(node)
     return isinstance(source, TensorPropertySource) and (source.prop, source.idx) == (TensorProperty.SIZE, 1)
 
 

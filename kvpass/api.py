@@ -302,11 +302,11 @@ def load_cache(
         raise ValueError(f"model of type {type(model).__name__}: must be what kvpass.compile returned")
 
     ranks = model._kvpass.captures.compiler.ranks
-    found = agreed(ranks, "kvpass.load_cache", lambda: read_saved(path), lambda found: {"file": _told_apart(*found)})
+    found = agreed(ranks, "kvpass.load_cache", lambda: read_saved(path), lambda found: {"file": _summary(*found)})
     return restore_cache(path, *found, model, device=device)
 
 
-def _told_apart(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
+def _summary(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
     """Text by which processes see that they have read the same file: of it all but keys, values and statistics."""
     tables = [digest(x) for _, x in sorted(tensors.items()) if not x.is_floating_point()]
     return f"{metadata.columns} tokens, {metadata.policy}, {metadata.budget}, {', '.join(tables)}"

@@ -25,6 +25,7 @@ import torch
 
 import kvpass
 from kvpass import builtin
+from tiny_models import random_ids, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [
@@ -201,3 +202,26 @@ def test_the_code_of_a_page_runs_with_inductor(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run(blocks_of(page), started(shared), page.name)
+
+
+@pytest.mark.exhaustive
+def test_a_decode_step_enters_the_files_that_design_names() -> None:
+    text = (ROOT / "DESIGN.md").read_text()
+    text = text[text.index("One\ndecode step, top to bottom") : text.index("What a call needs")]
+    named = {"kvpass." + name.replace("/", ".") for name in re.findall(r"`([\w/]+)\.py`", text)}
+    model = kvpass.compile(tiny_model("llama"), policy="snapkv", budget=40)
+    ids, entered = random_ids(1, 80), set()
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        if not frame.f_code.co_filename.startswith("<"):  # comparisons that dataclasses have
+            entered.add(frame.f_globals.get("__name__", ""))
+
+    cache = model.compress(ids, reusable=False)
+    for step in range(3):
+        sys.setprofile(see if step == 2 else None)
+        try:
+            model(ids[:, :1], past_key_values=cache)
+        finally:
+            sys.setprofile(None)
+    torch._dynamo.reset()
+    assert {name for name in entered if name.startswith("kvpass.")} == named - {"kvpass.ops.cuda"}

@@ -260,17 +260,17 @@ def stand_in(operand: Node, user: Node, sizes: SizeMap) -> Any:
     raise EvaluationError(f"{user.name} needs {operand.name}, which has no example")
 
 
-def fed_by_inputs(live: Sequence[Node]) -> set[Node]:
+def input_dependent_nodes(live: Sequence[Node]) -> set[Node]:
     """Nodes whose elements come from the inputs of the decoder."""
-    fed: set[Node] = set()
+    dependent: set[Node] = set()
     for node in live:
         if node.op == "placeholder":
             inside = not is_module_tensor(node)
         else:
-            inside = any(operand in fed for operand in value_inputs(node))
+            inside = any(operand in dependent for operand in value_inputs(node))
         if inside:
-            fed.add(node)
-    return fed
+            dependent.add(node)
+    return dependent
 
 
 def text_inputs(

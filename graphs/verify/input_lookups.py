@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.functional import embedding
 
 from kvpass.graphs.bind_state import placeholders
-from kvpass.graphs.fx_utils import module_path_of, recorded, shape_of, target_name
+from kvpass.graphs.fx_utils import module_path_of, recorded, shape_of, source_of, target_name
 
 _INDICES = {torch.int32, torch.int64}
 _SAME_VALUES = set("view reshape flatten unsqueeze squeeze expand contiguous to long int clone detach".split())
@@ -64,7 +64,7 @@ def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
             continue
         index, (rows, *_) = _origin(index), shape_of(table) or (None,)
         if index in inputs and isinstance(rows, int):
-            name = getattr(index._dynamo_source, "local_name", index.name)  # type: ignore[attr-defined]
+            name = getattr(source_of(index), "local_name", index.name)
             found.add(InputLookup(inputs.index(index), name, -rows if wraps else 0, rows, module_path_of(node)))
     return tuple(sorted(found, key=lambda lookup: (lookup.place, lookup.rows)))
 

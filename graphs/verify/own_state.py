@@ -21,6 +21,7 @@ from kvpass.graphs.fx_utils import (
     recorded,
     refuse,
     shape_of,
+    source_of,
     storage_of,
     symbols_in,
     symbols_of,
@@ -28,7 +29,7 @@ from kvpass.graphs.fx_utils import (
     token_sizes,
 )
 from kvpass.graphs.rewrite_attention import results_of
-from kvpass.graphs.verify.examples import fed_by_inputs
+from kvpass.graphs.verify.examples import input_dependent_nodes
 from kvpass.torch_compat import (
     ChainedSource,
     GlobalSource,
@@ -50,14 +51,14 @@ def check_own_state_pass(gm: GraphModule) -> int:
         UnsupportedAttentionError: naming the call that makes the state.
     """
     held = {
-        node: node._dynamo_source.name
+        node: source_of(node).name
         for node in gm.graph.find_nodes(op="placeholder")
         if isinstance(recorded(node), Tensor)
         and (is_module_tensor(node) or recorded(node).is_floating_point())
         and not isinstance(recorded(node), Parameter)  # a call that writes to weights invalidates caches filled before
     }
     written = {storage_of(node): name for node, name in held.items()}
-    fed = {node.name for node in fed_by_inputs(list(gm.graph.nodes))}
+    dependent = {node.name for node in input_dependent_nodes(list(gm.graph.nodes))}
     for node in DataFlow(gm).sources(results_of(gm)):
         for operand in mutated_inputs(node):
             # allowed: rewritten whole in every call before it is read, such as the frequencies of longrope
@@ -69,9 +70,9 @@ def check_own_state_pass(gm: GraphModule) -> int:
         size = symbols_in(node) & lengths
         table = symbols_of(shape_of(node) or ()) & lengths
         read = any(source == place or source.startswith((f"{place}.", f"{place}[")) for source in held.values())
-        if size or (read and node.name in fed):
+        if size or (read and node.name in dependent):
             raise _refusal(node, place)
-        if table and node.name not in fed:
+        if table and node.name not in dependent:
             raise refuse(
                 node,
                 f"it leaves a table for the length of this call in {dotted(place)}, and would take it for another. "

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.fx_utils import DataFlow
@@ -20,12 +20,6 @@ from kvpass.graphs.verify.examples import EvaluationError, evaluate
 from kvpass.torch_compat import Source, TensorProperty, TensorPropertySource, tree_leaves
 
 _TOLERANCE = 1e-4
-
-
-def source_of(node: Node) -> Source:
-    """Where Dynamo finds an input: the same place in every capture of a module."""
-    source: Source = node._dynamo_source  # type: ignore[attr-defined]
-    return source
 
 
 def value_of(source: Source, given: Mapping[str, Any]) -> Any:

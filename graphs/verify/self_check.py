@@ -56,8 +56,8 @@ from kvpass.graphs.verify.examples import (
     concrete,
     counting_calls,
     example_sizes,
-    fed_by_inputs,
     hinted_sizes,
+    input_dependent_nodes,
     text_inputs,
     text_length,
     token_wise_site,
@@ -148,9 +148,9 @@ def check_reduced_inputs_pass(gm: GraphModule) -> int:
 
 def _check_reduced(live: Sequence[Node], tokens: Dim, *, given: bool) -> None:
     """Refuse one number for all tokens, of ids or positions that are given, or of those that are made in the graph."""
-    fed = fed_by_inputs(live)
+    dependent = input_dependent_nodes(live)
     for node in counting_calls(live, tokens)[1]:
-        if (node in fed) == given:
+        if (node in dependent) == given:
             raise refuse(
                 node,
                 f"{target_name(node)} makes one number of the ids or positions of all tokens: it relates tokens to "
@@ -165,7 +165,7 @@ def _check_text(offsets: _Offsets, tokens: int) -> None:
         UnsupportedAttentionError: they differ. EvaluationError: the graph does not take so many tokens.
     """
     first, further, last = tokens - PIECES[1] - PIECES[2], PIECES[1], PIECES[2]
-    calls = [node for node in offsets.live if node not in offsets.added]
+    calls = [node for node in offsets.live if node not in offsets.inserted]
     text = text_inputs(offsets.gm, offsets.flow, calls, offsets.tokens, offsets.sizes(tokens))
     for pieces in ((first, further, last), (further, first, last)):
         try:
@@ -190,15 +190,16 @@ class _DiffersError(Exception):
 
 
 class _Offsets:
-    """A copy of a graph in which, beside operands that may be positions, are such that count from the tokens seen.
+    """A copy of a graph in which operands that may be positions also exist shifted: counted from the tokens seen.
 
     Attributes:
-        seen: input of the copy that is the number of tokens seen. beside: by call, what may take an operand's place.
-        fits: whether that was right in all examples so far; not there when none had the call. differs: calls and
-            operands where the two were not the same.
-        live: nodes that reach the output or a state, in execution order, and what makes the offset operands.
-        writes: those of them that write states.
-        fed: those of the former whose elements come from the inputs of the decoder. added: the latter.
+        seen: input of the copy that is the number of tokens seen.
+        shifted: by call and operand, the shifted operand. shifted_match: by call, whether its result was right with
+            them in all examples so far; a call that no example had is not there. changed: calls and operands that had
+            another value when shifted.
+        live: nodes that reach the output or a state, in execution order, and what makes the shifted operands.
+        inserted: the latter. input_dependent: those of the former whose elements come from the inputs of the decoder.
+        writes: those of the former that write states.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -208,33 +209,33 @@ class _Offsets:
         self._flat = self.batch * self.tokens
         flow = DataFlow(self.gm)
         live = flow.sources(results_of(self.gm))
-        self.fed = fed_by_inputs(live)
+        self.input_dependent = input_dependent_nodes(live)
         with self.gm.graph.inserting_before(flow.nodes[0]):
             self.seen = self.gm.graph.placeholder("kvpass_seen")
-        self.beside: dict[Node, dict[Node, Node]] = {}
-        self.fits: dict[Node, bool] = {}
-        self.differs: set[tuple[Node, Node]] = set()
+        self.shifted: dict[Node, dict[Node, Node]] = {}
+        self.shifted_match: dict[Node, bool] = {}
+        self.changed: set[tuple[Node, Node]] = set()
         known: dict[tuple[Node, ...], Node | None] = {}
-        for user in (node for node in live if node in self.fed):
+        for user in (node for node in live if node in self.input_dependent):
             for operand in filter(self._may_count, value_inputs(user)):
                 sources = flow.sources([operand], before=user)
                 key = (operand, *sources)
-                if key not in known and self.fed.isdisjoint(sources):
+                if key not in known and self.input_dependent.isdisjoint(sources):
                     before = len(self.seen.users)
                     shifted = shift(self.gm.graph, sources, user, self.seen, self.tokens).get(operand)
                     known[key] = shifted if len(self.seen.users) > before else None
                 if (shifted := known.get(key)) is not None:
-                    self.beside.setdefault(user, {})[operand] = shifted
+                    self.shifted.setdefault(user, {})[operand] = shifted
         self._axes: dict[Node, tuple[int, bool] | None] = {}
         self.flow = DataFlow(self.gm)
-        self.added = {node for node in self.flow.nodes if node not in self._originals}
+        self.inserted = {node for node in self.flow.nodes if node not in self._originals}
         self.writes = [node for node in live if node.target is WRITE_STATE]
-        wanted = {*live, *self.flow.sources([new for beside in self.beside.values() for new in beside.values()])}
+        wanted = {*live, *self.flow.sources([node for shifted in self.shifted.values() for node in shifted.values()])}
         self.live = [node for node in self.flow.nodes if node in wanted]
 
     def _may_count(self, operand: Node) -> bool:
         """Whether an operand is made by token, and not of the inputs of the decoder."""
-        if operand in self.fed or operand.op in ("placeholder", "get_attr"):
+        if operand in self.input_dependent or operand.op in ("placeholder", "get_attr"):
             return False
         return bool(symbols_of(shape_of(operand) or ()) & symbols_of([self.tokens]))
 
@@ -254,10 +255,10 @@ class _Offsets:
     def mark(self) -> int:
         """Mark in the original graph what is to be offset; returns how many operands count tokens."""
         total = 0
-        for user in (user for user, fits in self.fits.items() if fits):
-            for operand in self.beside[user]:
+        for user in (user for user, match in self.shifted_match.items() if match):
+            for operand in self.shifted[user]:
                 relative = any(RELATIVE in source.meta for source in self.flow.sources([operand]))
-                counts = (user, operand) in self.differs and not relative
+                counts = (user, operand) in self.changed and not relative
                 original = self._originals[user].meta
                 original[MARK] = (*original.get(MARK, ()), user.all_input_nodes.index(operand))
                 original[COUNTED] = original.get(COUNTED, 0) + counts
@@ -286,9 +287,9 @@ class _Lockstep:
     """
 
     def __init__(self, offsets: _Offsets, text: Mapping[Node, Tensor], pieces: Sequence[int]) -> None:
-        self.offsets, self.batch, self.tokens, self.fed = offsets, offsets.batch, offsets.tokens, offsets.fed
-        self.suspects: set[Node] = set()
-        self.confirmed: set[Node] = set()
+        self.offsets, self.batch, self.tokens = offsets, offsets.batch, offsets.tokens
+        self.mismatched: set[Node] = set()
+        self.matched: set[Node] = set()
         starts = [sum(pieces[:place]) for place in range(len(pieces))]
         self.whole = self._begin(text, 0, sum(pieces))
         self.parts = [self._begin(text, seen, length) for seen, length in zip(starts, pieces, strict=True)]
@@ -318,8 +319,8 @@ class _Lockstep:
                     return
                 if node.target is SITE:
                     self._check(node.args[:3])
-                if node in self.offsets.added:
-                    self._call_offset(node)
+                if node in self.offsets.inserted:
+                    self._call_inserted(node)
                 elif node not in self.whole.env:
                     self._call(node)
                 for run in (self.whole, *self.parts):
@@ -330,13 +331,13 @@ class _Lockstep:
         """Nodes in execution order, each with those that nothing needs afterwards."""
         last: dict[Node, Node] = {}
         for node in self.offsets.live:
-            last.update(dict.fromkeys([*node.all_input_nodes, *self.offsets.beside.get(node, {}).values()], node))
+            last.update(dict.fromkeys([*node.all_input_nodes, *self.offsets.shifted.get(node, {}).values()], node))
         done: dict[Node, list[Node]] = {}
         for operand, node in last.items():
             done.setdefault(node, []).append(operand)
         return ((node, done.get(node, [])) for node in self.offsets.live if node.op != "placeholder")
 
-    def _call_offset(self, node: Node) -> None:
+    def _call_inserted(self, node: Node) -> None:
         """Where a table has no such row, there is no value, and nothing that is made of it."""
         for run in self.parts:
             try:
@@ -350,20 +351,20 @@ class _Lockstep:
             for place, run in enumerate(self.parts):
                 run.env[node] = self._state_before(place, node, {})
             return
-        beside = self.offsets.beside.get(node)
-        if not beside or not self._fits_with_offsets(node, whole, beside):
+        shifted = self.offsets.shifted.get(node)
+        if not shifted or not self._matches_with_shifted(node, whole, shifted):
             for run in self.parts:
                 try:
                     run.call(node)
                 except EvaluationError:  # what the whole text does not
                     raise _DiffersError(node) from None
-        if node not in self.fed:
+        if node not in self.offsets.input_dependent:
             return
         views = [self._views(node, whole, run) for run in self.parts]
         if not all(map(_agree, views)):
-            self.suspects.add(node)
+            self.mismatched.add(node)
         elif isinstance(whole, Tensor) and whole.is_floating_point() and self.offsets.axis(node) is not None:
-            self.confirmed.add(node)
+            self.matched.add(node)
             for exact, part in filter(None, views):
                 if 0 not in part.stride():
                     part.copy_(exact)
@@ -401,31 +402,31 @@ class _Lockstep:
         state: Tensor = scratch.env[target]
         return state
 
-    def _fits_with_offsets(self, node: Node, whole: Any, beside: Mapping[Node, Node]) -> bool:
+    def _matches_with_shifted(self, node: Node, whole: Any, shifted: Mapping[Node, Node]) -> bool:
         """Whether all pieces are right when positions go on from the tokens seen; else nothing has happened.
 
         The offset is preferred where an example shows no difference: another length may.
         """
-        if self.offsets.axis(node) is None or not self.offsets.fits.get(node, True):
+        if self.offsets.axis(node) is None or not self.offsets.shifted_match.get(node, True):
             return False
         written = mutated_inputs(node)
         before = [[run.env[operand].clone() for operand in written] for run in self.parts]
-        found = all(self._call_with_offsets(node, whole, beside, run) for run in self.parts)
-        self.offsets.fits[node] = found
+        found = all(self._call_with_shifted(node, whole, shifted, run) for run in self.parts)
+        self.offsets.shifted_match[node] = found
         if not found:
             for run, values in zip(self.parts, before, strict=True):
                 for operand, value in zip(written, values, strict=True):
                     run.env[operand].copy_(value)
         return found
 
-    def _call_with_offsets(self, node: Node, whole: Any, beside: Mapping[Node, Node], run: _Run) -> bool:
-        if any(value not in run.env for value in beside.values()):
+    def _call_with_shifted(self, node: Node, whole: Any, shifted: Mapping[Node, Node], run: _Run) -> bool:
+        if any(value not in run.env for value in shifted.values()):
             return False
-        known = {operand: run.env[operand] for operand in beside}
-        shifted = {operand: run.env[value] for operand, value in beside.items()}
-        differ = (operand for operand in beside if not torch.equal(known[operand], shifted[operand]))
-        self.offsets.differs.update((node, operand) for operand in differ)
-        run.env.update(shifted)
+        known = {operand: run.env[operand] for operand in shifted}
+        values = {operand: run.env[value] for operand, value in shifted.items()}
+        changed = (operand for operand in shifted if not torch.equal(known[operand], values[operand]))
+        self.offsets.changed.update((node, operand) for operand in changed)
+        run.env.update(values)
         try:
             run.call(node)
             return _agree(self._views(node, whole, run))
@@ -457,7 +458,7 @@ class _Lockstep:
 
     def _check_output(self, output: Node) -> None:
         for node in dict.fromkeys(leaf for leaf in tree_leaves(output.args[0]) if isinstance(leaf, Node)):
-            if node in self.fed and isinstance(self.whole.env[node], Tensor):
+            if node in self.offsets.input_dependent and isinstance(self.whole.env[node], Tensor):
                 self._check([node])
                 if self.offsets.axis(node) is None and not self._holds_some_tokens(node):
                     raise _DiffersError(self._origin(node))
@@ -474,16 +475,16 @@ class _Lockstep:
         return _is_close(*ends) or _is_close(*starts)
 
     def _origin(self, node: Node) -> Node:
-        """The first suspect that what is wrong here is made of, through calls that were not confirmed."""
+        """The first mismatched call that what is wrong here is made of, through calls that did not match."""
         order = self.offsets.flow.order
         found, stack, visited = node, [node], {node}
         while stack:
             current = stack.pop()
             for operand in (*current.all_input_nodes, *self.offsets.flow.writes_to(current, before=current)):
-                if operand not in visited and operand in self.fed and operand not in self.confirmed:
+                if operand not in visited and operand in self.offsets.input_dependent and operand not in self.matched:
                     visited.add(operand)
                     stack.append(operand)
-                    if operand in self.suspects and order[operand] < order[found]:
+                    if operand in self.mismatched and order[operand] < order[found]:
                         found = operand
         return found
 

@@ -26,7 +26,14 @@ from kvpass.graphs.fx_utils import (
     value_inputs,
 )
 from kvpass.graphs.rewrite_attention import batch_and_tokens
-from kvpass.graphs.verify.examples import EvaluationError, SizeMap, concrete, evaluate, example_sizes, fed_by_inputs
+from kvpass.graphs.verify.examples import (
+    EvaluationError,
+    SizeMap,
+    concrete,
+    evaluate,
+    example_sizes,
+    input_dependent_nodes,
+)
 
 _BEYOND = 64
 """Tokens beyond twice a table's rows; a lookup that succeeds there is taken as endless."""
@@ -51,7 +58,7 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
     flow = DataFlow(gm)
     batch, tokens = batch_and_tokens(gm)
     live = flow.sources([gm.graph.output_node()])
-    fed = fed_by_inputs([node for node in live if node not in numbering])
+    dependent = input_dependent_nodes([node for node in live if node not in numbering])
     end: int | None = None
     for node in live:
         looks_up = target_name(node).rstrip("_") in _LOOKUPS or target_name(node).startswith("embedding")
@@ -60,7 +67,7 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
             for operand in value_inputs(node)
             if is_integral(operand)
         )
-        if looks_up and by_token and node not in fed:
+        if looks_up and by_token and node not in dependent:
             end = _end_with(gm, flow, node, numbering, batch, tokens, end)
     return end
 

@@ -190,14 +190,16 @@ class CompressedCache(Cache):
         state = self._state(
             [{**store.cached_state, **turn} for store, turn in zip(self.full_layers, turns, strict=True)]
         )
-        return {**state, **self.states.state, "seen": self._seen_columns, "first": self.start}
+        states = self.states.state if self.states.held else {}
+        return {**state, **states, "seen": self._seen_columns, "first": self.start}
 
     def advance(self, tokens: int) -> None:
         """Count tokens whose rows a graph has written."""
         self.columns += tokens
         self.appended += tokens
         self._seen_columns.add_(tokens)
-        self.states = self.states.advance()
+        if self.states.held:
+            self.states = self.states.advance()
         for store in self.full_layers:
             store.advance(tokens)
 
@@ -297,7 +299,7 @@ class CompressedCache(Cache):
                 "prefill the prompt again"
             )
         if self.policy != policy:
-            ours, theirs = _told_apart(self.policy, policy), _told_apart(policy, self.policy)
+            ours, theirs = _name_and_differences(self.policy, policy), _name_and_differences(policy, self.policy)
             raise CacheMismatchError(
                 f"the cache has policy {ours}, the model {theirs}: give the model the cache's policy "
                 "(model.set_policy), or prefill the prompt again"
@@ -632,7 +634,7 @@ class CompressedCache(Cache):
         return self.layout
 
 
-def _told_apart(policy: Policy, other: Policy) -> str:
+def _name_and_differences(policy: Policy, other: Policy) -> str:
     """Return the name of a policy, with the options that differ where ``other`` has the same name."""
     if policy.name != other.name:
         return repr(policy.name)

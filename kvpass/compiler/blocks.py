@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -212,7 +212,7 @@ class BlockedPrefill:
         else:
             edges = self._last_edges(edges, block, int(recorded(result).shape[1]))
             writes = not set(self.split.states.values()).isdisjoint(last.after.outputs)
-            prompt.run(last, edges, is_last=True, needed=0 if writes else edges[-2])
+            prompt.run(last, edges, is_last=True, results_from=0 if writes else edges[-2])
         prompt.pack()
         prompt.store_states()
         logits: Tensor = prompt.known[result]
@@ -242,6 +242,19 @@ class BlockedPrefill:
         tokens = edges[-1]
         before = tokens - max(tokens - edges[-2], logits + 1)
         return [*self.edges(before, block), tokens] if before > 1 else [0, tokens]
+
+
+class _LayerCall(NamedTuple):
+    """What is known after a layer has run over some tokens.
+
+    Attributes:
+        attention: keys and values of all tokens, queries of the last ones. lse: log-sum-exp of these queries, where it
+            was computed. norms: L2 norm of a tensor of the layer for each token, fp32 ``[B, T]``, where asked for.
+    """
+
+    attention: Attention
+    lse: Tensor | None
+    norms: Tensor | None
 
 
 class _Tokens:
@@ -280,56 +293,59 @@ class _Tokens:
         self,
         layer: Layer,
         edges: Sequence[int],
-        read: int,
-        needed: int = 0,
-        before: Attention | None = None,
-        entering: Node | None = None,
-        follow: Callable[[Attention, Tensor | None], None] | None = None,
-    ) -> tuple[Attention, Tensor | None, Tensor | None]:
-        """Run a layer; return its call with the queries of the last ``read`` tokens, and their log-sum-exp.
-
-        And the L2 norm of ``entering`` for each token, fp32 ``[B, T]``, where that is given.
+        *,
+        num_queries: int,
+        results_from: int = 0,
+        behind: Attention | None = None,
+        norms_of: Node | None = None,
+        on_block: Callable[[Attention, Tensor | None], None] | None = None,
+    ) -> _LayerCall:
+        """Run a layer, block by block.
 
         Args:
-            edges: where blocks begin, and the end. needed: token from which on results are; of earlier ones only keys
-                and values are. before: keys and values of what these tokens run behind. follow: called with each block.
+            edges: where blocks begin, and the end. num_queries: how many of the last queries are returned.
+            results_from: the first token of which the results of the layer are needed; earlier ones only give keys and
+                values. behind: keys and values that these tokens follow. norms_of: node whose norms are returned.
+            on_block: called with the attention of each block and its log-sum-exp.
         """
         site, n, seen = layer.site, self.tokens, self.seen
-        queries, lses = _Columns(n - read, n), _Columns(n - read, n)
+        queries, lses = _Columns(n - num_queries, n), _Columns(n - num_queries, n)
         keys, values, norms = _Columns(0, seen + n), _Columns(0, seen + n), list[Tensor]()
-        if before is not None:
-            keys.put(0, before.k)
-            values.put(0, before.v)
+        if behind is not None:
+            keys.put(0, behind.k)
+            values.put(0, behind.v)
         for first, end in pairwise(edges):
             made = self._call(layer.before, first, end, {})
             q, k, v = (self._part(node, first, end, made) for node in (site.q, site.k, site.v))
             keys.put(seen + first, k)
             values.put(seen + first, v)
             queries.put(first, q)
-            if entering is not None:
-                x = self._part(entering, first, end, made)
+            if norms_of is not None:
+                x = self._part(norms_of, first, end, made)
                 norms.append(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).view(len(q), -1))
             sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
             expansion = None if site.up is None else Expansion(self._part(site.up, first, end, made), site.nope)
             call = Attention(q, keys.until(seen + end), values.until(seen + end), site.scale, site.softcap, sinks)
-            judged = before is None and end > n - read
-            if first < needed and not judged and follow is None:
+            judged = behind is None and end > n - num_queries
+            if first < results_from and not judged and on_block is None:
                 continue
             made[site.node], lse = attend_prompt(
                 call, expansion, self.start, implementation(q), site.sliding_window, site.chunked
             )
             if lse is not None:
                 lses.put(first, lse)
-            if follow is not None:
-                follow(absorbed(call, expansion), lse)
-            if first >= needed:
+            if on_block is not None:
+                on_block(absorbed(call, expansion), lse)
+            if first >= results_from:
                 made |= self._call(layer.after, first, end, made)
                 self._store(layer, first, end, made)
         for node in layer.read_last:
             self.known.pop(node, None)
-        entered = torch.cat(norms, 1) if norms else None
-        judged_by = absorbed(call._replace(q=queries.until(n)), expansion)
-        return judged_by, lses.until(n) if lses.began else None, entered
+        return _LayerCall(
+            absorbed(call._replace(q=queries.until(n)), expansion),
+            lses.until(n) if lses.began else None,
+            torch.cat(norms, 1) if norms else None,
+        )
 
     def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
         """Run a part for some tokens, which follow those of its last call.
@@ -471,11 +487,11 @@ class _Prompt(_Tokens):
             for tokens in (self, *(replay for replay, _ in self.replays)):
                 tokens.known.update(copied)
 
-    def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, needed: int = 0) -> None:
+    def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, results_from: int = 0) -> None:
         """Run a layer, and let the policy judge its entries.
 
         Args:
-            edges: where blocks begin, and the end. needed: token from which on what comes after attention is.
+            edges, results_from: as in :meth:`attend`.
         """
         self._copy_weights(layer.reads)
         place, summed = self.decoder.places[layer.site.layer], list[Tensor]()
@@ -487,8 +503,9 @@ class _Prompt(_Tokens):
                     summed.append(sums.new_zeros(*sums.shape[:2], self.tokens))
                 summed[0][..., : sums.shape[2]] += sums
 
-        follow = add_sums if self.policy.sums_columns and not place.ring else None
-        call, lse, _ = self.attend(layer, edges, self._rows_read(place), needed, follow=follow)
+        on_block = add_sums if self.policy.sums_columns and not place.ring else None
+        num_queries = self._rows_read(place)
+        call, lse, _ = self.attend(layer, edges, num_queries=num_queries, results_from=results_from, on_block=on_block)
         with record_function("kvpass::replay") if self.replays else nullcontext():
             replayed = self._replay(layer, call, place, is_last=is_last)
         if place.ring:
@@ -507,15 +524,20 @@ class _Prompt(_Tokens):
         value_norms = projected_norms(prompt.v, self._projection(layer.site), 2) if weighed else None
         for replay, parts in self.replays:
             replay.known.update({node: self.known[node] for node in self.states})
-            read, needed = 0 if place.ring else replay.tokens, replay.tokens if is_last else 0
-            entering = layer.entering if weighed else None
-            call, _, entered = replay.attend(layer, replay.edges, read, needed, before=prompt, entering=entering)
+            call, _, all_norms = replay.attend(
+                layer,
+                replay.edges,
+                num_queries=0 if place.ring else replay.tokens,
+                results_from=replay.tokens if is_last else 0,
+                behind=prompt,
+                norms_of=layer.entering if weighed else None,
+            )
             if place.ring:
                 continue
             for rows, column, part in parts:
                 own = slice(0, part.ids.shape[1])
                 queries, keys = call.q[rows, :, own], call.k[rows, :, self.tokens :][:, :, own]
-                norms = None if entered is None else entered[rows, own]
+                norms = None if all_norms is None else all_norms[rows, own]
                 seen = Replayed(part.first, part.last, part.sinks, queries, keys, norms)
                 worth = None if value_norms is None else value_norms[rows, :, column:]
                 most = most_attended(prompt.k[rows, :, column:], [seen], *call[3:], value_norms=worth)

@@ -143,7 +143,7 @@ class CaptureCache:
     def __init__(self, compiler: PhaseCompiler, further: Further | None = None) -> None:
         self.compiler, self.further = compiler, further
         self._ends = _Ends()
-        self._captured: dict[tuple[int, int], Callable[..., Tensor]] = {}
+        self._compiled: dict[tuple[int, int], Callable[..., Tensor]] = {}
         self._hooks: tuple[int, ...] = ()
         self.repeated: dict[tuple[int, int], RepeatedStep] = {}
 
@@ -176,12 +176,12 @@ class CaptureCache:
             self.repeated.clear()
         elif (repeated := self.repeated.get(key)) is not None and repeated.holds((ids, positions)):
             return repeated(call, (ids, positions))
-        captured = self._captured[key]
+        compiled = self._compiled[key]
         try:
-            logits = _called(captured, call, ids, positions)
+            logits = _call_compiled(compiled, call, ids, positions)
         except _OneTokenAlone:  # the decoder is another one after its first call: with a table that it made there
-            self._capture(captured, call, _several(ids))
-            logits = _called(captured, call, ids, positions)
+            self._capture_on_all_ranks(compiled, call, _several(ids))
+            logits = _call_compiled(compiled, call, ids, positions)
         made, module = call.made, forward.__self__
         if call.phase == "decode" and made is not None and any(value is logits for value in made.outputs):
             assert isinstance(module, nn.Module)
@@ -194,21 +194,21 @@ class CaptureCache:
         A capture is made of several tokens, also where the call has one, and serves one as well.
         """
         if hooks != self._hooks:
-            self._captured.clear()
+            self._compiled.clear()
             self.repeated.clear()
             self._hooks = hooks
         key = self._key(ids, logits_to_keep)
-        if key not in self._captured:
-            captured = _capturing(forward, self.further, self.compiler, key[1], self._ends)
-            self._capture(captured, call, ids if ids.shape[1] > 1 else _several(ids))
-            self._captured[key] = captured
+        if key not in self._compiled:
+            compiled = _make_compiled_forward(forward, self.further, self.compiler, key[1], self._ends)
+            self._capture_on_all_ranks(compiled, call, ids if ids.shape[1] > 1 else _several(ids))
+            self._compiled[key] = compiled
 
-    def _capture(self, captured: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
+    def _capture_on_all_ranks(self, compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
         """Capture without running, in all processes that share the weights or in none."""
         agreed(
             self.compiler.ranks,
             f"capturing the decoder for {rows_text(len(ids))}",
-            lambda: _capture(captured, call, ids),
+            lambda: _capture_only(compiled, call, ids),
         )
 
     def _check_positions(self, seen: int, positions: Tensor) -> None:
@@ -245,7 +245,7 @@ class CaptureCache:
         """
         rows, tokens = min(len(ids), 2), ids.shape[1]
         if tokens == 1:
-            return next((key for key in self._captured if key[0] == rows and key[1] <= 1), (rows, 0))
+            return next((key for key in self._compiled if key[0] == rows and key[1] <= 1), (rows, 0))
         return rows, logits_to_keep if logits_to_keep < tokens else 0
 
 
@@ -264,12 +264,12 @@ def check_length(longest: int | None, seen: int, tokens: int) -> None:
         )
 
 
-def _capture(captured: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
+def _capture_only(compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
     """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
     capturing = replace(call, only_capture=True)
     try:
         with working(f"capturing the decoder for {rows_text(len(ids))}"):
-            _called(captured, capturing, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
+            _call_compiled(compiled, capturing, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
     except _OnlyCaptured:
         return
     capturing.check_begun()
@@ -285,7 +285,7 @@ def _counted(ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
 
 
-def _called(captured: Callable[..., Tensor], call: Call, ids: Tensor, positions: Tensor) -> Tensor:
+def _call_compiled(compiled: Callable[..., Tensor], call: Call, ids: Tensor, positions: Tensor) -> Tensor:
     tokens = ids.shape[1]
     for tensor in (ids, positions):
         for axis, size in enumerate(tensor.shape):
@@ -294,7 +294,7 @@ def _called(captured: Callable[..., Tensor], call: Call, ids: Tensor, positions:
     token = _CALL.set(call)
     try:
         with _ONE_CALL:
-            return captured(ids, positions)
+            return compiled(ids, positions)
     except BackendCompilerFailed as failure:
         inner = failure.inner_exception
         raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
@@ -320,7 +320,7 @@ def _stop(failure: Unsupported | UserError | TorchRuntimeError) -> str:
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, `{frames[-1].line}`: {reason}"
 
 
-def _capturing(
+def _make_compiled_forward(
     forward: Forward, further: Further | None, compiler: PhaseCompiler, logits_to_keep: int, ends: _Ends
 ) -> Callable[..., Tensor]:
     """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""

@@ -49,12 +49,13 @@ from kvpass.graphs.fx_utils import (
     module_tensor,
     recorded,
     shape_of,
+    source_of,
 )
 from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.graphs.verify.length_guards import fixed_length, longest_length
 from kvpass.graphs.verify.offset_positions import counts_positions
-from kvpass.graphs.verify.same_capture import is_same_decoder, source_of, value_of
+from kvpass.graphs.verify.same_capture import is_same_decoder, value_of
 from kvpass.graphs.verify.self_check import check_reduced_inputs_pass
 from kvpass.graphs.verify.table_ends import table_end
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget

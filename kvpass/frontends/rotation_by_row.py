@@ -56,7 +56,7 @@ def rotate_by_row(model: nn.Module) -> int | None:
     return limit
 
 
-def check_rows_stay(limit: int | None, cache: CompressedCache, tokens: int) -> None:
+def check_rows_stay(limit: int, cache: CompressedCache, tokens: int) -> None:
     """Raise if rows of several lengths are in a cache, and new tokens bring one beyond the limit of longrope.
 
     Alone, the model of such a row reads its text again (``generate`` of Phi-3), or goes on with keys of two kinds.
@@ -64,7 +64,7 @@ def check_rows_stay(limit: int | None, cache: CompressedCache, tokens: int) -> N
     Raises:
         ValueError: with the row.
     """
-    if limit is None or bool((cache.start == cache.start[0]).all()):
+    if bool((cache.start == cache.start[0]).all()):
         return
     held = cache.columns - cache.start
     passing = ((held <= limit) & (held + tokens > limit)).nonzero().flatten().tolist()

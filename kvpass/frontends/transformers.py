@@ -144,9 +144,9 @@ class CompressedModel(_Base):
         Raises:
             ValueError: an argument is unsupported, or does not fit the cache, which is then unchanged.
         """
-        given = cache_argument({"past_key_values": past_key_values, "cache": cache})
+        cache = cache_argument({"past_key_values": past_key_values, "cache": cache})
         output = self._forward(
-            input_ids, attention_mask, position_ids, given, logits_to_keep, use_cache is not False, kwargs
+            input_ids, attention_mask, position_ids, cache, logits_to_keep, use_cache is not False, kwargs
         )
         return output.to_tuple() if return_dict is False else output
 
@@ -156,7 +156,7 @@ class CompressedModel(_Base):
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
-        given: Cache | None,
+        cache: Cache | None,
         logits_to_keep: int,
         use_cache: bool,
         kwargs: dict[str, Any],
@@ -170,19 +170,19 @@ class CompressedModel(_Base):
             check_ids(input_ids, self.device)
             if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
                 raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
-            check_cache(given)
+            check_cache(cache)
             if self.training:
                 raise ValueError("the model is in training mode; call model.eval() first")
             if input_ids.shape[1] > 1:  # walks over all modules, too slow for each decode step
                 runtime.identity.look_again()
-            if isinstance(given, CompressedCache):
+            if isinstance(cache, CompressedCache):
                 rules = runtime.rules
-                given.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
+                cache.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
             return input_ids
 
         def facts(ids: Tensor) -> dict[str, str]:
             tensors = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": position_ids}
-            seen = given.columns if isinstance(given, CompressedCache) else 0
+            seen = cache.columns if isinstance(cache, CompressedCache) else 0
             return {
                 **{name: digest(x) for name, x in tensors.items()},
                 "logits_to_keep": str(logits_to_keep),
@@ -192,13 +192,13 @@ class CompressedModel(_Base):
 
         one_token = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] == 1
         ranks = None if one_token else runtime.captures.compiler.ranks
-        input_ids = agreed(ranks, "a call of the model", checked, facts)
+        input_ids = checked() if ranks is None else agreed(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
-            assert given is None or isinstance(given, CompressedCache)
-            if given is not None and not given.is_empty:
-                cache, logits = _continue(self, given, input_ids, attention_mask, position_ids, logits_to_keep)
+            assert cache is None or isinstance(cache, CompressedCache)
+            if cache is not None and not cache.is_empty:
+                cache, logits = _continue(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
             else:
-                cache = _new_cache(runtime) if given is None else given
+                cache = _new_cache(runtime) if cache is None else cache
                 logits = _prefill(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
                 runtime.last_prompt = cache.record
         held: dict[str, Any] = {CACHE: cache if use_cache else None}
@@ -221,32 +221,36 @@ class CompressedModel(_Base):
                 given or asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by
                 ours); or the configuration has ``use_cache=False`` and the call does not set it.
         """
-        kwargs[CACHE] = cache_argument(kwargs)
+        cache: CompressedCache | None = cache_argument(kwargs)
         kwargs.pop("cache" if CACHE == "past_key_values" else "past_key_values", None)
+        kwargs[CACHE] = cache
         check_generate(kwargs, generation_config, self.generation_config)
-        given = kwargs[CACHE]
-        begun = isinstance(given, CompressedCache) and not given.is_empty
+        begun = cache is not None and not cache.is_empty
         check_drafts(kwargs, generation_config or self.generation_config, self._kvpass.rules, begun)
-        generation_config = self._take_chunk_size(generation_config, kwargs)
+        generation_config, block = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
-        cache, ids = kwargs.get(CACHE), kwargs.get("input_ids", inputs)
+        ids = kwargs.get("input_ids", inputs)
         if ids is not None:
             check_ids(ids)
-            if cache is None and _cache_is_default(kwargs, generation_config, self.generation_config):
-                cache = kwargs[CACHE] = _new_cache(self._kvpass)
-            if isinstance(cache, CompressedCache):
-                whole = 0 if ids.shape[1] > cache.columns else cache.columns
-                most = _new_tokens(ids.shape[1], kwargs, generation_config, self.generation_config)
-                cache.expected = whole + ids.shape[1] + most - 1  # the last one is not appended
-        if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.columns:
-            if cache.answer_end is not None and cache.answer_end == ids[:, 0].tolist():
-                warnings.warn(_DROPPED, stacklevel=2)
-            given = kwargs.get("attention_mask")
-            if given is None or given.shape[1] == ids.shape[1]:
-                new = torch.ones_like(ids) if given is None else given
-                kwargs["attention_mask"] = torch.cat([cache.attention_mask.to(new), new], 1)
+        by_default = ids is not None and _cache_is_default(kwargs, generation_config, self.generation_config)
+        if cache is None and (by_default or block is not None):
+            cache = kwargs[CACHE] = _new_cache(self._kvpass)
+        if cache is not None and block is not None:
+            cache.block = block
+        if cache is not None and ids is not None:
+            tokens = ids.shape[1]
+            continues = tokens <= cache.columns
+            most = _new_tokens(tokens, kwargs, generation_config, self.generation_config)
+            cache.expected = (cache.columns if continues else 0) + tokens + most - 1  # the last one is not appended
+            if continues:
+                if cache.answer_end is not None and cache.answer_end == ids[:, 0].tolist():
+                    warnings.warn(_DROPPED, stacklevel=2)
+                mask = kwargs.get("attention_mask")
+                if mask is None or mask.shape[1] == tokens:
+                    new = torch.ones_like(ids) if mask is None else mask
+                    kwargs["attention_mask"] = torch.cat([cache.attention_mask.to(new), new], 1)
         output = super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
-        if isinstance(cache, CompressedCache) and cache.reusable:
+        if cache is not None and cache.reusable:
             cache.answer_end = getattr(output, "sequences", output)[:, -1].tolist()
         return output
 
@@ -266,18 +270,16 @@ class CompressedModel(_Base):
         generator.get_candidates = dropped
         return generator
 
-    def _take_chunk_size(self, config: Any, kwargs: dict[str, Any]) -> Any:
-        """Move ``prefill_chunk_size`` from the arguments of ``generate`` into the cache of the prompt."""
+    def _take_chunk_size(self, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Block | None]:
+        """Take ``prefill_chunk_size`` out of the arguments of ``generate``; return the configuration without it too."""
         tokens = kwargs.pop("prefill_chunk_size", getattr(config, "prefill_chunk_size", None))
         if tokens is None:
-            return config
-        cache = kwargs.get(CACHE)
-        kwargs[CACHE] = cache = _new_cache(self._kvpass) if cache is None else cache
-        cache.block = self._checked_block(tokens, "prefill_chunk_size")
+            return config, None
+        block = self._checked_block(tokens, "prefill_chunk_size")
         if getattr(config, "prefill_chunk_size", None) is not None:
             config = copy.deepcopy(config)
             config.prefill_chunk_size = None
-        return config
+        return config, block
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare as transformers does, but ask for the logits of the last position only.
@@ -290,8 +292,9 @@ class CompressedModel(_Base):
         cache = kwargs.get(CACHE)
         if not isinstance(cache, CompressedCache | None):
             cache = kwargs[CACHE] = _new_cache(self._kvpass)
-        if cache is not None and not cache.is_empty:
-            check_rows_stay(self._kvpass.longrope_limit, cache, 1)  # transformers may drop the cache there
+        limit = self._kvpass.longrope_limit
+        if limit is not None and cache is not None and not cache.is_empty:
+            check_rows_stay(limit, cache, 1)  # transformers may drop the cache there
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"])
@@ -492,7 +495,8 @@ def _continue(
     rules = runtime.rules
     b, t = input_ids.shape
     cache = continued(cache, b, input_ids.device)
-    check_rows_stay(runtime.longrope_limit, cache, t)
+    if runtime.longrope_limit is not None:
+        check_rows_stay(runtime.longrope_limit, cache, t)
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
             raise CacheMismatchError(

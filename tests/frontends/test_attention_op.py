@@ -1,11 +1,12 @@
-"""kvpass.attention: equal to scaled_dot_product_attention, and compressed in a module of one's own."""
+"""kvpass.attention: equal to its formula, and compressed in a module of one's own."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
 from tiny_models import random_ids
@@ -14,30 +15,37 @@ VOCABULARY, HEADS, KV_HEADS, DIM = 128, 4, 2, 8
 
 
 class Layer(nn.Module):
-    def __init__(self, declared: bool, sliding_window: int | None) -> None:
+    def __init__(self, declared: bool, options: dict[str, Any]) -> None:
         super().__init__()
-        self.declared, self.sliding_window = declared, sliding_window
+        self.declared, self.options = declared, options
         self.qkv = nn.Linear(HEADS * DIM, (HEADS + 2 * KV_HEADS) * DIM)
         self.out = nn.Linear(HEADS * DIM, HEADS * DIM)
 
     def forward(self, x):
         parts = self.qkv(x).unflatten(-1, (-1, DIM)).transpose(1, 2).split([HEADS, KV_HEADS, KV_HEADS], 1)
-        if self.declared:
-            y = kvpass.attention(*parts, sliding_window=self.sliding_window)
-        else:
-            tokens = torch.arange(x.shape[1])
-            distance = tokens[:, None] - tokens
-            seen = (distance >= 0) & (distance < (self.sliding_window or x.shape[1]))
-            y = scaled_dot_product_attention(*parts, attn_mask=seen, enable_gqa=True)
+        y = (kvpass.attention if self.declared else attention)(*parts, **self.options)
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
+def attention(query, key, value, sliding_window=None, softcap=None, sinks=None):
+    """What ``kvpass.attention`` promises, written out."""
+    key, value = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
+    logits = query @ key.mT / DIM**0.5
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    distance = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
+    logits = logits.masked_fill((distance < 0) | (distance >= (sliding_window or query.shape[2])), -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    return logits.softmax(-1)[..., : key.shape[2]] @ value
+
+
 class Decoder(nn.Module):
-    def __init__(self, declared: bool, sliding_window: int | None = None) -> None:
+    def __init__(self, declared: bool, options: dict[str, Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, HEADS * DIM)
-        self.layers = nn.ModuleList(Layer(declared, sliding_window) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(declared, options) for _ in range(2))
 
     def forward(self, ids):
         x = self.embedding(ids)
@@ -51,19 +59,23 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("sliding_window", [None, 5])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": 5}, {"softcap": 0.1, "sinks": torch.arange(4.0)}],
+    ids=["plain", "sliding window", "softcap and sinks"],
+)
 @torch.no_grad()
-def test_a_declared_attention_op_computes_and_decodes_like_one_that_is_found(sliding_window):
-    declared, plain = (Decoder(name, sliding_window).eval() for name in (True, False))
+def test_a_declared_attention_op_computes_and_decodes_what_it_promises(options):
+    declared, plain = (Decoder(name, options).eval() for name in (True, False))
     ids = random_ids(2, 30)
     torch.testing.assert_close(declared(ids), plain(ids), atol=1e-4, rtol=1e-4)
-    options = {"policy": "full", "compiler": "eager"}
-    compiled = torch.compile(declared, backend="kvpass", fullgraph=True, dynamic=True, options=options)
+    settings = {"policy": "full", "compiler": "eager"}
+    compiled = torch.compile(declared, backend="kvpass", fullgraph=True, dynamic=True, options=settings)
     with kvpass.session() as session:
         logits = [compiled(ids[:, :20])] + [compiled(ids[:, i : i + 1]) for i in range(20, 30)]
     torch.testing.assert_close(torch.cat(logits, 1), plain(ids), atol=1e-4, rtol=1e-4)
     assert session.cache is not None and [ring.window for ring in session.cache.sliding_layers] == (
-        [] if sliding_window is None else [sliding_window]
+        [options["sliding_window"]] if "sliding_window" in options else []
     )
 
 

@@ -15,7 +15,7 @@ from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.passes import CANONICAL_PASSES
 from kvpass.graphs.verify.examples import EvaluationError, evaluate
-from kvpass.graphs.verify.self_check import self_check_pass
+from kvpass.graphs.verify.self_check import PIECES, self_check_pass
 from pairwise import each_value, quick
 
 PASSES = [find_attention_pass, self_check_pass]
@@ -346,3 +346,25 @@ def test_what_a_position_gives_is_let_alone(name, place, decoder, capture, input
 def test_rounding_of_a_deep_model_is_not_taken_for_a_place_in_the_call(dtype, decoder, capture, inputs) -> None:
     model = Changed(decoder(layers=6).to(dtype), lambda x, p: x, "before")
     capture(model, inputs(), tolerance=0.1)
+
+
+@torch.library.custom_op("kvpass_tests::product", mutates_args=())
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight``, summed in another order for few tokens than for many, as BLAS libraries do."""
+    slices = 1 if x.shape[1] >= sum(PIECES) else 4
+    return torch.stack([a @ b for a, b in zip(x.chunk(slices, -1), weight.chunk(slices), strict=True)]).sum(0)
+
+
+@product.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+def test_a_choice_that_rounding_decides_is_the_same_in_a_piece(decoder, capture, inputs) -> None:
+    def choose(x: Tensor, _: Tensor) -> Tensor:
+        score = product(x, weight)
+        tied = (x.double() @ weight.double()).float()
+        return torch.where(score > tied, 2 * x, x)
+
+    weight = WEIGHTS[0, :, :, 0]
+    capture(Changed(decoder(), choose, "before"), inputs())
