@@ -169,7 +169,7 @@ def test_the_cascade_moves_the_same_rows_into_the_same_places(dtype, dim, name):
     found = compress(device, policy, entries, dtype, dim, PLACE)
     assert torch.equal(found.offsets.cpu(), expected.offsets), "other numbers of entries per head"
     live = expected.slots[reference.OWNER] >= 0
-    for plane in (reference.OWNER, reference.POSITION, reference.PLACE):
+    for plane in (reference.OWNER, reference.POSITION, reference.STORAGE_ORDER):
         assert torch.equal(found.slots.cpu()[plane][live], expected.slots[plane][live]), f"plane {plane}"
     for table in ("pool_k", "pool_v"):
         assert torch.equal(getattr(found, table).cpu()[live], getattr(expected, table)[live]), f"{table}: other rows"
