@@ -10,8 +10,8 @@ from support_table import REFUSED, listed, refused_row, tables
 from tiny_models import FAMILIES, HYBRIDS, LLAMA_LIKE
 
 MODELS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-SLOW = {"mamba", "falcon_mamba"}
-"""Refused after ten seconds of tracing."""
+SLOW = {"zamba"}
+"""Refused after four seconds."""
 
 
 @pytest.mark.parametrize(

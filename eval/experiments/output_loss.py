@@ -61,7 +61,8 @@ def measure_output_loss(
             layer of ``model.model.layers``. It is left as it was.
         prompts: token ids, int64 ``[1, N]``. budgets: fractions of the compressed part.
     Raises:
-        ValueError: a budget below the window of a policy, or a policy that keeps nothing of a head.
+        ValueError: a budget below the window of a policy, a policy that keeps nothing of a head, or one that reads the
+            rotary embedding or replays.
     """
     weights = [layer.self_attn.o_proj.weight for layer in model.model.layers]
     recorded = [record_attention(model, ids) for ids in prompts]
@@ -99,6 +100,7 @@ def _losses(layers: Sequence[Layer], weights: Sequence[Tensor], policy: PolicySp
         [k[:, :, :-1] for k in keys],
         [v[:, :, :-1] for v in values],
         budget=budget,
+        output_weights=weights,
     ).keep
     keep = pad(kept, (0, 1), value=True)
     return attention_output_loss(queries, keys, values, keep, weights).loss[:, 0]

@@ -207,17 +207,23 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
         raise ValueError("assistant_model: a kvpass model cannot draft for another one; give the uncompiled model")
 
 
-def check_drafts(kwargs: Mapping[str, Any], configured: Any, rules: Rules, begun: bool) -> None:
+def check_drafts(kwargs: Mapping[str, Any], configured: Any, rules: Rules, *, begun: bool, recurrent: bool) -> None:
     """Check that tokens which are not accepted can be taken back, where ``generate`` is asked to check drafts.
 
     Args:
         kwargs, configured: as given, and the generation configuration. begun: the ids continue a filled cache.
+        recurrent: the decoder has recurrent layers.
     Raises:
         ValueError: they cannot; the message says why.
     """
     asked = next((name for name in _DRAFTS if kwargs.get(name, getattr(configured, name, None)) is not None), None)
     if asked is None:
         return
+    if recurrent:
+        raise ValueError(
+            f"generate argument {asked!r} is not supported with recurrent layers: they hold the state after the last "
+            "token, not those before, so a draft that is not accepted could not be taken back"
+        )
     if rules.policy.decode_rule() is not None:
         raise ValueError(
             f"generate argument {asked!r} is not supported with policy {rules.policy.name!r}: for every draft it "

@@ -64,13 +64,20 @@ def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayer
     Args:
         divided: whether several processes share the weights.
     Raises:
-        UnsupportedAttentionError: transformers is too old, or the layers keep their states otherwise than in a cache.
+        UnsupportedAttentionError: no layer has attention, transformers is too old, or the layers keep their states
+            otherwise than in a cache.
         ValueError: weights are on the host, or divided.
     """
     kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
     attention = tuple(layer for layer, kind in enumerate(kinds) if kind not in _RECURRENT | _NEITHER)
-    if not _is_hybrid(model, kinds) or (kinds and not attention):
+    if not _is_hybrid(model, kinds):
         return None
+    if kinds and not attention:
+        raise UnsupportedAttentionError(
+            "",
+            type(model).__name__,
+            "it has recurrent layers and no attention, so no KV cache that could be compressed",
+        )
     if not hasattr(Cache, "get_conv_state"):
         raise UnsupportedAttentionError(
             "",

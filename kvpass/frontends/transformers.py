@@ -217,16 +217,18 @@ class CompressedModel(_Base):
 
         Raises:
             ValueError: drafts (``assistant_model``, ``prompt_lookup_num_tokens``) with a policy that evicts while
-                decoding, with recompression, layers with a sliding window or a filled cache; a cache of another kind,
-                given or asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by
-                ours); or the configuration has ``use_cache=False`` and the call does not set it.
+                decoding, with recompression, recurrent layers, layers with a sliding window or a filled cache; a cache
+                of another kind, given or asked for by ``cache_implementation`` (one that the checkpoint configures is
+                replaced by ours); or the configuration has ``use_cache=False`` and the call does not set it.
         """
         cache: CompressedCache | None = cache_argument(kwargs)
         kwargs.pop("cache" if CACHE == "past_key_values" else "past_key_values", None)
         kwargs[CACHE] = cache
         check_generate(kwargs, generation_config, self.generation_config)
         begun = cache is not None and not cache.is_empty
-        check_drafts(kwargs, generation_config or self.generation_config, self._kvpass.rules, begun)
+        runtime = self._kvpass
+        configured, recurrent = generation_config or self.generation_config, runtime.attention is not None
+        check_drafts(kwargs, configured, runtime.rules, begun=begun, recurrent=recurrent)
         generation_config, block = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         ids = kwargs.get("input_ids", inputs)

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+import transformers
+from packaging.version import Version
 
 from kvpass.frontends.transformers import CompressedModel
 from kvpass.transformers_compat import CACHE
 from tiny_models import compiled_once, random_ids, tiny_model
 
-NEW = 24
+NEW, DRAFTS = 24, 8
+STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="hybrids need 5.22")
 REPEATING = random_ids(1, 13, seed=5).repeat(1, 5)
 
 
@@ -28,7 +32,7 @@ def drafts(model: Any, kind: str) -> dict[str, Any]:
         case "another":
             return {"assistant_model": tiny_model("llama", layers=1, seed=7)}
         case "lookup":
-            return {"prompt_lookup_num_tokens": 4}
+            return {"prompt_lookup_num_tokens": DRAFTS}
     raise AssertionError(kind)
 
 
@@ -46,9 +50,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("itself", "lava"), ("another", "lava"), ("lookup", "snapkv")])
-def test_tokens_and_cache_are_those_without_drafts(kind, policy, calls):
-    model, fast = compiled_once("llama", layers=2, policy=policy, budget=24, window=8, backend="eager")
+def check_drafts(family, kind, policy, backend, calls):
+    model, fast = compiled_once(family, layers=2, policy=policy, budget=24, window=8, backend=backend)
     expected = greedy(fast, REPEATING)
     calls.clear()
     found = greedy(fast, REPEATING, **drafts(model, kind))
@@ -58,6 +61,34 @@ def test_tokens_and_cache_are_those_without_drafts(kind, policy, calls):
     one, other = found[CACHE], expected[CACHE]
     assert one.get_seq_length() == other.get_seq_length()
     assert torch.equal(one.positions, other.positions)
+    if kind == "lookup":
+        assert max(calls[1:]) == 1 + DRAFTS
+        found = [record.phase for record in fast.report().compiled]
+        assert set(found) == {"prefill", "extend", "decode"}
+    return fast
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "policy"),
+    [
+        ("llama", "itself", "lava"),
+        ("llama", "another", "lava"),
+        ("llama", "lookup", "snapkv"),
+        ("gpt2", "lookup", "lava"),
+    ],
+)
+def test_tokens_and_cache_are_those_without_drafts(family, kind, policy, calls):
+    check_drafts(family, kind, policy, "eager", calls)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_one_compiled_graph_checks_any_number_of_drafts(family, calls):
+    fast = check_drafts(family, "lookup", "lava", "inductor", calls)
+    assert [record.phase for record in fast.report().compiled].count("extend") == 1
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for drafts in range(1, DRAFTS + 1):
+            greedy(fast, REPEATING, prompt_lookup_num_tokens=drafts)
 
 
 def test_sampled_drafts_can_be_taken_back_and_the_cache_continued():
@@ -77,15 +108,17 @@ def test_sampled_drafts_can_be_taken_back_and_the_cache_continued():
         ("llama", {"policy": "h2o"}, "'prompt_lookup_num_tokens' is not supported with policy 'h2o': for every draft"),
         ("llama", {"recompress": "every_turn"}, "is not supported with recompress='every_turn'"),
         ("gemma3", {}, r"cannot be cropped, as drafts .* need it: layers with a sliding window"),
+        pytest.param("lfm2", {}, "is not supported with recurrent layers: they hold the state after", marks=STATES),
     ],
-    ids=["evicts", "recompress", "sliding"],
+    ids=["evicts", "recompress", "sliding", "recurrent"],
 )
-def test_refused_with_the_reason(family, options, message):
+def test_refused_with_the_reason(family, options, message, calls):
     _, fast = compiled_once(
         family, layers=2, **{"policy": "lava", "budget": 24, "window": 8, "backend": "eager", **options}
     )
     with pytest.raises(ValueError, match=message):
         greedy(fast, REPEATING, prompt_lookup_num_tokens=4)
+    assert not calls or family == "gemma3", "the prompt was read first"
 
 
 def test_a_filled_cache_and_early_exit_are_refused():

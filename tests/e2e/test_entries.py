@@ -111,7 +111,7 @@ def test_a_prompt_is_answered_before_entries_are_rounded() -> None:
     assert torch.equal(*out)
 
 
-@pytest.mark.parametrize("entries", [*QUICK, "int4", "model"])
+@pytest.mark.parametrize("entries", [*FORMATS, "model"])
 def test_bytes(entries: str) -> None:
     fast = compiled(entries)
     ids = random_ids(1, 400, seed=1)

@@ -40,6 +40,11 @@ print(fast.generate(random_ids(2, 9, seed=5), past_key_values=cache, max_new_tok
 """
 
 
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def pair(family="lfm2", budget=UNLIMITED, backend="eager"):
     return compiled_once(family, layers=2, backend=backend, policy="lava", budget=budget, window=8)
 
@@ -66,13 +71,18 @@ def check_two_turns(model, fast):
 
 def check_padding(fast):
     prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (50, 31, 64)]
-    ids, mask = left_pad(prompts)
+    ids, mask = left_pad(prompts, pad=5)  # the embedding of the padding token is zero, which hides what it leaves
+    width, given = ids.shape[1], GREEDY | {"return_dict_in_generate": True, "output_logits": True}
     fast.set_budget(24)
-    together = fast.generate(ids, attention_mask=mask, **GREEDY)[:, -NEW:]
-    kept = fast.report().lengths
+    together = fast.generate(ids, attention_mask=mask, **given)
+    kept, logits = kept_columns(together.past_key_values, width + NEW - 1), torch.stack(together.logits, 1)
     for row, prompt in enumerate(prompts):
-        assert torch.equal(together[row], fast.generate(prompt[None], **GREEDY)[0, -NEW:])
-        assert torch.equal(kept[row], fast.report().lengths[0])
+        alone, n = fast.generate(prompt[None], **given), prompt.numel()
+        assert torch.equal(together.sequences[row, -NEW:], alone.sequences[0, -NEW:])
+        assert_close(f"row {row}", logits[row], torch.cat(alone.logits), atol=1e-4)
+        expected = kept_columns(alone.past_key_values, n + NEW - 1)[0]
+        assert torch.equal(kept[row, ..., width - n :], expected), f"row {row} keeps other entries"
+        assert not kept[row, ..., : width - n].any(), f"row {row} keeps padding"
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -148,7 +158,7 @@ def test_blocks_of_a_prompt_change_neither_entries_nor_states(family):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["bamba", "qwen3_5"])
+@pytest.mark.parametrize("family", ["bamba", "qwen3_5", "jamba", "kimi_linear"])
 def test_no_length_compiles_again(family):
     fast = kvpass.compile(tiny_model(family), policy="lava", budget=UNLIMITED, window=8, backend="eager")
     fast(random_ids(1, 100), logits_to_keep=1)
@@ -158,8 +168,10 @@ def test_no_length_compiles_again(family):
     assert [record.phase for record in fast.report().compiled] == ["prefill"]
 
 
-def test_a_saved_cache_continues(tmp_path):
-    _, fast = pair(budget=24)
+@pytest.mark.parametrize("family", FAMILY)
+def test_a_saved_cache_continues(family, tmp_path):
+    _, fast = pair(family) if family == "lfm2" else whole(family, "eager")
+    fast.set_budget(24)
     cache = fast.compress(random_ids(1, 60))
     cache.save(tmp_path / "context.kv")
     loaded, question = kvpass.load_cache(tmp_path / "context.kv", fast), random_ids(1, 9, seed=5)
@@ -185,11 +197,14 @@ def test_a_fresh_process_continues_as_the_live_cache_does(tmp_path):
 def test_thousands_of_steps_take_no_more_memory():
     _, fast = compiled_once("lfm2", layers=2, backend="eager", policy="tova", budget=24)
     cache = fast(random_ids(1, 60)).past_key_values
-    sizes, token = set(), random_ids(1, 1)
-    for _ in range(3000):
+    sizes, token, resident = set(), random_ids(1, 1), []
+    for step in range(3000):
         token = fast(token, past_key_values=cache).logits.argmax(-1)
         sizes.add((cache.nbytes, cache.states.nbytes, int(cache.lengths.max())))
+        if step % 500 == 499:
+            resident.append(resident_bytes())
     assert len(sizes) == 1 and cache.columns == 3060
+    assert max(resident) - resident[0] < 16 << 20, "2,500 steps hold memory"
 
 
 def test_a_reusable_cache_and_rows_of_beams_have_states_of_their_own():

@@ -45,14 +45,26 @@ def test_a_kept_entry_is_one_row_for_all_heads():
     assert report.bytes_full == sum(x.nbytes for layer in theirs.layers for x in (layer.keys, layer.values))
 
 
-def test_kept_entries_have_the_most_attention_of_the_window_over_all_heads():
-    _, fast = shared(policy="snapkv", budget=BUDGET, kernel_size=1)
+def test_rows_of_16_bits_take_half_the_bytes():
+    model = tiny_model(FAMILY, layers=1, dtype=torch.bfloat16)
+    fast = kvpass.compile(model, policy="snapkv", budget=BUDGET, window=WINDOW, backend="eager")
+    cache = fast(random_ids(1, PROMPT)).past_key_values
+    (store,) = cache.full_layers
+    rows = BUDGET - WINDOW + store.tail_k.shape[3]
+    assert store.pool_k.untyped_storage().nbytes() + store.tail_k.untyped_storage().nbytes() == rows * ROW * 2
+    assert int(fast.report().bytes_kept.sum()) == BUDGET * ROW * 2
+
+
+@pytest.mark.parametrize("group", ["mean", "max"])
+def test_kept_entries_have_the_most_attention_of_the_window_over_all_heads(group):
+    _, fast = shared(policy="snapkv", budget=BUDGET, kernel_size=1, group=group)
     ids = random_ids(1, PROMPT, seed=3)
     kept = kept_columns(fast(ids).past_key_values, PROMPT)[0, :, 0]
     eager = tiny_model(FAMILY, layers=2)
     eager.set_attn_implementation("eager")
     for layer, attention in enumerate(eager(ids, output_attentions=True).attentions):
-        scores = attention[0, :, -WINDOW:, :-WINDOW].mean((0, 1))
+        by_head = attention[0, :, -WINDOW:, :-WINDOW].mean(1)
+        scores = by_head.mean(0) if group == "mean" else by_head.amax(0)
         best = set(scores.topk(BUDGET - WINDOW).indices.tolist()) | set(range(PROMPT - WINDOW, PROMPT))
         assert set(kept[layer].nonzero().flatten().tolist()) == best
 
@@ -154,6 +166,18 @@ def test_expanded_heads_are_cached_where_the_projection_is_no_plain_linear(chang
     assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
     said = f"latents are cached as expanded heads: model.layers.1.self_attn: kv_b_proj is a {name}"
     assert said in str(fast.report()).replace("\n", " ")
+
+
+def test_the_report_says_that_an_older_transformers_expands_heads(monkeypatch):
+    model = tiny_model(FAMILY, layers=1)
+    attention = model.model.layers[0].self_attn
+    attention.expand_kv = attention.expand_kv  # what its forward calls, where the class has no such method
+    monkeypatch.delattr(type(attention), "expand_kv")
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    ids = random_ids(1, PROMPT)
+    assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
+    said = "latents are cached as expanded heads: its layers have no expand_kv, as those of transformers before 5.16"
+    assert said in " ".join(str(fast.report()).split())
 
 
 def test_a_projection_replaced_after_compilation_raises():

@@ -18,8 +18,6 @@ from transformers import (
     BertLMHeadModel,
     DynamicCache,
     EncoderDecoderCache,
-    FalconMambaConfig,
-    MambaConfig,
     OpenAIGPTConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -221,12 +219,6 @@ def test_contract_10_generate_takes_token_ids(tight, call, message):
         (OpenAIGPTConfig(vocab_size=128, n_embd=32, n_layer=1, n_head=4), "adds a bias"),
         (XLMConfig(vocab_size=128, emb_dim=32, n_layers=1, n_heads=4), "not causal"),
         (XLNetConfig(vocab_size=128, d_model=32, n_layer=1, n_head=4, d_inner=32), "relates tokens to tokens"),
-        (MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4), "conv1d with a kernel of 4"),
-        pytest.param(
-            FalconMambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=4),
-            "conv1d with a kernel",
-            marks=pytest.mark.exhaustive,
-        ),
     ],
     ids=lambda given: getattr(given, "model_type", None),
 )
@@ -234,7 +226,7 @@ def test_generate_refuses_a_family_for_the_same_reason_as_forward(config, reason
     fast = kvpass.compile(AutoModelForCausalLM.from_config(config).eval(), policy="full", backend="eager")
     for call in (fast, lambda ids: fast.generate(ids, max_new_tokens=2, do_sample=False)):
         with pytest.raises(kvpass.UnsupportedAttentionError, match=reason):
-            call(random_ids(1, 5))  # state spaces are traced token by token
+            call(random_ids(1, 5))
 
 
 def test_contract_10_a_mask_cannot_take_padding_back(tight):

@@ -28,22 +28,24 @@ def prompt(tokenizer, seed=0, tokens=160):
     return tokenizer(text.ask(text.questions[0]), return_tensors="pt").input_ids
 
 
-def test_output_loss_is_what_masking_the_evicted_entries_changes(loaded):
+@pytest.mark.parametrize("policy", ["snapkv", "criticalkv"])
+def test_output_loss_is_what_masking_the_evicted_entries_changes(loaded, policy):
     """Against softmax attention written out, with the entries that ``plan`` evicts masked."""
     model, tokenizer = loaded
     ids = prompt(tokenizer)
-    spec = PolicySpec("snapkv", (("window", 8),))
+    spec = PolicySpec(policy, (("window", 8),))
     (found,) = measure_output_loss(model, [ids], [spec], [0.2])
     layers = record_attention(model, ids)
     columns = [torch.stack(column) for column in zip(*layers, strict=True)]
     q, k, v = (column[:, :, :, :-1] for column in columns)
-    keep = plan(spec.resolve(), q, k, v, budget=0.2).keep
+    weights = [layer.self_attn.o_proj.weight for layer in model.model.layers]
+    keep = plan(spec.resolve(), q, k, v, budget=0.2, output_weights=weights).keep
     for layer, (q, k, v) in enumerate(layers):
         logits = (q[0, :, -1:].double() @ k[0].double().mT)[:, 0] / math.sqrt(q.shape[-1])
         hidden = torch.cat([~keep[layer, 0], torch.zeros(keep.shape[2], 1, dtype=torch.bool)], 1)
         full, kept = logits.softmax(-1), logits.masked_fill(hidden, -math.inf).softmax(-1)
         moved = torch.einsum("hn,hnd->hd", full - kept, v[0].double()).flatten()
-        loss = (model.model.layers[layer].self_attn.o_proj.weight.double() @ moved).abs().sum()
+        loss = (weights[layer].double() @ moved).abs().sum()
         assert found.losses[0, layer].item() == pytest.approx(loss.item(), rel=1e-5)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.operands import Attention, RingBuffers
 from kvpass.ops.sliding import ROW_BLOCK, attend_ring, columns_held
-from numeric_checks import assert_rounded, exact_attention
+from numeric_checks import Largest, assert_rounded, exact_attention
 from pairwise import pairwise
 
 ROWS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
@@ -62,19 +61,6 @@ def test_a_turn_of_any_length_equals_attention_over_all_columns(before, tokens, 
     assert_rounded("out", out, expected.out)
     after_k, after_v = filled_ring(all_k, all_v, slots)
     assert torch.equal(ring_k, after_k) and torch.equal(ring_v, after_v)
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that an operator made."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, torch.Tensor):
-                self.nbytes = max(self.nbytes, value.untyped_storage().nbytes())
-        return result
 
 
 def test_a_long_turn_never_makes_all_its_logits():

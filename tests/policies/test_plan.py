@@ -24,7 +24,7 @@ from kvpass.policies.observation import Observation
 from kvpass.policies.plan import Plan
 from kvpass.policies.plan import plan as plan_without_weights
 from kvpass.policies.replay import Replayed, most_attended
-from numeric_checks import observe
+from numeric_checks import Largest, observe
 from pairwise import pairwise
 
 BUILT_IN = [
@@ -586,6 +586,18 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
     keep = kept_of(buffers, want)
     keep[..., length - window :] = True
     assert torch.equal(keep, want)
+
+
+@pytest.mark.parametrize("name", ["h2o", "criticalkv", "expected_attention", "kvzip", "kvzip_plus", "r_kv"])
+def test_no_statistic_holds_every_pair_of_tokens(name):
+    q, k, v = tensors(0, 1, kv_heads=2, group=1, length=2048)
+    given = {"output_weights": output_weights(q, v), "rope_frequencies": rope_frequencies(q)}
+    if POLICIES[name].reads_replays:
+        given["replays"] = [Replayed(0, 2048, 0, q, k, torch.ones(1, 1, 2048))]
+    with Largest() as largest:
+        found = plan_without_weights(name, q, k, v, budget=512, **given)
+    assert int(found.lengths.sum()) == 2 * 512
+    assert q.nbytes <= largest.nbytes < 4 * 2048**2
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, ("full", {})], ids=name_of)

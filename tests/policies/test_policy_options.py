@@ -49,25 +49,51 @@ def test_contract_10_an_unknown_name_is_answered_with_the_nearest(given, near):
         resolve(given)
 
 
+DEFENSIVE, REPLAYING = ["defensivekv", "layer_defensivekv"], ["kvzip", "kvzip_plus"]
 BAD_OPTIONS = [
     ("window", -1, [*POLICIES]),
     ("window", True, [*POLICIES]),
     ("parity", "papr", [*POLICIES]),
-    *(("pool", bad, ["lava", "snapkv", "pyramidkv", "ada_snapkv", "cake", "h2o", "vatp"]) for bad in ("mx", 3)),
     *(
-        ("kernel_size", bad, ["lava", "snapkv", "ada_pyramidkv", "cake", "h2o", "vatp", "r_kv"])
+        ("pool", bad, ["lava", "snapkv", "pyramidkv", "ada_snapkv", "cake", "criticalkv", "h2o", "vatp"])
+        for bad in ("mx", 3)
+    ),
+    *(
+        (
+            "kernel_size",
+            bad,
+            ["lava", "snapkv", "ada_pyramidkv", "cake", "criticalkv", "h2o", "vatp", "r_kv", *DEFENSIVE],
+        )
         for bad in (0, 4, -3, 5.0, None)
     ),
-    ("group", "median", ["lava", "snapkv", "cake", "h2o", "vatp"]),
-    *(("alpha", bad, ["lava", "lava_uniform", "ada_snapkv", "ada_pyramidkv"]) for bad in (-0.1, 1.1, math.nan, "a")),
+    ("group", "median", ["lava", "snapkv", "cake", "criticalkv", "h2o", "triattention", "vatp"]),
+    *(
+        ("alpha", bad, ["lava", "lava_uniform", "ada_snapkv", "ada_pyramidkv", "criticalkv", "expected_attention"])
+        for bad in (-0.1, 1.1, math.nan, "a")
+    ),
     *(("beta", bad, ["pyramidkv", "ada_pyramidkv", "lava_pyramid"]) for bad in (0, -2, 2.5)),
     *(("gamma", bad, ["cake"]) for bad in (-1, math.inf, None)),
     *((tau, bad, ["cake", "snapkv", "h2o"]) for tau in TAUS for bad in (0, -1.0, math.inf, True)),
     ("tau1", None, ["cake"]),
-    ("sinks", -1, ["streaming_llm", "vatp"]),
+    ("sinks", -1, ["streaming_llm", "vatp", "duo_attention", "expected_attention", "lagkv", *REPLAYING]),
+    ("base", "lava", ["criticalkv"]),
+    *(("first_stage", bad, ["criticalkv"]) for bad in (-0.1, 1.1, math.nan)),
+    *(("epsilon", bad, ["criticalkv", "expected_attention"]) for bad in (-1, math.inf)),
+    ("critical", 1, ["snapkv", "ada_snapkv", "expected_attention"]),
+    ("n_future", 0, ["expected_attention"]),
+    ("covariance", 1, ["expected_attention"]),
+    ("value_norm", "no", ["expected_attention"]),
+    ("head_split", "x", ["expected_attention"]),
+    *(("lag", bad, ["lagkv"]) for bad in (1, 2.5)),
+    ("cross_scoring", 1, ["lagkv"]),
+    ("chunk", 0, REPLAYING),
+    ("overlap", -1, REPLAYING),
+    ("split", "x", REPLAYING),
+    *((ids, bad, REPLAYING) for ids in ("prompt_ids", "again_ids", "suffix_ids") for bad in ((-1,), 5, "a")),
     ("normalize", 1, ["ada_snapkv"]),
     ("layer_split", "pyramid", ["snapkv", "h2o"]),
     ("shape", "square", ["pyramidkv"]),
+    ("short_uniform", 1, ["pyramidkv"]),
     ("indicator", "std", ["cake", "vatp"]),
     ("evict_during_decode", "no", ["cake", "h2o", "tova", "streaming_llm", "vatp"]),
     ("seed", -1, ["random"]),

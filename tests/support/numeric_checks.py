@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.config import EntryFormat
 from kvpass.operands import GROUP, AppendBuffers, Attention
@@ -18,6 +19,19 @@ from kvpass.ops.entry_formats import dequantise, dequantise_groups, packed, unpa
 def assert_close(label: str, actual: Tensor, expected: Tensor, *, atol: float, rtol: float = 0.0) -> None:
     """``torch.testing.assert_close`` whose message begins with the name of the tensor."""
     torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol, msg=lambda text: f"{label}: {text}")
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operator made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor):
+                self.nbytes = max(self.nbytes, value.untyped_storage().nbytes())
+        return result
 
 
 def logits_before(model: Any, ids: Tensor, said: Tensor, **given: Any) -> Tensor:
