@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -14,6 +15,8 @@ from driver import alone, engine, greedy, joined, together
 from tiny import CASES, RESULT, SHORT, SHORT_NEW, prompt
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
+
+from kvpass.vllm import refusals
 
 
 def ways(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
@@ -99,6 +102,13 @@ def refused(folder: str, settings: dict[str, Any], options: dict[str, Any]) -> s
             return "started"
     except ValueError as error:
         return str(error)
+
+
+def refused_latents(folder: str, settings: dict[str, Any], latents: str) -> list[str]:
+    """What the error of the start says for the model in the folder ``latents``: as it is, and if no flag is checked."""
+    with patch.object(refusals, "REFUSALS", []):
+        unchecked = refused(latents, settings, {})
+    return [refused(latents, settings, {}), unchecked]
 
 
 def beams(folder: str, settings: dict[str, Any]) -> str:

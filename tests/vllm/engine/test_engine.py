@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import CASES, NEW, RESULT, SHORT, SHORT_NEW, answers, prompt
+from tiny import CASES, NEW, RESULT, SHORT, SHORT_NEW, answers, make_latent_model, prompt
 
 from kvpass.operands import Attention
 from kvpass.ops import reference as reference_ops
@@ -141,6 +141,15 @@ def test_an_answer_ends_with_length_when_its_room_is_used_up(ask, folder):
 )
 def test_flags_that_are_not_exact_are_refused_at_start(ask, options, flag):
     assert flag in ask("refused", {"policy": "lava", "budget": 64, "room": 64}, options)
+
+
+def test_a_model_whose_caches_would_not_be_compressed_is_refused_at_start(ask_alone, tmp_path):
+    """Latent attention has backends of its own, which vLLM takes whatever is registered."""
+    make_latent_model(tmp_path / "latents")
+    settings = {"policy": "lava", "budget": 40, "room": 10}
+    named, unnamed = ask_alone("refused_latents", settings, str(tmp_path / "latents"))
+    assert "does not support latent attention" in named
+    assert "would not compress all caches" in unnamed and "MLAAttentionSpec" in unnamed
 
 
 def test_beam_search_is_refused(ask):
