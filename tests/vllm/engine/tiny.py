@@ -20,6 +20,8 @@ from kvpass import builtin
 CASES = [(1, 300), (2, 40), (3, 777), (4, 130), (5, 1000), (6, 31), (7, 129), (8, 500)]
 """Seed and length of each prompt; each length occurs once."""
 NEW = 40
+MANY = 160
+"""Requests of 1,000 tokens that are sent at once."""
 SHORT, SHORT_NEW = [(4, 1), (1, 60), (2, 90), (3, 40)], 6
 """Cases for Triton's interpreter, which is slow."""
 
