@@ -35,19 +35,26 @@ def ways(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
         }
 
 
-def capacity(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
-    """Requests of 1,000 tokens in 64 MiB: most running at once, answers by seed, free blocks before and after."""
+def capacity(folder: str, settings: dict[str, Any] | None, orders: int) -> dict[str, Any]:
+    """Requests of 1,000 tokens in 64 MiB, all at once, then in reverse order if ``orders`` is 2.
+
+    Returns:
+        most running at once, answers by seed of each order, free blocks before and after.
+    """
     options = {"kv_cache_memory_bytes": 64 * 2**20, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
     with engine(folder, settings, **options) as llm:
-        core, peak, answers = llm.llm_engine, 0, {}
+        core, peak, answers = llm.llm_engine, 0, []
         scheduler = core.engine_core.engine_core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         before = pool.get_num_free_blocks()
-        for seed in range(MANY):
-            core.add_request(str(seed), {"prompt_token_ids": prompt(seed, 1000)}, greedy())
-        while core.has_unfinished_requests():
-            answers |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
-            peak = max(peak, len(scheduler.running))
+        for seeds in [range(MANY), reversed(range(MANY))][:orders]:
+            for seed in seeds:
+                core.add_request(str(seed), {"prompt_token_ids": prompt(seed, 1000)}, greedy())
+            found = {}
+            while core.has_unfinished_requests():
+                found |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
+                peak = max(peak, len(scheduler.running))
+            answers.append(found)
         return {"running": peak, "answers": answers, "free": [before, pool.get_num_free_blocks()]}
 
 
