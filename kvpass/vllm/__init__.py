@@ -7,8 +7,9 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Register the attention backend and the check of requests; may be called more than once."""
+    """Register the attention backend and the checks of requests and of caches; may be called more than once."""
     from kvpass.vllm import versions
 
     versions.override_backend()
     versions.check_requests()
+    versions.check_caches()

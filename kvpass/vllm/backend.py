@@ -61,7 +61,10 @@ class KVPassBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> KVPassSpec:
         if type(spec) is not FullAttentionSpec:
-            raise ValueError(f"kvpass does not support layers with {type(spec).__name__} in vLLM")
+            raise ValueError(
+                f"kvpass does not support layers with {type(spec).__name__} in vLLM: leave 'kvpass' out of "
+                "additional_config"
+            )
         check_heads(spec.head_size, spec.head_size_v, versions.head_sizes())
         _, layout = configured(cls.config, spec.num_kv_heads, spec.head_size)
         return KVPassSpec(

@@ -139,12 +139,28 @@ REFUSALS = [
         "use a model that takes text only",
     ),
     Refusal(
+        "latent attention",
+        lambda config, _: (
+            config.model_config.use_mla or getattr(config.model_config.hf_text_config, "kv_lora_rank", None) is not None
+        ),
+        "vLLM caches latents for backends of their own, or the heads made of them, while kvpass keeps latents: leave "
+        "'kvpass' out of additional_config, or call kvpass.compile(model) without vLLM",
+    ),
+    Refusal(
+        "attention backends chosen by kind of layer",
+        lambda config, _: bool(config.attention_config.backend_per_kind),
+        "they come before kvpass: leave backend_per_kind of --attention-config out",
+    ),
+    Refusal(
         "a quantised cache",
         lambda config, _: config.cache_config.cache_dtype not in ("auto", "float32", "bfloat16", "float16"),
         "pass --kv-cache-dtype auto",
     ),
 ]
 """One row for each combination of flags that would not be exact."""
+
+
+_WITHOUT = "leave 'kvpass' out of additional_config"
 
 
 def checked_settings(config: Any) -> Settings | None:
@@ -184,7 +200,7 @@ def check_heads(keys: int, values: int, supported: list[int]) -> None:
     if keys != values or (supported and keys not in supported):
         raise ValueError(
             f"kvpass does not support keys of {keys} and values of {values} numbers in vLLM, only equal ones"
-            f"{f' of {supported}' if supported else ''}: leave 'kvpass' out of additional_config"
+            f"{f' of {supported}' if supported else ''}: {_WITHOUT}"
         )
 
 
@@ -192,16 +208,28 @@ def check_layer(*, alibi: bool, sliding_window: int | None, kind: str, shares_ca
     """Refuse attention layers that kvpass does not compress.
 
     Raises:
-        ValueError: says which kind of layer the model has.
+        ValueError: says which kind of layer the model has, why not, and what to do.
     """
     found = {
-        "ALiBi": alibi,
-        "sliding windows": sliding_window is not None,
-        f"attention of kind {kind!r}": kind != "decoder",
-        "layers that share their cache": shares_cache,
+        "ALiBi (its kernels add no bias to the logits)": alibi,
+        "sliding windows (one block holds a request over all layers, and these layers forget)": sliding_window
+        is not None,
+        f"attention of kind {kind!r} (only causal attention of a decoder to itself has a prompt)": kind != "decoder",
+        "layers that share their cache (each layer of a block has entries of its own)": shares_cache,
     }
     wrong = [name for name, holds in found.items() if holds]
     if wrong:
-        raise ValueError(
-            f"kvpass does not support models with {' or '.join(wrong)} in vLLM: leave 'kvpass' out of additional_config"
-        )
+        raise ValueError(f"kvpass does not support models with {' or '.join(wrong)} in vLLM: {_WITHOUT}")
+
+
+def check_caches(kinds: set[str], ours: str) -> None:
+    """Refuse an engine in which a cache is not compressed, for whatever reason.
+
+    Args:
+        kinds: classes of the specs of all its caches. ours: of caches that kvpass compresses.
+    Raises:
+        ValueError: says which other kinds there are.
+    """
+    if kinds != {ours}:
+        others = ", ".join(sorted(kinds - {ours})) or "none"
+        raise ValueError(f"kvpass would not compress all caches of this model in vLLM (others: {others}): {_WITHOUT}")

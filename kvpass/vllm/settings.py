@@ -52,8 +52,10 @@ class Settings:
         if not policy.needs_budget:
             raise ValueError(f"policy={policy.name!r} keeps everything: leave 'kvpass' out of additional_config")
         if policy.decode_rule() is not None:
+            append = '"evict_during_decode": false, or ' if hasattr(policy, "evict_during_decode") else ""
             raise ValueError(
-                f"policy={policy.name!r} evicts while decoding, which kvpass does not do in vLLM: use lava"
+                f"policy={policy.name!r} evicts while decoding, so a preempted request could not get its cache back "
+                f'from its prompt: give {append}another policy, such as "policy": "lava"'
             )
         if type(budget) is not int:
             raise ValueError(

@@ -1,4 +1,8 @@
-"""Everything that depends on the version of vLLM besides the classes we derive from."""
+"""Functions of vLLM that we call or replace and that may change with its version.
+
+Besides them, classes that ``backend``, ``spec`` and ``prompt_rows`` derive from, fields of ``VllmConfig`` that
+``backend`` and ``refusals`` read, and the scheduler that ``kvpass bench --serve`` reads may change.
+"""
 
 from __future__ import annotations
 
@@ -195,3 +199,29 @@ def check_requests() -> None:
 
     InputProcessor.process_inputs = process_inputs
     InputProcessor.resolve_watermarking = resolve_watermarking
+
+
+def check_caches() -> None:
+    """Have an engine refused at its start if kvpass is configured and a cache is not ours.
+
+    Which backend a layer gets is decided in many places of vLLM; its scheduler is told of all caches.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from kvpass.vllm import refusals
+    from kvpass.vllm.settings import Settings
+
+    start = Scheduler.__init__
+    if hasattr(start, "__wrapped__"):
+        return
+
+    @functools.wraps(start)
+    def checked(self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **options: Any) -> None:
+        if Settings.read(vllm_config.additional_config) is not None:
+            from kvpass.vllm.spec import KVPassSpec
+
+            kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
+            refusals.check_caches(kinds, KVPassSpec.__name__)
+        start(self, vllm_config, kv_cache_config, *args, **options)
+
+    Scheduler.__init__ = checked

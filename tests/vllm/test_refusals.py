@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvpass.vllm import versions
-from kvpass.vllm.refusals import REFUSALS, check_config, check_heads, check_layer
+from kvpass.vllm.refusals import REFUSALS, check_caches, check_config, check_heads, check_layer
 from kvpass.vllm.settings import Settings
 
 LAVA, SNAPKV = (Settings.read({"kvpass": {"policy": name, "budget": 64, "room": 8}}) for name in ("lava", "snapkv"))
@@ -53,6 +53,8 @@ FAULTS = {
     "prompt embeddings": {"model_config.enable_prompt_embeds": True},
     "pooling models": {"model_config.runner_type": "pooling"},
     "multimodal models": {"model_config.is_multimodal_model": True},
+    "latent attention": {"model_config.use_mla": True},
+    "attention backends chosen by kind of layer": {"attention_config.backend_per_kind": {"full_attention": object()}},
     "a quantised cache": {"cache_config.cache_dtype": "fp8"},
 }
 LAYER = {
@@ -81,11 +83,13 @@ def config(**changes: object) -> SimpleNamespace:
             prefill_context_parallel_size=1,
             use_ubatching=False,
         ),
-        attention_config=SimpleNamespace(use_non_causal=False),
+        attention_config=SimpleNamespace(use_non_causal=False, backend_per_kind={}),
         model_config=SimpleNamespace(
             enable_prompt_embeds=False,
             runner_type="generate",
             is_multimodal_model=False,
+            use_mla=False,
+            hf_text_config=SimpleNamespace(kv_lora_rank=None),
             max_model_len=2000,
             get_total_num_kv_heads=lambda: 4,
         ),
@@ -131,6 +135,7 @@ def test_processes_may_share_the_heads_of_policies_that_are_right_there(settings
     [
         ({"parallel_config.prefill_context_parallel_size": 2}, "context parallelism"),
         ({"diffusion_config": object()}, "not causal"),
+        ({"model_config.hf_text_config.kv_lora_rank": 512}, "latent attention"),
     ],
 )
 def test_the_other_cause_is_refused_too(fault, name):
@@ -141,16 +146,24 @@ def test_the_other_cause_is_refused_too(fault, name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"alibi": True}, "ALiBi"),
-        ({"sliding_window": 512}, "sliding windows"),
-        ({"kind": "encoder"}, "attention of kind 'encoder'"),
-        ({"shares_cache": True}, "share their cache"),
+        ({"alibi": True}, "ALiBi .*bias"),
+        ({"sliding_window": 512}, "sliding windows .*one block"),
+        ({"kind": "encoder"}, "attention of kind 'encoder' .*causal"),
+        ({"shares_cache": True}, "share their cache .*of its own"),
     ],
 )
 def test_layers_that_are_not_compressed_are_refused(change, message):
     check_layer(**LAYER)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{message}.*leave 'kvpass' out"):
         check_layer(**LAYER | change)
+
+
+def test_an_engine_with_a_cache_that_is_not_compressed_is_refused():
+    check_caches({"Ours"}, "Ours")
+    with pytest.raises(ValueError, match=r"others: Latents, Window"):
+        check_caches({"Window", "Ours", "Latents"}, "Ours")
+    with pytest.raises(ValueError, match=r"others: none"):
+        check_caches(set(), "Ours")
 
 
 @pytest.mark.parametrize(("keys", "values"), [(64, 32), (24, 24)])

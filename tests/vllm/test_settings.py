@@ -12,6 +12,10 @@ def test_without_an_entry_there_are_no_settings(additional):
     assert Settings.read(additional) is None
 
 
+def test_a_policy_that_can_leave_off_evicting_while_decoding_is_taken_then():
+    assert Settings.read({"kvpass": GIVEN | {"policy": "h2o", "evict_during_decode": False}}) is not None
+
+
 def test_options_of_the_policy_stand_beside_its_name():
     settings = Settings.read({"kvpass": GIVEN | {"window": 16}})
     assert (settings.policy.name, settings.policy.window, settings.entries) == ("lava", 16, 112)
@@ -22,8 +26,8 @@ def test_options_of_the_policy_stand_beside_its_name():
     [
         ({"policy": "lavaa"}, "did you mean 'lava'"),
         ({"policy": "full"}, "leave 'kvpass' out"),
-        ({"policy": "h2o"}, "evicts while decoding"),
-        ({"policy": "tova"}, "evicts while decoding"),
+        ({"policy": "h2o"}, 'evicts while decoding.*: give "evict_during_decode": false, or another policy'),
+        ({"policy": "r_kv"}, "evicts while decoding.*: give another policy"),
         ({"policy": "cake", "tau1": 1.6, "tau2": 0.4}, "evicts while decoding"),
         ({"budget": 0.1}, "must be a number of entries"),
         ({"budget": "1MiB"}, "must be a number of entries"),

@@ -1,5 +1,8 @@
 """Rows of a step: which begin, and which go on."""
 
+from importlib.util import find_spec
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -43,3 +46,35 @@ def test_no_value_of_the_device_is_read_on_the_host(new):
     step = read_step(starts, lengths, on_device, rows)
     assert len(step.prompts) == new.count(6)
     assert step.block.is_meta and step.block.shape == (2 - len(step.prompts),)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
+@pytest.mark.parametrize(("new", "lengths"), [([1, 1], [9, 1]), ([1, 6], [9, 6])])
+def test_the_builder_reads_no_value_of_the_device_on_the_host(new, lengths):
+    from kvpass.vllm.backend import KVPassBuilder
+
+    device, layers = (
+        torch.device("meta"),
+        {name: SimpleNamespace(kv_cache=torch.empty(5, device="meta")) for name in "ab"},
+    )
+    config = SimpleNamespace(
+        additional_config={"kvpass": {"policy": "lava", "budget": 40, "room": 8}},
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        model_config=SimpleNamespace(max_model_len=100, get_num_layers=lambda parallel: len(layers)),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        compilation_config=SimpleNamespace(cudagraph_mode=None, static_forward_context=layers),
+    )
+    starts, lengths, Rows.latest = given(new, lengths)
+    builder = KVPassBuilder(SimpleNamespace(num_kv_heads=2, head_size=8), list(layers), config, device)
+    common = SimpleNamespace(
+        num_reqs=2,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu_upper_bound=lengths,
+        query_start_loc=starts.to(device),
+        seq_lens=lengths.to(device),
+        block_table_tensor=torch.empty(2, 1, dtype=torch.int32, device=device),
+    )
+    found = builder.build(0, common)
+    goes_on = new.count(1)
+    assert found.block.is_meta and found.block.shape == found.used.shape == (goes_on,)
+    assert found.offsets.shape == (goes_on, 2 * 2 + 1)

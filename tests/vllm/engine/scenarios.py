@@ -7,13 +7,19 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from driver import alone, engine, greedy, joined, together
-from tiny import CASES, RESULT, SHORT, SHORT_NEW, prompt
+from rich.console import Console
+from tiny import CASES, MANY, RESULT, SHORT, SHORT_NEW, prompt
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
+
+from kvpass.eval.bench import serve
+from kvpass.eval.bench.settings import BenchSettings
+from kvpass.vllm import refusals
 
 
 def ways(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
@@ -29,19 +35,26 @@ def ways(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
         }
 
 
-def capacity(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
-    """160 requests of 1,000 tokens in 64 MiB: most running at once, all answers, free blocks before and after."""
+def capacity(folder: str, settings: dict[str, Any] | None, orders: int) -> dict[str, Any]:
+    """Requests of 1,000 tokens in 64 MiB, all at once, then in reverse order if ``orders`` is 2.
+
+    Returns:
+        most running at once, answers by seed of each order, free blocks before and after.
+    """
     options = {"kv_cache_memory_bytes": 64 * 2**20, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
     with engine(folder, settings, **options) as llm:
         core, peak, answers = llm.llm_engine, 0, []
         scheduler = core.engine_core.engine_core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         before = pool.get_num_free_blocks()
-        for i in range(160):
-            core.add_request(str(i), {"prompt_token_ids": prompt(5, 1000)}, greedy())
-        while core.has_unfinished_requests():
-            answers += [list(out.outputs[0].token_ids) for out in core.step() if out.finished]
-            peak = max(peak, len(scheduler.running))
+        for seeds in [range(MANY), reversed(range(MANY))][:orders]:
+            for seed in seeds:
+                core.add_request(str(seed), {"prompt_token_ids": prompt(seed, 1000)}, greedy())
+            found = {}
+            while core.has_unfinished_requests():
+                found |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
+                peak = max(peak, len(scheduler.running))
+            answers.append(found)
         return {"running": peak, "answers": answers, "free": [before, pool.get_num_free_blocks()]}
 
 
@@ -49,6 +62,15 @@ def two_processes(folder: str, settings: dict[str, Any]) -> tuple[dict[int, list
     """Tokens with tensor parallelism, with one more request every 3 steps, all preempted after 25; how many were."""
     with engine(folder, settings, tensor_parallel_size=2) as llm:
         return joined(llm, every=3, preempt_at=25)
+
+
+def benched(folder: str) -> tuple[dict[str, Any], list[list[str]]]:
+    """What ``kvpass bench --serve`` finds for four requests of 64 and of 200 tokens, and the rows that it shows."""
+    settings = BenchSettings(model="small", contexts=(64, 200), budget=40, new_tokens=4, repeats=2)
+    with patch.object(serve, "in_new_process", lambda function, *args: function(*args)):  # to import vLLM once
+        result = serve.Serve(settings, requests=4, cache_mib=16).run(Console(quiet=True))
+    [(_, _, rows)] = serve.Serve.shown(result).tables
+    return result, rows
 
 
 def cuda_kernels(folder: str, settings: dict[str, Any], graphs: bool) -> tuple[dict[int, list[int]], int]:
@@ -99,6 +121,13 @@ def refused(folder: str, settings: dict[str, Any], options: dict[str, Any]) -> s
             return "started"
     except ValueError as error:
         return str(error)
+
+
+def refused_latents(folder: str, settings: dict[str, Any], latents: str) -> list[str]:
+    """What the error of the start says for the model in the folder ``latents``: as it is, and if no flag is checked."""
+    with patch.object(refusals, "REFUSALS", []):
+        unchecked = refused(latents, settings, {})
+    return [refused(latents, settings, {}), unchecked]
 
 
 def beams(folder: str, settings: dict[str, Any]) -> str:

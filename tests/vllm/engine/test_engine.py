@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import CASES, NEW, RESULT, SHORT, SHORT_NEW, answers, prompt
+from tiny import CASES, MANY, NEW, RESULT, SHORT, SHORT_NEW, answers, make_latent_model, prompt
 
 from kvpass.operands import Attention
 from kvpass.ops import reference as reference_ops
@@ -102,16 +102,35 @@ def test_tokens_equal_kvpass_alone_together_joined_and_preempted(ask, reference,
         assert tokens == expected, way
 
 
-def test_a_compressed_cache_holds_many_more_requests(ask, reference):
-    found, stock = (ask("capacity", given) for given in ({"policy": "lava", "budget": 64, "room": 64}, None))
-    assert found["running"] >= 120 and stock["running"] <= 20
-    assert found["answers"] == 160 * [reference("lava", 64)["1000"]]
+def test_a_compressed_cache_holds_many_more_requests(ask, folder):
+    found, stock = ask("capacity", {"policy": "lava", "budget": 64, "room": 64}, 2), ask("capacity", None, 1)
+    assert found["running"] >= 120 and stock["running"] == 15
+    forth, back = found["answers"]
+    assert forth == back and len({tuple(tokens) for tokens in forth.values()}) == MANY
+    sample = range(3, MANY, 12)
+    alone = answers(folder, [prompt(seed, 1000) for seed in sample], NEW, "lava", 64)
+    assert [forth[str(seed)] for seed in sample] == alone
     assert found["free"][0] == found["free"][1]  # no block leaked
 
 
-@pytest.mark.parametrize("policy", ["pyramidkv", "lava"])
-def test_two_processes_keep_what_one_keeps(ask_alone, reference, policy):
-    found, preempted = ask_alone("two_processes", {"policy": policy, "budget": 64, "room": 64})
+def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
+    result, rows = ask("benched")
+    assert [row[:2] for row in rows] == [[n, system] for n in ("64", "200") for system in ("chunks", "whole", "kvpass")]
+    number = 8 * 2 * 2 * 32 * 4  # bytes of a token: 8 layers, 2 heads, key and value of 32 numbers in fp32
+    page, slots = 128, 40 + 4 + 1  # tokens of a page of stock vLLM; budget, new tokens, and one as lava is a cascade
+    expected = [page, page, slots, 2 * page, 2 * page, slots]
+    assert [one["request_bytes"] / number for one in result["serve"]] == pytest.approx(expected, rel=0.01)
+    for one in result["serve"]:
+        assert one["running"] == 4 and len(one["rounds"]) == 2
+        for found in one["rounds"]:
+            assert len(found["first_token_s"]) == len(found["token_s"]) == 4
+            assert 0 < min(found["first_token_s"]) < found["seconds"] and min(found["token_s"]) > 0
+            assert sum(found["step_s"]) <= found["seconds"]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "ada_snapkv", "pyramidkv", "lava"])
+def test_two_processes_keep_what_one_keeps(ask, reference, policy):
+    found, preempted = ask("two_processes", {"policy": policy, "budget": 64, "room": 64})
     assert found == reference(policy, 64) and preempted == 8
 
 
@@ -141,6 +160,15 @@ def test_an_answer_ends_with_length_when_its_room_is_used_up(ask, folder):
 )
 def test_flags_that_are_not_exact_are_refused_at_start(ask, options, flag):
     assert flag in ask("refused", {"policy": "lava", "budget": 64, "room": 64}, options)
+
+
+def test_a_model_whose_caches_would_not_be_compressed_is_refused_at_start(ask_alone, tmp_path):
+    """Latent attention has backends of its own, which vLLM takes whatever is registered."""
+    make_latent_model(tmp_path / "latents")
+    settings = {"policy": "lava", "budget": 40, "room": 10}
+    named, unnamed = ask_alone("refused_latents", settings, str(tmp_path / "latents"))
+    assert "does not support latent attention" in named
+    assert "would not compress all caches" in unnamed and "MLAAttentionSpec" in unnamed
 
 
 def test_beam_search_is_refused(ask):

@@ -141,7 +141,7 @@ class Soak:
 
     Attributes:
         seen: number of requests by kind and outcome. wrong: what differed from the prompt's answer when it is alone.
-        resident: MiB of the server after each fifth of the requests.
+        resident: MiB of the server after each twentieth of the requests.
     """
 
     def __init__(self, server):
@@ -165,7 +165,7 @@ class Soak:
         kinds = {self.whole: 9, self.stream: 4, self.leave: 4, self.cancel: 2, self.several: 1, self.refused: 1}
         while self.sent < REQUESTS:
             self.sent += 1
-            if self.sent % (REQUESTS // 5) == 0:
+            if self.sent % (REQUESTS // 20) == 0:
                 self.resident.append(self.server.resident())
             kind = self.random.choices([*kinds], [*kinds.values()])[0]
             name = self.random.choice([*self.server.prompts])
@@ -238,6 +238,6 @@ def test_many_requests_of_all_kinds_are_answered_as_each_alone(server):
     assert min(soak.seen[kind] for kind in ("left", "cancelled", "refused")) >= 10, soak.seen
     assert server.metric("num_preemptions_total") >= 20
     assert server.metric("kv_cache_usage_perc") == 0, "a block leaked"
-    assert soak.resident[-1] < soak.resident[1] + 64, soak.resident
+    assert max(soak.resident[12:]) < max(soak.resident[:12]) + 32, soak.resident  # 3 MiB were seen
     assert "Traceback" not in server.log.read_text()
     test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server)

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import kvpass
 from kvpass import builtin
@@ -14,6 +20,8 @@ from kvpass import builtin
 CASES = [(1, 300), (2, 40), (3, 777), (4, 130), (5, 1000), (6, 31), (7, 129), (8, 500)]
 """Seed and length of each prompt; each length occurs once."""
 NEW = 40
+MANY = 160
+"""Requests of 1,000 tokens that are sent at once."""
 SHORT, SHORT_NEW = [(4, 1), (1, 60), (2, 90), (3, 40)], 6
 """Cases for Triton's interpreter, which is slow."""
 
@@ -48,6 +56,26 @@ def make_model(folder: Path) -> None:
     _, tokenizer = builtin.load()
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
+
+
+def make_latent_model(folder: Path) -> None:
+    """Save a tiny model with latent attention; vLLM takes latents of few sizes."""
+    config = DeepseekV2Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=512,
+        q_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        first_k_dense_replace=1,
+        max_position_embeddings=4096,
+    )
+    DeepseekV2ForCausalLM(config).save_pretrained(folder)
 
 
 def answers(
