@@ -137,6 +137,18 @@ def test_contract_7_what_depends_on_the_length_behind_a_number_is_refused(name, 
         in_pieces(fast, random_ids(1, TEXT), [prompt, *[1] * (TEXT - prompt)])
 
 
+@pytest.mark.parametrize("prompts", [(20, 40), (20,)], ids=["seen with another length", "marked"])
+def test_contract_7_a_length_of_its_own_that_dynamo_gives_each_input_hides_nothing(prompts):
+    fast = capturing(build(REFUSED["by the last given position"]))
+    for prompt in prompts:
+        given = (random_ids(1, prompt), torch.arange(prompt)[None])
+        if len(prompts) == 1:
+            for value in given:
+                torch._dynamo.mark_dynamic(value, 1)
+        with pytest.raises(Exception, match="relates tokens"), torch.no_grad(), kvpass.session():
+            fast(*given)
+
+
 @pytest.mark.parametrize("other", ["constant", "dtype"])
 def test_two_instances_of_a_class_are_told_apart(other):
     first, second = ({"constant": 2.0}, {"constant": 3.0}) if other == "constant" else ({"constant": 2.0},) * 2
