@@ -281,7 +281,7 @@ class RawModule:
             raise CacheMismatchError("the module was captured for one token alone: prefill a prompt of several first")
         raise CacheMismatchError(
             "the module was captured again, and gives something else than what was captured for the prompt: an "
-            "attribute may have changed, as a first position. Pass in what changes from call to call"
+            "attribute may have changed, as a first position, or an argument that is a number. Pass the positions in"
         )
 
     def _check_owner(self, cache: CompressedCache, owner: GraphFingerprint) -> None:

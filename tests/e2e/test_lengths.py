@@ -189,6 +189,18 @@ def test_contract_7_a_module_that_an_attribute_has_changed_since_the_prompt_is_r
         assert_close("logits", found, module(ids, positions), atol=1e-4)
 
 
+def test_contract_7_an_argument_that_is_an_int_is_a_number_like_any_other():
+    ids = random_ids(1, 22)
+    counting = capturing(build(lambda m, x, p: x + m.learned(order(x) + p)))
+    with torch.no_grad(), kvpass.session():
+        counting(ids[:, :20].clone(), 0)
+        with pytest.raises(kvpass.CacheMismatchError, match="or an argument that is a number"):
+            counting(ids[:, 20:].clone(), 20)
+    mixing = capturing(build(lambda m, x, p: torch.where((order(x) >= p)[:, None], x.mean(1, keepdim=True), x)))
+    with pytest.raises(Exception, match="relates tokens"), torch.no_grad(), kvpass.session():
+        mixing(ids, 30)
+
+
 @pytest.mark.parametrize("name", ["segments", "segments that are given", "scaling that is given"])
 def test_a_prompt_in_parts_of_a_longer_tensor_is_gone_on_with_by_tensors_of_their_own(name):
     """Dynamo captures again, since parts have strides."""
