@@ -189,6 +189,13 @@ def test_contract_7_a_module_that_an_attribute_has_changed_since_the_prompt_is_r
         assert_close("logits", found, module(ids, positions), atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+def test_contract_7_a_first_position_that_is_a_tensor_is_refused(shape):
+    fast = capturing(build(lambda m, x, p: x + m.learned(order(x) + p)))
+    with pytest.raises(Exception, match="a number that is given for all tokens"), torch.no_grad(), kvpass.session():
+        fast(random_ids(1, 20), torch.zeros(shape, dtype=torch.int64))
+
+
 def test_contract_7_an_argument_that_is_an_int_is_a_number_like_any_other():
     ids = random_ids(1, 22)
     counting = capturing(build(lambda m, x, p: x + m.learned(order(x) + p)))
