@@ -6,7 +6,7 @@ ops (or nodes) it changed. Passes that only check return 0. Settings are bound w
 find a faulty one; results may then be wrong. In order:
 
 ==========================  =====================================================================================
-``specialize_attributes``   attributes of modules that Dynamo made symbolic -> numbers
+``specialize_attributes``   attributes of modules and int arguments that Dynamo made symbolic -> numbers
 ``check_own_state``         raise: the decoder writes into its own tensors, for example a cache
 ``find_attention``          ``scaled_dot_product_attention`` calls proved causal -> ``kvpass::site``
 ``find_flash_attention``    calls of the flash-attn library -> ``kvpass::site``

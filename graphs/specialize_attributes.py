@@ -1,16 +1,16 @@
-"""Replace symbols that Dynamo made of module attributes by numbers.
+"""Replace symbols that Dynamo made of module attributes, and of arguments that are numbers, by numbers.
 
-With ``torch.compile(..., dynamic=True)`` every float attribute of a module is an input of the graph, and every size of
-a tensor attribute that is not a parameter or buffer is a symbol::
+With ``torch.compile(..., dynamic=True)`` every float attribute of a module, and every argument that is a number, is an
+input of the graph, and every size of a tensor attribute that is not a parameter or buffer is a symbol::
 
     eps = l_self_eps.item()
     y = layer_norm(x, shape, weight, bias, eps)
     mask = l_self_causal_mask[:tokens, :tokens]     # [rows, columns], and the guard tokens <= rows
 
 The proofs need numbers for scales and for the ends of tables. Floats: this pass asks Dynamo to restart, which Inductor
-cannot do, because it runs later. After the restart the graph has ``layer_norm(x, shape, weight, bias, 1e-05)``. Sizes:
-guards are added here. As without ``dynamic=True``, another value needs another capture. Constant results that are
-still calls (``0.35 * 1.0``) are replaced by their numbers here.
+cannot do, because it runs later. After the restart the graph has ``layer_norm(x, shape, weight, bias, 1e-05)``. Ints
+and sizes: guards are added here. As without ``dynamic=True``, another value needs another capture. Constant results
+that are still calls (``0.35 * 1.0``) are replaced by their numbers here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass.graphs.fx_utils import dim_of, is_module_tensor, recorded, shape_of, symbols_in, symbols_of
-from kvpass.torch_compat import SymT, TensorifyScalarRestartAnalysis, TensorifyState, symbol_is_type
+from kvpass.torch_compat import (
+    SymT,
+    TensorifyScalarRestartAnalysis,
+    TensorifyState,
+    TensorPropertySource,
+    symbol_is_type,
+)
 
 
 def specialize_attributes_pass(gm: GraphModule) -> int:
@@ -30,7 +36,7 @@ def specialize_attributes_pass(gm: GraphModule) -> int:
         TensorifyScalarRestartAnalysis: makes Dynamo capture again with numbers in place of floats.
     """
     _restart_for_floats(gm)
-    _guard_sizes(gm)
+    _guard_ints(gm)
     constants = [(node, number) for node in gm.graph.nodes if (number := _number(node)) is not None]
     calls = [node for node, _ in constants if node.op != "placeholder"]
     for node, number in constants:
@@ -51,21 +57,26 @@ def _restart_for_floats(gm: GraphModule) -> None:
         raise TensorifyScalarRestartAnalysis
 
 
-def _guard_sizes(gm: GraphModule) -> None:
-    """Fix the sizes of a module's tensors, except those guarded as equal to an input's size."""
+def _guard_ints(gm: GraphModule) -> None:
+    """Fix ints, and the sizes of a module's tensors, except those guarded as equal to an input's size."""
     inputs = gm.graph.find_nodes(op="placeholder")
     given = {
         symbol
         for node in inputs
         if not is_module_tensor(node)
-        for symbol in symbols_in(node) | symbols_of(shape_of(node) or ())
+        for symbol in (symbols_in(node) if _is_size(node) else symbols_of(shape_of(node) or ()))
     }
     for node in inputs:
         value = recorded(node)
-        if is_module_tensor(node) and isinstance(value, Tensor):
-            for size in value.shape:
-                if isinstance(size, torch.SymInt) and symbols_of([dim_of(size)]).isdisjoint(given):
-                    int(size)
+        sizes = value.shape if is_module_tensor(node) and isinstance(value, Tensor) else [value]
+        for size in sizes:
+            if isinstance(size, torch.SymInt) and symbols_of([dim_of(size)]).isdisjoint(given):
+                int(size)
+
+
+def _is_size(node: Node) -> bool:
+    """Whether an input is a size or stride of a tensor."""
+    return isinstance(getattr(node, "_dynamo_source", None), TensorPropertySource)
 
 
 def _number(node: Node) -> float | None:

@@ -28,6 +28,7 @@ from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
     erase_dead_nodes,
+    is_module_tensor,
     is_scalar,
     recorded,
     refuse,
@@ -88,15 +89,16 @@ class _Flex:
         """
         self.gm, self.flow, self.node, self.shape = gm, flow, node, shape
         self.score_mod, self.mask_mod = (_function(gm, call["score_mod"]), _function(gm, call["block_mask"][-1]))
-        self.score_other = [self._part(value) for value in call["score_other"]]
-        self.mask_other = [self._part(value) for value in call["mask_other"]]
-        self.tables = [self._part(value) for value in call["block_mask"][2:6]]
-        self.blocks = tuple(call["block_mask"][-3:-1])
-        if not all(isinstance(block, int) for block in self.blocks):
+        tables, self.blocks = call["block_mask"][2:6], tuple(call["block_mask"][-3:-1])
+        inputs = [table for table in tables if isinstance(table, Node) and table.op == "placeholder"]
+        if not all(map(is_module_tensor, inputs)):
             raise NotCausalError(
                 "its block mask is an input of the decoder, and says nothing of the next call's: make it in forward, "
                 "with create_block_mask"
             )
+        self.score_other = [self._part(value) for value in call["score_other"]]
+        self.mask_other = [self._part(value) for value in call["mask_other"]]
+        self.tables = [self._part(value) for value in tables]
         self.like: Tensor = recorded(call["query"])
 
     def _part(self, value: Any) -> Any:

@@ -27,6 +27,7 @@ from kvpass.graphs.bind_state import copy_graph
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
+    is_integral,
     is_module_tensor,
     is_scalar,
     mutated_inputs,
@@ -239,6 +240,15 @@ class _Offsets:
             return False
         return bool(symbols_of(shape_of(operand) or ()) & symbols_of([self.tokens]))
 
+    def _is_given_number(self, operand: Node) -> bool:
+        """Whether an operand is made of nothing but given whole numbers that are the same for all tokens."""
+        leaves = [node for node in self.flow.sources([operand]) if node.op in ("placeholder", "get_attr")]
+        tokens = symbols_of([self.tokens])
+        return operand in self.fed and all(
+            is_integral(node) and not is_module_tensor(node) and symbols_of(shape_of(node) or ()).isdisjoint(tokens)
+            for node in leaves
+        )
+
     def axis(self, node: Node) -> tuple[int, bool] | None:
         """The axis of a result that holds the tokens, and whether it holds those of all rows; None of any other."""
         if node not in self._axes:
@@ -259,6 +269,13 @@ class _Offsets:
             for operand in self.shifted[user]:
                 relative = any(RELATIVE in source.meta for source in self.flow.sources([operand]))
                 counts = (user, operand) in self.changed and not relative
+                if counts and (given := next(filter(self._is_given_number, value_inputs(user)), None)) is not None:
+                    raise refuse(
+                        user,
+                        f"positions that the decoder counts meet {given.name}, a number that is given for all tokens: "
+                        "as a first position it would be added to the tokens seen, which kvpass adds. Pass positions "
+                        "in as an input of the decoder",
+                    )
                 original = self._originals[user].meta
                 original[MARK] = (*original.get(MARK, ()), user.all_input_nodes.index(operand))
                 original[COUNTED] = original.get(COUNTED, 0) + counts

@@ -126,6 +126,7 @@ def kvpass_backend(
     if policy.reads_replays:
         raise ValueError(f"policy={policy.name!r} replays token ids behind a prompt, which only kvpass.compile knows")
     resolved = resolve_budget(policy, budget)
+    _join_equal_lengths(gm)
     _check_sizes(gm)
     phases = PhaseCompiler(compiler=compiler, regions=regions, cuda_graphs=cuda_graphs)
     captures = _CAPTURES.setdefault(_first_weight(gm), [])
@@ -141,6 +142,19 @@ _CAPTURES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def _first_weight(gm: GraphModule) -> Tensor:
     tensors = (module_tensor(gm, node) for node in gm.graph.nodes if is_module_tensor(node))
     return next((tensor for tensor in tensors if tensor is not None), torch.empty(0))
+
+
+def _join_equal_lengths(gm: GraphModule) -> None:
+    """Let one symbol be all lengths of inputs that are equal in the call that is captured; Dynamo guards that they are.
+
+    Dynamo does so itself, but not where it has seen other lengths of the same code, nor under ``mark_dynamic`` and
+    ``use_duck_shape = False``. Positions with a length of their own would not be taken for those of the tokens.
+    """
+    known: dict[int, torch.SymInt] = {}
+    for value in (recorded(node) for node in placeholders(gm) if not is_module_tensor(node)):
+        for size in (value.shape[1:] or value.shape) if isinstance(value, Tensor) else ():  # the first are rows
+            if isinstance(size, torch.SymInt):
+                bool(known.setdefault(size.node.hint, size) == size)
 
 
 def _check_sizes(gm: GraphModule) -> None:
@@ -268,7 +282,7 @@ class RawModule:
             raise CacheMismatchError("the module was captured for one token alone: prefill a prompt of several first")
         raise CacheMismatchError(
             "the module was captured again, and gives something else than what was captured for the prompt: an "
-            "attribute may have changed, as a first position. Pass in what changes from call to call"
+            "attribute may have changed, as a first position, or an argument that is a number. Pass the positions in"
         )
 
     def _check_owner(self, cache: CompressedCache, owner: GraphFingerprint) -> None:

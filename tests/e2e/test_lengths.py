@@ -137,6 +137,18 @@ def test_contract_7_what_depends_on_the_length_behind_a_number_is_refused(name, 
         in_pieces(fast, random_ids(1, TEXT), [prompt, *[1] * (TEXT - prompt)])
 
 
+@pytest.mark.parametrize("prompts", [(20, 40), (20,)], ids=["seen with another length", "marked"])
+def test_contract_7_a_length_of_its_own_that_dynamo_gives_each_input_hides_nothing(prompts):
+    fast = capturing(build(REFUSED["by the last given position"]))
+    for prompt in prompts:
+        given = (random_ids(1, prompt), torch.arange(prompt)[None])
+        if len(prompts) == 1:
+            for value in given:
+                torch._dynamo.mark_dynamic(value, 1)
+        with pytest.raises(Exception, match="relates tokens"), torch.no_grad(), kvpass.session():
+            fast(*given)
+
+
 @pytest.mark.parametrize("other", ["constant", "dtype"])
 def test_two_instances_of_a_class_are_told_apart(other):
     first, second = ({"constant": 2.0}, {"constant": 3.0}) if other == "constant" else ({"constant": 2.0},) * 2
@@ -175,6 +187,25 @@ def test_contract_7_a_module_that_an_attribute_has_changed_since_the_prompt_is_r
     found, _ = in_pieces(fast, ids, [20, new])
     with torch.no_grad():
         assert_close("logits", found, module(ids, positions), atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+def test_contract_7_a_first_position_that_is_a_tensor_is_refused(shape):
+    fast = capturing(build(lambda m, x, p: x + m.learned(order(x) + p)))
+    with pytest.raises(Exception, match="a number that is given for all tokens"), torch.no_grad(), kvpass.session():
+        fast(random_ids(1, 20), torch.zeros(shape, dtype=torch.int64))
+
+
+def test_contract_7_an_argument_that_is_an_int_is_a_number_like_any_other():
+    ids = random_ids(1, 22)
+    counting = capturing(build(lambda m, x, p: x + m.learned(order(x) + p)))
+    with torch.no_grad(), kvpass.session():
+        counting(ids[:, :20].clone(), 0)
+        with pytest.raises(kvpass.CacheMismatchError, match="or an argument that is a number"):
+            counting(ids[:, 20:].clone(), 20)
+    mixing = capturing(build(lambda m, x, p: torch.where((order(x) >= p)[:, None], x.mean(1, keepdim=True), x)))
+    with pytest.raises(Exception, match="relates tokens"), torch.no_grad(), kvpass.session():
+        mixing(ids, 30)
 
 
 @pytest.mark.parametrize("name", ["segments", "segments that are given", "scaling that is given"])
