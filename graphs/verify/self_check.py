@@ -244,7 +244,7 @@ class _Offsets:
         """Whether an operand is made of nothing but given whole numbers that are the same for all tokens."""
         leaves = [node for node in self.flow.sources([operand]) if node.op in ("placeholder", "get_attr")]
         tokens = symbols_of([self.tokens])
-        return operand in self.fed and all(
+        return operand in self.input_dependent and all(
             is_integral(node) and not is_module_tensor(node) and symbols_of(shape_of(node) or ()).isdisjoint(tokens)
             for node in leaves
         )
