@@ -27,7 +27,7 @@ from kvpass.vllm.admission import Rows
 from kvpass.vllm.kept import Kept, Tables
 from kvpass.vllm.layout import BlockLayout
 from kvpass.vllm.refusals import check_heads, check_layer
-from kvpass.vllm.settings import Settings
+from kvpass.vllm.settings import WITHOUT, Settings
 from kvpass.vllm.spec import KVPassSpec
 from kvpass.vllm.steps import PromptRow, Step, read_step
 
@@ -61,10 +61,7 @@ class KVPassBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> KVPassSpec:
         if type(spec) is not FullAttentionSpec:
-            raise ValueError(
-                f"kvpass does not support layers with {type(spec).__name__} in vLLM: leave 'kvpass' out of "
-                "additional_config"
-            )
+            raise ValueError(f"kvpass does not support layers with {type(spec).__name__} in vLLM: {WITHOUT}")
         check_heads(spec.head_size, spec.head_size_v, versions.head_sizes())
         _, layout = configured(cls.config, spec.num_kv_heads, spec.head_size)
         return KVPassSpec(
@@ -123,7 +120,7 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         if len(layer_names) != layers:
             raise ValueError(
                 f"kvpass does not support models in which {len(layer_names)} of {layers} layers have full attention: "
-                "leave 'kvpass' out of additional_config"
+                f"{WITHOUT}"
             )
         self.order = {name: i for i, name in enumerate(layer_names)}
         rows = vllm_config.scheduler_config.max_num_seqs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvpass.vllm.settings import Settings
+from kvpass.vllm.settings import WITHOUT, Settings
 from kvpass.vllm.versions import check_version, installed
 
 
@@ -143,8 +143,8 @@ REFUSALS = [
         lambda config, _: (
             config.model_config.use_mla or getattr(config.model_config.hf_text_config, "kv_lora_rank", None) is not None
         ),
-        "vLLM caches latents for backends of their own, or the heads made of them, while kvpass keeps latents: leave "
-        "'kvpass' out of additional_config, or call kvpass.compile(model) without vLLM",
+        "vLLM caches latents for backends of their own, or the heads made of them, while kvpass keeps latents: "
+        f"{WITHOUT}, or call kvpass.compile(model) without vLLM",
     ),
     Refusal(
         "attention backends chosen by kind of layer",
@@ -158,9 +158,6 @@ REFUSALS = [
     ),
 ]
 """One row for each combination of flags that would not be exact."""
-
-
-_WITHOUT = "leave 'kvpass' out of additional_config"
 
 
 def checked_settings(config: Any) -> Settings | None:
@@ -200,7 +197,7 @@ def check_heads(keys: int, values: int, supported: list[int]) -> None:
     if keys != values or (supported and keys not in supported):
         raise ValueError(
             f"kvpass does not support keys of {keys} and values of {values} numbers in vLLM, only equal ones"
-            f"{f' of {supported}' if supported else ''}: {_WITHOUT}"
+            f"{f' of {supported}' if supported else ''}: {WITHOUT}"
         )
 
 
@@ -219,7 +216,7 @@ def check_layer(*, alibi: bool, sliding_window: int | None, kind: str, shares_ca
     }
     wrong = [name for name, holds in found.items() if holds]
     if wrong:
-        raise ValueError(f"kvpass does not support models with {' or '.join(wrong)} in vLLM: {_WITHOUT}")
+        raise ValueError(f"kvpass does not support models with {' or '.join(wrong)} in vLLM: {WITHOUT}")
 
 
 def check_caches(kinds: set[str], ours: str) -> None:
@@ -232,4 +229,4 @@ def check_caches(kinds: set[str], ours: str) -> None:
     """
     if kinds != {ours}:
         others = ", ".join(sorted(kinds - {ours})) or "none"
-        raise ValueError(f"kvpass would not compress all caches of this model in vLLM (others: {others}): {_WITHOUT}")
+        raise ValueError(f"kvpass would not compress all caches of this model in vLLM (others: {others}): {WITHOUT}")

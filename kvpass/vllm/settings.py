@@ -12,6 +12,8 @@ from kvpass.vllm.layout import BlockLayout
 
 KEY = "kvpass"
 """Our entry in vLLM's ``additional_config``."""
+WITHOUT = f"leave {KEY!r} out of additional_config"
+"""What messages advise where kvpass cannot serve a model."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Settings:
         name, budget, room = (options.pop(name) for name in ("policy", "budget", "room"))
         policy = resolve(name, **options)
         if not policy.needs_budget:
-            raise ValueError(f"policy={policy.name!r} keeps everything: leave 'kvpass' out of additional_config")
+            raise ValueError(f"policy={policy.name!r} keeps everything: {WITHOUT}")
         if policy.decode_rule() is not None:
             append = '"evict_during_decode": false, or ' if hasattr(policy, "evict_during_decode") else ""
             raise ValueError(

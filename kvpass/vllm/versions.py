@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvpass.operands import Attention
 from kvpass.ranks import Ranks
+from kvpass.vllm.settings import WITHOUT, Settings
 
 _STOCK = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 _KNOWN = "0.32."
@@ -146,10 +147,7 @@ def check_platform(config: Any) -> None:
     if current_platform.is_cpu():
         return
     if not current_platform.is_cuda():
-        raise ValueError(
-            "kvpass in vLLM has kernels for CPUs and for CUDA, not for this device: leave 'kvpass' out of "
-            "additional_config"
-        )
+        raise ValueError(f"kvpass in vLLM has kernels for CPUs and for CUDA, not for this device: {WITHOUT}")
     if getattr(config.attention_config.backend, "name", None) != "CUSTOM":
         raise ValueError("kvpass in vLLM on CUDA is the attention backend CUSTOM: pass --attention-backend CUSTOM")
 
@@ -164,6 +162,7 @@ def ranks() -> Ranks | None:
     return Ranks(group.device_group.group_name, group.rank_in_group, group.world_size)
 
 
+@functools.cache
 def check_requests() -> None:
     """Have requests checked where they enter, in the process of the front end.
 
@@ -178,8 +177,6 @@ def check_requests() -> None:
     from kvpass.vllm.admission import admit, check_beams
 
     make, resolve = InputProcessor.process_inputs, InputProcessor.resolve_watermarking
-    if hasattr(make, "__wrapped__"):
-        return
 
     def refusing(check: Callable[..., Any], processor: Any, *args: Any) -> Any:
         try:
@@ -201,6 +198,7 @@ def check_requests() -> None:
     InputProcessor.resolve_watermarking = resolve_watermarking
 
 
+@functools.cache
 def check_caches() -> None:
     """Have an engine refused at its start if kvpass is configured and a cache is not ours.
 
@@ -209,11 +207,8 @@ def check_caches() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from kvpass.vllm import refusals
-    from kvpass.vllm.settings import Settings
 
     start = Scheduler.__init__
-    if hasattr(start, "__wrapped__"):
-        return
 
     @functools.wraps(start)
     def checked(self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **options: Any) -> None:
