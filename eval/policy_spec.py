@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvpass.config import ENTRY_FORMATS, EntryFormat
 from kvpass.policies import POLICIES, Policy, resolve
+from kvpass.policies.rules import check_entries
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,24 @@ class PolicySpec:
     def __str__(self) -> str:
         options = ",".join(f"{name}={value}" for name, value in self.options)
         return f"{self.name}:{options}" if options else self.name
+
+
+def with_format(policy: str, entry_format: EntryFormat) -> str:
+    """Return a policy's name or spec, with the format of the entries if that is not the usual one."""
+    return policy if entry_format == "model" else f"{entry_format} {policy}"
+
+
+def check_formats(formats: Sequence[EntryFormat], policies: Iterable[PolicySpec]) -> None:
+    """Raise if there is no format, or a policy's cache cannot have one of them.
+
+    Raises:
+        ValueError: says which.
+    """
+    if not formats:
+        raise ValueError(f"entries='': must be one or several of {', '.join(ENTRY_FORMATS)}")
+    for spec in policies:
+        for entry_format in formats:
+            check_entries(entry_format, spec.resolve())
 
 
 def parse_policies(text: str) -> tuple[PolicySpec, ...]:

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
 from kvpass.compiler.backend import Compiler
-from kvpass.config import ENTRY_FORMATS, Budget, EntryFormat
+from kvpass.config import Budget, EntryFormat
 from kvpass.eval.environment import answering_digest, fingerprint, machine, policy_digest, save_json, versions
 from kvpass.eval.plots import plot_grid
-from kvpass.eval.policy_spec import PolicySpec
+from kvpass.eval.policy_spec import PolicySpec, check_formats, with_format
 from kvpass.eval.prompt import Prompt, Scope
 from kvpass.eval.records import Question, Record, RecordFile, Row, results_markdown, summarize
 from kvpass.eval.runner import Runner
@@ -32,7 +32,6 @@ from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.eval.workers import Share, answer_in_processes
 from kvpass.loading import launched, load_model
 from kvpass.policies import Policy, resolve_budget
-from kvpass.policies.rules import check_entries
 from kvpass.progress import progress_bar
 from kvpass.report import import_figure
 
@@ -101,11 +100,8 @@ class EvalSettings:
             raise ValueError(f"output={str(self.output)!r}: is a file, must be a folder")
         if not self.budgets and any(spec.resolve().needs_budget for spec in self.policies):
             raise ValueError("budgets='': name at least one budget")
-        if not self.entries:
-            raise ValueError(f"entries='': must be one or several of {', '.join(ENTRY_FORMATS)}")
+        check_formats(self.entries, self.policies)
         for spec in self.policies:
-            for entry_format in self.entries:
-                check_entries(entry_format, spec.resolve())
             for budget in self.budgets_of(spec):
                 resolve_budget(spec.resolve(), budget)
 
@@ -137,13 +133,9 @@ class Condition:
     questions: list[Question] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
 
-    def named(self, policy: str) -> str:
-        """Return a policy's name or spec, with the format of the entries if that is not the usual one."""
-        return policy if self.entry_format == "model" else f"{self.entry_format} {policy}"
-
     @property
     def label(self) -> str:
-        return self.named(str(self.spec))
+        return with_format(str(self.spec), self.entry_format)
 
 
 class Evaluation:
@@ -308,7 +300,7 @@ class Evaluation:
             question = Question(
                 task=task.name,
                 sample=sample.id,
-                policy=condition.named(policy.spec),
+                policy=with_format(policy.spec, condition.entry_format),
                 budget="all" if budget is None else str(budget),
                 scope=scope,
                 num_uncompressed_tokens=self.settings.num_uncompressed_tokens if scope == "prompt" else 0,

@@ -277,12 +277,9 @@ class Bench:
 
     def _kvpass_system(self, spec: PolicySpec, entries: EntryFormat) -> Kvpass:
         """One compiled model serves all contexts and batches."""
-        found = self._kvpass_systems.get((spec, entries))
-        if found is None:
-            found = self.settings.system(self.model, spec, entries=entries)
-            found.name = found.name if entries == "model" else f"{entries} {spec}"
-            self._kvpass_systems[spec, entries] = found
-        return found
+        if (spec, entries) not in self._kvpass_systems:
+            self._kvpass_systems[spec, entries] = self.settings.system(self.model, spec, entries)
+        return self._kvpass_systems[spec, entries]
 
     def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         if not measurement.system.compiled:  # libraries are loaded by a short prompt as well

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from kvpass.compiler.backend import Compiler
 from kvpass.config import EntryFormat
 from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
-from kvpass.eval.policy_spec import PolicySpec
+from kvpass.eval.policy_spec import PolicySpec, check_formats, with_format
 from kvpass.policies import resolve_budget
-from kvpass.policies.rules import check_entries
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BASELINES = ("hf-eager", "hf-static", "full", "kvpress")
@@ -187,10 +186,9 @@ class BenchSettings:
             raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
         if not self.batches or min(self.batches) < 1:
             raise ValueError(f"batches={','.join(map(str, self.batches))}: must be one or more numbers >= 1")
+        check_formats(self.entries, self.policies)
         for spec in self.policies:
             policy = spec.with_window(self.window).resolve()
-            for entry_format in self.entries:
-                check_entries(entry_format, policy)
             if policy.needs_budget:
                 resolve_budget(policy, self.budget)
         for name in self.systems or ():
@@ -221,10 +219,13 @@ class BenchSettings:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(self.bench_model.config.vocab_size, (rows, tokens), generator=generator)
 
-    def system(self, model: PreTrainedModel, spec: PolicySpec, **options: Any) -> Kvpass:
-        """Return kvpass with a policy; ``options`` are of ``kvpass.compile``."""
-        policy = spec.with_window(self.window).resolve()
-        return Kvpass(model, str(spec), policy=policy, budget=self.budget, backend=self.backend, **options)
+    def system(
+        self, model: PreTrainedModel, spec: PolicySpec, entries: EntryFormat = "model", **options: Any
+    ) -> Kvpass:
+        """Return kvpass with a policy; ``entries`` and ``options`` are of ``kvpass.compile``."""
+        policy, name = spec.with_window(self.window).resolve(), with_format(str(spec), entries)
+        options |= {"policy": policy, "budget": self.budget, "backend": self.backend, "entries": entries}
+        return Kvpass(model, name, **options)
 
     @property
     def prompts(self) -> tuple[int, ...]:

@@ -88,6 +88,8 @@ def test_formats_of_kept_entries_are_systems_of_their_own(micro):
     assert systems["int8 lava"] == 2 * (8 * codes + (8 + 3) * entry)
     with pytest.raises(ValueError, match="entries='int8' with policy 'h2o': it evicts while decoding"):
         settings(micro, policies=parse_policies("h2o"), entries=("model", "int8"))
+    with pytest.raises(ValueError, match="entries='': must be one or several of model, int8"):
+        settings(micro, entries=())
 
 
 def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, monkeypatch):
