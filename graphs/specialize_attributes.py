@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.fx_utils import dim_of, is_module_tensor, recorded, shape_of, symbols_in, symbols_of
+from kvpass.graphs.fx_utils import dim_of, is_module_tensor, recorded, shape_of, source_of, symbols_in, symbols_of
 from kvpass.torch_compat import (
     SymT,
     TensorifyScalarRestartAnalysis,
@@ -76,7 +76,7 @@ def _guard_ints(gm: GraphModule) -> None:
 
 def _is_size(node: Node) -> bool:
     """Whether an input is a size or stride of a tensor."""
-    return isinstance(getattr(node, "_dynamo_source", None), TensorPropertySource)
+    return isinstance(source_of(node), TensorPropertySource)
 
 
 def _number(node: Node) -> float | None:

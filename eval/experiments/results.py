@@ -30,9 +30,8 @@ from kvpass.progress import progress_console
 
 GRID_POLICIES = ("full", "lava", "ada_snapkv", "streaming_llm")
 GRID_BUDGET = 0.12
-LOSS_POLICIES = (
-    *("lava", "lava_uniform", "ada_snapkv", "snapkv", "streaming_llm"),
-    *("knorm", "keydiff", "lagkv", "criticalkv", "defensivekv"),
+LOSS_POLICIES = tuple(
+    "lava lava_uniform ada_snapkv snapkv streaming_llm knorm keydiff lagkv criticalkv defensivekv".split()
 )
 LOSS_BUDGETS = (0.06, 0.12, 0.25)
 LOSS_WINDOW = 8

@@ -225,10 +225,13 @@ class CompressedModel(_Base):
         kwargs.pop("cache" if CACHE == "past_key_values" else "past_key_values", None)
         kwargs[CACHE] = cache
         check_generate(kwargs, generation_config, self.generation_config)
-        begun = cache is not None and not cache.is_empty
-        runtime = self._kvpass
-        configured, recurrent = generation_config or self.generation_config, runtime.attention is not None
-        check_drafts(kwargs, configured, runtime.rules, begun=begun, recurrent=recurrent)
+        check_drafts(
+            kwargs,
+            generation_config or self.generation_config,
+            self._kvpass.rules,
+            begun=cache is not None and not cache.is_empty,
+            recurrent=self._kvpass.attention is not None,
+        )
         generation_config, block = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         ids = kwargs.get("input_ids", inputs)
