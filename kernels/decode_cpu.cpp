@@ -20,7 +20,7 @@ constexpr int64_t GRAIN = int64_t(1) << 19;  // multiply-adds that justify one m
 constexpr int32_t EMPTY = -1;      // position of a free slot
 constexpr int32_t NEWEST = 1 << 30;  // added to a new entry's position to make it the last in storage order
 
-// Field order and widths must match the struct format in cpu_library.py.
+// Field order and widths must match the struct format of the call in cpu.py.
 struct Call {
     const void *q, *k, *v;
     void *pool_k, *pool_v;
@@ -30,8 +30,8 @@ struct Call {
     const float* sinks;  // null: none
     void* out;
     // For slots that are reused; else null.
-    int32_t *position, *storage_order;  // storage_order: storage order; null: the tables do not record the new entry
-    float *decode_state, *norm;       // decode_state: decode state
+    int32_t *position, *storage_order;  // storage_order null: the tables do not record the new entry
+    float *decode_state, *norm;
     const int64_t* now;
     float* weights;
     // For rows that lie in blocks of one array; else null. row_at: first entry of the row's block; row_used: as used.

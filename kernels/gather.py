@@ -4,7 +4,7 @@ Nothing is read on the host: cumulative counts tell which selected entry goes in
 
 Legend: B batch, N prompt columns, K KV heads, D head dim of keys, Dv of values, L layers, E pool slots. Tables of the
 pool: slots int32 ``[4, B, E]`` with planes owner (layer * K + head, -1 = empty), rank (order of entry), position (true
-position) and storage_order (storage order of the decode rule); slot_stats fp32 ``[2, B, E]``.
+position) and storage_order (of the decode rule); slot_stats fp32 ``[2, B, E]``.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         tl.store(slots + RANK * plane + o_slot, tl.load(rank + o_entry, mask=m_e, other=0), mask=m_e)
         tl.store(slots + POSITION * plane + o_slot, b_position.to(tl.int32), mask=m_e)
         tl.store(slots + STORAGE_ORDER * plane + o_slot, tl.load(storage_order + o_entry, mask=m_e, other=0), mask=m_e)
-        trace_plane = rows.to(tl.int64) * K * columns
-        for i_trace in tl.static_range(2):
-            b_trace = tl.load(stats + i_trace * trace_plane + o_entry, mask=m_e, other=0.0)
-            tl.store(slot_stats + i_trace * plane + o_slot, b_trace, mask=m_e)
+        stat_plane = rows.to(tl.int64) * K * columns
+        for i_stat in tl.static_range(2):
+            b_stat = tl.load(stats + i_stat * stat_plane + o_entry, mask=m_e, other=0.0)
+            tl.store(slot_stats + i_stat * plane + o_slot, b_stat, mask=m_e)
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -123,7 +123,7 @@ def gather_winners(
     Args:
         source: int32 ``[B, E]``, from :func:`assign_slots`: flat index ``head * N + column``, or -1. Slots with -1 stay
             as they are.
-        rank: int32 ``[B, K, N]``, order of entry. storage_order: int32 ``[B, K, N]``, storage order.
+        rank: order of entry. storage_order: of the decode rule. Both int32 ``[B, K, N]``.
         candidates: k and v with any strides but a contiguous last dim; true positions count from ``start``.
         buffers: pool, slots and slot_stats are written.
         layer: the layer of k and v.

@@ -99,7 +99,7 @@ def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: T
 
     Args:
         worth: fp32 ``[B, K, S]``, higher = keep, ties to the lower position. position: int32, same shape, negative = no
-            entry. decode_state: decode state, fp32, same shape.
+            entry. decode_state: fp32, same shape.
         quota: entries a head may hold besides the newest ``window`` positions of the line, int64 ``[B, K]``.
 
     Returns:
@@ -131,20 +131,20 @@ def _rank_kernel(  # type: ignore[no-untyped-def]
     """Rank some slots of one line by storage_order (-1: not competing); store their attention by rank."""
     i_line = tl.program_id(0).to(tl.int64)
     p_position = position + i_line * width
-    p_place = storage_order + i_line * width
+    p_order = storage_order + i_line * width
     oldest_spared = largest(p_position, width, LINE_BLOCK) - window + 1
     o_s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     m_s = o_s < width
     b_position = tl.load(p_position + o_s, mask=m_s, other=-1)
-    b_place = tl.load(p_place + o_s, mask=m_s, other=0)
+    b_order = tl.load(p_order + o_s, mask=m_s, other=0)
     m_s_competes = (b_position >= 0) & (b_position < oldest_spared)
     b_rank = tl.zeros([BLOCK_S], tl.int32)
     for i_l in range(0, width, BLOCK_L):
         o_l = i_l + tl.arange(0, BLOCK_L)
         b_other = tl.load(p_position + o_l, mask=o_l < width, other=-1)
-        b_other_place = tl.load(p_place + o_l, mask=o_l < width, other=0)
+        b_other_order = tl.load(p_order + o_l, mask=o_l < width, other=0)
         m_before = (b_other >= 0) & (b_other < oldest_spared)
-        m_before = m_before[None, :] & (b_other_place[None, :] < b_place[:, None])
+        m_before = m_before[None, :] & (b_other_order[None, :] < b_order[:, None])
         b_rank += tl.sum(m_before.to(tl.int32), 1)
     tl.store(rank + i_line * width + o_s, tl.where(m_s_competes, b_rank, -1), mask=m_s)
     for i_g in tl.static_range(G):
@@ -201,7 +201,7 @@ def pool_in_order(
 
     Args:
         attention: fp32 ``[B, H, S]``, not negative. position: int32 ``[B, K, S]``, negative = no entry; K divides H.
-            storage_order: storage order, ascending; int32 ``[B, K, S]``, different for the entries of a line.
+            storage_order: ascending; int32 ``[B, K, S]``, different for the entries of a line.
         window: the newest positions of a line, which are left out.
         pool: ``"avg"`` (counts zeros beyond the ends), ``"max"`` or None. kernel_size: odd.
         group: ``"mean"``, ``"max"`` or ``"sum"``.

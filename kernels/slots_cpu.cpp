@@ -1,5 +1,5 @@
 // Eviction from a cache of constant size, on the CPU: each KV head keeps its best and its newest entries. Also pooling
-// of attention over neighbours, for the scores. Built by cpu_library.py with the compiler and flags of Inductor.
+// of attention over neighbours, for the scores. Built by cpu.py with the compiler and flags of Inductor.
 
 #include <algorithm>
 #include <cstdint>

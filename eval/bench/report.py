@@ -36,7 +36,7 @@ SPEED: tuple[Column, ...] = (
     ("over\nhf-static", lambda r: _of(r["decode_speedup"].get("hf-static"), ".1f", mark="x")),
     ("of the\nbound, %", lambda r: _of(r["share_of_bound"], ".0f", 1e-2)),
 )
-DECODE_STATE: tuple[Column, ...] = (
+MEMORY: tuple[Column, ...] = (
     ("tokens\nper s", lambda r: _of(r["tokens_per_s"], ".4g")),
     ("generate\nms/token", lambda r: _of(r.get("generate_ms"), ".2f")),
     ("cache\nMiB", lambda r: _of(r["cache_bytes"], ".2f", 2**20)),
@@ -65,7 +65,7 @@ def tables(result: dict[str, Any]) -> Group:
     for run in result["runs"]:
         parts += [
             _table(run, SPEED, title(result, run)),
-            _table(run, DECODE_STATE, None),
+            _table(run, MEMORY, None),
             *(Text(f"{record['name']}: {record['failure']}") for record in run["systems"] if record["failure"]),
         ]
     return Group(*parts, Text(conditions(result)), Text(LEGEND))
@@ -112,7 +112,7 @@ def conditions(result: dict[str, Any]) -> str:
 def markdown(result: dict[str, Any]) -> str:
     """All columns of all runs, as Markdown tables."""
     parts = []
-    columns = (*SPEED, *DECODE_STATE)
+    columns = (*SPEED, *MEMORY)
     header = ["system", *(" ".join(name.split()) for name, _ in columns)]
     for run in result["runs"]:
         rows = [[record["name"], *(_in_line(_cell(record, cell)) for _, cell in columns)] for record in run["systems"]]

@@ -23,7 +23,7 @@ from kvpass.ranks import Ranks
 SLOT_POSITION, SLOT_ORDER = 0, 1
 """Planes of the slot table, int32 ``[2, L, B, K, S]``: true position, storage order."""
 SLOT_STATE, SLOT_NORM = 0, 1
-"""Planes of the slot decode_state, fp32 ``[2, L, B, K, S]``: decode state, L1 norm of the value row."""
+"""Planes of the decode state of each slot, fp32 ``[2, L, B, K, S]``: decode state, L1 norm of the value row."""
 
 
 def attend_evict(
@@ -108,7 +108,7 @@ def _pool_rows(begins: Tensor, slots: int, pool: Tensor) -> Tensor:
 
 
 def first_slots(prompt: PrefillBuffers, start: Tensor, columns: int, window: int) -> tuple[Tensor, Tensor]:
-    """Return the slot table and slot decode_state right after a prompt was packed.
+    """Return the slot table and the slots' decode state right after a prompt was packed.
 
     Args:
         start: first real column int64 ``[B]``. columns: N. window: prompt columns in the tail.

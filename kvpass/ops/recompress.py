@@ -112,7 +112,7 @@ def select_held(scores: Tensor, layer_weights: Tensor, entries: Tensor, availabl
     Keeps as many as the budget allows, or all; a share that a layer cannot fill goes to other layers.
 
     Args:
-        scores: fp32 ``[B, L, K, S]``, ``-inf`` where there is no evictable entry. layer_weights: layer weights, fp64
+        scores: fp32 ``[B, L, K, S]``, ``-inf`` where there is no evictable entry. layer_weights: fp64
             ``[B, L]``.
         entries: evictable entries per KV head per layer on average, int64 ``[B]``.
         available: evictable positions seen so far, int64 ``[B]``.

@@ -84,8 +84,8 @@ class Slots:
 
     Attributes:
         position: true position, int32 or int64 ``[B, K, C]``, negative = empty.
-        storage_order: storage order, ascending, same shape and dtype; a new token comes last.
-        decode_state: decode state of each entry, fp32 ``[B, K, C]``; 0 for the new token.
+        storage_order: ascending, same shape and dtype; a new token comes last.
+        decode_state: of each entry, fp32 ``[B, K, C]``; 0 for the new token.
         value_norm: L1 norm of each value row, fp32 ``[B, K, C]``.
         pool_in_order: :func:`pool_in_order`, or a kernel that does the same.
         due: heads from which the step evicts, as :meth:`DecodeRule.due` says, bool ``[B, K]``; None: all.

@@ -24,8 +24,8 @@ class H2O(Policy):
     newest tokens are kept. While decoding, the sum goes on and the lowest score outside the window is evicted. With
     ``layer_split="cake"`` layers share as in CAKE (its table "H2O + P2A"), which needs ``tau1`` and ``tau2``.
 
-    Departures: one cache per KV head instead of one per query head (repeat K and V to get the latter); decode_state of
-    evicted entries is freed, while the original masks logits.
+    Departures: one cache per KV head instead of one per query head (repeat K and V to get the latter); the memory
+    of evicted entries is freed, while the original masks logits.
 
     Args:
         pool, kernel_size, group: as in :class:`~kvpass.policies.snapkv.SnapKV`; no pooling by default. The running sum

@@ -152,12 +152,12 @@ class PyramidLayers(LayerSplit):
         p = a / a.sum(2, keepdim=True).clamp(min=1e-30)
         if self.shape == "entropy":
             return -torch.xlogy(p, p).sum(2).mean(1).clamp(max=0.0)
-        storage_order = torch.arange(1, obs.evictable + 1, dtype=torch.float64, device=a.device)
+        rank = torch.arange(1, obs.evictable + 1, dtype=torch.float64, device=a.device)
         if isinstance(obs.available, int):
-            gini = (2 * storage_order - obs.evictable - 1).mul(p.sort(dim=2).values).sum(2) / obs.evictable
+            gini = (2 * rank - obs.evictable - 1).mul(p.sort(dim=2).values).sum(2) / obs.evictable
             return (1 - gini).mean(1).clamp(min=0.0)
-        # the zeros of padding come first, so that the rank of a real column is its index less their number
-        rank = storage_order - (obs.evictable - obs.available)
+        # the zeros of padding come first, so that the rank of a real column is less by their number
+        rank = rank - (obs.evictable - obs.available)
         count = obs.available[..., 0]
         gini = (2 * rank - obs.available - 1).mul(p.sort(dim=2).values).sum(2) / count.clamp(min=1)
         return torch.where(count[:, 0] < 2, 0.0, (1 - gini).mean(1).clamp(min=0.0))

@@ -70,8 +70,8 @@ def round_shares(shares: Tensor, total: Tensor, cap: Tensor) -> Tensor:
     missing = torch.minimum(total, cap * m) - whole.sum(1)
     remainder = ((shares - floor) * _REMAINDER_STEPS).round().long()
     remainder = torch.where(whole < cap[:, None], remainder, -_REMAINDER_STEPS)
-    storage_order = invert(remainder.argsort(dim=1, descending=True, stable=True))
-    return whole + (storage_order < missing[:, None])
+    rank = invert(remainder.argsort(dim=1, descending=True, stable=True))
+    return whole + (rank < missing[:, None])
 
 
 def adaptive_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:

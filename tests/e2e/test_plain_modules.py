@@ -1,4 +1,4 @@
-"""CaptureCache written as people write them, without cache or position inputs, unmodified under the raw backend.
+"""Decoders written as people write them, without cache or position inputs, unmodified under the raw backend.
 
 Each computes its own positions from the length of its input and knows nothing of kvpass. ``keep`` of a test model,
 which the oracle uses, hides prompt entries from later tokens; it is None while kvpass runs the model.

@@ -130,9 +130,9 @@ def of(name, change):
     return forge
 
 
-def put(*storage_order, value):
+def put(*at, value):
     def change(tensor):
-        tensor[storage_order] = value
+        tensor[at] = value
         return tensor
 
     return change

@@ -1,4 +1,4 @@
-"""CaptureCache in the forms that published code has them in, under the raw backend: exact, or refused by the line.
+"""Decoders in the forms that published code has them in, under the raw backend: exact, or refused by the line.
 
 Each module is a few lines of our own in the shape of what litgpt, gpt-fast, torchtune, lit-llama, x-transformers and
 PaLM-rlhf do. ``forward`` knows nothing of kvpass; what is not in the shape of a causal decoder must not run at all.

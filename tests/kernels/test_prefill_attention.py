@@ -92,7 +92,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs begin as NaN, so that a storage_order no program writes shows."""
+    """Outputs begin as NaN, so that a place which no program writes shows."""
     empty = torch.empty
 
     def filled(*args, **kwargs):  # type: ignore[no-untyped-def]

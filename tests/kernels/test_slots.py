@@ -242,7 +242,7 @@ def test_bfloat16_on_the_cpu() -> None:
 @both_ways
 @pytest.mark.parametrize("capacity", [1, 63, 64, 65, 200])
 def test_lines_without_a_pool(way: Callable[..., Any], capacity: int) -> None:
-    """As those of a ring: the same positions for all heads, in one place of decode_state, and nothing written down."""
+    """As those of a ring: the same positions for all heads, in one place in memory, and nothing written down."""
     case = slots_case([[0, 0]], capacity=capacity, pool=False, entered=False, live=0.0)
     columns = torch.arange(capacity, dtype=torch.int32).roll(capacity // 3)
     columns[capacity // 2] = EMPTY
