@@ -264,7 +264,7 @@ def cascade_step(
     k, v, start = candidates.k, candidates.v, candidates.start
     kv_heads, n = k.shape[1:3]
     keep, rank, storage_order = reallocate_budgets(buffers, candidates, layer, policy, ranks)
-    owner, order, position, places = buffers.slots
+    owner, order, position, stored = buffers.slots
     true_position = torch.arange(n, device=k.device) - start[:, None]
     for row in range(k.shape[0]):
         head, column = keep[row].nonzero(as_tuple=True)
@@ -279,7 +279,7 @@ def cascade_step(
         owner[row, slot] = (layer * kv_heads + head).int()
         order[row, slot] = rank[row, head, column]
         position[row, slot] = true_position[row, column].int()
-        places[row, slot] = storage_order[row, head, column].int()
+        stored[row, slot] = storage_order[row, head, column].int()
         buffers.slot_stats[:, row, slot] = candidates.stats[:, row, head, column]
 
     keep_window(buffers, candidates, layer, min(policy.window, n))
