@@ -3,7 +3,12 @@
 A pass is a function ``verb_object_pass(gm) -> int`` that changes a Dynamo graph in place and returns how many attention
 ops (or nodes) it changed. Passes that only check return 0. Settings are bound with ``functools.partial``.
 ``KVPASS_DUMP=folder`` writes the graph before and after each pass. ``KVPASS_DISABLE_PASSES=name,...`` skips passes, to
-find a faulty one; results may then be wrong. In order:
+find a faulty one; results may then be wrong.
+
+Those down to ``take_host_weights`` run once on each capture, the others on a copy of it for each phase. Of these, a
+prompt has ``offset_positions`` alone. :mod:`~kvpass.graphs.split_layers` then cuts the graph into layers, the distinct
+parts are compiled, and :mod:`kvpass.compiler.blocks` calls parts, attention and policy. ``rewrite_prefill`` is for a
+prompt that is not split: of one token, with ``compile_regions=False``, or of a decoder without layers. In order:
 
 ==========================  =====================================================================================
 ``specialize_attributes``   attributes of modules and int arguments that Dynamo made symbolic -> numbers
@@ -18,10 +23,10 @@ find a faulty one; results may then be wrong. In order:
 ``self_check``              raise: a text in pieces is not the whole text; marks positions that the decoder counts
 ``check_sites``             raise: no attention op, unsupported ops, mixed dtypes, layers without an op
 ``take_host_weights``       copies of weights that stay on the host -> the weights, as inputs on the device
-``offset_positions``        extend and decode: marked positions start at the number of tokens seen
+``offset_positions``        marked positions start at the number of tokens seen; of a prompt in layers, at its blocks
 ``one_token``               decode: values recorded again for one token
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
-``rewrite_prefill``         ``kvpass::site`` -> prefill ops with the cascade
+``rewrite_prefill``         a prompt that is not split: ``kvpass::site`` -> prefill ops with the cascade
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache, for policies that append or evict
 ==========================  =====================================================================================
 """
