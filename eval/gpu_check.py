@@ -39,7 +39,7 @@ from kvpass.eval.environment import save_json, source_digest
 from kvpass.eval.tables import markdown_table
 
 SECONDS = 530
-"""Time for everything: a machine lent for ten minutes, less what it takes to set up and to write."""
+"""Time for everything: ten minutes, less what it takes to set up and to write."""
 LEAST_SECONDS = 30
 """A stage with less than this left, or less than it needs itself, is not begun."""
 GRACE_SECONDS = 10
@@ -47,7 +47,7 @@ GRACE_SECONDS = 10
 _LINES_OF_A_FAILURE = 30
 COMPILED = "compiled"
 PART_BYTES, MOST_PARTS = 15 * 2**20, 3
-"""A lent machine gives back files of 16 MiB, 64 MiB together."""
+"""Of the archive of compiled code: small enough to copy where large files are not."""
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/e2e/test_gpu.py", "tests/kernels/test_prefill_attention.py", "tests/e2e/test_contracts.py")
 GRAPH_TESTS = ("tests/e2e/test_gpu_graphs.py",)
@@ -290,7 +290,7 @@ def send(folder: Path, out: Path) -> None:
 
 
 def send_compiled(folder: Path, out: Path) -> None:
-    """Copy the compile caches to ``$OUT``, as an archive in parts: a lent machine gives back no large file."""
+    """Copy the compile caches to ``$OUT``, as an archive in parts that are small enough to copy."""
     if not (folder / COMPILED).is_dir():
         return
     command = ["tar", "-czf", "-", "-C", str(folder.parent), f"{folder.name}/{COMPILED}"]
