@@ -1,8 +1,8 @@
 """What mkdocs cannot do alone: include parts of files above docs/, and write pages from the code and from records.
 
-A line ``{{ include FILE }}`` in a page stands for that file, ``{{ include FILE # HEADING }}`` for the section under a
-heading, ``{{ include FILE <!-- MARK --> }}`` for what is between that line and ``<!-- end -->``, ``{{ costs FILE }}``
-for a table of what policies add to a prompt, of the newest ``benchmarks/results/*/FILE``. Written from scratch:
+A line that is only the link ``[HEADING](../FILE#heading)`` stands for the section of FILE under that heading; on a
+forge it stays a link. ``{{ costs FILE }}`` stands for a table of what policies add to a prompt, of the newest
+``benchmarks/results/*/FILE``. Whole pages: ``design.md`` and ``changelog.md`` (the files above docs/),
 ``policies/`` (docstrings, options, docs/results.md), ``benchmarks.md`` (benchmarks/results), ``reference.md``.
 """
 
@@ -40,7 +40,9 @@ from docs_roles import without_roles  # noqa: E402
 
 HOME = {"DESIGN.md": "design.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 """Pages of files above docs/."""
-_INCLUDE = re.compile(r"^\{\{ include (\S+)(?: (#|<!--) (.*?)(?: -->)?)? \}\}$", re.MULTILINE)
+_SECTION = re.compile(r"^\[(.+)\]\(\.\./(\S+)#\S+\)$", re.MULTILINE)
+_WHOLE = {HOME[name]: name for name in ("DESIGN.md", "CHANGELOG.md")}
+"""Pages that are such a file as a whole."""
 _COSTS_OF = re.compile(r"^\{\{ costs (\S+) \}\}$", re.MULTILINE)
 _LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)\s]+)(\))")
 
@@ -59,8 +61,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     results = _tables((ROOT / "docs" / "results.md").read_text())
     made: dict[str, str | bytes] = {
-        "design.md": "{{ include DESIGN.md }}\n",
-        "changelog.md": "{{ include CHANGELOG.md }}\n",
+        **{page: (ROOT / name).read_text() for page, name in _WHOLE.items()},
         "benchmarks.md": benchmarks(),
         "reference.md": reference(),
     }
@@ -77,38 +78,34 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(text: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    def included(found: re.Match[str]) -> str:
-        part = _part(*found.groups())
-        return _LINK.sub(lambda link: link[1] + _target(link[2], page, config, files) + link[3], part)
+    def of_root(text: str) -> str:
+        return _LINK.sub(lambda link: link[1] + _target(link[2], page, config, files) + link[3], text)
 
     def moved(link: re.Match[str]) -> str:
         return f"]({_target(link[1], page, config, files)})"
 
-    text = _COSTS_OF.sub(lambda found: costs(found[1]), _INCLUDE.sub(included, text))
+    if page.file.src_uri in _WHOLE:
+        return of_root(text)
+    text = _SECTION.sub(lambda found: of_root(section(found[2], found[1])), text)
+    text = _COSTS_OF.sub(lambda found: costs(found[1]), text)
     return re.sub(r"\]\(\.\./([^)\s]+)\)", moved, text)
 
 
-# -- includes ---------------------------------------------------------------------------------------------------------
+# -- sections ---------------------------------------------------------------------------------------------------------
 
 
-def _part(name: str, kind: str | None, mark: str | None) -> str:
-    """The file, or the part that the directive names.
+def section(name: str, heading: str) -> str:
+    """Return what is under a heading of a file.
 
     Raises:
-        ValueError: the file has no such part.
+        ValueError: the file has no such heading.
     """
-    text = (ROOT / name).read_text()
-    if kind is None or mark is None:
-        return text
-    if kind == "#":
-        found = re.search(rf"^(#+) {re.escape(mark)}\n(.*?)(?=^#{{1,2}} |\Z)", text, re.MULTILINE | re.DOTALL)
-        part = None if found is None else found[2]
-    else:
-        found = re.search(rf"^<!-- {re.escape(mark)} -->\n(.*?)^<!-- end -->$", text, re.MULTILINE | re.DOTALL)
-        part = None if found is None else found[1]
-    if part is None:
-        raise ValueError(f"{name} has no part {mark!r}")
-    return part.strip("\n")
+    found = re.search(
+        rf"^(#+) {re.escape(heading)}\n(.*?)(?=^#{{1,2}} |\Z)", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL
+    )
+    if found is None:
+        raise ValueError(f"{name} has no section {heading!r}")
+    return found[2].strip("\n")
 
 
 def _target(link: str, page: Page, config: MkDocsConfig, files: Files) -> str:
