@@ -131,8 +131,7 @@ def forget_gguf(model: PreTrainedModel) -> None:
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and quantizer.quantization_config.quant_method == "gguf":
-        del model.config.quantization_config, model.hf_quantizer, model.quantization_method
-        model.is_quantized = False  # type: ignore[assignment]
+        del model.config.quantization_config, model.hf_quantizer, model.quantization_method, model.is_quantized
 
 
 def write_gguf(file: str | Path, folder: str | Path) -> None:

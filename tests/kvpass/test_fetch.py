@@ -110,7 +110,7 @@ def test_a_gguf_file_is_a_model_like_its_safetensors(file, tmp_path):
     same, _ = load(tmp_path / "folder")
     model.save_pretrained(tmp_path / "again")
     assert tokenizer.chat_template == TEMPLATE
-    assert not hasattr(model.config, "quantization_config") and not model.is_quantized
+    assert not hasattr(model.config, "quantization_config") and not hasattr(model, "is_quantized")
     assert ModelFingerprint(model).describe() == ModelFingerprint(same).describe()
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
     assert [TOKENS[i] for i in ids[0, :4]] == ["th", "e", "Ġ", "o"] and tokenizer.decode(ids[0]) == TEXT
@@ -136,6 +136,18 @@ def test_commands_take_a_gguf_file(file, tmp_path):
     assert run("compress", text, "-o", tmp_path / "text.kv", *words).exit_code == 0
     result = run("ask", tmp_path / "text.kv", "the lamp", "--backend", "eager", "--new-tokens", 2)
     assert result.exit_code == 0, result.output
+
+
+def test_the_harness_takes_a_gguf_file(file):
+    pytest.importorskip("lm_eval")
+    from kvpass.lm_eval import KVPassLM
+
+    scorer = KVPassLM(str(file), policy="full", compiler="eager", device="cpu")
+    assert scorer.tokenizer.chat_template == TEMPLATE and scorer.pretrained == str(file)
+    model = load(file)[0]
+    ids = scorer.tok_encode(TEXT)
+    (answer,) = scorer._loglikelihood_tokens([((TEXT, "a"), ids, [4])], disable_tqdm=True)
+    assert answer[0] == pytest.approx(model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[4].item(), abs=1e-4)
 
 
 def test_a_fetched_model_is_found_by_its_name(index, file, tmp_path):
