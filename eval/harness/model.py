@@ -53,7 +53,7 @@ from kvpass.eval.prompt import (
     without_separator,
 )
 from kvpass.eval.runner import Batch, Runner, Totals, chunks, filled
-from kvpass.loading import launched
+from kvpass.loading import forget_gguf, launched, located
 from kvpass.policies import Policy, resolve, resolve_budget
 from kvpass.policies.options import check_choice, check_int
 from kvpass.transformers_compat import CACHE
@@ -72,7 +72,7 @@ class KVPassLM(HFLM):
     """The model ``"kvpass"`` of lm-evaluation-harness.
 
     Args:
-        pretrained: name or path of a causal language model, or a model already loaded.
+        pretrained: name or path of a causal language model (also a GGUF file, or fetched), or a model already loaded.
         policy: name of a policy (or a policy value); ``"full"`` or ``"none"`` keeps everything: the baseline.
         budget: as in :func:`kvpass.compile`.
         scope: ``"prompt"`` compresses the whole prompt but its last tokens, the question among them (question-aware);
@@ -126,7 +126,13 @@ class KVPassLM(HFLM):
         self._arguments = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
         if launched()[1] > 1 and not torch.accelerator.is_available():
             os.environ["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes every process for the only one
-        super().__init__(pretrained, batch_size=batch_size, **arguments)
+        if isinstance(pretrained, str):
+            with located(pretrained) as (place, file):
+                super().__init__(place, batch_size=batch_size, **file, **arguments)
+            self.pretrained = pretrained
+            forget_gguf(self.model)
+        else:
+            super().__init__(pretrained, batch_size=batch_size, **arguments)
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and self.world_size == 1:  # the harness looks for several GPUs, not processes
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes

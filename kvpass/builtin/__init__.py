@@ -12,22 +12,29 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvpass.fetch import fetched
+
 
 def path() -> Path:
     """Folder that ``from_pretrained`` reads: configuration, weights (bf16) and tokenizer."""
     return Path(str(files(__name__)))
 
 
-def load(*, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model and its tokenizer; never touches the network.
+def load(
+    name: str = "builtin", *, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model, or one that ``kvpass fetch`` brought, and its tokenizer; never touches the network.
 
     Args:
-        dtype: of the parameters; they are stored as bf16. options: of ``from_pretrained``.
+        name: ``builtin``, or a name of ``kvpass fetch``.
+        dtype: of the parameters; those of the built-in model are stored as bf16. options: of ``from_pretrained``.
     Returns:
-        model: ``Qwen3ForCausalLM`` on the CPU, in evaluation mode.
-        tokenizer: one token per word, three-digit number and punctuation mark.
+        model: on the CPU, in evaluation mode; the built-in one is a ``Qwen3ForCausalLM``.
+        tokenizer: of the built-in model: one token per word, three-digit number and punctuation mark.
+    Raises:
+        ValueError: there is no such model, or it has not been fetched.
     """
-    folder = path()
+    folder = path() if name == "builtin" else fetched(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **options)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return model.eval(), tokenizer

@@ -25,7 +25,7 @@ SAMPLES = 256
 
 _IRRELEVANT = set(
     "architectures dtype torch_dtype transformers_version use_cache return_dict id2label label2id output_attentions "
-    "output_hidden_states bos_token_id eos_token_id pad_token_id".split()
+    "output_hidden_states bos_token_id eos_token_id pad_token_id gguf_file".split()
 )
 """Settings of a configuration that do not affect keys and values; those named ``_...`` do not either."""
 

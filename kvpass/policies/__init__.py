@@ -195,7 +195,7 @@ def resolve_budget(policy: Policy, budget: Budget | int | float | str | None) ->
     """Parse the budget and check it against the policy.
 
     Raises:
-        ValueError: unreadable, below window + 1, missing, or given to a policy that has none.
+        ValueError: unreadable, below window + 1, missing, or less than everything for a policy that has none.
     """
     parsed = parse_budget(policy, budget)
     if parsed is not None and parsed.kind == "entries" and parsed.value < policy.window + 1:
@@ -207,12 +207,16 @@ def parse_budget(policy: Policy, budget: Budget | int | float | str | None) -> B
     """Parse the budget, without checking it against the window, which a short prompt need not fill.
 
     Raises:
-        ValueError: unreadable, missing, or given to a policy that has none.
+        ValueError: unreadable, missing, or less than everything for a policy that has none.
     """
     if budget is None:
         if policy.needs_budget:
             raise ValueError(f"budget=None: policy {policy.name!r} needs one, for instance budget=1024")
         return None
     if not policy.needs_budget:
-        raise ValueError(f"budget={budget!r}: policy {policy.name!r} keeps everything and takes no budget")
+        if Budget.parse(budget) == Budget.parse(1.0):
+            return None
+        raise ValueError(
+            f"budget={budget!r}: policy {policy.name!r} keeps everything and takes no budget: give None or 1.0"
+        )
     return Budget.parse(budget)

@@ -195,6 +195,7 @@ def test_degenerate_prompts_are_decided_without_nan(variant, parity):
 def test_full_keeps_everything_and_takes_no_budget():
     q, k, v = tensors(0)
     assert plan("full", q, k, v, budget=None).keep.all()
+    assert plan("full", q, k, v, budget=1.0).keep.all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
