@@ -23,9 +23,9 @@ _EVALUATION: Evaluation | None = None
 
 
 class Share(NamedTuple):
-    """Samples of one condition: its number, and indices of samples."""
+    """Samples of one task in one scope, and the numbers of the conditions under which they are answered."""
 
-    condition: int
+    conditions: tuple[int, ...]
     samples: tuple[int, ...]
 
 
@@ -81,5 +81,4 @@ def _start(settings: EvalSettings, workers: int, started: Any) -> None:
 
 def _answer(share: Share) -> list[Record]:
     assert _EVALUATION is not None
-    condition = _EVALUATION.conditions[share.condition]
-    return [record for records in _EVALUATION.answers(condition, share.samples) for record in records]
+    return [record for records in _EVALUATION.answers(share) for record in records]

@@ -473,20 +473,28 @@ class CompressedModel(_Base):
         self._kvpass.rules = rules
         self._kvpass.last_prompt = None
 
-    def report(self) -> Report:
-        """Return what the last prompt kept, and what was compiled for its policy.
+    def report(self, cache: CompressedCache | None = None) -> Report:
+        """Return what the last prompt kept, or that of a cache, and what was compiled for its policy.
 
         Raises:
-            ValueError: no prompt has been prefilled yet, or none since policy or budget were set.
+            ValueError: no prompt has been prefilled yet, or none since policy or budget were set; or the cache has
+                another policy or budget than the model, or was loaded from a file, which holds no record.
         """
         runtime = self._kvpass
-        if runtime.last_prompt is None:
+        if cache is not None:
+            cache.check_fingerprint(
+                runtime.rules.policy, runtime.rules.budget, runtime.identity, runtime.rules.entry_format
+            )
+            if cache.record is None:
+                raise ValueError(f"nothing to report: {cache!r} is empty or was loaded from a file")
+        prompt = runtime.last_prompt if cache is None else cache.record
+        if prompt is None:
             raise ValueError("nothing to report: this model has prefilled no prompt yet with its policy and budget")
         policy = runtime.rules.policy
         return Report(
             policy=policy,
             budget=runtime.rules.budget,
-            prompt=runtime.last_prompt,
+            prompt=prompt,
             ranks=runtime.ranks,
             attention=runtime.attention,
             on_host=runtime.captures.compiler.on_host,
