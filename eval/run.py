@@ -234,7 +234,7 @@ class Evaluation:
     def _add(self, records: Sequence[Record], progress: Progress, bar: Any) -> None:
         for record in records:
             self.file.add(record)
-        progress.advance(bar, len(records))
+        progress.update(bar, advance=len(records), score=records[-1].score)
 
     def _shares(self) -> list[Share]:
         """What waits: samples of a task in a scope, with conditions that wait for the same of them.
