@@ -79,7 +79,7 @@ def test_without_a_terminal_lines_say_how_far_it_is(monkeypatch):
             bar = progress.add_task("", total=40, completed=10)
             for _ in range(2):
                 progress.update(bar, advance=1, description="5 conditions [prompt]", score=0.5)
-            while not console.quiet and "score" not in log.getvalue():
+            while not console.quiet and "12 of 40" not in log.getvalue():
                 time.sleep(0.01)
     lines = log.getvalue().splitlines()
     assert re.fullmatch(r"kvpass: 12 of 40, 5 conditions \[prompt\], 0 s, about \d+ s left, last score 0.50", lines[-1])
