@@ -28,7 +28,7 @@ from kvpass.eval.plots import plot_grid
 from kvpass.eval.policy_spec import PolicySpec, check_formats, with_format
 from kvpass.eval.prompt import Prompt, Scope
 from kvpass.eval.records import Question, Record, RecordFile, Row, results_markdown, summarize
-from kvpass.eval.runner import Runner
+from kvpass.eval.runner import Runner, chunks
 from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.eval.workers import Share, answer_in_processes
 from kvpass.loading import launched, load_model
@@ -44,6 +44,9 @@ _DRAWN = "needle_grid"
 
 SHARE_BATCHES = 4
 """Batches that a worker answers at a time: a worker that is killed loses them."""
+
+MOST_TOGETHER = 32
+"""Conditions that share a prefill at most: their caches are held at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,25 +225,40 @@ class Evaluation:
             ):
                 self._add(records, progress, bar)
             return
-        for condition in self.conditions:
-            if condition.waiting:
-                named = f"{condition.label} {condition.budget or ''} {condition.scope} {condition.task.name}"
-                progress.update(bar, description=named)
-                for records in self.answers(condition, condition.waiting):
-                    self._add(records, progress, bar)
+        for share in self._shares():
+            first = self.conditions[share.conditions[0]]
+            named = f"{first.label} {first.budget or ''}"
+            if len(share.conditions) > 1:
+                named = f"{len(share.conditions)} conditions"
+            progress.update(bar, description=f"{named} {first.scope} {first.task.name}")
+            for records in self.answers(share):
+                self._add(records, progress, bar)
 
     def _add(self, records: Sequence[Record], progress: Progress, bar: Any) -> None:
         for record in records:
             self.file.add(record)
-        progress.advance(bar, len(records))
+        progress.update(bar, advance=len(records), score=records[-1].score)
 
     def _shares(self) -> list[Share]:
-        """What waits, in pieces of a few batches."""
-        size = SHARE_BATCHES * self.settings.batch
+        """What waits: samples of a task in a scope, with conditions that wait for the same of them.
+
+        Several workers get pieces of a few batches. Processes that share the model read prompts for each condition.
+        """
+        waiting: dict[tuple[Any, ...], list[int]] = {}
+        for number, condition in enumerate(self.conditions):
+            for index in condition.waiting:
+                key = condition.task.name, condition.scope, condition.entry_format, index
+                waiting.setdefault(key, []).append(number)
+        samples: dict[tuple[Any, ...], list[int]] = {}
+        most = 1 if launched()[1] > 1 else MOST_TOGETHER
+        for (*_, index), numbers in waiting.items():
+            for some in chunks(numbers, most):
+                samples.setdefault(tuple(some), []).append(index)
+        several = self.settings.workers > 1
         return [
-            Share(number, tuple(condition.waiting[first : first + size]))
-            for number, condition in enumerate(self.conditions)
-            for first in range(0, len(condition.waiting), size)
+            Share(numbers, tuple(part))
+            for numbers, indices in samples.items()
+            for part in chunks(indices, SHARE_BATCHES * self.settings.batch if several else len(indices))
         ]
 
     @cached_property
@@ -254,18 +272,16 @@ class Evaluation:
             self._runners[entry_format] = Runner(model=model, tokenizer=self.tokenizer, batch=self.settings.batch)
         return self._runners[entry_format]
 
-    def answers(self, condition: Condition, indices: Sequence[int]) -> Iterator[list[Record]]:
-        """Answer samples of a condition; yields the records of each batch.
-
-        Args:
-            indices: of the samples of the condition's task.
-        """
-        runner = self._runner(condition.entry_format)
-        runner.model.set_policy(condition.spec.resolve(), condition.budget)
-        samples = [self.samples[condition.task.name][index] for index in indices]
-        prompts = [prompt.scoped(condition.scope, self.settings.num_uncompressed_tokens) for _, prompt in samples]
-        for answers in runner.greedy(prompts, [sample.max_new_tokens for sample, _ in samples], self.stops):
-            records = []
+    def answers(self, share: Share) -> Iterator[list[Record]]:
+        """Answer samples under some conditions, each prompt read once; yields the records of each batch."""
+        conditions, indices = [self.conditions[number] for number in share.conditions], share.samples
+        first = conditions[0]
+        samples = [self.samples[first.task.name][index] for index in indices]
+        prompts = [prompt.scoped(first.scope, self.settings.num_uncompressed_tokens) for _, prompt in samples]
+        rules = [(condition.spec.resolve(), condition.budget) for condition in conditions]
+        limits = [sample.max_new_tokens for sample, _ in samples]
+        for number, answers in self._runner(first.entry_format).greedy(prompts, limits, self.stops, rules):
+            condition, records = conditions[number], []
             for index, tokens, kept in answers:
                 sample, question = samples[index][0], condition.questions[indices[index]]
                 text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -286,7 +302,7 @@ class Evaluation:
 
     def answer_share(self, share: Share) -> list[Record]:
         """Answer all samples of a share."""
-        return [one for records in self.answers(self.conditions[share.condition], share.samples) for one in records]
+        return [record for records in self.answers(share) for record in records]
 
     def _encoded(self, task: Task) -> list[tuple[Sample, Prompt]]:
         s = self.settings

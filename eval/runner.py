@@ -13,10 +13,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.eval.prompt import Prompt, pad
+from kvpass.frontends.options import BudgetLike
+from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
 
 Item = TypeVar("Item")
@@ -81,11 +84,17 @@ class Batch:
     Attributes:
         indices: of the prompts. cache: its rows, more than prompts where copies fill them, have read the heads; None
             for prompts that have no head or no rest, which are read whole. kept: one a prompt, empty without a cache.
+        condition: number of the condition that they are answered under.
     """
 
     indices: list[int]
     cache: CompressedCache | None = None
     kept: list[Kept] = field(default_factory=list)
+    condition: int = 0
+
+
+Conditions = Sequence[tuple[Policy, BudgetLike]]
+"""Policies and their budgets; empty: those that the model has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,23 +117,30 @@ class Runner:
         if self.batch < 1:
             raise ValueError(f"batch={self.batch}: must be >= 1")
 
-    def batches(self, prompts: Sequence[Prompt], kinds: Sequence[Any]) -> Iterator[Batch]:
+    def batches(self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions = ()) -> Iterator[Batch]:
         """All prompts, first those of :meth:`compressed`, then those that are read whole, longest first.
 
         Args:
-            kinds: of every prompt, sortable; prompts of one batch are of one kind.
+            kinds: of every prompt, sortable; prompts of one batch are of one kind. conditions: under each of which all
+                prompts are answered; those that are read whole are read for each.
         """
-        yield from self.compressed(prompts, kinds)
+        yield from self.compressed(prompts, kinds, conditions)
         whole = [index for index, prompt in enumerate(prompts) if not (prompt.head and prompt.rest)]
         whole.sort(key=lambda index: -len(prompts[index]))
         kinds = [(bool(prompt.head), kind) for prompt, kind in zip(prompts, kinds, strict=True)]
-        for _, indices in rounds([whole], kinds, self.batch):
-            yield Batch(indices)
+        for number in range(len(conditions) or 1):
+            for _, indices in rounds([whole], kinds, self.batch):
+                if conditions:
+                    self.model.set_policy(*conditions[number])
+                yield Batch(indices, condition=number)
 
-    def compressed(self, prompts: Sequence[Prompt], kinds: Sequence[Any]) -> Iterator[Batch]:
-        """Compress each head once, longest first, then continue with prompts whose rests are equally long.
+    def compressed(
+        self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions = ()
+    ) -> Iterator[Batch]:
+        """Read each head once, longest first, then continue with prompts whose rests are equally long.
 
         A prompt without a head or a rest is passed over. Let go of a batch's cache before asking for the next batch.
+        Until then the model has the condition of the batch.
         """
         sharing: dict[tuple[int, ...], list[int]] = {}
         for index, prompt in enumerate(prompts):
@@ -134,35 +150,49 @@ class Runner:
         size = min(self.batch, max(1, len(sharing)))
         for heads in chunks(sorted(sharing, key=len, reverse=True), size):
             ids, mask = pad(filled(heads, size), "left", self._padding)
-            cache = self.model.compress(ids.to(self.model.device), mask.to(self.model.device))
-            kept = self.kept()[: len(heads)]
-            self.totals.add(kept, cache)
             turns = list(rounds([sharing[head] for head in heads], kinds, size))
-            for turn, (rows, indices) in enumerate(turns, 1):
-                picked = pick_rows(cache, filled(rows, size), last=turn == len(turns))
-                yield Batch(indices, picked, [kept[row] for row in rows])
-                del picked
-            del cache
+            caches = self._caches(ids.to(self.model.device), mask.to(self.model.device), conditions)
+            for number in range(len(caches)):
+                cache = caches.pop(0)
+                if conditions:
+                    self.model.set_policy(*conditions[number])
+                kept = self.kept(cache)[: len(heads)]
+                self.totals.add(kept, cache)
+                for turn, (rows, indices) in enumerate(turns, 1):
+                    picked = pick_rows(cache, filled(rows, size), last=turn == len(turns))
+                    yield Batch(indices, picked, [kept[row] for row in rows], number)
+                    del picked
+                del cache
+
+    def _caches(self, ids: Tensor, mask: Tensor, conditions: Conditions) -> list[CompressedCache]:
+        """One cache of these heads for each condition."""
+        if not conditions:
+            return [self.model.compress(ids, mask)]
+        if len(conditions) > 1:
+            return list(self.model.compress_each(ids, mask, conditions=conditions))
+        self.model.set_policy(*conditions[0])
+        return [self.model.compress(ids, mask)]
 
     def greedy(
-        self, prompts: Sequence[Prompt], limits: Sequence[int], stops: Collection[int]
-    ) -> Iterator[list[tuple[int, list[int], Kept]]]:
-        """Greedy answers.
+        self, prompts: Sequence[Prompt], limits: Sequence[int], stops: Collection[int], conditions: Conditions = ()
+    ) -> Iterator[tuple[int, list[tuple[int, list[int], Kept]]]]:
+        """Greedy answers to all prompts, under each condition.
 
         Args:
             limits: most tokens of each answer. stops: token ids that end an answer.
         Yields:
-            index of a prompt, tokens of its answer (the one that ends it included) and what was kept, some at a time.
+            number of a condition, and index of a prompt, tokens of its answer (the one that ends it included) and what
+            was kept, some prompts at a time.
         """
         ends = sorted(stops) or None
         settings: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": ends}
-        for batch in self.batches(prompts, [0] * len(prompts)):
+        for batch in self.batches(prompts, [0] * len(prompts), conditions):
             asked = [prompts[index] for index in batch.indices]
             said = self.generate(asked, batch.cache, max_new_tokens=max(limits), **settings)
             kept = batch.kept or self.kept()
-            found = zip(batch.indices, said, kept, strict=True)
+            number, found = batch.condition, zip(batch.indices, said, kept, strict=True)
             del batch  # its cache, before the next one is filled
-            yield [(index, _ended(tokens[: limits[index]], stops), row) for index, tokens, row in found]
+            yield number, [(index, _ended(tokens[: limits[index]], stops), row) for index, tokens, row in found]
 
     def generate(
         self,
@@ -203,9 +233,9 @@ class Runner:
             self.totals.prompts_not_compressed += len(rows)
         return [tokens[ids.shape[1] :] for tokens in output.sequences[: len(prompts)].tolist()]
 
-    def kept(self) -> list[Kept]:
-        """What the latest prompt kept, row by row."""
-        report = self.model.report()
+    def kept(self, cache: CompressedCache | None = None) -> list[Kept]:
+        """What the prompt of a cache kept, by default the latest prompt of the model, row by row."""
+        report = self.model.report(cache)
         tokens = report.prompt_lengths.tolist()
         token_bytes = report.bytes_full // sum(tokens)
         kept_bytes = report.bytes_kept.sum((1, 2)).tolist()

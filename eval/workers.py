@@ -21,9 +21,9 @@ _ANSWER: Callable[[Share], list[Record]] | None = None
 
 
 class Share(NamedTuple):
-    """Samples of one condition: its number, and indices of samples."""
+    """Samples of one task in one scope, and the numbers of the conditions under which they are answered."""
 
-    condition: int
+    conditions: tuple[int, ...]
     samples: tuple[int, ...]
 
 

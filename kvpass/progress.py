@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, Task
 
 _LOGGER = logging.getLogger("kvpass")
+
+LINE_SECONDS = 30.0
+"""Seconds between lines of progress where there is no terminal."""
 
 
 @cache
@@ -25,13 +29,44 @@ def progress_console() -> Console:
     return Console(stderr=True, quiet=os.environ.get("KVPASS_PROGRESS") == "0")
 
 
-def progress_bar(console: Console) -> Progress:
-    """A bar that is gone at its end; its clock runs also while a first step takes long."""
+@contextmanager
+def progress_bar(console: Console) -> Iterator[Progress]:
+    """A bar that is gone at its end; its clock runs also while a first step takes long.
+
+    Without a terminal a line every ``LINE_SECONDS``, with the field ``score`` of the task where it has one.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     text = TextColumn("{task.description}", markup=False)
     columns = SpinnerColumn(), text, BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=console, transient=True, disable=console.quiet or not console.is_terminal)
+    drawn = console.is_terminal and not console.quiet
+    period, ended = 3600.0, threading.Event()  # of the speed from which the seconds left follow
+    progress = Progress(*columns, console=console, transient=True, disable=not drawn, speed_estimate_period=period)
+
+    def print_lines() -> None:
+        while not ended.wait(LINE_SECONDS):
+            for task in progress.tasks:
+                console.print(_line(task), markup=False, highlight=False, soft_wrap=True)
+
+    printer = threading.Thread(target=print_lines, daemon=True)
+    if not drawn and not console.quiet:
+        printer.start()
+    try:
+        with progress:
+            yield progress
+    finally:
+        ended.set()
+        if printer.ident is not None:
+            printer.join()
+
+
+def _line(task: Task) -> str:
+    """``"kvpass: 12 of 40, 5 conditions prompt niah_single_1, 63 s, about 147 s left, last score 1.00"``."""
+    left, score = task.time_remaining, task.fields.get("score")
+    parts = [f"{task.completed:.0f} of {task.total:.0f}", task.description, f"{task.elapsed or 0:.0f} s"]
+    parts += [] if left is None else [f"about {left:.0f} s left"]
+    parts += [] if score is None else [f"last score {score:.2f}"]
+    return "kvpass: " + ", ".join(part for part in parts if part)
 
 
 @contextmanager

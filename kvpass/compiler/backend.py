@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.recycled import NOTHING_KEPT, Recycled
-from kvpass.compiler.blocks import BlockedPrefill, lengths_allowed, nothing_seen, tokens_of
+from kvpass.compiler.blocks import BlockedPrefill, Fill, lengths_allowed, nothing_seen, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_parts
 from kvpass.compiler.transactions import Call, Phase
@@ -277,12 +277,13 @@ class PhaseCompiler:
         decoder = captured.blocked
 
         def run(call: Call, *inputs: Any) -> Any:
-            cache, device = call.cache, decoder.device
-            state = cache.prefill_state(decoder.layout, decoder.dtype, device, self.memory(device), decoder.groups)
+            device = decoder.device
+            facts = decoder.layout, decoder.dtype, device, self.memory(device), decoder.groups
+            fills = [Fill(cache.policy, cache.prefill_state(*facts)) for cache in (call.cache, *call.others)]
             decoder.check(inputs)
             call.begin()
-            block = tokens_of(call.block, cache.batch_size, device)
-            return [decoder(cache.policy, state, inputs, block, cache.ranks)]
+            block = tokens_of(call.block, call.cache.batch_size, device)
+            return [decoder(fills, inputs, block, call.cache.ranks)]
 
         return _Made(run, len(decoder.functions), passes)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -140,6 +139,13 @@ class _Columns:
         return self._held[:, :, : end - self.first]
 
 
+class Fill(NamedTuple):
+    """A cache that a prompt fills: its policy, and its buffers, of :meth:`CompressedCache.prefill_state`."""
+
+    policy: Policy
+    state: Mapping[str, Tensor]
+
+
 class BlockedPrefill:
     """A decoder that prefills prompts layer by layer, each layer in blocks of tokens.
 
@@ -187,20 +193,19 @@ class BlockedPrefill:
 
     def __call__(
         self,
-        policy: Policy,
-        state: Mapping[str, Tensor],
+        fills: Sequence[Fill],
         inputs: Sequence[Any],
         block: int,
         ranks: Ranks | None,
     ) -> Tensor:
-        """Fill a cache with a prompt, and return the logits.
+        """Fill caches with one prompt, and return the logits.
 
         Args:
-            state: the buffers that the prompt is written to, of :meth:`CompressedCache.prefill_state`. inputs: of the
-                captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
+            inputs: of the captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
         """
-        self._find_what_is_read(policy)
-        prompt = _Prompt(self, policy, state, inputs, block, ranks)
+        for fill in fills:
+            self._find_what_is_read(fill.policy)
+        prompt = _Prompt(self, fills, inputs, block, ranks)
         edges = prompt.edges
         prompt.begin()
         *layers, last = self.split.layers
@@ -406,55 +411,91 @@ _Observed = tuple[slice, int, Replay]
 """Rows, their first real column, and what they replay."""
 
 
-class _Prompt(_Tokens):
-    """A prompt that is being prefilled, and what is replayed behind it.
+class _Behind(NamedTuple):
+    """Replays behind a prompt, of policies that ask for the same.
 
-    Args:
-        state: the buffers that it is written to.
     Attributes:
-        on_host: inputs that stay on the host. replays: what runs behind the prompt, and what of it each row observes.
+        turns: what runs, and what of it each row observes. readers: numbers of the fills whose policies read it.
+        weighs: of each reader, whether it weighs attention by norms.
+    """
+
+    turns: list[tuple[_Tokens, list[_Observed]]]
+    readers: list[int]
+    weighs: list[bool]
+
+
+class _Prompt(_Tokens):
+    """A prompt that is being prefilled into one or more caches, and what is replayed behind it.
+
+    Attributes:
+        on_host: inputs that stay on the host. behind: what runs behind the prompt.
     """
 
     def __init__(
         self,
         decoder: BlockedPrefill,
-        policy: Policy,
-        state: Mapping[str, Tensor],
+        fills: Sequence[Fill],
         inputs: Sequence[Any],
         block: int,
         ranks: Ranks | None,
     ) -> None:
+        state = fills[0].state  # what a prompt begins with is the same for all
         columns = torch.arange(decoder.tokens(inputs), device=decoder.device)
         real = (columns >= state["first"][:, None]).long()
         super().__init__(decoder, inputs, real, block, state["start"])
         self.states = {node: f"state{place}" for place, node in enumerate(decoder.split.states)}
         self.known.update({node: state[f"{name}_held"] for node, name in self.states.items()})
-        self.policy, self.state, self.ranks, self.first = policy, state, ranks, state["first"]
+        self.fills, self.ranks, self.first = fills, ranks, state["first"]
         self.on_host = {node: self.known[node] for node in host_weights(decoder.inputs)}
         self.copies = HostCopies(decoder.device, decoder.rooms) if decoder.rooms else None
         self.ops = implementation(self.first)
-        self.replays = list(self._replays(inputs, block)) if policy.reads_replays else []
+        self.behind = self._all_behind(inputs, block)
 
-    def _replays(self, inputs: Sequence[Any], block: int) -> Iterator[tuple[_Tokens, list[_Observed]]]:
-        """Yield what the policy replays; the rows' first replays together, then their second, and so on.
+    def _all_behind(self, inputs: Sequence[Any], block: int) -> list[_Behind]:
+        """Return what the policies replay; those that replay the same tokens share it."""
+        found: dict[Hashable, _Behind] = {}
+        for number, (policy, _) in enumerate(self.fills):
+            if not policy.reads_replays:
+                continue
+            ids_at = self.decoder.given[0]
+            assert ids_at is not None, "frontends without token ids refuse policies that replay"
+            ids = inputs[ids_at]
+            groups = [
+                (rows, column, policy.replays(ids[rows, column:]))
+                for rows, column in row_groups(self.start)
+                if column < self.tokens
+            ]
+            key = tuple(
+                (column, replay.first, replay.last, replay.sinks, *replay.ids.flatten().tolist())
+                for _, column, replays in groups
+                for replay in replays
+            )
+            if key not in found:
+                found[key] = _Behind(list(self._replays(policy, groups, inputs, block)), [], [])
+            found[key].readers.append(number)
+            found[key].weighs.append(policy.weighs_replays)
+        return list(found.values())
+
+    def _replays(
+        self, policy: Policy, groups: Sequence[tuple[slice, int, Sequence[Replay]]], inputs: Sequence[Any], block: int
+    ) -> Iterator[tuple[_Tokens, list[_Observed]]]:
+        """Yield what a policy replays; the rows' first replays together, then their second, and so on.
 
         Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
+
+        Args:
+            groups: rows, their first real column, and their replays.
         """
         decoder, n = self.decoder, self.tokens
         ids_at, positions_at = decoder.given
-        assert ids_at is not None, "frontends without token ids refuse policies that replay"
+        assert ids_at is not None
         ids = inputs[ids_at]
-        groups = [
-            (rows, column, self.policy.replays(ids[rows, column:]))
-            for rows, column in row_groups(self.start)
-            if column < n
-        ]
         for turn in range(max((len(replays) for _, _, replays in groups), default=0)):
             parts = [(rows, column, replays[turn]) for rows, column, replays in groups if turn < len(replays)]
             tokens = max(2, *(replay.ids.shape[1] for _, _, replay in parts))
             if not decoder.allowed(tokens):
                 raise ValueError(
-                    f"policy {self.policy.name!r} replays {tokens} tokens behind the prompt, but the decoder is "
+                    f"policy {policy.name!r} replays {tokens} tokens behind the prompt, but the decoder is "
                     "another one for so few; take another policy"
                 )
             own, given = ids.new_zeros(len(ids), tokens), list(inputs)
@@ -467,15 +508,19 @@ class _Prompt(_Tokens):
             try:
                 decoder.check(given)
             except ValueError as error:
-                raise ValueError(f"policy {self.policy.name!r} replays tokens, of which {error}") from None
+                raise ValueError(f"policy {policy.name!r} replays tokens, of which {error}") from None
             yield _Tokens(decoder, given, torch.ones_like(own), block, self.start, n), parts
 
     def begin(self) -> None:
         """Run what comes before all layers."""
         self._copy_weights(self.decoder.split.begin.inputs)
         super().begin()
-        for replay, _ in self.replays:
+        for replay in self._replayed_tokens:
             replay.begin()
+
+    @property
+    def _replayed_tokens(self) -> list[_Tokens]:
+        return [replay for behind in self.behind for replay, _ in behind.turns]
 
     def _copy_weights(self, reads: Sequence[Node]) -> None:
         """Copy what is read and stays on the host to the device."""
@@ -484,11 +529,11 @@ class _Prompt(_Tokens):
             assert self.copies is not None
             given = [self.on_host[node] for node in weights]
             copied = dict(zip(weights, self.copies.next(given), strict=True))
-            for tokens in (self, *(replay for replay, _ in self.replays)):
+            for tokens in (self, *self._replayed_tokens):
                 tokens.known.update(copied)
 
     def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, results_from: int = 0) -> None:
-        """Run a layer, and let the policy judge its entries.
+        """Run a layer, and let each policy judge its entries.
 
         Args:
             edges, results_from: as in :meth:`attend`.
@@ -503,26 +548,42 @@ class _Prompt(_Tokens):
                     summed.append(sums.new_zeros(*sums.shape[:2], self.tokens))
                 summed[0][..., : sums.shape[2]] += sums
 
-        on_block = add_sums if self.policy.sums_columns and not place.ring else None
-        num_queries = self._rows_read(place)
+        summing = not place.ring and any(policy.sums_columns for policy, _ in self.fills)
+        on_block = add_sums if summing else None
+        num_queries = 0 if place.ring else max(self._rows_read(policy) for policy, _ in self.fills)
         call, lse, _ = self.attend(layer, edges, num_queries=num_queries, results_from=results_from, on_block=on_block)
-        with record_function("kvpass::replay") if self.replays else nullcontext():
-            replayed = self._replay(layer, call, place, is_last=is_last)
-        if place.ring:
-            columns = torch.arange(self.tokens, device=call.k.device)
-            keep_newest(self._buffers(RingBuffers, place), call.k, call.v, columns, place.layer)
-        else:
-            requested = self._requested(layer.site)._replace(summed=next(iter(summed), None), replayed=replayed)
-            self._judge(call, lse, place, requested)
+        replayed: dict[int, Tensor] = {}
+        for behind in self.behind:
+            with record_function("kvpass::replay"):
+                most = self._replay(layer, call, place, behind, is_last=is_last)
+            replayed.update(
+                {number: most[weighs] for number, weighs in zip(behind.readers, behind.weighs, strict=True)}
+            )
+        columns = torch.arange(self.tokens, device=call.k.device)
+        for number, fill in enumerate(self.fills):
+            if place.ring:
+                keep_newest(_buffers(RingBuffers, place, fill), call.k, call.v, columns, place.layer)
+                continue
+            rows = self._rows_read(fill.policy)
+            requested = self._requested(layer.site, fill.policy)._replace(
+                summed=summed[0] if fill.policy.sums_columns else None, replayed=replayed.get(number)
+            )
+            own = call._replace(q=call.q[:, :, num_queries - rows :])
+            self._judge(own, None if lse is None else lse[:, :, num_queries - rows :], place, requested, fill)
 
-    def _replay(self, layer: Layer, prompt: Attention, place: Place, *, is_last: bool) -> Tensor | None:
-        """Run the replays through a layer; return the most that they attend to each entry, fp32 ``[B, K, N]``."""
-        if not self.replays:
-            return None
-        found = prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32)
-        weighed = self.policy.weighs_replays and not place.ring
+    def _replay(
+        self, layer: Layer, prompt: Attention, place: Place, behind: _Behind, *, is_last: bool
+    ) -> dict[bool, Tensor]:
+        """Run replays through a layer; return the most that they attend to each entry, fp32 ``[B, K, N]``.
+
+        Returns:
+            by whether attention is weighed by norms, for those of the two that a policy reads.
+        """
+        kinds = set(behind.weighs)
+        found = {weighs: prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32) for weighs in kinds}
+        weighed = True in kinds and not place.ring
         value_norms = projected_norms(prompt.v, self._projection(layer.site), 2) if weighed else None
-        for replay, parts in self.replays:
+        for replay, parts in behind.turns:
             replay.known.update({node: self.known[node] for node in self.states})
             call, _, all_norms = replay.attend(
                 layer,
@@ -537,16 +598,17 @@ class _Prompt(_Tokens):
             for rows, column, part in parts:
                 own = slice(0, part.ids.shape[1])
                 queries, keys = call.q[rows, :, own], call.k[rows, :, self.tokens :][:, :, own]
-                norms = None if all_norms is None else all_norms[rows, own]
-                seen = Replayed(part.first, part.last, part.sinks, queries, keys, norms)
-                worth = None if value_norms is None else value_norms[rows, :, column:]
-                most = most_attended(prompt.k[rows, :, column:], [seen], *call[3:], value_norms=worth)
-                found[rows, :, column:] = torch.maximum(found[rows, :, column:], most)
+                for weighs, most in found.items():
+                    norms = all_norms[rows, own] if weighs and all_norms is not None else None
+                    seen = Replayed(part.first, part.last, part.sinks, queries, keys, norms)
+                    worth = value_norms[rows, :, column:] if weighs and value_norms is not None else None
+                    paid = most_attended(prompt.k[rows, :, column:], [seen], *call[3:], value_norms=worth)
+                    most[rows, :, column:] = torch.maximum(most[rows, :, column:], paid)
         return found
 
-    def _judge(self, call: Attention, lse: Tensor | None, place: Place, requested: Requested) -> None:
-        policy, buffers = self.policy, self._buffers(PrefillBuffers, place)
-        rows = self.state.get(f"{place.prefix}_rule_rows")
+    def _judge(self, call: Attention, lse: Tensor | None, place: Place, requested: Requested, fill: Fill) -> None:
+        policy, buffers = fill.policy, _buffers(PrefillBuffers, place, fill)
+        rows = fill.state.get(f"{place.prefix}_rule_rows")
         requested = requested._replace(entries=buffers.entries, rule_rows=rows)
         with record_function("kvpass::judge"):
             scores, stats, weight = self.ops.judge(
@@ -556,10 +618,10 @@ class _Prompt(_Tokens):
         with record_function("kvpass::cascade_step"):
             self.ops.cascade_step(buffers, candidates.stored_in(buffers), place.layer, policy, self.ranks)
 
-    def _requested(self, site: Site) -> Requested:
+    def _requested(self, site: Site, policy: Policy) -> Requested:
         """Return of what the policy asks for the tensors of the model."""
-        projection = self._projection(site) if self.policy.reads_projection else None
-        return Requested(projection, self.known[site.rotary_frequencies] if self.policy.reads_rotation else None)
+        projection = self._projection(site) if policy.reads_projection else None
+        return Requested(projection, self.known[site.rotary_frequencies] if policy.reads_rotation else None)
 
     def _projection(self, site: Site) -> Tensor:
         """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
@@ -572,18 +634,20 @@ class _Prompt(_Tokens):
         with record_function("kvpass::pack"):
             for place in self.decoder.places.values():
                 if not place.ring and place.layer == 0:
-                    self.ops.pack(self._buffers(PrefillBuffers, place))
+                    for fill in self.fills:
+                        self.ops.pack(_buffers(PrefillBuffers, place, fill))
 
     def store_states(self) -> None:
         """Write what recurrent layers hold after the prompt."""
         for node, name in self.states.items():
-            self.state[f"{name}_made"].copy_(self.known[node])
+            for fill in self.fills:
+                fill.state[f"{name}_made"].copy_(self.known[node])
 
-    def _rows_read(self, place: Place) -> int:
-        """How many of the last queries are judged by."""
-        policy = self.policy
+    def _rows_read(self, policy: Policy) -> int:
+        """How many of the last queries a policy judges by."""
         rows = self.tokens if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
-        return 0 if place.ring else min(rows, self.tokens)
+        return min(rows, self.tokens)
 
-    def _buffers(self, kind: Any, place: Place) -> Any:
-        return kind(*(self.state[f"{place.prefix}_{name}"] for name in kind._fields))
+
+def _buffers(kind: Any, place: Place, fill: Fill) -> Any:
+    return kind(*(fill.state[f"{place.prefix}_{name}"] for name in kind._fields))

@@ -107,7 +107,14 @@ class Capture:
             admit_one_token(self._shapes, self._tokens)
 
     def __call__(self, call: Call, *inputs: Any) -> Any:
-        return self.runner(call, self.compiler.ranks)(call, *inputs)
+        """Run a call; a prefill of several caches once, or where the decoder is not split into layers once for each."""
+        run, ranks = self.runner(call, self.compiler.ranks), self.compiler.ranks
+        for cache in call.others:
+            alone = replace(call, cache=cache, others=())
+            run_alone = self.runner(alone, ranks)  # also where it is not run: policies are checked against the graph
+            if self.graph.blocked is None or call.one_token_prompt:
+                run_alone(alone, *inputs)
+        return run(call, *inputs)
 
     def runner(self, call: Call, ranks: Ranks | None = None) -> Runner:
         """What runs calls like this one, compiled when there is none yet.
@@ -169,8 +176,9 @@ class CaptureCache:
         seen = 0 if call.phase == "prefill" else call.cache.columns
         check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
         self._check_positions(seen, positions)
-        if call.phase == "prefill" and call.cache.policy.reads_replays:
-            self._check_replays(call.cache.policy, positions)
+        for cache in (call.cache, *call.others) if call.phase == "prefill" else ():
+            if cache.policy.reads_replays:
+                self._check_replays(cache.policy, positions)
         key = self._key(ids, logits_to_keep)
         if ids.shape[1] > 1:
             self.repeated.clear()

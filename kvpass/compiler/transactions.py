@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -23,9 +23,10 @@ Phase = Literal["prefill", "extend", "decode"]
 
 @dataclass
 class Call:
-    """A call of a graph on a cache.
+    """A call of a graph on a cache, or of a prefill on several.
 
     Attributes:
+        others: further caches that the prompt of a prefill fills.
         observed: the extension also computes recompression scores.
         one_token_prompt: the prompt of a prefill is one token.
         has_begun: the graph of the call was started. If not, the decoder ran without the cache.
@@ -42,6 +43,7 @@ class Call:
     only_capture: bool = False
     block: Block = "auto"
     made: GraphCall | None = None
+    others: Sequence[CompressedCache] = ()
 
     def begin(self) -> None:
         """Note that the graph starts; an interruption from here on may leave overwritten entries."""
@@ -66,21 +68,25 @@ def prefill(
     columns: int,
     run: Callable[[Call], R],
     block: Block = "auto",
+    others: Sequence[CompressedCache] = (),
 ) -> R:
-    """Fill the cache with a prompt; on any exception the cache is empty.
+    """Fill the cache, and others, with a prompt; on any exception they are empty.
 
     Args:
         start: first real column of each row, int64 ``[B]`` on the CPU. columns: N. run: captures the graph of the call
             if needed, and runs it. block: as in :class:`Call`.
     """
     try:
-        cache.begin_prefill(start, columns)
-        call = Call(cache, "prefill", one_token_prompt=columns == 1, block=block)
+        for one in (cache, *others):
+            one.begin_prefill(start, columns)
+        call = Call(cache, "prefill", one_token_prompt=columns == 1, block=block, others=others)
         result = run(call)
         call.check_begun()
-        cache.finish_prefill()
+        for one in (cache, *others):
+            one.finish_prefill()
     except BaseException:
-        cache.reset()
+        for one in (cache, *others):
+            one.reset()
         raise
     return result
 

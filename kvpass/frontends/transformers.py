@@ -7,7 +7,7 @@ import functools
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -327,6 +327,56 @@ class CompressedModel(_Base):
             _warn_of_question(self.policy.name)
         return cache
 
+    def compress_each(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        conditions: Iterable[tuple[PolicyName | Policy, BudgetLike]],
+        reusable: bool = True,
+    ) -> list[CompressedCache]:
+        """Compress a context under several policies and budgets, and read it once.
+
+        Each cache is what :meth:`compress` returns under its condition. To continue it, give the model its condition:
+        ``model.set_policy(cache.policy, cache.budget)``. All caches are held at once. Policies that replay the same
+        tokens share the replay. A decoder that is not split into layers (the report says why), and a prompt of one
+        token, are read once for each condition.
+
+        Args:
+            input_ids, attention_mask, reusable: as in :meth:`compress`. conditions: pairs of a policy and its budget.
+        Returns:
+            one cache for each condition. The conditions of the model do not change, and there is nothing to report.
+        Raises:
+            ValueError: no condition, or one is out of range; several processes share the model; or as for a call.
+        """
+        runtime = self._kvpass
+        before, kept = runtime.rules, []
+        if runtime.captures.compiler.ranks is not None:
+            raise ValueError(
+                "compress_each: several processes share this model; call set_policy and compress for each condition"
+            )
+        try:
+            for policy, budget in conditions:
+                given: Any = policy
+                self.set_policy(given, budget)
+                kept.append(_new_cache(runtime))
+        finally:
+            runtime.rules = before
+        if not kept:
+            raise ValueError("conditions=[]: name at least one, a pair of a policy and its budget")
+        check_ids(input_ids, self.device)
+        if self.training:
+            raise ValueError("the model is in training mode; call model.eval() first")
+        runtime.identity.look_again()
+        with torch.inference_mode(False), torch.no_grad():
+            _prefill(self, kept[0], input_ids, attention_mask, None, 1, kept[1:])
+        runtime.last_prompt = None
+        for cache in kept:
+            cache.reusable = reusable
+            if cache.policy.needs_question:
+                _warn_of_question(cache.policy.name)
+        return kept
+
     def warmup(self, batch_sizes: Iterable[int] = (1,), *, prompt_tokens: int = 64, turns: bool = False) -> None:
         """Capture and compile now what ``generate`` would on its first call of one row, and of several (2 serves any).
 
@@ -425,20 +475,28 @@ class CompressedModel(_Base):
         self._kvpass.rules = rules
         self._kvpass.last_prompt = None
 
-    def report(self) -> Report:
-        """Return what the last prompt kept, and what was compiled for its policy.
+    def report(self, cache: CompressedCache | None = None) -> Report:
+        """Return what the last prompt kept, or that of a cache, and what was compiled for its policy.
 
         Raises:
-            ValueError: no prompt has been prefilled yet, or none since policy or budget were set.
+            ValueError: no prompt has been prefilled yet, or none since policy or budget were set; or the cache has
+                another policy or budget than the model, or was loaded from a file, which holds no record.
         """
         runtime = self._kvpass
-        if runtime.last_prompt is None:
+        if cache is not None:
+            cache.check_fingerprint(
+                runtime.rules.policy, runtime.rules.budget, runtime.identity, runtime.rules.entry_format
+            )
+            if cache.record is None:
+                raise ValueError(f"nothing to report: {cache!r} is empty or was loaded from a file")
+        prompt = runtime.last_prompt if cache is None else cache.record
+        if prompt is None:
             raise ValueError("nothing to report: this model has prefilled no prompt yet with its policy and budget")
         policy = runtime.rules.policy
         return Report(
             policy=policy,
             budget=runtime.rules.budget,
-            prompt=runtime.last_prompt,
+            prompt=prompt,
             ranks=runtime.ranks,
             attention=runtime.attention,
             on_host=runtime.captures.compiler.on_host,
@@ -476,6 +534,7 @@ def _prefill(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     logits_to_keep: int,
+    others: Sequence[CompressedCache] = (),
 ) -> Tensor:
     ids = input_ids.clone(memory_format=torch.contiguous_format)
     start = first_real_column(attention_mask, *ids.shape)
@@ -485,7 +544,7 @@ def _prefill(
         _check_ascending(positions, start)
 
     run = _graph(model, ids, positions, logits_to_keep)
-    return prefill(cache, start, ids.shape[1], run, cache.block or model._kvpass.block)
+    return prefill(cache, start, ids.shape[1], run, cache.block or model._kvpass.block, others)
 
 
 def _continue(

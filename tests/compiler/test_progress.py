@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import re
+import time
 
 import pytest
 from rich.console import Console
@@ -66,6 +68,21 @@ def test_a_warmup_of_no_row_or_one_token_is_an_error(bad):
     fast = kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=40, backend="eager")
     with pytest.raises(ValueError, match=r"batch_sizes=.*must be an int|prompt_tokens=1: must be an int"):
         fast.warmup(**bad)
+
+
+def test_without_a_terminal_lines_say_how_far_it_is(monkeypatch):
+    monkeypatch.setattr(kvpass.progress, "LINE_SECONDS", 0.01)
+    log = io.StringIO()
+    for console in (Console(file=log, quiet=True), Console(file=log, width=40)):
+        assert not log.getvalue()
+        with kvpass.progress.progress_bar(console) as progress:
+            bar = progress.add_task("", total=40, completed=10)
+            for _ in range(2):
+                progress.update(bar, advance=1, description="5 conditions [prompt]", score=0.5)
+            while not console.quiet and "12 of 40" not in log.getvalue():
+                time.sleep(0.01)
+    lines = log.getvalue().splitlines()
+    assert re.fullmatch(r"kvpass: 12 of 40, 5 conditions \[prompt\], 0 s, about \d+ s left, last score 0.50", lines[-1])
 
 
 def test_the_environment_turns_it_off(monkeypatch, capfd):

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import kvpass
 from kvpass import builtin
 from kvpass.cli.main import app
+from kvpass.compiler.blocks import BlockedPrefill
 from kvpass.eval import run, workers
 from kvpass.eval.environment import fingerprint
 from kvpass.eval.policy_spec import PolicySpec, parse_policies
@@ -97,9 +98,9 @@ def count_requests(monkeypatch, *, limit: int | None = None):
     answers, add = Runner.greedy, RecordFile.add
     added = []
 
-    def counted(self, prompts, limits, stops):
-        asked.extend(prompts)
-        return answers(self, prompts, limits, stops)
+    def counted(self, prompts, limits, stops, conditions):
+        asked.extend(len(conditions) * list(prompts))
+        return answers(self, prompts, limits, stops, conditions)
 
     def limited(self, record):
         if limit is not None and len(added) == limit:
@@ -135,6 +136,25 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_a_finished_one_runs_not
         assert Evaluation(settings(tmp_path / "twice")).run(quiet()) == once
         assert asked == []
     assert file.read_bytes() == before
+
+
+def test_a_sweep_reads_each_prompt_once_and_answers_as_one_condition_alone(tmp_path, monkeypatch):
+    options = {"policies": parse_policies("full,snapkv:window=8,tova:window=8"), "scopes": ("prompt", "context")}
+    read, prefill = [], BlockedPrefill.__call__
+    monkeypatch.setattr(BlockedPrefill, "__call__", lambda *args: read.append(len(args[1])) or prefill(*args))
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "MOST_TOGETHER", 1)
+        alone = Evaluation(settings(tmp_path / "alone", **options)).run(quiet())
+    single = len(read)
+    lines = (tmp_path / "alone" / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    done = [line for line in lines if json.loads(line)["question"]["budget"] == "0.2"]
+    for folder, already in (("all", []), ("missing", done)):
+        read.clear()
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "samples.jsonl").write_bytes(b"".join(already))
+        assert Evaluation(settings(tmp_path / folder, **options)).run(quiet()) == alone
+        assert sorted((tmp_path / folder / "samples.jsonl").read_bytes().splitlines(keepends=True)) == sorted(lines)
+        assert len(read) == single / 5 and set(read) == {3 if already else 5}
 
 
 def test_workers_write_what_one_process_writes(tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def all_answers(loaded, given, requests, scope, left=1):
     model, tokenizer = loaded
     prompts = [request.prompt.scoped(scope, left) for request in requests]
     limits = [request.max_new_tokens for request in requests]
-    found = [one for answers in given.greedy(prompts, limits, stop_tokens(model, tokenizer)) for one in answers]
+    found = [one for _, answers in given.greedy(prompts, limits, stop_tokens(model, tokenizer)) for one in answers]
     assert sorted(index for index, *_ in found) == list(range(len(requests)))
     return [
         Answer(tokenizer.decode(tokens, skip_special_tokens=True), len(tokens), kept)

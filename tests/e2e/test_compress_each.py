@@ -1,0 +1,74 @@
+"""A prompt that is read once for several policies and budgets, against one that is read for each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpass
+from kvpass.compiler.blocks import _Tokens
+from kvpass.policies import POLICIES, resolve
+from tiny_models import HEAD_MAP, HYBRIDS, left_pad, random_ids, tiny_model
+
+OPTIONS = {"cake": {"tau1": 1.6, "tau2": 0.4}, "duo_attention": {"head_map": HEAD_MAP}}
+CONDITIONS = [
+    (resolve(name, **OPTIONS.get(name, {})), budget)
+    for name, policy in POLICIES.items()
+    if not policy.of_one_model
+    for budget in ((40, 0.9) if policy.needs_budget else (None,))
+]
+
+
+def assert_each_is_as_alone(fast, conditions, ids, mask=None):
+    token, caches = random_ids(len(ids), 1, seed=3), fast.compress_each(ids, mask, conditions=conditions)
+    for (policy, budget), cache in zip(conditions, caches, strict=True):
+        fast.set_policy(policy, budget)
+        alone = fast.compress(ids, mask)
+        assert torch.equal(cache.positions, alone.positions), policy.name
+        logits, expected = (fast(token, past_key_values=one).logits for one in (cache, alone))
+        assert torch.equal(logits, expected), policy.name
+        assert cache.nbytes == alone.nbytes and cache.record.nbytes == alone.record.nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
+def test_each_cache_is_that_of_its_condition_alone(family):
+    if family == "lfm2" and family not in HYBRIDS:
+        pytest.skip("needs a newer transformers")
+    fast = kvpass.compile(tiny_model(family), policy="full", backend="eager", prefill_block=40)
+    conditions = [pair for pair in CONDITIONS if pair[0].name != "duo_attention" or family == "llama"]
+    assert_each_is_as_alone(fast, conditions, *left_pad([random_ids(1, 90), random_ids(1, 71, seed=1)]))
+
+
+def test_it_captures_and_compiles_once_and_leaves_the_model_as_it_was():
+    fast = kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=48, backend="eager")
+    with pytest.raises(ValueError, match="name at least one"):
+        fast.compress_each(random_ids(1, 60), conditions=[])
+    with pytest.raises(ValueError, match="did you mean 'lava'"):
+        fast.compress_each(random_ids(1, 60), conditions=[("snapkv", 40), ("lavva", 40)])
+    runs = []
+    forward = fast._kvpass.captures.run
+    fast._kvpass.captures.run = lambda *args: runs.append(1) or forward(*args)
+    fast.compress_each(random_ids(1, 60), conditions=[("snapkv", 40), ("tova", 40), ("full", None)])
+    assert len(runs) == 1 and fast.policy == resolve("lava") and fast.budget == kvpass.Budget.parse(48)
+    with pytest.raises(ValueError, match="nothing to report"):
+        fast.report()
+
+
+def test_a_decoder_that_is_not_split_is_read_for_each_condition():
+    fast = kvpass.compile(tiny_model("llama", layers=1), policy="full", backend="eager", compile_regions=False)
+    assert_each_is_as_alone(fast, [(resolve("lava"), 40), (resolve("snapkv"), 0.9)], random_ids(2, 60))
+
+
+def test_policies_that_replay_the_same_share_the_replay(monkeypatch):
+    fast = kvpass.compile(tiny_model("llama", layers=1), policy="full", backend="eager")
+    asked, attend = [], _Tokens.attend
+    monkeypatch.setattr(_Tokens, "attend", lambda *args, **kw: asked.append(kw.get("behind")) or attend(*args, **kw))
+    fast.compress_each(random_ids(1, 60), conditions=[("kvzip", 9), ("kvzip_plus", 9), (resolve("kvzip", sinks=2), 9)])
+    assert sum(behind is not None for behind in asked) == 2
+
+
+@pytest.mark.exhaustive
+def test_in_compiled_code_each_cache_is_that_of_its_condition_alone():
+    fast = kvpass.compile(tiny_model("llama", layers=2), policy="full")
+    conditions = [(resolve(name), 40) for name in ("lava", "snapkv", "h2o")]
+    assert_each_is_as_alone(fast, conditions, *left_pad([random_ids(1, 90), random_ids(1, 71, seed=1)]))
