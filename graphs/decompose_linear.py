@@ -30,7 +30,7 @@ def decompose_linear_pass(gm: GraphModule) -> int:
     changed = 0
     for node in calls:
         x, weight, bias = arguments_of(node).values()
-        if not _is_vector(x):
+        if not _is_vector(x) or _is_quantised(weight):
             continue
         with gm.graph.inserting_before(node):
             row = gm.graph.call_method("unsqueeze", (x, -2))
@@ -50,3 +50,8 @@ def _is_vector(node: Node) -> bool:
     if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.device.type != "cpu":
         return False
     return all(isinstance(size, int) and size == 1 for size in value.shape[:-1])
+
+
+def _is_quantised(node: Node) -> bool:
+    """Whether a weight is a tensor made of others, as torchao's: those have ``linear``, but seldom ``mul``."""
+    return hasattr(node.meta.get("example_value"), "__tensor_flatten__")

@@ -277,7 +277,9 @@ def _compiled(
 def copy_structure(model: nn.Module) -> Any:
     """Return a deep copy that shares parameters, buffers and what accelerate keeps on the host with ``model``."""
     hooks = (hook for _, hook in offload_hooks(model))
-    memo: dict[int, Any] = {id(shared): shared for shared in (*model.parameters(), *model.buffers(), *hooks)}
+    # names of PEFT's adapters that are merged into the weights: whoever merges one changes what both compute
+    merged = (module.merged_adapters for module in model.modules() if hasattr(module, "merged_adapters"))
+    memo: dict[int, Any] = {id(shared): shared for shared in (*model.parameters(), *model.buffers(), *hooks, *merged)}
     return copy.deepcopy(model, memo)
 
 

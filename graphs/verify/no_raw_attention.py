@@ -76,11 +76,19 @@ def _carries_state(node: Node) -> str | None:
         return None
     if _RECURRENT.fullmatch(name):
         return f"{name} carries a state from token to token that no attention site holds"
+    if name.endswith("dropout") and _is_training(node):
+        return "dropout in training mode: call eval() on the module"
     weight = node.kwargs.get("weight", node.args[1] if len(node.args) > 1 else None)
     shape = shape_of(weight) if name == "conv1d" and isinstance(weight, Node) else None
     if shape is not None and shape[-1] != 1:
         return f"conv1d with a kernel of {shape[-1]} mixes neighbouring tokens outside of an attention site"
     return None
+
+
+def _is_training(node: Node) -> bool:
+    """Whether a call of ``torch.nn.functional.dropout`` drops anything."""
+    p, training = (*node.args[1:3], *(0.5, True)[len(node.args[1:3]) :])
+    return bool(node.kwargs.get("training", training)) and node.kwargs.get("p", p) != 0
 
 
 def _attention_in_subgraph(gm: GraphModule, node: Node) -> str | None:
