@@ -87,8 +87,8 @@ def _carries_state(node: Node) -> str | None:
 
 def _is_training(node: Node) -> bool:
     """Whether a call of ``torch.nn.functional.dropout`` drops anything."""
-    p, training = (*node.args[1:3], *(0.5, True)[len(node.args[1:3]) :])
-    return bool(node.kwargs.get("training", training)) and node.kwargs.get("p", p) != 0
+    given = dict(zip(("p", "training"), node.args[1:3], strict=False)) | node.kwargs
+    return given.get("training") is not False and bool(given.get("p", 0.5))
 
 
 def _attention_in_subgraph(gm: GraphModule, node: Node) -> str | None:
