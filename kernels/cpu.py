@@ -151,6 +151,7 @@ def call_attend(
         (rows, heads, tokens, value_dim),
         (tokens * heads * value_dim, value_dim, heads * value_dim, 1),
         dtype=q.dtype,
+        device="cpu",
     )
     tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out, *line, *blocks, *codes)
     pool, steps = "", codes[2]
@@ -310,7 +311,14 @@ def attend_blocks(call: Attention, held: Blocks, layer: int) -> Tensor:
     if rows and not 0 <= int(block.min()) <= int(block.max()) < keys.shape[0]:
         raise ValueError(f"block={block.tolist()}: must be in 0..{keys.shape[0] - 1}")
     first = block * (keys.stride(0) // dim)
-    pools = (keys, values, offsets, keys[:, pool:], values[:, pool:], torch.zeros(rows, dtype=torch.int64))
+    pools = (
+        keys,
+        values,
+        offsets,
+        keys[:, pool:],
+        values[:, pool:],
+        torch.zeros(rows, dtype=torch.int64, device="cpu"),
+    )
     out, fault, row = call_attend(call, pools, (pool, segments + 1, tail, 0, layer), blocks=(first, used.contiguous()))
     if fault == Fault.OFFSETS:
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{pool}")
@@ -372,7 +380,7 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
         raise ValueError("pool, tail, offsets and what a line remembers must be contiguous")
     if not all([x.is_cpu for x in given]):
         raise ValueError("all tensors must be on the CPU")
-    weights = None if entered is None else torch.empty(rows, heads, width, dtype=torch.float32)
+    weights = None if entered is None else torch.empty(rows, heads, width, dtype=torch.float32, device="cpu")
     line = (position, *(entered or (None,) * 4), weights)
     sizes = (entries, layers * kv_heads + 1, slots, slots, layer)
     line_sizes = (position.stride(0), position.stride(1), width)
@@ -408,7 +416,7 @@ def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: T
     worth = worth.contiguous()
     if not all([x.is_contiguous() and x.is_cpu for x in given[1:]]) or not worth.is_cpu:
         raise ValueError("position, decode_state and quota must be contiguous, and all tensors on the CPU")
-    keep = torch.empty(line, dtype=torch.bool)
+    keep = torch.empty(line, dtype=torch.bool, device="cpu")
     tensors = (worth, position, decode_state, quota, keep)
     run = _function("kvpass_evict_lowest", 5, 3)
     run(*[x.data_ptr() for x in tensors], rows * kv_heads, width, window)
@@ -440,7 +448,7 @@ def pool_in_order(
     check_heads(heads, kv_heads)
     if not all([x.is_contiguous() and x.is_cpu for x in given]):
         raise ValueError("attention, position and storage_order must be contiguous and on the CPU")
-    worth = torch.empty(line, dtype=torch.float32)
+    worth = torch.empty(line, dtype=torch.float32, device="cpu")
     how = (window, _POOLS.index(pool), kernel_size, _GROUPS.index(group))
     run = _function("kvpass_pool_in_order", 4, 7)
     run(*[x.data_ptr() for x in (*given, worth)], rows * kv_heads, heads // kv_heads, width, *how)

@@ -23,7 +23,7 @@ from kvpass.config import Block, EntryFormat
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends import options as o
 from kvpass.frontends.arguments import check_model
-from kvpass.frontends.attention import ATTENTION_NAME
+from kvpass.frontends.captured import attend_in_captures
 from kvpass.frontends.latent_attention import attend_latents, attends_latents
 from kvpass.frontends.offload import hold_host_weights, offload_device, offload_hooks
 from kvpass.frontends.options import BudgetLike
@@ -247,10 +247,7 @@ def _compiled(
                 f"entries={rules.entry_format!r}: {type(model).__name__} caches latent rows, which have no format of "
                 "fewer bits yet; give entries='model'"
             )
-        for module in compiled.modules():
-            config = getattr(module, "config", None)
-            if config is not None:
-                config._attn_implementation = ATTENTION_NAME
+        attend_in_captures(compiled)
     compiled._kvpass = Runtime(
         rules=rules,
         identity=ModelFingerprint(compiled, whole),

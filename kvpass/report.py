@@ -259,13 +259,13 @@ class Report:
         left.set_yticks(range(layers), map(self._name, self.layer_ids))
         tokens = int(self.prompt_lengths[row])
         bins = min(tokens, 128)
-        share = torch.zeros(layers, bins)
+        share = torch.zeros(layers, bins, device="cpu")
         line = {layer: index for index, layer in enumerate(self.layer_ids)}
         for store in self.prompt.full_layers:
             heads = store.group.geometry.kv_heads
             for index, layer in enumerate(store.group.layers):
                 begin, end = (int(store.offsets[row, edge]) for edge in (index * heads, (index + 1) * heads))
-                window = torch.arange(tokens - int(self.prompt.window[row]), tokens).repeat(heads)
+                window = torch.arange(tokens - int(self.prompt.window[row]), tokens, device="cpu").repeat(heads)
                 kept = torch.cat([store.positions[row, begin:end].cpu().long(), window])
                 share[line[layer]] = torch.bincount(kept * bins // tokens, minlength=bins) / (heads * tokens / bins)
         image = right.imshow(

@@ -209,7 +209,8 @@ def _check_softmax(rule: LogitRule, weights: MaskPart, scores: Node, mask: Tenso
         mask: the logits for products of zero.
     """
     generator = torch.Generator().manual_seed(1)
-    products = (torch.randn(mask.shape, generator=generator, dtype=torch.float64) * 3 / rule.scale).to(mask.device)
+    products = torch.randn(mask.shape, generator=generator, dtype=torch.float64, device="cpu") * 3 / rule.scale
+    products = products.to(mask.device)
     got = weights.run(length, start, {scores: products.clone()})
     expected = (rule.logits(products) + mask).softmax(-1)
     tolerance = max(2e-6, 4 * torch.finfo(got.dtype).eps) if got.is_floating_point() else 0.0

@@ -151,9 +151,9 @@ class MaskPart:
                 f"its mask depends on the input {node.name}, which is no row of positions. {_LEAVE_OUT}"
             )
         size = concrete(shape, sizes)
-        row = torch.arange(start, start + size[-1])
+        row = torch.arange(start, start + size[-1], device="cpu")
         if node is odd:
-            row = torch.tensor(_ODD_ROW).repeat(size[-1] // len(_ODD_ROW) + 1)[: size[-1]]
+            row = torch.tensor(_ODD_ROW, device="cpu").repeat(size[-1] // len(_ODD_ROW) + 1)[: size[-1]]
         return row.to(value).expand(size).contiguous()
 
     def lengths(self) -> Lengths:

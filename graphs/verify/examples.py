@@ -136,8 +136,8 @@ def random_like(value: Tensor, sizes: SizeMap) -> Tensor:
     """Random numbers of the shape and dtype of a recorded tensor, always the same ones: 1e-3 to 1e4, both signs, 0."""
     shape = concrete(tuple(value.shape), sizes)
     generator = torch.Generator().manual_seed(0)
-    size = 10.0 ** (torch.rand(shape, generator=generator) * 7 - 3)
-    sign = torch.randint(-4, 5, shape, generator=generator).sign()
+    size = 10.0 ** (torch.rand(shape, generator=generator, device="cpu") * 7 - 3)
+    sign = torch.randint(-4, 5, shape, generator=generator, device="cpu").sign()
     return (size * sign).to(dtype=value.dtype, device=value.device)
 
 
@@ -327,13 +327,13 @@ def _text_input(gm: GraphModule, node: Node, tokens: Dim, sizes: SizeMap, number
     size = concrete(shape, sizes)
     axis = axes[0] if axes else 0
     if like.is_floating_point():
-        value = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        value = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu")
     elif like.dtype == torch.bool:
-        value = torch.ones(size)
+        value = torch.ones(size, device="cpu")
     else:
-        value = torch.zeros(size, dtype=torch.int64)
+        value = torch.zeros(size, dtype=torch.int64, device="cpu")
         if axes:
-            spread = torch.arange(size[axis]) * (numbers - 1) // max(size[axis] - 1, 1)
+            spread = torch.arange(size[axis], device="cpu") * (numbers - 1) // max(size[axis] - 1, 1)
             value = (value.movedim(axis, -1) + spread).movedim(-1, axis).contiguous()
     return value.to(dtype=like.dtype, device=like.device)
 

@@ -137,6 +137,6 @@ def _rule_of(one: float, most: float, band: Band) -> LogitRule:
 def _grid(like: Tensor) -> Tensor:
     """Return random products of both signs from 1e-3 to 1e4."""
     generator = torch.Generator().manual_seed(0)
-    exponent = torch.rand(like.shape, generator=generator, dtype=torch.float64) * 7 - 3
-    sign = torch.randint(0, 2, like.shape, generator=generator) * 2 - 1
+    exponent = torch.rand(like.shape, generator=generator, dtype=torch.float64, device="cpu") * 7 - 3
+    sign = torch.randint(0, 2, like.shape, generator=generator, device="cpu") * 2 - 1
     return (sign * 10.0**exponent).to(like)

@@ -287,7 +287,7 @@ class _Run(ExampleRun):
     """One of the runs, of ``length`` tokens; ``seen`` tokens went before its own."""
 
     def __init__(self, offsets: _Offsets, length: int, seen: int, env: Mapping[Node, Any]) -> None:
-        feeds = {offsets.seen: torch.tensor(seen), **env}
+        feeds = {offsets.seen: torch.tensor(seen, device="cpu"), **env}
         super().__init__(offsets.gm, offsets.sizes(length), feeds, {SITE: token_wise_site})
         self.offsets, self.seen, self.length = offsets, seen, length
 

@@ -95,7 +95,7 @@ class CompressedCache(Cache):
         self.appended = 0
         self.longest: int | None = None
         self.begun_by: Any = None
-        self.start = torch.empty(0, dtype=torch.int64)
+        self.start = torch.empty(0, dtype=torch.int64, device="cpu")
         self.reusable = False
         self.answer_end: list[int] | None = None
         self.interrupted = False
@@ -163,7 +163,7 @@ class CompressedCache(Cache):
         start = self.recycled.empty("start", self.start.shape, torch.int64, self._device)
         self.start, self.columns = start.copy_(self.start), n
         held = window - (self.start - (n - window)).clamp(min=0)
-        self.record = self._record(torch.tensor(self._budgets), held, stores)
+        self.record = self._record(torch.tensor(self._budgets, device="cpu"), held, stores)
 
     # -- decode and extend ------------------------------------------------------------------------------------------
 
@@ -219,11 +219,13 @@ class CompressedCache(Cache):
         if threshold == float("inf") or self.budget is None or not self.full_layers or self.full_layers[0].evicts:
             return False
         heads = sum(store.geometry.layers * store.geometry.kv_heads for store in self.full_layers)
-        held = sum((store.lengths.sum((1, 2)) for store in self.full_layers), torch.tensor(tokens * heads))
+        held = sum(
+            (store.lengths.sum((1, 2)) for store in self.full_layers), torch.tensor(tokens * heads, device="cpu")
+        )
         if self.ranks is not None:
             heads, held = heads * self.ranks.size, self.ranks.gather(held[None], 0).sum(0)
         held = held.cpu()
-        budgets = torch.tensor(self._budgets)
+        budgets = torch.tensor(self._budgets, device="cpu")
         due = held > budgets * (heads * threshold)
         if not bool(due.any()):
             return False
@@ -469,7 +471,7 @@ class CompressedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, copies next to each other."""
-        self._pick_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+        self._pick_rows(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens: int) -> None:
         """Take back tokens that were appended after the prompt, as drafts that were not accepted.
@@ -598,7 +600,7 @@ class CompressedCache(Cache):
         cache._device = cache.start.device
         cache._budgets = list(metadata.entries)
         cache.columns = metadata.columns
-        cache._seen_columns = torch.tensor(metadata.columns, dtype=torch.int64)
+        cache._seen_columns = torch.tensor(metadata.columns, dtype=torch.int64, device="cpu")
         cache.reusable = metadata.reusable
         return cache
 

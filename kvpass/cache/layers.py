@@ -151,7 +151,7 @@ class FullAttentionLayers:
             return found if buffer.initial is None else found.fill_(buffer.initial)
 
         self._prefill = PrefillBuffers(*map(allocate, PrefillBuffers._fields))
-        self._prefill.entries.copy_(torch.tensor(entries))
+        self._prefill.entries.copy_(torch.tensor(entries, device="cpu"))
         if self._rows_per_head:
             self.rule_rows = torch.empty(BUFFERS["rule_rows"].shape(sizes), dtype=torch.float32, device=device)
 

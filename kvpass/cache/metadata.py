@@ -143,7 +143,7 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
         store = {name: tensors[f"store{i}_{name}"] for name in parts[f"store{i}_"]}
         if metadata.entry_format in GROUPED:
             groups = key_groups(store["pool_k"].shape[1], store["offsets"].shape[1] - 1)
-            _check_range("groups of keys", torch.tensor(store["pool_k_steps"].shape[2]), groups, groups)
+            _check_range("groups of keys", torch.tensor(store["pool_k_steps"].shape[2], device="cpu"), groups, groups)
         if rule is None:
             _check_tail(store, facts, seen)
         else:
@@ -213,8 +213,8 @@ def _check_pool(store: Mapping[str, Tensor], facts: LayersFacts, end: Tensor) ->
     _check_range("first offset", offsets[:, 0], 0, 0)
     _check_range("length of a segment", offsets.diff(dim=1), 0, slots)
     _check_range("last offset", offsets[:, -1], 0, slots)
-    held = torch.arange(slots) < offsets[:, -1:]
-    begins = torch.zeros(rows, slots + 1, dtype=torch.bool).scatter_(1, offsets, True)
+    held = torch.arange(slots, device="cpu") < offsets[:, -1:]
+    begins = torch.zeros(rows, slots + 1, dtype=torch.bool, device="cpu").scatter_(1, offsets, True)
     in_range = (positions >= 0) & (positions < end[:, None])
     falls = positions.diff(dim=1, prepend=positions[:, :1]) <= 0
     wrong = torch.where(held, ~in_range | (falls & ~begins[:, :-1]), positions != EMPTY)
@@ -230,7 +230,7 @@ def _check_slots(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor, 
     behind = width - capacity
     if capacity < 2 or behind < int(lengths.max()):
         raise ValueError(f"lines of {width} slots, {capacity} of them in the tail: the pool does not fit")
-    slot = torch.arange(width)
+    slot = torch.arange(width, device="cpu")
     absent = (slot >= lengths[..., None]) & (slot < behind)
     if bool(((position == ABSENT) != absent).any()):
         raise ValueError("table: other slots are absent than those behind a segment of the pool")

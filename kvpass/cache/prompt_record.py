@@ -93,7 +93,7 @@ def by_layer(groups: Sequence[LayerGroup], parts: Sequence[Tensor], fill: float,
         empty: shape of the result when there are no groups: all layers have sliding windows.
     """
     if not parts:
-        return torch.full(empty, fill)
+        return torch.full(empty, fill, device="cpu")
     if len(parts) == 1:
         return parts[0]
     sizes = [max(extents) for extents in zip(*(part.shape[2:] for part in parts), strict=True)]
@@ -101,5 +101,5 @@ def by_layer(groups: Sequence[LayerGroup], parts: Sequence[Tensor], fill: float,
     for part in parts:
         missing = [size - extent for size, extent in zip(sizes, part.shape[2:], strict=True)]
         padded.append(pad(part, [edge for extra in reversed(missing) for edge in (0, extra)], value=fill))
-    order = torch.tensor([layer for group in groups for layer in group.layers]).argsort()
+    order = torch.tensor([layer for group in groups for layer in group.layers], device="cpu").argsort()
     return torch.cat(padded, 1)[:, order.to(parts[0].device)]

@@ -32,7 +32,7 @@ class Recycled:
         self._most = most
         self._known: dict[Hashable, list[Tensor]] = {}
         self._lock = threading.Lock()
-        self._alone = storage_users(torch.empty(0))
+        self._alone = storage_users(torch.empty(0, device="cpu"))
 
     def empty(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a contiguous tensor of any content; its memory is that of an earlier one if possible."""

@@ -80,7 +80,7 @@ def record_of_all(record: PromptRecord, ranks: Ranks, device: torch.device) -> P
             offsets=offsets,
         )
 
-    sizes = torch.tensor([record.nbytes, record.ring_nbytes])
+    sizes = torch.tensor([record.nbytes, record.ring_nbytes], device="cpu")
     nbytes, ring_nbytes = torch.stack(gathered(sizes)).sum(0).tolist()
     return replace(
         record,
@@ -104,7 +104,7 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
         own = {name: _own_heads(name, x, ranks) for name, x in whole.items()}
         if "offsets" in whole:
             own["offsets"] = _offsets(ranks.own(entries_of(whole["offsets"], group), 2))
-            numbers = torch.arange(whole["offsets"].shape[1] - 1).view(group.geometry.layers, -1)
+            numbers = torch.arange(whole["offsets"].shape[1] - 1, device="cpu").view(group.geometry.layers, -1)
             places = [(0, number) for number in ranks.own(numbers, 1).flatten().tolist()]
             for name in _POOL & whole.keys():
                 own[name] = _moved(name, [whole[name]], [whole["offsets"]], places, own["offsets"])

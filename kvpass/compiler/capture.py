@@ -59,6 +59,21 @@ _ONE_CALL = threading.RLock() if torch.__version__ < "2.13" else nullcontext()
 that overlap would leave them set, and every module that is compiled afterwards would be captured with them."""
 
 
+@torch.compiler.assume_constant_result
+def capturing() -> bool:
+    """Return whether this thread captures a compiled model; everywhere else the model's modules are plain ones."""
+    return _CALL.get(None) is not None
+
+
+def in_captures(own: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that is ``own`` in captures and ``plain`` everywhere else."""
+
+    def method(self: Any, *given: Any, **named: Any) -> Any:
+        return own(self, *given, **named) if capturing() else plain(self, *given, **named)
+
+    return method
+
+
 class _OnlyCaptured(Exception):
     """Raised in place of running what was captured."""
 
@@ -236,7 +251,7 @@ class CaptureCache:
         if self.longest is None:
             return
         tokens = positions.shape[1]
-        replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64))
+        replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
         replayed = max((replay.ids.shape[1] for replay in replays), default=0)
         last = max(int(positions.max()) + 1, tokens)
         if last + replayed > self.longest:

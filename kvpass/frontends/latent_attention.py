@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvpass.compiler.capture import in_captures
 from kvpass.operands import Expansion
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def _rows(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(module: nn.Module, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     """Take the place of ``expand_kv``: return the row of each token, and the values in it.
 
     Args:
@@ -27,9 +28,18 @@ def _rows(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     return row, row[..., : kv_nope.shape[-1]]
 
 
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {}
+"""Classes of layers, and those of the layers that attend their latents."""
+
+
+def _of_rows(kind: Any) -> type[nn.Module]:
+    expand = in_captures(_rows, kind.expand_kv)
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "expand_kv": expand})
+
+
 def attends_latents(module: nn.Module) -> bool:
     """Return whether :func:`attend_latents` changed the layer."""
-    return getattr(module, "expand_kv", None) is _rows
+    return type(module) in _KINDS.values()
 
 
 def attend_latents(model: nn.Module, divided: bool) -> str | None:
@@ -51,7 +61,7 @@ def attend_latents(model: nn.Module, divided: bool) -> str | None:
         if (reason := cannot_absorb(module) or _expands_otherwise(module)) is not None:
             return f"{path}: {reason}"
     for _, module in layers:
-        module.expand_kv = _rows
+        module.__class__ = _KINDS.setdefault(type(module), _of_rows(type(module)))
     return None
 
 

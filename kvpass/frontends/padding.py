@@ -15,7 +15,7 @@ def first_real_column(attention_mask: Tensor | None, rows: int, columns: int) ->
         ValueError: another shape, a row without a real token, or padding anywhere but on the left.
     """
     if attention_mask is None:
-        return torch.zeros(rows, dtype=torch.int64)
+        return torch.zeros(rows, dtype=torch.int64, device="cpu")
     if tuple(attention_mask.shape) != (rows, columns):
         raise ValueError(
             f"attention_mask of shape {list(attention_mask.shape)}: must be [{rows}, {columns}] for a new prompt"
@@ -25,7 +25,7 @@ def first_real_column(attention_mask: Tensor | None, rows: int, columns: int) ->
     empty = (start == columns).nonzero()
     if empty.numel():
         raise ValueError(f"attention_mask: row {int(empty[0])} has no real token")
-    wrong = (real != (torch.arange(columns) >= start[:, None])).any(1).nonzero()
+    wrong = (real != (torch.arange(columns, device="cpu") >= start[:, None])).any(1).nonzero()
     if wrong.numel():
         raise ValueError(
             f"attention_mask: row {int(wrong[0])} is not left-padded, and kvpass accepts padding only on the left: "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvpass.cache.cache import CompressedCache
+from kvpass.compiler.capture import in_captures
 
 
 @dataclass
@@ -113,4 +114,8 @@ def _by_row(kind: Any) -> type[nn.Module]:
             chosen = _of_length(self, length)
         return own(_Frequencies(chosen, self.attention_scaling), x, position_ids)
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": torch.no_grad()(forward)})
+    return type(
+        kind.__name__,
+        (kind,),
+        {"__module__": kind.__module__, "forward": in_captures(torch.no_grad()(forward), kind.forward)},
+    )

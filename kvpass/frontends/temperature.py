@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvpass.compiler.capture import capturing
+
 _TUNING = "attn_temperature_tuning"
 _POSITIONS = "token_positions"
 
@@ -29,14 +31,21 @@ def tune_by_position(model: nn.Module) -> None:
             kind = type(layer)
             layer.__class__ = kinds.setdefault(kind, _passing_positions(kind))
         for child in tuned:
-            vars(child).update({_TUNING: False, "tunes_by_position": True})
+            vars(child).update({"tunes_by_position": vars(child).pop(_TUNING)})
+            child.__class__ = kinds.setdefault(type(child), _tuning_elsewhere(type(child)))
+
+
+def _tuning_elsewhere(kind: Any) -> type[nn.Module]:
+    """Return a class of layers that scale their queries except in captures."""
+    tuning = property(lambda layer: layer.tunes_by_position and not capturing())
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, _TUNING: tuning})
 
 
 def _passing_positions(kind: Any) -> type[nn.Module]:
     """Return a class of layers which pass ``position_ids`` on to the arguments of attention."""
 
     def forward(self: Any, hidden_states: Tensor, *given: Any, position_ids: Tensor, **named: Any) -> Any:
-        passed = {_POSITIONS: position_ids}
+        passed = {_POSITIONS: position_ids} if capturing() else {}
         return kind.forward(self, hidden_states, *given, position_ids=position_ids, **passed, **named)
 
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward})

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from kvpass.compiler.capture import in_captures
+
 Function = Callable[..., Any]
 
 
@@ -138,7 +140,7 @@ def methods_of(kind: type) -> dict[str, types.FunctionType]:
 def _with_functions(kind: type[nn.Module], layer: int | None) -> type[nn.Module]:
     """Return a class whose methods call :data:`FUNCTIONS`; the same class where they call none."""
     changed = {
-        name: _twin(method, layer)
+        name: in_captures(_twin(method, layer), getattr(kind, name))
         for name, method in methods_of(kind).items()
         if any(known in FUNCTIONS and known in method.__globals__ for known in method.__code__.co_names)
     }

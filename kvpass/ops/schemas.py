@@ -87,7 +87,7 @@ def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
 
 
 def _site(call: Attention, expansion: Expansion | None, sliding_window: int | None, chunked: bool) -> Tensor:
-    start = torch.zeros(call.q.shape[0], dtype=torch.int64)
+    start = torch.zeros(call.q.shape[0], dtype=torch.int64, device="cpu")
     return latents.attend_prompt(call, expansion, start, implementation(call.q), sliding_window, chunked)[0]
 
 

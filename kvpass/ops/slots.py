@@ -53,7 +53,9 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
                 target.copy_(new[row, head, 0])
                 segment = tail.new_empty(0, tail.shape[4]) if pool is None else pool[row, first:last]
                 sides.append(torch.cat([segment, tail[layer, row, head]]))
-            index = torch.cat([torch.arange(last - first), torch.arange(behind, width)]).to(q.device)
+            index = torch.cat(
+                [torch.arange(last - first, device=q.device), torch.arange(behind, width, device=q.device)]
+            )
             live = (position[row, head, index] >= 0) | (index == slot)
             keys, values = (side[live].float() for side in sides)
             logits = q[row, of_head, 0].float() @ keys.T * scale

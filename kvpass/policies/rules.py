@@ -131,7 +131,7 @@ def _refusal(policy: Policy) -> str | None:
         return "its score is defined for a prompt, not for the entries that are left of one"
     generator = torch.Generator().manual_seed(0)
     rows, length = max(policy.window, 1), policy.window + 12
-    q, k, v = (torch.randn(1, 2, n, 4, generator=generator) for n in (rows, length, length))
+    q, k, v = (torch.randn(1, 2, n, 4, generator=generator, device="cpu") for n in (rows, length, length))
     try:
         together = policy.score(Observation(q, k, v, 0.5, policy.window, 0, 1))
     except ValueError as error:

@@ -253,7 +253,7 @@ class KVPassImpl(AttentionImpl):
         if row.buffers is None:
             row.buffers = self._buffers(block, meta.tables.offsets[row.block : row.block + 1])
         buffers = row.buffers
-        start = torch.zeros(1, dtype=torch.int64)
+        start = torch.zeros(1, dtype=torch.int64, device="cpu")
         first, asked = start.to(call.k.device), Requested(entries=buffers.entries)
         lse = meta.tables.device.attend_prompt(call, out)
         scores, stats, weight = ops.judge(call, lse, start, first, site, layers, self.policy, asked, ranks=self.ranks)

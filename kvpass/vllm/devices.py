@@ -78,7 +78,7 @@ class OnCUDA(OnCPU):
         return cuda.index_pool(offsets[None], self._kv_heads, self._pool)
 
     def attend_prompt(self, call: Attention, out: Tensor) -> Tensor | None:
-        attended, lse = cuda.attend_prompt(call, torch.zeros(1, dtype=torch.int64))
+        attended, lse = cuda.attend_prompt(call, torch.zeros(1, dtype=torch.int64, device="cpu"))
         out.copy_(attended[0].transpose(0, 1))
         return lse
 

@@ -86,6 +86,8 @@ def test_the_report_states_chunks_apart():
 
 def test_a_scale_of_queries_by_column_is_refused():
     fast = kvpass.compile(tiny_model("llama4", layers=2), policy="full", backend="eager")
-    fast.model.layers[1].self_attn.attn_temperature_tuning = True  # as a layer exchanged after kvpass.compile has it
+    other = tiny_model("llama4", layers=2).model.layers[1].self_attn
+    other.config = fast.model.config
+    fast.model.layers[1].self_attn = other  # exchanged after kvpass.compile
     with pytest.raises(kvpass.UnsupportedAttentionError, match="scales queries by their columns"):
         fast(random_ids(1, 20))
