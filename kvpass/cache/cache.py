@@ -52,6 +52,8 @@ class CompressedCache(Cache):
     Attributes:
         columns: tokens seen, padding included. appended: how many of them after the prompt was compressed.
         start: first real column of each row, int64 ``[B]``.
+        ids: token ids of the columns, padding included, int32 ``[B, columns]``; None in a raw session, or from a file
+            without them.
         longest: most tokens that the captures which filled it hold for; None when any number.
         begun_by: the capture of a raw module that prefilled it.
         reusable: calls continue on a copy and do not change this cache.
@@ -96,6 +98,7 @@ class CompressedCache(Cache):
         self.longest: int | None = None
         self.begun_by: Any = None
         self.start = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.ids: Tensor | None = None
         self.reusable = False
         self.answer_end: list[int] | None = None
         self.interrupted = False
@@ -103,10 +106,11 @@ class CompressedCache(Cache):
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def begin_prefill(self, start: Tensor, columns: int) -> None:
-        """Clear the cache for a prompt of ``columns`` columns, with real tokens from ``start``."""
+    def begin_prefill(self, start: Tensor, columns: int, ids: Tensor | None = None) -> None:
+        """Clear the cache for a prompt of ``columns`` columns and these ids, with real tokens from ``start``."""
         self._forget()
         self.start = start
+        self.ids = None if ids is None else ids.int()
         self._prompt_columns = columns
 
     def prefill_state(
@@ -193,8 +197,9 @@ class CompressedCache(Cache):
         states = self.states.state if self.states.held else {}
         return {**state, **states, "seen": self._seen_columns, "first": self.start}
 
-    def advance(self, tokens: int) -> None:
-        """Count tokens whose rows a graph has written."""
+    def advance(self, tokens: int, ids: Tensor | None = None) -> None:
+        """Count tokens whose rows a graph has written; ``ids`` are theirs, ``[B, tokens]``."""
+        self.ids = None if self.ids is None or ids is None else torch.cat([self.ids, ids.int()], 1)
         self.columns += tokens
         self.appended += tokens
         self._seen_columns.add_(tokens)
@@ -348,10 +353,11 @@ class CompressedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache's storages: spare slots, tail capacity, rings, states, positions, all tables included."""
+        """Bytes of the cache's storages: spare slots, tail capacity, rings, states, positions, ids, all tables."""
         if self.is_empty:
             return 0
-        return sum(part.nbytes for part in self._parts) + self.start.untyped_storage().nbytes()
+        held = (self.start,) if self.ids is None else (self.start, self.ids)
+        return sum(part.nbytes for part in self._parts) + sum(x.untyped_storage().nbytes() for x in held)
 
     @property
     def _parts(self) -> tuple[FullAttentionLayers | SlidingWindowLayers | RecurrentStates, ...]:
@@ -385,6 +391,11 @@ class CompressedCache(Cache):
         return by_layer(pools, [store.positions(seen) for store in self.full_layers], -1, (self.batch_size, 0, 0, 0))
 
     @property
+    def prompt_ids(self) -> Tensor | None:
+        """Of ``ids`` those of the prompt; of a loaded cache, all that were saved."""
+        return None if self.ids is None else self.ids[:, : self._prompt_columns]
+
+    @property
     def attention_mask(self) -> Tensor:
         """1 for columns seen so far that are real tokens, 0 for padding; int64 ``[B, columns]``."""
         return (torch.arange(self.columns, device=self.start.device) >= self.start[:, None]).long()
@@ -413,6 +424,7 @@ class CompressedCache(Cache):
         twin.states = self.states.to(target)
         for name in ("start", "_seen_columns"):
             setattr(twin, name, getattr(self, name).to(target))
+        twin.ids = None if self.ids is None else self.ids.to(target)
         twin._device = twin.start.device
         return twin
 
@@ -498,6 +510,7 @@ class CompressedCache(Cache):
         self.appended -= taken
         self.columns -= taken
         self._seen_columns.sub_(taken)
+        self.ids = None if self.ids is None else self.ids[:, : self.columns]
         for store in self.full_layers:
             store.crop(taken)
 
@@ -519,7 +532,8 @@ class CompressedCache(Cache):
         filled the cache, so that it loads for no other model. It is written next to ``path`` and then renamed, so a
         reader sees the old file or the new one. Only its owner can read a new file; a replaced one keeps its
         permissions. The next save in the folder removes what a killed process left. Where several processes share the
-        heads, all must call it; the first one writes one file, which loads on any number of processes.
+        heads, all must call it; the first one writes one file, which loads on any number of processes. The file holds
+        the token ids: whoever can read it can read the text.
 
         Args:
             notes: metadata of the caller, stored in the file; anything JSON can represent.
@@ -536,6 +550,8 @@ class CompressedCache(Cache):
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
         kept = self._state([store.compact_tensors() for store in self.full_layers])
         tensors = {**kept, **self.states.saved, "start": self.start}
+        if self.ids is not None:
+            tensors["ids"] = self.ids
         metadata = CacheMetadata(
             kvpass_version=__version__,
             model=identity.describe(),
@@ -599,7 +615,8 @@ class CompressedCache(Cache):
         cache.start = tensors["start"]
         cache._device = cache.start.device
         cache._budgets = list(metadata.entries)
-        cache.columns = metadata.columns
+        cache.ids = tensors.get("ids")
+        cache.columns = cache._prompt_columns = metadata.columns
         cache._seen_columns = torch.tensor(metadata.columns, dtype=torch.int64, device="cpu")
         cache.reusable = metadata.reusable
         return cache
@@ -626,6 +643,7 @@ class CompressedCache(Cache):
             "sliding_layers": [ring.with_rows(index) for ring in self.sliding_layers],
             "states": self.states.with_rows(index),
             "start": self.start[index],
+            "ids": None if self.ids is None else self.ids[index],
             "_budgets": [self._budgets[row] for row in index.tolist()],
         }
         vars(self).update(picked)  # all or none, since an allocation may fail

@@ -115,6 +115,8 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     for group in metadata.layout.pools:
         group.geometry.check_format(metadata.entry_format)
     parts: dict[str, Shapes] = {"": {"start": (torch.int64, (rows,))}}
+    if "ids" in tensors:  # files of before they were kept have none
+        parts[""]["ids"] = (torch.int32, (rows, metadata.columns))
     for i, group in enumerate(metadata.layout.pools):
         parts[f"store{i}_"] = _shapes(
             saved_buffers(evicts=rule is not None, rule_rows=rule_rows, entry_format=metadata.entry_format),
@@ -138,6 +140,8 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
             raise ValueError(f"keys and values are {entry}: must be floats of {group.geometry.itemsize} bytes")
     start = tensors["start"]
     _check_range("start", start, 0, metadata.columns - 1)
+    if "ids" in tensors:
+        _check_range("ids", tensors["ids"], 0, torch.iinfo(torch.int32).max)
     seen = metadata.columns - start
     for i, facts in enumerate(metadata.stores):
         store = {name: tensors[f"store{i}_{name}"] for name in parts[f"store{i}_"]}

@@ -34,7 +34,7 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
     Args:
         parts: those of each process, in the order of the ranks. layout: of one process.
     """
-    found = {"start": parts[0]["start"]}
+    found = _without_heads(parts[0])
     for prefix, group in _groups(layout):
         own = [{name[len(prefix) :]: x for name, x in part.items() if name.startswith(prefix)} for part in parts]
         if "table" in own[0]:
@@ -98,7 +98,7 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
     Args:
         tensors: the buffers of all heads. layout: of all heads.
     """
-    found = {"start": tensors["start"]}
+    found = _without_heads(tensors)
     for prefix, group in _groups(layout):
         whole = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
         own = {name: _own_heads(name, x, ranks) for name, x in whole.items()}
@@ -110,6 +110,10 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
                 own[name] = _moved(name, [whole[name]], [whole["offsets"]], places, own["offsets"])
         found |= {prefix + name: x for name, x in own.items()}
     return found, _with_heads(layout, lambda group: _of_heads(group, group.geometry.kv_heads // ranks.size))
+
+
+def _without_heads(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in tensors.items() if name in ("start", "ids")}
 
 
 def _with_heads(layout: Layout, changed: Callable[[LayerGroup], LayerGroup]) -> Layout:

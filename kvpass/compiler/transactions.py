@@ -69,16 +69,17 @@ def prefill(
     run: Callable[[Call], R],
     block: Block = "auto",
     others: Sequence[CompressedCache] = (),
+    ids: Tensor | None = None,
 ) -> R:
     """Fill the cache, and others, with a prompt; on any exception they are empty.
 
     Args:
         start: first real column of each row, int64 ``[B]`` on the CPU. columns: N. run: captures the graph of the call
-            if needed, and runs it. block: as in :class:`Call`.
+            if needed, and runs it. block: as in :class:`Call`. ids: of the prompt ``[B, N]``, where they are known.
     """
     try:
         for one in (cache, *others):
-            one.begin_prefill(start, columns)
+            one.begin_prefill(start, columns, ids)
         call = Call(cache, "prefill", one_token_prompt=columns == 1, block=block, others=others)
         result = run(call)
         call.check_begun()
@@ -113,12 +114,14 @@ def append(
     tokens: int,
     run: Callable[[Call], R],
     threshold: float = float("inf"),
+    ids: Tensor | None = None,
 ) -> tuple[R, PromptRecord | None]:
     """Append T tokens. A failed call is rolled back, or marks the cache interrupted if entries were overwritten.
 
     Args:
         cache: from :func:`continued`. run: see :func:`prefill`; before the graph begins its errors change nothing.
         threshold: recompression threshold; rows that then hold more than this many budgets are compressed.
+        ids: of the tokens ``[B, T]``, where they are known.
     Returns:
         what ``run`` returned, and the new record if all rows were compressed.
     """
@@ -130,7 +133,7 @@ def append(
         result = run(call)
         call.check_begun()
         cache.interrupted = True
-        cache.advance(tokens)
+        cache.advance(tokens, ids)
         if observed:
             record = cache.recompress()
         cache.interrupted = False

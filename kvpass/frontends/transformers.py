@@ -39,6 +39,7 @@ from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import first_real_column
 from kvpass.frontends.rotation_by_row import check_rows_stay
 from kvpass.frontends.tensor_parallel import check_divided
+from kvpass.frontends.whole_text import begins_with, by_name, new_ids_only, reads_ids, with_whole_text
 from kvpass.policies import POLICIES, Policy, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
@@ -51,6 +52,15 @@ _DROPPED = (
     "the prompt begins with the last token of the answer before. If it is the next turn of a conversation: the cache "
     "is reusable and does not hold that answer, every call continues from the compressed context alone. Use "
     "model.compress(ids, reusable=False), or the cache that generate(..., return_dict_in_generate=True) returns"
+)
+
+_AGAIN = (
+    "the ids begin with all {} tokens of the prompt that past_key_values holds already, and are appended to it, a "
+    "second time. Pass only the ids after all that the cache has seen; or, to begin again, no past_key_values"
+)
+_UNSEEN = (
+    "{}: only the ids of this call are read, not those before, which the cache does not know (it was loaded from a "
+    "file without them). Pass the whole text, or fill the cache again"
 )
 
 
@@ -208,10 +218,12 @@ class CompressedModel(_Base):
         """``generate`` of transformers; with a filled cache, the ids can be only the new tokens.
 
         So a question can be asked about a compressed context: ``model.generate(question_ids, past_key_values=cache)``.
+        Logits processors then read the whole text, the cache's and the new ids. Lengths and the caller's stopping
+        criteria count the new ids, which are also what is returned and streamed.
         Ids longer than what the cache has seen are the whole sequence, as in transformers, unless an attention mask
         over cache and ids says otherwise. The last token of an answer is not in the cache: begin the next call with it.
         A reusable cache (see :meth:`compress`) is not changed; a call that begins with the last token of the answer
-        before, which is not in such a cache, gets a ``UserWarning``.
+        before, which is not in such a cache, gets a ``UserWarning``; so does one whose new ids are the cache's prompt.
 
         ``prefill_chunk_size`` is taken as ``prefill_block`` of this call: what is kept is that of the whole prompt.
 
@@ -242,6 +254,8 @@ class CompressedModel(_Base):
             cache = kwargs[CACHE] = _new_cache(self._kvpass)
         if cache is not None and block is not None:
             cache.block = block
+        theirs: Callable[..., Any] = super().generate  # type: ignore[misc]
+        arguments, held = by_name(theirs, inputs, generation_config, *args, **kwargs), 0
         if cache is not None and ids is not None:
             tokens = ids.shape[1]
             continues = tokens <= cache.columns
@@ -250,11 +264,22 @@ class CompressedModel(_Base):
             if continues:
                 if cache.answer_end is not None and cache.answer_end == ids[:, 0].tolist():
                     warnings.warn(_DROPPED, stacklevel=2)
+                prompt = cache.prompt_ids
+                if prompt is not None and begins_with(ids, prompt):
+                    warnings.warn(_AGAIN.format(prompt.shape[1]), stacklevel=2)
                 mask = kwargs.get("attention_mask")
                 if mask is None or mask.shape[1] == tokens:
                     new = torch.ones_like(ids) if mask is None else mask
-                    kwargs["attention_mask"] = torch.cat([cache.attention_mask.to(new), new], 1)
-        output = super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+                    mask = arguments["attention_mask"] = torch.cat([cache.attention_mask.to(new), new], 1)
+                configs = (generation_config, self.generation_config)
+                if cache.ids is not None and tuple(mask.shape) == (cache.batch_size, cache.columns + tokens):
+                    held = cache.columns
+                    arguments = with_whole_text(cache.ids, ids, arguments, configs)
+                elif (name := reads_ids(arguments, configs)) is not None:
+                    warnings.warn(_UNSEEN.format(name), stacklevel=2)
+        output = theirs(**arguments)
+        if held:
+            output = new_ids_only(output, held)
         if cache is not None and cache.reusable:
             cache.answer_end = getattr(output, "sequences", output)[:, -1].tolist()
         return output
@@ -544,7 +569,7 @@ def _prefill(
         _check_ascending(positions, start)
 
     run = _graph(model, ids, positions, logits_to_keep)
-    return prefill(cache, start, ids.shape[1], run, cache.block or model._kvpass.block, others)
+    return prefill(cache, start, ids.shape[1], run, cache.block or model._kvpass.block, others, ids)
 
 
 def _continue(
@@ -574,7 +599,7 @@ def _continue(
     positions = _positions(position_ids, columns - cache.start[:, None])
 
     graph = _graph(model, ids, positions, logits_to_keep)
-    logits, record = append(cache, t, graph, THRESHOLDS[rules.recompress])
+    logits, record = append(cache, t, graph, THRESHOLDS[rules.recompress], ids)
     if record is not None:
         runtime.last_prompt = record
     return cache, logits

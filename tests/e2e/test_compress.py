@@ -6,13 +6,25 @@ import logging
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import MaxLengthCriteria, PreTrainedTokenizerFast, StoppingCriteria, StopStringCriteria
 
+import kvpass
+from kvpass.cache.serialization import read_cache_file, write_cache_file
 from masked_oracle import MaskedOracle, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
 from tiny_models import compiled_once, left_pad, random_ids
 
 POLICIES = {"lava": {}, "h2o": {"window": 8}, "cake": {"tau1": 1.0, "tau2": 1.0}}
+
+READ_ALL_IDS = {
+    "repetition_penalty": 1.8,
+    "no_repeat_ngram_size": 1,
+    "encoder_repetition_penalty": 1.8,
+    "encoder_no_repeat_ngram_size": 1,
+}
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
 def compiled(policy="lava", backend="eager", **options):
@@ -90,3 +102,147 @@ def test_a_policy_that_needs_the_question_is_named_once_with_those_that_do_not(m
         _, fast = compiled(policy)
         fast.compress(ids, mask)
     assert len(said) == 1 and "'snapkv'" in said[0] and "keydiff" in said[0] and "lava" not in said[0]
+
+
+# -- the whole text, where only the new ids are given -----------------------------------------------------------------
+
+
+def put_together(*parts):
+    """Ids and mask of a left-padded document and of what follows it."""
+    (ids, mask), *new = parts
+    return torch.cat([ids, *new], 1), torch.cat([mask, *map(torch.ones_like, new)], 1)
+
+
+def whole_answer(model, *parts, **options):
+    """What the uncompiled model answers to the whole text, without the document; all that was given it."""
+    ids, mask = put_together(*parts)
+    return model.generate(ids, attention_mask=mask, **options)[:, parts[0][0].shape[1] :]
+
+
+@pytest.mark.parametrize("option", READ_ALL_IDS)
+def test_processors_read_the_document_beside_a_question_and_in_the_next_turn(model, fast, option):
+    given = {**GREEDY, option: READ_ALL_IDS[option]}
+    document, question, turn = context(), random_ids(2, 5, seed=3), random_ids(2, 3, seed=4)
+    expected = whole_answer(model, document, question, **given)
+    assert not torch.equal(expected, whole_answer(model, document, question, **GREEDY)), "the option should change this"
+    cache = fast.compress(*document)
+    for _ in range(2):
+        assert torch.equal(fast.generate(question, past_key_values=cache, **given), expected)
+    talk = fast.compress(*document, reusable=False)
+    first = fast.generate(input_ids=question, past_key_values=talk, return_dict_in_generate=True, **given).sequences
+    assert torch.equal(first, expected)
+    asked = torch.cat([first[:, -1:], turn], 1)
+    second = fast.generate(asked, attention_mask=torch.ones_like(asked), past_key_values=talk, **given)
+    if not option.startswith("encoder"):  # these read what was given, which ends before the answer
+        assert torch.equal(second, whole_answer(model, document, first, turn, **given)[:, first.shape[1] - 1 :])
+
+
+def test_a_loaded_cache_knows_the_document_and_one_of_an_old_file_says_that_it_does_not(fast, model, tmp_path, recwarn):
+    given = {**GREEDY, "repetition_penalty": 1.8}
+    document, question = context(), random_ids(2, 5, seed=3)
+    fast.compress(*document).save(tmp_path / "new.kv")
+    loaded = kvpass.load_cache(tmp_path / "new.kv", fast)
+    assert torch.equal(loaded.ids, document[0].int())
+    answer = fast.generate(question, past_key_values=loaded, **given)
+    assert torch.equal(answer, whole_answer(model, document, question, **given))
+    metadata, tensors = read_cache_file(tmp_path / "new.kv")
+    del tensors["ids"]
+    write_cache_file(tmp_path / "old.kv", tensors, metadata)
+    old = kvpass.load_cache(tmp_path / "old.kv", fast)
+    answer = fast.generate(question, past_key_values=old, **GREEDY)
+    assert torch.equal(answer, whole_answer(model, document, question, **GREEDY))
+    assert not [warning for warning in recwarn if "only the ids of this call" in str(warning.message)]
+    with pytest.warns(UserWarning, match="repetition_penalty: only the ids of this call are read"):
+        fast.generate(question, past_key_values=old, **given)
+
+
+class Seen(StoppingCriteria):
+    """Notes the ids that it is given; stops at a length."""
+
+    def __init__(self, length):
+        self.length, self.ids = length, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.ids.append(input_ids)
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
+
+
+def test_lengths_and_stopping_criteria_count_the_new_ids(model, fast):
+    document, question = context(), random_ids(2, 5, seed=3)
+    cache = fast.compress(*document)
+
+    def answer(**options):
+        return fast.generate(question, past_key_values=cache, do_sample=False, **options)
+
+    plain = answer(max_new_tokens=12)
+    end = int(plain[0, 7])
+    ends = {"eos_token_id": end, "pad_token_id": 0}
+    assert torch.equal(answer(max_length=11), plain[:, :11])
+    assert torch.equal(answer(max_new_tokens=12, stopping_criteria=[MaxLengthCriteria(9)]), plain[:, :9])
+    seen = Seen(10)
+    assert torch.equal(answer(max_new_tokens=12, stopping_criteria=[seen]), plain[:, :10])
+    assert torch.equal(seen.ids[0], plain[:, :6])
+    for least in ({"min_new_tokens": 6}, {"min_length": 11}):
+        expected = whole_answer(model, document, question, do_sample=False, **ends, max_new_tokens=12, min_new_tokens=6)
+        assert torch.equal(answer(**ends, **least, max_new_tokens=12), expected)
+        assert not torch.equal(expected, plain)
+
+
+def test_stop_strings_end_the_answer_as_they_do_after_the_whole_text(model, fast):
+    """Here a token is a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({byte: number for number, byte in enumerate(alphabet)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    document, question = random_ids(1, 40), random_ids(1, 5, seed=3)
+    cache = fast.compress(document)
+    plain = fast.generate(question, past_key_values=cache, **GREEDY)
+    stop = [StopStringCriteria(tokenizer, tokenizer.decode(plain[0, 8:10]))]
+    expected = model.generate(torch.cat([document, question], 1), stopping_criteria=stop, **GREEDY)[:, 40:]
+    found = fast.generate(question, past_key_values=cache, stopping_criteria=stop, **GREEDY)
+    assert torch.equal(found, expected) and found.shape[1] == 10
+
+
+class Stream:
+    def __init__(self):
+        self.ids = []
+
+    def put(self, value):
+        self.ids.append(value.flatten().tolist())
+
+    def end(self):
+        self.ids.append("end")
+
+
+def test_a_streamer_gets_the_question_first_and_then_each_token(fast):
+    cache = fast.compress(random_ids(1, 40))
+    stream, question = Stream(), random_ids(1, 5, seed=3)
+    answer = fast.generate(question, past_key_values=cache, streamer=stream, **GREEDY)[0].tolist()
+    assert stream.ids == [question[0].tolist(), *([token] for token in answer[5:]), "end"]
+
+
+def test_the_ids_of_a_cache_follow_its_rows_copies_and_cuts(fast):
+    ids, new = context()[0].int(), random_ids(2, 3, seed=3)
+    cache = fast(*context()).past_key_values
+    twin = cache.clone()
+    fast(new, past_key_values=cache)
+    assert torch.equal(cache.ids, torch.cat([ids, new.int()], 1)) and torch.equal(twin.ids, ids)
+    cache.crop(-2)
+    assert torch.equal(cache.ids, torch.cat([ids, new[:, :1].int()], 1)) and torch.equal(cache.prompt_ids, ids)
+    twin.reorder_cache(torch.tensor([1, 0]))
+    twin.batch_repeat_interleave(2)
+    twin.batch_select_indices(torch.tensor([0, 3]))
+    assert torch.equal(twin.ids, ids.flip(0))
+    twin.reset()
+    assert twin.ids is None
+
+
+def test_the_prompt_given_again_on_its_cache_is_warned_about(fast, recwarn):
+    prompt = random_ids(1, 40)
+    first = fast.generate(prompt, return_dict_in_generate=True, **GREEDY)
+    fast.generate(prompt[:, :39], past_key_values=first.past_key_values.clone(), **GREEDY)
+    fast.generate(torch.cat([first.sequences, prompt], 1), past_key_values=first.past_key_values.clone(), **GREEDY)
+    assert not [warning for warning in recwarn if "a second time" in str(warning.message)]
+    for cache in (first.past_key_values, fast.compress(prompt)):
+        with pytest.warns(UserWarning, match="begin with all 40 tokens of the prompt that past_key_values"):
+            fast.generate(prompt, past_key_values=cache, **GREEDY)

@@ -228,7 +228,8 @@ def test_contract_2_nbytes_does_not_grow_with_the_prompt(family):
     _, fast = shared(family, budget=20)
     cache, bigger = (fast(random_ids(2, tokens)).past_key_values for tokens in (PROMPT, 2000))
     full = 2 * PROMPT * cache.geometry.layers * cache.geometry.kv_heads * cache.geometry.entry_bytes
-    assert bigger.nbytes == cache.nbytes < full * 2000 / PROMPT
+    assert bigger.ids.nbytes == 2 * 2000 * 4
+    assert bigger.nbytes - bigger.ids.nbytes == cache.nbytes - cache.ids.nbytes < full * 2000 / PROMPT
 
 
 def test_contract_4_padding_invariance_compiled():

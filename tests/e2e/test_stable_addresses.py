@@ -242,7 +242,7 @@ def test_what_is_reserved_ahead_is_bounded_and_so_is_what_an_early_end_leaves():
     out = answer(plain, ids, new=50_000, eos_token_id=end, return_dict_in_generate=True)
     assert out.past_key_values.full_layers[0].tail_k.shape[3] == 8 + 1024
     cache = out.past_key_values
-    assert cache.nbytes == sum(part.nbytes for part in cache.full_layers) + cache.start.nbytes
+    assert cache.nbytes == sum(part.nbytes for part in cache.full_layers) + cache.start.nbytes + cache.ids.nbytes
     cache.reset()
     assert plain(ids, past_key_values=cache).past_key_values.full_layers[0].tail_k.shape[3] == 8 + 64
 

@@ -165,6 +165,8 @@ ANY = {
     "start of another shape": of("start", lambda x: x[None]),
     "start of no row": of("start", lambda x: x[:0]),
     "start is missing": without("start"),
+    "ids of another length": of("ids", lambda x: x[:, 1:].contiguous()),
+    "ids that are negative": of("ids", lambda x: -1 - x),
     "a tensor too many": lambda tensors: {**tensors, "ring7_ring_k": torch.ones(1)},
     "a store too many": lambda tensors: {**tensors, "store1_pool_k": tensors["store0_pool_k"].clone()},
     "keys are missing": without("store0_pool_k"),

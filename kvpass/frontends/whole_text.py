@@ -1,0 +1,113 @@
+"""The whole text for ``generate``, where it is given only the ids that come after a filled cache.
+
+transformers then computes from all ids: logits processors read what the cache holds too. What counts or returns ids
+is converted, so that it is of the new ones only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+_NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "logits_processor": None,
+    "prefix_allowed_tokens_fn": None,
+}
+"""Arguments of ``generate`` whose processors read all ids, with the values of no effect."""
+
+
+def by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of ``function`` by name."""
+    bound = inspect.signature(function).bind(*args, **kwargs).arguments
+    rest = bound.pop("kwargs", {})
+    return {**bound, **rest}
+
+
+def with_whole_text(before: Tensor, ids: Tensor, given: Mapping[str, Any], configs: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments of ``generate`` for the whole text.
+
+    Args:
+        before: ids that the cache holds, int32 ``[B, columns]``. ids: the new ones ``[B, T]``. given: arguments by
+            name. configs: generation configurations, the given one first.
+    """
+    held = before.shape[1]
+    changed = {**given, ("input_ids" if "input_ids" in given else "inputs"): torch.cat([before.to(ids), ids], 1)}
+    for name, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        length = said(name, given, *configs)
+        if length is not None and said(new, given, *configs) is None:
+            changed[name] = held + length
+    criteria, streamer = given.get("stopping_criteria"), given.get("streamer")
+    if criteria is not None:
+        changed["stopping_criteria"] = StoppingCriteriaList(_of_new_ids(one, held) for one in criteria)
+    if streamer is not None:
+        changed["streamer"] = _StreamOfNewIds(streamer, held)
+    return changed
+
+
+def reads_ids(given: Mapping[str, Any], configs: Sequence[Any]) -> str | None:
+    """Return the first argument, given or configured, whose processor reads all ids."""
+    return next((name for name, off in _NEUTRAL.items() if said(name, given, *configs) not in (None, off, [])), None)
+
+
+def said(name: str, given: Mapping[str, Any], *configs: Any) -> Any:
+    """Return an argument of ``generate``, or what the first configuration with a value says; else None."""
+    values = (given.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
+
+
+def begins_with(ids: Tensor, prompt: Tensor) -> bool:
+    """Whether ids ``[B, T]`` begin with all of a prompt ``[B, N]`` of more than one token."""
+    n = prompt.shape[1]
+    return 1 < n <= ids.shape[1] and torch.equal(ids[:, :n], prompt.to(ids))
+
+
+def new_ids_only(output: Any, held: int) -> Any:
+    """Return what ``generate`` returned, without the first ``held`` ids of its sequences."""
+    if isinstance(output, Tensor):
+        return output[:, held:]
+    output.sequences = output.sequences[:, held:]
+    return output
+
+
+def _of_new_ids(criterion: StoppingCriteria, held: int) -> StoppingCriteria:
+    """Return a criterion that decides by the new ids; the class of transformers' own for the length stays."""
+    if type(criterion) is MaxLengthCriteria:
+        return MaxLengthCriteria(criterion.max_length + held, criterion.max_position_embeddings)
+    return _CriterionOfNewIds(criterion, held)
+
+
+class _CriterionOfNewIds(StoppingCriteria):
+    """Gives a criterion the new ids only."""
+
+    def __init__(self, criterion: StoppingCriteria, held: int) -> None:
+        self.criterion, self.held = criterion, held
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return self.criterion(input_ids[:, self.held :], scores, **kwargs)
+
+
+class _StreamOfNewIds(BaseStreamer):
+    """Gives a streamer the new ids, in place of the whole text that ``generate`` puts first."""
+
+    def __init__(self, streamer: BaseStreamer, held: int) -> None:
+        self.streamer, self.held = streamer, held
+
+    def put(self, value: Tensor) -> None:
+        if self.held:
+            value, self.held = value[:, self.held :], 0
+        self.streamer.put(value)
+
+    def end(self) -> None:
+        self.streamer.end()
