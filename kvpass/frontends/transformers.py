@@ -39,7 +39,7 @@ from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import first_real_column
 from kvpass.frontends.rotation_by_row import check_rows_stay
 from kvpass.frontends.tensor_parallel import check_divided
-from kvpass.frontends.whole_text import begins_with, by_name, new_ids_only, reads_ids, with_whole_text
+from kvpass.frontends.whole_text import begins_with, by_name, has_new_ids, new_ids_only, reads_ids, with_whole_text
 from kvpass.policies import POLICIES, Policy, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
@@ -257,22 +257,19 @@ class CompressedModel(_Base):
         theirs: Callable[..., Any] = super().generate  # type: ignore[misc]
         arguments, held = by_name(theirs, inputs, generation_config, *args, **kwargs), 0
         if cache is not None and ids is not None:
-            tokens = ids.shape[1]
-            continues = tokens <= cache.columns
-            most = _new_tokens(tokens, kwargs, generation_config, self.generation_config)
+            tokens, configs = ids.shape[1], (generation_config, self.generation_config)
+            continues = has_new_ids(cache, ids, kwargs.get("attention_mask"))
+            most = _new_tokens(tokens, kwargs, *configs)
             cache.expected = (cache.columns if continues else 0) + tokens + most - 1  # the last one is not appended
             if continues:
-                if cache.answer_end is not None and cache.answer_end == ids[:, 0].tolist():
-                    warnings.warn(_DROPPED, stacklevel=2)
-                prompt = cache.prompt_ids
-                if prompt is not None and begins_with(ids, prompt):
-                    warnings.warn(_AGAIN.format(prompt.shape[1]), stacklevel=2)
+                for told in _warnings(cache, ids):
+                    warnings.warn(told, stacklevel=2)
                 mask = kwargs.get("attention_mask")
                 if mask is None or mask.shape[1] == tokens:
                     new = torch.ones_like(ids) if mask is None else mask
                     mask = arguments["attention_mask"] = torch.cat([cache.attention_mask.to(new), new], 1)
-                configs = (generation_config, self.generation_config)
-                if cache.ids is not None and tuple(mask.shape) == (cache.batch_size, cache.columns + tokens):
+                fits = tuple(mask.shape) == (cache.batch_size, cache.columns + tokens)
+                if cache.ids is not None and fits:
                     held = cache.columns
                     arguments = with_whole_text(cache.ids, ids, arguments, configs)
                 elif (name := reads_ids(arguments, configs)) is not None:
@@ -528,6 +525,15 @@ class CompressedModel(_Base):
             expanded=runtime.expanded,
             compiled=tuple(record for record in runtime.captures.compiler.records if record.policy == policy.spec),
         )
+
+
+def _warnings(cache: CompressedCache, ids: Tensor) -> list[str]:
+    """Return what is probably not meant in new ids ``[B, T]`` for a filled cache."""
+    told = [_DROPPED] if cache.answer_end == ids[:, 0].tolist() else []
+    prompt = cache.prompt_ids
+    if prompt is not None and begins_with(ids, prompt):
+        told.append(_AGAIN.format(prompt.shape[1]))
+    return told
 
 
 def _cache_is_default(kwargs: Mapping[str, Any], *configs: Any) -> bool:

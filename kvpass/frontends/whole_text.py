@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from kvpass.cache.cache import CompressedCache
+
 _NEUTRAL = {
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
@@ -33,6 +35,12 @@ def by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str
     bound = inspect.signature(function).bind(*args, **kwargs).arguments
     rest = bound.pop("kwargs", {})
     return {**bound, **rest}
+
+
+def has_new_ids(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> bool:
+    """Whether ids ``[B, T]`` are those after a filled cache: no more than it has seen, or with a mask over both."""
+    held, tokens = cache.columns, ids.shape[1]
+    return tokens <= held or (held > 0 and mask is not None and mask.shape[-1] == held + tokens)
 
 
 def with_whole_text(before: Tensor, ids: Tensor, given: Mapping[str, Any], configs: Sequence[Any]) -> dict[str, Any]:

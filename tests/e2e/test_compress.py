@@ -128,6 +128,9 @@ def test_processors_read_the_document_beside_a_question_and_in_the_next_turn(mod
     cache = fast.compress(*document)
     for _ in range(2):
         assert torch.equal(fast.generate(question, past_key_values=cache, **given), expected)
+    longer, mask = random_ids(2, 60, seed=5), put_together(document, random_ids(2, 60))[1]
+    found = fast.generate(longer, attention_mask=mask, past_key_values=cache, **given)
+    assert torch.equal(found, whole_answer(model, document, longer, **given)), "more new ids than the cache has seen"
     talk = fast.compress(*document, reusable=False)
     first = fast.generate(input_ids=question, past_key_values=talk, return_dict_in_generate=True, **given).sequences
     assert torch.equal(first, expected)
