@@ -411,6 +411,12 @@ class CompressedCache(Cache):
         twin._seen_columns = self.recycled.copy("seen", self._seen_columns)
         return twin
 
+    def repeated(self, repeats: int) -> CompressedCache:
+        """Return a copy, not reusable, with every row ``repeats`` times, copies next to each other."""
+        twin = self.clone()
+        twin.batch_repeat_interleave(repeats)
+        return twin
+
     @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> CompressedCache:
         """Return the cache if it is on ``device``, else a copy there with the same ``reusable``."""

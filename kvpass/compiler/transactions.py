@@ -93,7 +93,9 @@ def prefill(
 
 
 def continued(cache: CompressedCache, rows: int, device: torch.device) -> CompressedCache:
-    """Return the cache that a call appends to: this one, or a copy of a reusable one.
+    """Return the cache that a call appends to: this one, or a copy.
+
+    A reusable cache is copied, and so is one of one row for a call of several: each continues that row.
 
     Args:
         rows, device: of the call.
@@ -104,8 +106,10 @@ def continued(cache: CompressedCache, rows: int, device: torch.device) -> Compre
         raise CacheMismatchError(f"{cache!r}: a call on it was interrupted, its entries are lost; reset it")
     if device != cache.device:
         raise CacheMismatchError(f"the call is on {device}, the cache on {cache.device}: use cache.to()")
-    if rows != cache.batch_size:
+    if cache.batch_size not in (1, rows):
         raise CacheMismatchError(f"the call has {rows} rows, the cache {cache.batch_size}")
+    if rows != cache.batch_size:
+        return cache.repeated(rows)
     return cache.clone() if cache.reusable else cache
 
 

@@ -145,7 +145,8 @@ class CompressedModel(_Base):
                 for one new token only the shape is read, to avoid host synchronisation.
             position_ids: true positions ``[B, T]``; by default counted from the first real token. Those of a prompt
                 must ascend by one: a row is one sequence.
-            past_key_values: a :class:`CompressedCache` of this model; None or an empty one for a new prompt.
+            past_key_values: a :class:`CompressedCache` of this model; None or an empty one for a new prompt. One of one
+                row serves any B: each row continues a copy, which is returned.
             cache: the same, by the name that transformers gives it from 5.24 on.
             logits_to_keep: compute logits of only this many last positions; 0 = all.
         Returns:
@@ -222,6 +223,7 @@ class CompressedModel(_Base):
         criteria count the new ids, which are also what is returned and streamed.
         Ids longer than what the cache has seen are the whole sequence, as in transformers, unless an attention mask
         over cache and ids says otherwise. The last token of an answer is not in the cache: begin the next call with it.
+        A cache of one row serves several rows of ids, beams and ``num_return_sequences``: each row continues a copy of it.
         A reusable cache (see :meth:`compress`) is not changed; a call that begins with the last token of the answer
         before, which is not in such a cache, gets a ``UserWarning``; so does one whose new ids are the cache's prompt.
 
@@ -267,11 +269,11 @@ class CompressedModel(_Base):
                 mask = kwargs.get("attention_mask")
                 if mask is None or mask.shape[1] == tokens:
                     new = torch.ones_like(ids) if mask is None else mask
-                    mask = arguments["attention_mask"] = torch.cat([cache.attention_mask.to(new), new], 1)
-                fits = tuple(mask.shape) == (cache.batch_size, cache.columns + tokens)
+                    mask = arguments["attention_mask"] = torch.cat([_seen_mask(cache, len(ids)).to(new), new], 1)
+                fits = tuple(mask.shape) == (len(ids), cache.columns + tokens)
                 if cache.ids is not None and fits:
                     held = cache.columns
-                    arguments = with_whole_text(cache.ids, ids, arguments, configs)
+                    arguments = with_whole_text(cache.ids.expand(len(ids), -1), ids, arguments, configs)
                 elif (name := reads_ids(arguments, configs)) is not None:
                     warnings.warn(_UNSEEN.format(name), stacklevel=2)
         output = theirs(**arguments)
@@ -280,6 +282,16 @@ class CompressedModel(_Base):
         if cache is not None and cache.reusable:
             cache.answer_end = getattr(output, "sequences", output)[:, -1].tolist()
         return output
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
+        """Repeat the rows for beams or several answers, as transformers does; those of a filled cache too.
+
+        Forward repeats a cache of one row itself.
+        """
+        cache = kwargs.get(CACHE)
+        if expand_size > 1 and isinstance(cache, CompressedCache) and cache.batch_size > 1:
+            kwargs[CACHE] = cache.repeated(expand_size)
+        return super()._expand_inputs_for_generation(expand_size, *args, **kwargs)  # type: ignore[misc]
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """Return who drafts tokens, as transformers does, but the first draft, made before the prompt, is dropped.
@@ -551,6 +563,13 @@ def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
 
     new, length = said("max_new_tokens"), said("max_length")
     return max(new if new is not None else (length or 0) - tokens, 0)
+
+
+def _seen_mask(cache: CompressedCache, rows: int) -> Tensor:
+    """Return the mask of the tokens seen for ids of ``rows`` rows; a cache of one row serves any number."""
+    if cache.batch_size not in (1, rows):
+        raise CacheMismatchError(f"the ids have {rows} rows, the cache {cache.batch_size}")
+    return cache.attention_mask.expand(rows, -1)
 
 
 def _new_cache(runtime: Runtime) -> CompressedCache:

@@ -192,6 +192,41 @@ def test_beam_search_reorders_the_compressed_cache(tight):
     assert torch.equal(scores.argsort(descending=True), torch.arange(4)), "beams are not in order of their score"
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": True, "num_return_sequences": 3}, {"do_sample": False, "num_beams": 3, "num_return_sequences": 2}],
+    ids=lambda options: "-".join(options),
+)
+def test_generate_gives_several_answers_from_one_document(model, fast, options, rows):
+    document, questions = random_ids(1, 40), random_ids(rows, 5, seed=8)
+    whole = torch.cat([document.expand(rows, -1), questions], 1)
+    for context in {1, rows}:  # rows of the cache
+        answers = []
+        for subject, ids, cache in (
+            (model, whole, None),
+            (fast, questions, fast.compress(document.expand(context, -1))),
+        ):
+            torch.manual_seed(0)
+            out = subject.generate(ids, past_key_values=cache, max_new_tokens=NEW, **options)
+            answers.append(out[:, -NEW:])
+        assert torch.equal(*answers)
+        assert (cache.batch_size, cache.columns, cache.reusable) == (context, 40, True)
+
+
+def test_rows_of_questions_continue_copies_of_a_cache_of_one_row(model, fast):
+    document, questions = random_ids(1, 40), random_ids(3, 5, seed=8)
+    for reusable in (True, False):
+        cache = fast.compress(document, reusable=reusable)
+        out = fast(questions, past_key_values=cache)
+        expected = model(torch.cat([document.expand(3, -1), questions], 1)).logits[:, -5:]
+        assert_close("logits", out.logits, expected, atol=1e-4)
+        assert out.past_key_values.batch_size == 3 and (cache.batch_size, cache.columns) == (1, 40)
+    two = fast.compress(document.expand(2, -1))
+    with pytest.raises(kvpass.CacheMismatchError, match="the ids have 3 rows, the cache 2"):
+        fast.generate(questions, past_key_values=two, max_new_tokens=1)
+
+
 def test_cache_rows_can_be_reordered_selected_and_repeated(tight):
     ids, token = random_ids(3, 40), random_ids(3, 1, seed=9)
     order = torch.tensor([2, 0, 1])
