@@ -39,6 +39,18 @@ _ELSEWHERE = (
     "the whole text and no cache to the uncompiled one"
 )
 
+_NO_LAYERS = (
+    "a CompressedCache of kvpass has no list of layers with keys and values, since heads keep different numbers of "
+    "compressed entries: read cache.positions, cache.lengths, cache.nbytes, cache.get_seq_length() and cache.batch_size"
+)
+
+
+class _NoLayers(list[Any]):
+    """The empty list that transformers finds in ``layers``; reading a layer of it says what to read instead."""
+
+    def __getitem__(self, layer: Any) -> Any:
+        raise CacheMismatchError(_NO_LAYERS)
+
 
 class CompressedCache(Cache):
     """A compressed KV cache with the interface of a ``transformers`` cache.
@@ -74,7 +86,7 @@ class CompressedCache(Cache):
         ranks: Ranks | None = None,
         entry_format: EntryFormat = "model",
     ) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_NoLayers())
         self._identity = weakref.ref(owner) if isinstance(owner, ModelFingerprint) else None
         self._owner = reference(owner)
         self._filled_by = owner.state
@@ -186,10 +198,12 @@ class CompressedCache(Cache):
         Raises:
             CacheMismatchError: the cache has others.
         """
-        self._check_layout(layout)
         held = self.full_layers[0].tail_k if self.full_layers else self.sliding_layers[0].ring_k
         if held.dtype != dtype:
-            raise CacheMismatchError(f"{self!r} of {held.dtype} was handed to a model of {dtype}")
+            raise CacheMismatchError(
+                f"{self!r} of {held.dtype} was handed to a model of {dtype}: prefill the prompt again"
+            )
+        self._check_layout(layout)
         turns = [turn.buffers._asdict() for turn in self._recompressions] or [{}] * len(self.full_layers)
         state = self._state(
             [{**store.cached_state, **turn} for store, turn in zip(self.full_layers, turns, strict=True)]
@@ -478,6 +492,23 @@ class CompressedCache(Cache):
     def __len__(self) -> int:
         groups = () if self.layout is None else (*self.layout.pools, *self.layout.rings)
         return sum(group.geometry.layers for group in groups)
+
+    def __getitem__(self, layer: Any) -> Any:
+        """Raise: entries are not held layer by layer."""
+        raise CacheMismatchError(_NO_LAYERS)
+
+    def __iter__(self) -> Any:
+        raise CacheMismatchError(_NO_LAYERS)
+
+    @property
+    def max_cache_len(self) -> int:
+        """Raise: the cache grows as needed."""
+        raise CacheMismatchError(f"max_cache_len: {_NO_LAYERS}")
+
+    @property
+    def max_batch_size(self) -> int:
+        """Raise: the cache has the rows of its prompt."""
+        raise CacheMismatchError(f"max_batch_size: {_NO_LAYERS}")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i by row ``beam_idx[i]`` (beam search)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,12 @@ _OF_FORWARD = {
 }
 """Unsupported arguments of ``forward``, with a reason for each."""
 
-_OF_GENERATE = {"assistant_early_exit": "the compiled decoder runs all of its layers; give an assistant_model"}
+_OF_GENERATE = {
+    "assistant_early_exit": "the compiled decoder runs all of its layers; give an assistant_model",
+    "assistant_tokenizer": "drafts of a model with another vocabulary are not tested; give one with the same",
+    "custom_generate": "a loop from elsewhere may read the cache in ways that a compressed one has not",
+    "token_healing": "it changes the last ids of the prompt; do that before the call",
+}
 """Unsupported arguments of ``generate``, with a reason for each."""
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")
@@ -205,6 +210,44 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
         )
     if getattr(configured, "is_assistant", None):
         raise ValueError("assistant_model: a kvpass model cannot draft for another one; give the uncompiled model")
+
+
+def check_generate_mask(mask: Tensor | None, ids: Tensor, seen: int, kwargs: Mapping[str, Any], *configs: Any) -> None:
+    """Check that the mask of ``generate`` has the length of its ids, or of the tokens seen and these.
+
+    Args:
+        mask: as given, ids ``[B, T]``. seen: columns in the cache. kwargs, configs: of the call, which may name the
+            padding token: without a mask transformers takes that for padding wherever it stands.
+    Raises:
+        ValueError: another length; or no mask, and the padding token inside a prompt.
+    """
+    tokens = ids.shape[1]
+    if mask is not None:
+        if mask.ndim == 2 and mask.shape[1] not in (tokens, seen + tokens):
+            lengths = (
+                f"{tokens}" if seen == 0 else f"{tokens} (these ids) or {seen + tokens} (the tokens in the cache too)"
+            )
+            raise ValueError(
+                f"attention_mask of shape {list(mask.shape)} for ids of {tokens} tokens: must have {lengths}"
+            )
+        return
+    pad, ends = (_said(name, kwargs, configs) for name in ("pad_token_id", "eos_token_id"))
+    if seen or pad is None or pad in (ends if isinstance(ends, list | tuple) else [ends]):
+        return
+    real = ids != pad
+    inside = (real.cummax(1).values & ~real).any(1).nonzero()
+    if inside.numel():
+        raise ValueError(
+            f"input_ids: row {int(inside[0])} has the pad token ({pad}) behind other tokens, and no attention_mask is "
+            "given, so transformers takes it for padding, which must be on the left: if it is text, pass "
+            'attention_mask=torch.ones_like(input_ids); if it is padding, set tokenizer.padding_side = "left"'
+        )
+
+
+def _said(name: str, kwargs: Mapping[str, Any], configs: Sequence[Any]) -> Any:
+    """Return what the call or the first configuration with a value says."""
+    values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
 
 
 def check_drafts(kwargs: Mapping[str, Any], configured: Any, rules: Rules, *, begun: bool, recurrent: bool) -> None:

@@ -32,6 +32,7 @@ from kvpass.frontends.arguments import (
     check_drafts,
     check_forward,
     check_generate,
+    check_generate_mask,
     check_ids,
     unsupported_argument,
 )
@@ -223,7 +224,7 @@ class CompressedModel(_Base):
         criteria count the new ids, which are also what is returned and streamed.
         Ids longer than what the cache has seen are the whole sequence, as in transformers, unless an attention mask
         over cache and ids says otherwise. The last token of an answer is not in the cache: begin the next call with it.
-        A cache of one row serves several rows of ids, beams and ``num_return_sequences``: each row continues a copy of it.
+        A cache of one row serves several rows of ids, beams and ``num_return_sequences``: each continues a copy of it.
         A reusable cache (see :meth:`compress`) is not changed; a call that begins with the last token of the answer
         before, which is not in such a cache, gets a ``UserWarning``; so does one whose new ids are the cache's prompt.
 
@@ -249,8 +250,13 @@ class CompressedModel(_Base):
         generation_config, block = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         ids = kwargs.get("input_ids", inputs)
+        begun = cache is not None and not cache.is_empty
         if ids is not None:
             check_ids(ids)
+            seen = 0 if cache is None else cache.columns
+            check_generate_mask(
+                kwargs.get("attention_mask"), ids, seen, kwargs, generation_config, self.generation_config
+            )
         by_default = ids is not None and _cache_is_default(kwargs, generation_config, self.generation_config)
         if cache is None and (by_default or block is not None):
             cache = kwargs[CACHE] = _new_cache(self._kvpass)
@@ -277,6 +283,8 @@ class CompressedModel(_Base):
                 elif (name := reads_ids(arguments, configs)) is not None:
                     warnings.warn(_UNSEEN.format(name), stacklevel=2)
         output = theirs(**arguments)
+        if not begun and cache is not None and cache.record is not None:
+            self._kvpass.last_prompt = cache.record  # not that of a negative prompt, which is read later
         if held:
             output = new_ids_only(output, held)
         if cache is not None and cache.reusable:
@@ -292,6 +300,16 @@ class CompressedModel(_Base):
         if expand_size > 1 and isinstance(cache, CompressedCache) and cache.batch_size > 1:
             kwargs[CACHE] = cache.repeated(expand_size)
         return super()._expand_inputs_for_generation(expand_size, *args, **kwargs)  # type: ignore[misc]
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: continuous batching of transformers fills a paged cache of its own."""
+        raise ValueError(
+            "continuous batching of transformers (generate_batch, init_continuous_batching, "
+            "cache_implementation='paged', transformers serve) is not supported: it fills a paged cache of its own, in "
+            "which nothing can be compressed; call generate with a batch, or serve the model with vLLM (docs/serve.md)"
+        )
+
+    init_continuous_batching = continuous_batching_context_manager = generate_batch
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """Return who drafts tokens, as transformers does, but the first draft, made before the prompt, is dropped.
@@ -335,6 +353,7 @@ class CompressedModel(_Base):
         if limit is not None and cache is not None and not cache.is_empty:
             check_rows_stay(limit, cache, 1)  # transformers may drop the cache there
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        prepared.pop("tokenizer", None)  # of stop strings, which generate reads itself
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"])
         prepared.setdefault("logits_to_keep", 1)
