@@ -39,7 +39,15 @@ from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import first_real_column
 from kvpass.frontends.rotation_by_row import check_rows_stay
 from kvpass.frontends.tensor_parallel import check_divided
-from kvpass.frontends.whole_text import begins_with, by_name, has_new_ids, new_ids_only, reads_ids, with_whole_text
+from kvpass.frontends.whole_text import (
+    begins_with,
+    by_name,
+    has_new_ids,
+    ids_before,
+    new_ids_only,
+    reads_ids,
+    with_whole_text,
+)
 from kvpass.policies import POLICIES, Policy, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
@@ -268,10 +276,10 @@ class CompressedModel(_Base):
                 if mask is None or mask.shape[1] == tokens:
                     new = torch.ones_like(ids) if mask is None else mask
                     mask = arguments["attention_mask"] = torch.cat([cache.attention_mask.to(new), new], 1)
-                fits = tuple(mask.shape) == (cache.batch_size, cache.columns + tokens)
-                if cache.ids is not None and fits:
+                before = ids_before(cache, ids, mask)
+                if before is not None:
                     held = cache.columns
-                    arguments = with_whole_text(cache.ids, ids, arguments, configs)
+                    arguments = with_whole_text(before, ids, arguments, configs)
                 elif (name := reads_ids(arguments, configs)) is not None:
                     warnings.warn(_UNSEEN.format(name), stacklevel=2)
         output = theirs(**arguments)

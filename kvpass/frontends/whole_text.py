@@ -43,6 +43,19 @@ def has_new_ids(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> boo
     return tokens <= held or (held > 0 and mask is not None and mask.shape[-1] == held + tokens)
 
 
+def ids_before(cache: CompressedCache, ids: Tensor, mask: Tensor) -> Tensor | None:
+    """Return the ids that a cache holds before new ones, int32 ``[B, columns]``; None where they are unknown.
+
+    Args:
+        cache: of B rows, or of each row several times, as beams need it. ids: the new ones ``[B, T]``. mask: over both;
+            for one of another shape nothing is returned, the call of the model refuses it.
+    """
+    rows, tokens = ids.shape
+    if cache.ids is None or cache.batch_size % rows or tuple(mask.shape) != (rows, cache.columns + tokens):
+        return None
+    return cache.ids[:: cache.batch_size // rows]
+
+
 def with_whole_text(before: Tensor, ids: Tensor, given: Mapping[str, Any], configs: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of ``generate`` for the whole text.
 

@@ -159,6 +159,21 @@ def test_a_loaded_cache_knows_the_document_and_one_of_an_old_file_says_that_it_d
         fast.generate(question, past_key_values=old, **given)
 
 
+def test_beams_on_repeated_rows_read_the_document(model, fast):
+    """The rows of the cache are repeated by hand, once for each beam."""
+    document, question = context(), random_ids(2, 5, seed=3)
+    mask = put_together(document, question)[1]
+    given = {**GREEDY, "num_beams": 3, "repetition_penalty": 1.8}
+    cache = fast.compress(*document)
+    cache.batch_repeat_interleave(3)
+    found = fast.generate(
+        question, attention_mask=mask, past_key_values=cache, return_dict_in_generate=True, output_scores=True, **given
+    )
+    assert torch.equal(found.sequences, whole_answer(model, document, question, **given))
+    scored = fast.compute_transition_scores(found.sequences, found.scores, found.beam_indices)
+    assert_close("scores", scored.sum(1) / 8, found.sequences_scores, atol=1e-5)
+
+
 class Seen(StoppingCriteria):
     """Notes the ids that it is given; stops at a length."""
 
