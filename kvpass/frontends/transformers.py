@@ -40,7 +40,16 @@ from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import first_real_column
 from kvpass.frontends.rotation_by_row import check_rows_stay
 from kvpass.frontends.tensor_parallel import check_divided
-from kvpass.frontends.whole_text import begins_with, by_name, has_new_ids, new_ids_only, reads_ids, with_whole_text
+from kvpass.frontends.whole_text import (
+    begins_with,
+    by_name,
+    has_new_ids,
+    ids_before,
+    new_ids_only,
+    of_rows,
+    reads_ids,
+    with_whole_text,
+)
 from kvpass.policies import POLICIES, Policy, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
@@ -275,11 +284,12 @@ class CompressedModel(_Base):
                 mask = kwargs.get("attention_mask")
                 if mask is None or mask.shape[1] == tokens:
                     new = torch.ones_like(ids) if mask is None else mask
-                    mask = arguments["attention_mask"] = torch.cat([_seen_mask(cache, len(ids)).to(new), new], 1)
-                fits = tuple(mask.shape) == (len(ids), cache.columns + tokens)
-                if cache.ids is not None and fits:
+                    shown = of_rows(cache.attention_mask.to(new), len(ids))
+                    mask = arguments["attention_mask"] = torch.cat([shown, new], 1)
+                before = ids_before(cache, ids, mask)
+                if before is not None:
                     held = cache.columns
-                    arguments = with_whole_text(cache.ids.expand(len(ids), -1), ids, arguments, configs)
+                    arguments = with_whole_text(before, ids, arguments, configs)
                 elif (name := reads_ids(arguments, configs)) is not None:
                     warnings.warn(_UNSEEN.format(name), stacklevel=2)
         output = theirs(**arguments)
@@ -296,8 +306,8 @@ class CompressedModel(_Base):
 
         Forward repeats a cache of one row itself.
         """
-        cache = kwargs.get(CACHE)
-        if expand_size > 1 and isinstance(cache, CompressedCache) and cache.batch_size > 1:
+        cache, rows = kwargs.get(CACHE), len(kwargs["input_ids"])
+        if expand_size > 1 and isinstance(cache, CompressedCache) and cache.batch_size == rows > 1:
             kwargs[CACHE] = cache.repeated(expand_size)
         return super()._expand_inputs_for_generation(expand_size, *args, **kwargs)  # type: ignore[misc]
 
@@ -582,13 +592,6 @@ def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
 
     new, length = said("max_new_tokens"), said("max_length")
     return max(new if new is not None else (length or 0) - tokens, 0)
-
-
-def _seen_mask(cache: CompressedCache, rows: int) -> Tensor:
-    """Return the mask of the tokens seen for ids of ``rows`` rows; a cache of one row serves any number."""
-    if cache.batch_size not in (1, rows):
-        raise CacheMismatchError(f"the ids have {rows} rows, the cache {cache.batch_size}")
-    return cache.attention_mask.expand(rows, -1)
 
 
 def _new_cache(runtime: Runtime) -> CompressedCache:

@@ -16,6 +16,7 @@ from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaLi
 from transformers.generation.streamers import BaseStreamer
 
 from kvpass.cache.cache import CompressedCache
+from kvpass.errors import CacheMismatchError
 
 _NEUTRAL = {
     "repetition_penalty": 1.0,
@@ -41,6 +42,34 @@ def has_new_ids(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> boo
     """Whether ids ``[B, T]`` are those after a filled cache: no more than it has seen, or with a mask over both."""
     held, tokens = cache.columns, ids.shape[1]
     return tokens <= held or (held > 0 and mask is not None and mask.shape[-1] == held + tokens)
+
+
+def of_rows(held: Tensor, rows: int) -> Tensor:
+    """Return what a cache holds of ``rows`` rows of ids: it has each once, several times for beams, or one for all.
+
+    Args:
+        held: of the rows of the cache, ``[B, columns]``.
+    Raises:
+        CacheMismatchError: the cache has another number of rows.
+    """
+    if len(held) == 1:
+        return held.expand(rows, -1)
+    if len(held) % rows:
+        raise CacheMismatchError(f"the ids have {rows} rows, the cache {len(held)}")
+    return held[:: len(held) // rows]
+
+
+def ids_before(cache: CompressedCache, ids: Tensor, mask: Tensor) -> Tensor | None:
+    """Return the ids that a cache holds before new ones, int32 ``[B, columns]``; None where they are unknown.
+
+    Args:
+        ids: the new ones ``[B, T]``. mask: over both; for one of another shape nothing is returned, the call of the
+            model refuses it.
+    """
+    rows, tokens = ids.shape
+    if cache.ids is None or tuple(mask.shape) != (rows, cache.columns + tokens):
+        return None
+    return of_rows(cache.ids, rows)
 
 
 def with_whole_text(before: Tensor, ids: Tensor, given: Mapping[str, Any], configs: Sequence[Any]) -> dict[str, Any]:

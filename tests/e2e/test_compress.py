@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import MaxLengthCriteria, PreTrainedTokenizerFast, StoppingCriteria, StopStringCriteria
 
 import kvpass
+import kvpass.frontends.transformers as frontend
 from kvpass.cache.serialization import read_cache_file, write_cache_file
 from masked_oracle import MaskedOracle, kept_columns
 from numeric_checks import assert_close
@@ -98,6 +99,7 @@ def test_a_policy_that_needs_the_question_is_named_once_with_those_that_do_not(m
     said = []
     monkeypatch.setattr(logging.getLogger("kvpass"), "warning", lambda text, *args: said.append(text % args))
     ids, mask = context()
+    frontend._warn_of_question.cache_clear()  # other tests have had it say so
     for policy in ("keydiff", "snapkv", "snapkv"):
         _, fast = compiled(policy)
         fast.compress(ids, mask)
@@ -157,6 +159,21 @@ def test_a_loaded_cache_knows_the_document_and_one_of_an_old_file_says_that_it_d
     assert not [warning for warning in recwarn if "only the ids of this call" in str(warning.message)]
     with pytest.warns(UserWarning, match="repetition_penalty: only the ids of this call are read"):
         fast.generate(question, past_key_values=old, **given)
+
+
+def test_beams_on_repeated_rows_read_the_document(model, fast):
+    """The rows of the cache are repeated by hand, once for each beam."""
+    document, question = context(), random_ids(2, 5, seed=3)
+    mask = put_together(document, question)[1]
+    given = {**GREEDY, "num_beams": 3, "repetition_penalty": 1.8}
+    cache = fast.compress(*document)
+    cache.batch_repeat_interleave(3)
+    found = fast.generate(
+        question, attention_mask=mask, past_key_values=cache, return_dict_in_generate=True, output_scores=True, **given
+    )
+    assert torch.equal(found.sequences, whole_answer(model, document, question, **given))
+    scored = fast.compute_transition_scores(found.sequences, found.scores, found.beam_indices)
+    assert_close("scores", scored.sum(1) / 8, found.sequences_scores, atol=1e-5)
 
 
 class Seen(StoppingCriteria):
