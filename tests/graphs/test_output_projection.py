@@ -88,7 +88,9 @@ def test_gated_attention_times_the_projection_given_is_what_the_layer_adds(famil
     judged_once = list(judged)
     for path, module in model.named_modules():
         if path.endswith("self_attn.q_proj"):  # queries and gate of a head, side by side
-            module.register_forward_hook(lambda module, args, out: gates.append(out.unflatten(-1, (-1, 2, 16))[..., 1, :]))
+            module.register_forward_hook(
+                lambda module, args, out: gates.append(out.unflatten(-1, (-1, 2, 16))[..., 1, :])
+            )
         if path.endswith("self_attn.o_proj"):
             module.register_forward_hook(lambda module, args, out: results.append(out))
     with torch.no_grad():
