@@ -6,7 +6,9 @@ Found, with any number of reshapes that keep the order::
     x = out.transpose(1, 2).reshape(B, T, H * Dv)
     y = linear(x, weight, bias)                      # or addmm(bias, x, weight), x @ weight, x @ weight.T
 
-So the columns ``h * Dv .. (h + 1) * Dv`` of the weight ``[hidden, H * Dv]`` read query head h.
+So the columns ``h * Dv .. (h + 1) * Dv`` of the weight ``[hidden, H * Dv]`` read query head h. Between them may stand a
+gate, ``x * sigmoid(g)`` or ``x * silu(g)``, which changes no order either. As nothing else reads the output, g does not
+depend on it. The gate is not part of the weight.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from kvpass.graphs.fx_utils import is_module_tensor, is_scalar, shape_of, target
 _RESHAPES = ("view", "reshape", "flatten", "_unsafe_view", "unflatten")
 _COPIES = ("contiguous", "clone")
 _SWAPS = ("transpose", "swapaxes", "permute")
+_GATES = ("sigmoid", "silu")
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,23 @@ def output_projection(site: Node) -> OutputProjection | None:
             tokens_first = True
         elif name in _RESHAPES and tokens_first and not (sizes[-1] == heads * dim or sizes[-2:] == (heads, dim)):
             return None
-        elif name not in (*_RESHAPES, *_COPIES):  # these leave elements in their order
+        elif name not in (*_RESHAPES, *_COPIES) and not _is_gated(user, node):  # these leave elements in their order
             return _read_by(user, node, heads * dim) if tokens_first else None
         node = user
+
+
+def _is_gated(product: Node, x: Node) -> bool:
+    """Whether the node is ``x`` times a gate, of the shape of ``x``."""
+    if target_name(product) not in ("mul", "mul_") or shape_of(product) != shape_of(x):
+        return False
+    return any(isinstance(factor, Node) and _is_gate(factor) for factor in product.args if factor is not x)
+
+
+def _is_gate(node: Node) -> bool:
+    """Whether the node is a sigmoid or SiLU, with any reshapes and changes of dtype behind it."""
+    while target_name(node) in (*_RESHAPES, *_COPIES, "to", "type_as"):
+        node = node.all_input_nodes[0]
+    return target_name(node) in _GATES
 
 
 def _order(node: Node) -> tuple[int, ...] | None:

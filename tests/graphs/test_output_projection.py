@@ -11,7 +11,7 @@ import kvpass
 from kvpass.ops import reference
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import FAMILIES, LATENT, compiled_once, random_ids, tiny_model
+from tiny_models import FAMILIES, HYBRIDS, LATENT, compiled_once, random_ids, tiny_model
 
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
 LATENTS = {"deepseek_v3", *LATENT}
@@ -78,30 +78,64 @@ def test_a_model_without_one_is_refused_and_works_with_another_policy(family):
     fast.set_policy("criticalkv", 24, window=8)
 
 
-class Decoder(nn.Module):
-    """One layer of attention; ``scaled`` multiplies its output before the projection."""
+@pytest.mark.skipif("qwen3_next" not in HYBRIDS, reason="transformers without this family")
+@pytest.mark.parametrize("family", quick(["qwen3_next", "qwen3_5", "qwen3_5_moe"], ["qwen3_next"]))
+def test_gated_attention_times_the_projection_given_is_what_the_layer_adds(family, judged):
+    model, gates, results = tiny_model(family), [], []
+    fast = kvpass.compile(model, policy="criticalkv", budget=24, window=8, backend="eager")
+    ids = random_ids(1, 40)
+    fast(ids)
+    judged_once = list(judged)
+    for path, module in model.named_modules():
+        if path.endswith("self_attn.q_proj"):  # queries and gate of a head, side by side
+            module.register_forward_hook(
+                lambda module, args, out: gates.append(out.unflatten(-1, (-1, 2, 16))[..., 1, :])
+            )
+        if path.endswith("self_attn.o_proj"):
+            module.register_forward_hook(lambda module, args, out: results.append(out))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+        assert len(judged_once) == len(gates) == len(results) > 0
+        for (call, projection), gate, result in zip(judged_once, gates, results, strict=True):
+            out = reference.causal_attention(call._replace(q=call.q[:, :, -8:])).transpose(1, 2)
+            out = (out * gate[:, -8:].sigmoid()).flatten(2) @ projection.T
+            assert_close("what the layer adds", out, result[:, -8:], atol=1e-4)
 
-    def __init__(self, scaled: bool) -> None:
+
+BETWEEN = {
+    "nothing": lambda y, x: y,
+    "a gate": lambda y, x: y * x.sigmoid(),
+    "a gate in front": lambda y, x: nn.functional.silu(x) * y,
+    "a number": lambda y, x: y * 0.5,
+    "no gate": lambda y, x: y * x,
+    "a gate of its own": lambda y, x: y * y.sigmoid(),
+}
+
+
+class Decoder(nn.Module):
+    """One layer of attention; ``between`` changes its output before the projection."""
+
+    def __init__(self, between: str) -> None:
         super().__init__()
         self.embed, self.qkv, self.out = nn.Embedding(50, 32), nn.Linear(32, 96), nn.Linear(32, 32)
-        self.head, self.scaled = nn.Linear(32, 50), scaled
+        self.head, self.between = nn.Linear(32, 50), BETWEEN[between]
 
     def forward(self, ids):
         x = self.embed(ids)
         q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.permute(0, 2, 1, 3).flatten(2)
-        return self.head(x + self.out(y * 0.5 if self.scaled else y))
+        return self.head(x + self.out(self.between(y, x)))
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_another_module_is_compressed_if_its_linear_layer_reads_attention_and_nothing_else(scaled, judged):
+@pytest.mark.parametrize("between", sorted(BETWEEN))
+def test_another_module_is_compressed_if_its_linear_layer_reads_attention_at_most_gated(between, judged):
     torch.manual_seed(0)
-    module = Decoder(scaled).eval()
+    module = Decoder(between).eval()
     options = {"policy": "criticalkv", "budget": 16, "window": 4, "compiler": "eager"}
     compiled = torch.compile(module, backend="kvpass", dynamic=True, options=options)
     ids = torch.randint(50, (1, 30))
-    if scaled:
+    if between not in ("nothing", "a gate", "a gate in front"):
         refused = pytest.raises(kvpass.UnsupportedAttentionError, match="needs the output projection of the layer")
         with refused, torch.no_grad(), kvpass.session():
             compiled(ids)

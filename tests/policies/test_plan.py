@@ -181,15 +181,55 @@ def test_half_precision_inputs_give_the_fp32_decision(variant, dtype):
     assert half.scores.dtype == torch.float32 and not half.scores[..., :36].isnan().any()
 
 
+def plain_inputs(length: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values on which a division, a logarithm or a norm may fail."""
+    q, k, v = tensors(3, layers=2, length=length)
+    head, outlier, ahead = v.clone(), [x.clone() for x in (q, k, v)], k.clone()
+    head[:, :, 0] = 0
+    for x in outlier:
+        x[..., length // 2, :] = 1e4
+    ahead[..., -1, :] = 1e4 * q[:, :, ::2, -1]
+    return {
+        "zeros": (q * 0, k * 0, v * 0),
+        "values are zero": (q, k, v * 0),
+        "values of one head are zero": (q, k, head),
+        "constants": tuple(torch.ones_like(x) for x in (q, k, v)),
+        "equal rows": tuple(x[..., :1, :].expand_as(x) for x in (q, k, v)),
+        "subnormal": (q * 1e-40, k * 1e-40, v * 1e-40),
+        "outlier": tuple(outlier),
+        "all attend to the last": (q, ahead, v),
+    }
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
 @pytest.mark.parametrize("parity", ["paper", "code"])
-def test_degenerate_prompts_are_decided_without_nan(variant, parity):
+def test_plain_inputs_give_finite_scores_and_the_exact_budget(variant, parity, monkeypatch):
     name, options = variant
-    for length, window in ((1, 0), (1, 1), (2, 1), (3, 5), (6, 1)):
-        q, k, v = (torch.zeros_like(x) for x in tensors(0, length=length))
-        found = plan(name, q, k, v, budget=window + 1, window=window, parity=parity, **options)
-        assert not found.scores[..., : length - min(window, length)].isnan().any()
-        assert torch.isfinite(found.layer_budgets).all()
+    checked: dict[str, list[Tensor]] = {"score": [], "layer_weight": []}
+    for function, seen in checked.items():  # plan() replaces NaN
+        original = getattr(POLICIES[name], function)
+
+        def record(policy, *given, made=original, seen=seen):
+            seen.append(made(policy, *given))
+            return seen[-1]
+
+        record.takes_padding = True
+        monkeypatch.setattr(POLICIES[name], function, record)
+    for length, window in ((1, 0), (2, 1), (3, 5), (20, 3)):
+        for label, prompt in plain_inputs(length).items():
+            for dtype in (torch.float32, torch.float16, torch.bfloat16) if length == 20 else (torch.float32,):
+                given = [x.to(dtype) for x in prompt]
+                if not all(x.isfinite().all() for x in given):
+                    continue
+                twice = [torch.cat([x, x], 1) for x in given]
+                found = plan(name, *twice, budget=window + 3, window=window, parity=parity, **options)
+                assert all(x is None or x.isfinite().all() for seen in checked.values() for x in seen), label
+                assert torch.isfinite(found.layer_budgets).all(), label
+                assert torch.equal(found.keep[:, 0], found.keep[:, 1]), label
+                if parity == "paper":
+                    assert int(found.lengths.sum()) == min(window + 3, length) * 8, label
+                for seen in checked.values():
+                    seen.clear()
 
 
 def test_full_keeps_everything_and_takes_no_budget():
