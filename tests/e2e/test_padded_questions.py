@@ -7,7 +7,7 @@ import torch
 
 import kvpass
 from numeric_checks import assert_close
-from tiny_models import compiled_once, random_ids
+from tiny_models import compiled_once, random_ids, tiny_model
 
 UNLIMITED, NEW = 10**6, 6
 LENGTHS = 7, 3, 7, 5
@@ -17,7 +17,8 @@ CASES = [
     ("gemma3", {"policy": "lava", "budget": UNLIMITED}),
     ("lfm2", {"policy": "lava", "budget": UNLIMITED}),
     ("llama", {"policy": "tova", "budget": 24}),
-    ("gemma3", {"policy": "lava", "budget": 24, "window": 8, "entries": "int8"}),
+    ("llama", {"policy": "lava", "budget": 24, "window": 8, "entries": "int8"}),
+    ("llama", {"policy": "lava", "budget": 24, "window": 8, "recompress": "every_turn"}),
 ]
 
 
@@ -35,9 +36,13 @@ def questions(seed):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("family", "options"), CASES, ids=lambda x: x if isinstance(x, str) else x["policy"])
+@pytest.mark.parametrize(("family", "options"), CASES, ids=lambda x: x if isinstance(x, str) else list(x.values())[-1])
 def test_padded_questions_get_the_answers_of_each_question_alone(family, options, side):
-    model, fast = compiled_once(family, backend="eager", **options)
+    if "entries" in options:
+        model = tiny_model(family)
+        fast = kvpass.compile(model, backend="eager", **options)
+    else:
+        model, fast = compiled_once(family, backend="eager", **options)
     document, asked = random_ids(1, 40), questions(5)
     cache = fast.compress(document)
     ids, mask = padded(asked, side)
