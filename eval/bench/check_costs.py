@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvpass
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.eval.tables import rich_table
-from kvpass.frontends.transformers import check_mask
+from kvpass.frontends.padding import read_padding
 from kvpass.graphs.verify.input_lookups import InputLookup
 from kvpass.transformers_compat import CACHE
 
@@ -37,7 +37,7 @@ def main() -> None:
             policy, None, identity
         ),
         "hooks on modules are those of the capture": lambda: identity.hooks,
-        f"the mask hides nothing, {COLUMNS} columns (CPU)": lambda: check_mask(mask, cache),
+        f"the mask hides nothing, {COLUMNS} columns (CPU)": lambda: read_padding(mask, cache),
         "ids are in the embedding (CPU)": lambda: lookup.check((token,)),
     }
     rows = [

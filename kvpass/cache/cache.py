@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
 
 from kvpass.cache.copying import copied_only
@@ -62,7 +63,8 @@ class CompressedCache(Cache):
         owner: fingerprint of the model that fills the cache. ranks: processes that share its heads; the cache is of
             those of this process. entry_format: how kept entries are held, as ``entries`` of ``kvpass.compile``.
     Attributes:
-        columns: tokens seen, padding included. appended: how many of them after the prompt was compressed.
+        columns: tokens seen, padding included. appended: how many of them after the prompt was compressed, or after the
+            last call with padding: :meth:`crop` can take these back.
         start: first real column of each row, int64 ``[B]``.
         ids: token ids of the columns, padding included, int32 ``[B, columns]``; None in a raw session, or from a file
             without them.
@@ -115,6 +117,7 @@ class CompressedCache(Cache):
         self.answer_end: list[int] | None = None
         self.interrupted = False
         self.record: PromptRecord | None = None
+        self._padded: Tensor | None = None  # mask of the first columns, where calls had padding behind the prompt
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
@@ -411,8 +414,18 @@ class CompressedCache(Cache):
 
     @property
     def attention_mask(self) -> Tensor:
-        """1 for columns seen so far that are real tokens, 0 for padding; int64 ``[B, columns]``."""
+        """1 for columns seen so far that are real tokens, 0 for padding, as calls gave it; int64 ``[B, columns]``.
+
+        A file holds no padding behind the prompt: after loading, all padding of a row is on the left.
+        """
+        if self._padded is not None:
+            return pad(self._padded, (0, self.columns - self._padded.shape[1]), value=1)
         return (torch.arange(self.columns, device=self.start.device) >= self.start[:, None]).long()
+
+    @property
+    def is_left_padded(self) -> bool:
+        """Whether no call after the prompt had padding."""
+        return self._padded is None
 
     @torch.inference_mode(False)
     def clone(self) -> CompressedCache:
@@ -445,6 +458,7 @@ class CompressedCache(Cache):
         for name in ("start", "_seen_columns"):
             setattr(twin, name, getattr(self, name).to(target))
         twin.ids = None if self.ids is None else self.ids.to(target)
+        twin._padded = None if self._padded is None else self._padded.to(target)
         twin._device = twin.start.device
         return twin
 
@@ -543,7 +557,10 @@ class CompressedCache(Cache):
             )
         taken = -tokens if tokens <= 0 else max(self.columns - tokens, 0)
         if taken > self.appended:
-            raise ValueError(f"{taken} tokens cannot be taken back: {self.appended} were appended after the prompt")
+            raise ValueError(
+                f"{taken} tokens cannot be taken back: {self.appended} were appended after the prompt, or after "
+                "the last call with padding"
+            )
         self.appended -= taken
         self.columns -= taken
         self._seen_columns.sub_(taken)
@@ -682,8 +699,39 @@ class CompressedCache(Cache):
             "start": self.start[index],
             "ids": None if self.ids is None else self.ids[index],
             "_budgets": [self._budgets[row] for row in index.tolist()],
+            "_padded": None if self._padded is None else self._padded[index],
         }
         vars(self).update(picked)  # all or none, since an allocation may fail
+
+    @torch.inference_mode(False)
+    def take_over(self, parts: Sequence[CompressedCache], order: Tensor, mask: Tensor, ids: Tensor) -> None:
+        """Become the rows of ``parts``, which were rows of this cache; padding is added before the shorter ones.
+
+        A row's padding does not change what it computes (contract 4).
+
+        Args:
+            order: place of each row among those of all parts, int64 ``[B]``. mask: int64 ``[B, columns]`` from now on.
+            ids: of the new columns ``[B, T]``.
+        """
+        columns = mask.shape[1]
+        shifts = [columns - part.columns for part in parts]
+        stores = zip(*(part.full_layers for part in parts), strict=True)
+        rings = zip(*(part.sliding_layers for part in parts), strict=True)
+        budgets = [budget for part in parts for budget in part._budgets]
+        joined = {
+            "full_layers": [FullAttentionLayers.joined(same, order) for same in stores],
+            "sliding_layers": [SlidingWindowLayers.joined(same, shifts, order) for same in rings],
+            "states": RecurrentStates.joined([part.states for part in parts], order),
+            "start": torch.cat([part.start + shift for part, shift in zip(parts, shifts, strict=True)])[order],
+            "columns": columns,
+            "appended": 0,
+            "_seen_columns": torch.tensor(columns, dtype=torch.int64, device=self._device),
+            "_budgets": [budgets[row] for row in order.tolist()],
+            "_padded": mask,
+            "ids": None if self.ids is None else torch.cat([self.ids, ids.int()], 1),
+            "record": parts[0].record if len(parts) == 1 else self.record,
+        }
+        vars(self).update(joined)  # all or none, since an allocation may fail
 
     def _known_layout(self) -> Layout:
         if self.layout is None or self.is_empty:

@@ -317,6 +317,39 @@ class FullAttentionLayers:
         twin._index_pool()
         return twin
 
+    @staticmethod
+    def joined(parts: Sequence[FullAttentionLayers], order: Tensor) -> FullAttentionLayers:
+        """Return a store of the rows of several stores of the same layers, with the used slots of the fullest.
+
+        Args:
+            order: place of each row among those of all parts, int64 ``[B]``.
+        """
+        used = max(part.used for part in parts)
+        tensors = {}
+        for name in parts[0].saved:
+            held = [part._moved(name, used - part.used) for part in parts]
+            rows = BUFFERS[name].row_dim
+            sizes = [max(sizes) for sizes in zip(*(x.shape for x in held), strict=True)]
+            fill = EMPTY if name in ("pool_positions", "table") else 0
+            extra = [[(0, n - m) for n, m in zip(sizes, x.shape, strict=True)] for x in held]
+            for each in extra:
+                each[rows] = (0, 0)
+            wide = [
+                pad(x, [n for pair in reversed(each) for n in pair], value=fill) if any(map(any, each)) else x
+                for x, each in zip(held, extra, strict=True)
+            ]
+            tensors[name] = torch.cat(wide, rows).index_select(rows, order)
+        return parts[0].holding(tensors, used)
+
+    def _moved(self, name: str, slots: int) -> Tensor:
+        """Return a saved buffer after the entries of the tail moved by that many slots, where slots are in order."""
+        tensor: Tensor = getattr(self, name)
+        if slots == 0 or self.evicts:
+            return tensor
+        if name == "tail_start":
+            return tensor + slots
+        return pad(tensor, (0, 0, slots, 0)) if name in ("tail_k", "tail_v") else tensor
+
     # -- files and devices ------------------------------------------------------------------------------------------
 
     @property

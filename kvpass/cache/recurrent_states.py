@@ -78,6 +78,14 @@ class RecurrentStates:
         """Return states whose row i is row ``index[i]`` of these."""
         return self._each(lambda x: x.index_select(0, index.to(x.device)))
 
+    @classmethod
+    def joined(cls, parts: Sequence[RecurrentStates], order: Tensor) -> RecurrentStates:
+        """Return states of the rows of several; ``order``: place of each row among those of all parts."""
+        held = tuple(
+            torch.cat(same).index_select(0, order) for same in zip(*(part.held for part in parts), strict=True)
+        )
+        return cls(held, tuple(map(torch.zeros_like, held)))
+
     @property
     def nbytes(self) -> int:
         """Bytes of the storages, of both copies."""

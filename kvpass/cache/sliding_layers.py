@@ -5,7 +5,7 @@ Legend: B batch, L layers of this geometry and window, K KV heads, D head dim, R
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,20 @@ class SlidingWindowLayers:
     def with_rows(self, index: Tensor) -> SlidingWindowLayers:
         """Return a ring buffer whose row i is row ``index[i]`` of this one."""
         return self._each(lambda x: x.index_select(1, index.to(x.device)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[SlidingWindowLayers], shifts: Sequence[int], order: Tensor) -> SlidingWindowLayers:
+        """Return rings of the rows of several; columns of each part move by its shift.
+
+        Args:
+            order: place of each row among those of all parts, int64 ``[B]``.
+        """
+
+        def joined(rings: Sequence[Tensor]) -> Tensor:
+            moved = [ring.roll(shift, 3) for ring, shift in zip(rings, shifts, strict=True)]
+            return torch.cat(moved, 1).index_select(1, order)
+
+        return cls(parts[0].group, joined([part.ring_k for part in parts]), joined([part.ring_v for part in parts]))
 
     @property
     def window(self) -> int | None:

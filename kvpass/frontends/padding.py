@@ -1,9 +1,14 @@
-"""Left padding: the first real token of each row of a prompt."""
+"""Padding: the first real token of each row of a prompt, the real tokens of rows that continue."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from kvpass.cache.cache import CompressedCache
+from kvpass.errors import CacheMismatchError
 
 
 def first_real_column(attention_mask: Tensor | None, rows: int, columns: int) -> Tensor:
@@ -32,3 +37,69 @@ def first_real_column(attention_mask: Tensor | None, rows: int, columns: int) ->
             'make the batch with tokenizer.padding_side = "left"'
         )
     return start
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What a call with padding adds to each row of a cache, and takes back from it.
+
+    real: new tokens that are no padding, bool ``[B, T]``. taken: tokens that go first, the last ones of the row, int64
+    ``[B]``. mask: of all columns after the call, int64 ``[B, columns + T]``.
+    """
+
+    real: Tensor
+    taken: Tensor
+    mask: Tensor
+
+    def groups(self) -> list[tuple[int, int, Tensor]]:
+        """Return rows that are alike, int64 each, behind their numbers of tokens taken back and added."""
+        each = list(zip(self.taken.tolist(), self.real.sum(1).tolist(), strict=True))
+        device = self.real.device
+        return [
+            (*alike, torch.tensor([row for row, one in enumerate(each) if one == alike], device=device))
+            for alike in sorted(set(each))
+        ]
+
+
+def read_padding(given: Tensor, cache: CompressedCache) -> Padding | None:
+    """Return what a mask ``[B, columns + T]`` asks of a cache; None where every row gets all new tokens.
+
+    Raises:
+        CacheMismatchError: it shows columns that were padding, or hides others than the last ones.
+        ValueError: a row has no real new token, or what it hides cannot be taken back.
+    """
+    if cache.is_left_padded and bool(given.all()) and not bool(cache.start.any()):
+        return None
+    given = given.to(cache.device).bool()
+    old, real = given.split([cache.columns, given.shape[1] - cache.columns], 1)
+    seen = cache.attention_mask.bool()
+    hidden = seen & ~old
+    wrong = ((old & ~seen) | (old & (hidden.cumsum(1) > 0))).any(1).nonzero()
+    if wrong.numel():
+        raise CacheMismatchError(
+            f"attention_mask: row {int(wrong[0])} hides other columns than the calls before did, and not only its last "
+            "ones; what the cache holds cannot be hidden or shown later"
+        )
+    empty = (~real.any(1)).nonzero()
+    if empty.numel():
+        raise ValueError(
+            f"attention_mask: row {int(empty[0])} has no real new token: leave the row out (cache.batch_select_indices)"
+        )
+    taken = hidden.sum(1)
+    most = int(taken.max())
+    if most == 0 and bool(real.all()):
+        return None
+    if most:
+        where = f"attention_mask: row {int(taken.argmax())} hides its last {most} columns, "
+        if cache.states.held or cache.overwrites:
+            raise ValueError(
+                where + "which cannot be taken back: recurrent layers, layers with a sliding window and policies that "
+                "evict while decoding have overwritten what was before; continue this row alone, with its own cache"
+            )
+        if most > cache.appended:
+            raise CacheMismatchError(
+                where
+                + f"but hides other columns than those {cache.appended} that were appended since the prompt or the "
+                "last call with padding; what the cache holds cannot be hidden"
+            )
+    return Padding(real, taken, given.long())

@@ -37,7 +37,7 @@ from kvpass.frontends.arguments import (
     unsupported_argument,
 )
 from kvpass.frontends.options import BudgetLike, PolicyName
-from kvpass.frontends.padding import first_real_column
+from kvpass.frontends.padding import Padding, first_real_column, read_padding
 from kvpass.frontends.rotation_by_row import check_rows_stay
 from kvpass.frontends.tensor_parallel import check_divided
 from kvpass.frontends.whole_text import (
@@ -151,8 +151,9 @@ class CompressedModel(_Base):
 
         Args:
             input_ids: int64 ``[B, T]``. With an empty cache (or none) this is the prompt; padding only on the left.
-            attention_mask: ``[B, tokens seen + T]``, zeros only before the prompt's first real token. Of a mask on CUDA
-                for one new token only the shape is read, to avoid host synchronisation.
+            attention_mask: ``[B, tokens seen + T]``. Zeros of a prompt only before its first real token; among new
+                tokens of a filled cache anywhere: they are not stored. Zeros for the last tokens appended to a row take
+                these back. Of a mask on CUDA for one new token only the shape is read, to avoid host synchronisation.
             position_ids: true positions ``[B, T]``; by default counted from the first real token. Those of a prompt
                 must ascend by one: a row is one sequence.
             past_key_values: a :class:`CompressedCache` of this model; None or an empty one for a new prompt. One of one
@@ -233,7 +234,7 @@ class CompressedModel(_Base):
         criteria count the new ids, which are also what is returned and streamed.
         Ids longer than what the cache has seen are the whole sequence, as in transformers, unless an attention mask
         over cache and ids says otherwise. The last token of an answer is not in the cache: begin the next call with it.
-        A cache of one row serves several rows of ids, beams and ``num_return_sequences``: each continues a copy of it.
+        A cache of one row serves several rows of ids, beams and ``num_return_sequences``: each row continues a copy.
         A reusable cache (see :meth:`compress`) is not changed; a call that begins with the last token of the answer
         before, which is not in such a cache, gets a ``UserWarning``; so does one whose new ids are the cache's prompt.
 
@@ -367,6 +368,8 @@ class CompressedModel(_Base):
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"])
         prepared.setdefault("logits_to_keep", 1)
+        if cache is not None and not cache.is_left_padded:
+            prepared.pop("position_ids", None)  # transformers counts on from a padded column
         return prepared
 
     def compress(
@@ -633,6 +636,7 @@ def _continue(
     cache = continued(cache, b, input_ids.device)
     if runtime.longrope_limit is not None:
         check_rows_stay(runtime.longrope_limit, cache, t)
+    padding = None
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
             raise CacheMismatchError(
@@ -640,31 +644,52 @@ def _continue(
                 "tokens in the cache and new ones"
             )
         if t > 1 or attention_mask.device.type == "cpu":
-            check_mask(attention_mask, cache)
+            padding = read_padding(attention_mask, cache)
     ids = input_ids.clone(memory_format=torch.contiguous_format)
-    columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
-    positions = _positions(position_ids, columns - cache.start[:, None])
-
-    graph = _graph(model, ids, positions, logits_to_keep)
-    logits, record = append(cache, t, graph, THRESHOLDS[rules.recompress], ids)
+    if padding is not None:
+        logits, record = _append_padded(model, cache, ids, position_ids, logits_to_keep, padding)
+    else:
+        columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
+        positions = _positions(position_ids, columns - cache.start[:, None])
+        graph = _graph(model, ids, positions, logits_to_keep)
+        logits, record = append(cache, t, graph, THRESHOLDS[rules.recompress], ids)
     if record is not None:
         runtime.last_prompt = record
     return cache, logits
 
 
-def check_mask(given: Tensor, cache: CompressedCache) -> None:
-    """Check that a mask ``[B, columns + T]`` agrees with the cache."""
-    if bool(given.all()) and not bool(cache.start.any()):
-        return
-    old, new = given.to(cache.device).bool().split([cache.columns, given.shape[1] - cache.columns], 1)
-    if not bool(new.all()):
-        raise ValueError("attention_mask has zeros among the new tokens: padding is possible only before a prompt")
-    wrong = (old != cache.attention_mask.bool()).any(1).nonzero()
-    if wrong.numel():
-        raise CacheMismatchError(
-            f"attention_mask: row {int(wrong[0])} hides other columns than the prompt's mask did; "
-            "what the cache holds cannot be hidden or shown later"
-        )
+def _append_padded(
+    model: Any, cache: CompressedCache, ids: Tensor, given: Tensor | None, logits_to_keep: int, padding: Padding
+) -> tuple[Tensor, PromptRecord | None]:
+    """Append the real tokens of each row, in one call for all rows with as many, and pad the shorter rows anew.
+
+    Returns:
+        logits of the given columns; those of padding are the ones of the last real token before, or else of the first.
+        And the new record, if all rows were compressed in one call.
+    """
+    real = padding.real
+    within = (real.cumsum(1) - 1).clamp(min=0)  # number of the real token whose logits a column gets
+    positions = _positions(given, within + (cache.columns - padding.taken - cache.start)[:, None])
+    wanted = within[:, -logits_to_keep:]
+    logits, record = ids.new_empty(0), None
+    parts: list[CompressedCache] = []
+    members: list[Tensor] = []
+    for taken, tokens, rows in padding.groups():
+        part = cache.clone()
+        part.batch_select_indices(rows)
+        if taken:
+            part.crop(-taken)
+        own_ids, own_positions = (x[rows][real[rows]].view(-1, tokens) for x in (ids, positions))
+        first = int(wanted[rows].min())
+        graph = _graph(model, own_ids, own_positions, tokens - first if logits_to_keep else 0)
+        found, record = append(part, tokens, graph, THRESHOLDS[model._kvpass.rules.recompress])
+        if not parts:
+            logits = found.new_empty(*wanted.shape, found.shape[2])
+        logits[rows] = found.gather(1, (wanted[rows] - first)[..., None].expand(-1, -1, found.shape[2]))
+        parts.append(part)
+        members.append(rows)
+    cache.take_over(parts, torch.cat(members).argsort(), padding.mask, ids)
+    return logits, record if len(parts) == 1 else None
 
 
 def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
