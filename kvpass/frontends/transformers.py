@@ -318,9 +318,7 @@ class CompressedModel(_Base):
             self.forward(prepared["input_ids"])
         prepared.setdefault("logits_to_keep", 1)
         if cache is not None and not cache.is_left_padded:
-            prepared.pop(
-                "position_ids", None
-            )  # behind padding on the right, transformers counts on from a padded column
+            prepared.pop("position_ids", None)  # after padding on the right transformers counts on from a pad
         return prepared
 
     def compress(
