@@ -327,7 +327,7 @@ class _Tokens:
             queries.put(first, q)
             if norms_of is not None:
                 x = self._part(norms_of, first, end, made)
-                norms.append(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).view(len(q), -1))
+                norms.append(torch.linalg.vector_norm(x.float(), dim=-1).view(len(q), -1))
             sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
             expansion = None if site.up is None else Expansion(self._part(site.up, first, end, made), site.nope)
             call = Attention(q, keys.until(seen + end), values.until(seen + end), site.scale, site.softcap, sinks)

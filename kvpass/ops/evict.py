@@ -145,4 +145,4 @@ def first_slots(prompt: PrefillBuffers, start: Tensor, columns: int, window: int
 
 def _l1_norm(values: Tensor) -> Tensor:
     """Return the L1 norm of each row, fp32, without copying the rows to fp32."""
-    return torch.linalg.vector_norm(values, 1, dim=-1, dtype=torch.float32)
+    return torch.linalg.vector_norm(values, 1, dim=-1, dtype=torch.promote_types(values.dtype, torch.float32)).float()

@@ -74,7 +74,9 @@ def projected_norms(values: Tensor, projection: Tensor, order: int) -> Tensor:
     for head in range(weight.shape[1]):
         for first in range(0, n, tokens):
             rows = values[:, head // group, first : first + tokens].to(dtype) @ weight[:, head].T
-            norms[:, head, first : first + tokens] = torch.linalg.vector_norm(rows, order, -1, dtype=torch.float32)
+            norms[:, head, first : first + tokens] = torch.linalg.vector_norm(
+                rows, order, -1, dtype=torch.promote_types(dtype, torch.float32)
+            )
     return norms
 
 

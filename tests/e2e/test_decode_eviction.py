@@ -84,6 +84,18 @@ def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, polic
         assert torch.equal(steps[step].transpose(0, 1), expected.decode_keep[step]), f"step {step}"
 
 
+@pytest.mark.parametrize(("policy", "window"), [("kvzip_plus", 0), ("criticalkv", 6), ("h2o", 6)])
+def test_a_float64_model_keeps_what_it_keeps_in_float32(policy, window):
+    caches = []
+    for dtype in (torch.float32, torch.float64):
+        model = tiny_model("llama", layers=2).to(dtype)
+        fast = kvpass.compile(model, policy=policy, budget=BUDGET, window=window, backend="eager")
+        cache = fast(random_ids(1, 40)).past_key_values
+        fast(random_ids(1, 1, seed=1), past_key_values=cache)
+        caches.append(kept(cache, 41))
+    assert torch.equal(*caches)
+
+
 @pytest.mark.parametrize("parity", ["paper", "code"])
 @pytest.mark.parametrize(
     "policy",
