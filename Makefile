@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 export PIP_NO_COMPILE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-exhaustive docs test-versions test-torch-2.11 test-torch-2.15 test-vllm lint typecheck support-table mutations gpu-check clean
+.PHONY: help demo test test-exhaustive docs test-versions test-torch-2.11 test-torch-2.15 test-vllm test-real lint typecheck support-table mutations gpu-check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -55,6 +55,9 @@ test-torch-2.15: $(READY) ## the same on the newest torch, with its CUDA librari
 
 test-vllm: $(VLLM_READY) ## run kvpass in vLLM on the CPU, in an environment of its own (3 GB; ten minutes)
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+test-real: $(READY) ## real weights: fetch SmolLM2-135M, compare with transformers, answers at a quarter of the cache
+	@$(BIN)/python -m pytest -m real -s tests/real
 
 support-table: $(READY) ## write the tables of decoders in docs/models.md
 	@PYTHONPATH=tests/support $(BIN)/python -m support_table docs/models.md

@@ -246,6 +246,9 @@ class CompressedModel(_Base):
                 of another kind, given or asked for by ``cache_implementation`` (one that the checkpoint configures is
                 replaced by ours); or the configuration has ``use_cache=False`` and the call does not set it.
         """
+        theirs: Callable[..., Any] = super().generate  # type: ignore[misc]
+        kwargs = by_name(theirs, inputs, generation_config, *args, **kwargs)
+        inputs, generation_config = kwargs.pop("inputs"), kwargs.pop("generation_config")
         cache: CompressedCache | None = cache_argument(kwargs)
         kwargs.pop("cache" if CACHE == "past_key_values" else "past_key_values", None)
         kwargs[CACHE] = cache
@@ -272,8 +275,7 @@ class CompressedModel(_Base):
             cache = kwargs[CACHE] = _new_cache(self._kvpass)
         if cache is not None and block is not None:
             cache.block = block
-        theirs: Callable[..., Any] = super().generate  # type: ignore[misc]
-        arguments, held = by_name(theirs, inputs, generation_config, *args, **kwargs), 0
+        arguments, held = {"inputs": inputs, "generation_config": generation_config, **kwargs}, 0
         if cache is not None and ids is not None:
             tokens, configs = ids.shape[1], (generation_config, self.generation_config)
             continues = has_new_ids(cache, ids, kwargs.get("attention_mask"))

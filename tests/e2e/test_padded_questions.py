@@ -35,7 +35,7 @@ def questions(seed):
     return [random_ids(1, n, seed=seed + i)[0] for i, n in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("family", "options"), CASES, ids=lambda x: x if isinstance(x, str) else list(x.values())[-1])
 def test_padded_questions_get_the_answers_of_each_question_alone(family, options, side):
     if "entries" in options:

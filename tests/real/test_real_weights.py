@@ -1,0 +1,114 @@
+"""Real weights (``make test-real``): SmolLM2-135M from the package index, 4-bit GGUF, dequantised, fp32.
+
+Another model, in the folder ``KVPASS_REAL_MODEL`` (gemma-3-270m for sliding layers), gets the test of equal tokens too.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+
+import kvpass
+from kvpass.eval.tasks import encode, find_tasks
+from kvpass.loading import fetch_model, load_model
+
+pytestmark = pytest.mark.real
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a haiku about rain.",
+    "Name three planets.",
+    "Why is the sky blue?",
+    "Translate to French: good morning.",
+    "What is 17 plus 25?",
+    "Give me a recipe for tomato soup.",
+    "Who wrote Hamlet?",
+    "Explain photosynthesis in one sentence.",
+    "List the days of the week.",
+)
+SAMPLES = 16
+"""Of each task."""
+GREEDY = {"do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return load_model(str(fetch_model("smollm2-135m")), dtype="float32", device="cpu")
+
+
+def asked(tokenizer, question):
+    if tokenizer.chat_template is None:
+        return tokenizer(question, return_tensors="pt").input_ids
+    message = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+
+
+def check_equal_tokens(model, tokenizer):
+    fast = kvpass.compile(model, policy="full")
+    for question in QUESTIONS:
+        ids = asked(tokenizer, question)
+        call = {**GREEDY, "attention_mask": torch.ones_like(ids), "max_new_tokens": 16}
+        assert torch.equal(fast.generate(ids, **call), model.generate(ids, **call)), question
+
+
+def test_everything_kept_gives_the_tokens_of_transformers(smollm2):
+    check_equal_tokens(*smollm2)
+
+
+@pytest.mark.skipif("KVPASS_REAL_MODEL" not in os.environ, reason="no folder in KVPASS_REAL_MODEL")
+def test_everything_kept_gives_the_tokens_of_transformers_in_another_model():
+    check_equal_tokens(*load_model(os.environ["KVPASS_REAL_MODEL"], dtype="float32", device="cpu"))
+
+
+def test_answers_at_a_quarter_after_the_question_are_mostly_those_of_the_full_cache(smollm2):
+    model, tokenizer = smollm2
+    fast = kvpass.compile(model, policy="full")
+    conditions = [("full", None), ("snapkv", 0.25), ("lava", 0.25)]
+    right = dict.fromkeys((policy for policy, _ in conditions), 0)
+    for task in find_tasks(["niah_single_1", "niah_single_2"]):
+        for sample in task.samples(tokenizer, 1024, SAMPLES, 0):
+            ids = torch.tensor([encode(tokenizer, sample, chat=True).ids])
+            caches = fast.compress_each(ids[:, :-1], conditions=conditions)
+            scores = {}
+            for (policy, budget), cache in zip(conditions, caches, strict=True):
+                fast.set_policy(policy, budget)
+                said = fast.generate(ids[:, -1:], past_key_values=cache, max_new_tokens=24, **GREEDY)
+                scores[policy] = task.metric(tokenizer.decode(said[0, 1:]), sample) == 1
+            for policy, is_right in scores.items():
+                right[policy] += is_right and scores["full"]
+    print(f"\nright where the full cache is right: {right}, of {2 * SAMPLES} questions")
+    assert right["full"] >= SAMPLES
+    assert min(right.values()) >= 0.9 * right["full"]
+
+
+def test_saved_document_answers_as_before(smollm2, tmp_path):
+    model, tokenizer = smollm2
+    fast = kvpass.compile(model, policy="lava", budget=0.5)
+    (task,) = find_tasks(["niah_single_2"])
+    (sample,) = task.samples(tokenizer, 1024, 1, 0)
+    prompt = encode(tokenizer, sample, chat=True)
+    head, rest = (torch.tensor([part]) for part in (prompt.head, prompt.rest))
+    cache = fast.compress(head)
+    said = fast.generate(rest, past_key_values=cache, max_new_tokens=16, **GREEDY)
+    cache.save(tmp_path / "document.kv")
+    loaded = kvpass.load_cache(tmp_path / "document.kv", fast)
+    assert torch.equal(fast.generate(rest, past_key_values=loaded, max_new_tokens=16, **GREEDY), said)
+
+
+def test_chat_of_three_turns_is_that_of_transformers(smollm2):
+    model, tokenizer = smollm2
+    fast, chat, cache = kvpass.compile(model, policy="full"), [], None
+    for question in QUESTIONS[:3]:
+        chat.append({"role": "user", "content": question})
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+        call = {**GREEDY, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a turn that is appended twice is warned about
+            out = fast.generate(ids, past_key_values=cache, return_dict_in_generate=True, **call)
+        assert torch.equal(out.sequences, model.generate(ids, **call))
+        cache = out.past_key_values
+        answer = tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+        chat.append({"role": "assistant", "content": answer})
