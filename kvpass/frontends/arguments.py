@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,7 @@ def check_generate_mask(mask: Tensor | None, ids: Tensor, seen: int, kwargs: Map
                 f"attention_mask of shape {list(mask.shape)} for ids of {tokens} tokens: must have {lengths}"
             )
         return
-    pad, ends = (_said(name, kwargs, configs) for name in ("pad_token_id", "eos_token_id"))
+    pad, ends = (said(name, kwargs, *configs) for name in ("pad_token_id", "eos_token_id"))
     if seen or pad is None or pad in (ends if isinstance(ends, list | tuple) else [ends]):
         return
     real = ids != pad
@@ -244,9 +244,9 @@ def check_generate_mask(mask: Tensor | None, ids: Tensor, seen: int, kwargs: Map
         )
 
 
-def _said(name: str, kwargs: Mapping[str, Any], configs: Sequence[Any]) -> Any:
-    """Return what the call or the first configuration with a value says."""
-    values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+def said(name: str, given: Mapping[str, Any], *configs: Any) -> Any:
+    """Return an argument of ``generate``, or what the first configuration with a value says; else None."""
+    values = (given.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in values if value is not None), None)
 
 

@@ -253,17 +253,17 @@ class CompressedModel(_Base):
         kwargs.pop("cache" if CACHE == "past_key_values" else "past_key_values", None)
         kwargs[CACHE] = cache
         check_generate(kwargs, generation_config, self.generation_config)
+        begun = cache is not None and not cache.is_empty
         check_drafts(
             kwargs,
             generation_config or self.generation_config,
             self._kvpass.rules,
-            begun=cache is not None and not cache.is_empty,
+            begun=begun,
             recurrent=self._kvpass.attention is not None,
         )
         generation_config, block = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         ids = kwargs.get("input_ids", inputs)
-        begun = cache is not None and not cache.is_empty
         if ids is not None:
             check_ids(ids)
             seen = 0 if cache is None else cache.columns
@@ -418,18 +418,11 @@ class CompressedModel(_Base):
             ValueError: no condition, or one is out of range; several processes share the model; or as for a call.
         """
         runtime = self._kvpass
-        before, kept = runtime.rules, []
         if runtime.captures.compiler.ranks is not None:
             raise ValueError(
                 "compress_each: several processes share this model; call set_policy and compress for each condition"
             )
-        try:
-            for policy, budget in conditions:
-                given: Any = policy
-                self.set_policy(given, budget)
-                kept.append(_new_cache(runtime))
-        finally:
-            runtime.rules = before
+        kept = [_new_cache(runtime, self._read_rules(policy, budget)) for policy, budget in conditions]
         if not kept:
             raise ValueError("conditions=[]: name at least one, a pair of a policy and its budget")
         check_ids(input_ids, self.device)
@@ -530,18 +523,24 @@ class CompressedModel(_Base):
             ValueError: an argument is out of range, or the policy does not support the model's ``recompress``; nothing
                 changed.
         """
+        self._kvpass.rules = self._read_rules(policy, budget, window=window, **policy_options)
+        self._kvpass.last_prompt = None
+
+    def _read_rules(
+        self, policy: str | Policy, budget: BudgetLike, *, window: int | None = None, **options: Any
+    ) -> Rules:
+        """Return the rules of a policy and budget for this model, which does not change."""
         rules = read_rules(
             policy,
             budget,
             self._kvpass.rules.recompress,
             window=window,
-            options=policy_options,
+            options=options,
             model_name=str(self.config.name_or_path),
             entries=self._kvpass.rules.entry_format,
         )
         check_divided(rules.policy, self._kvpass.ranks)
-        self._kvpass.rules = rules
-        self._kvpass.last_prompt = None
+        return rules
 
     def report(self, cache: CompressedCache | None = None) -> Report:
         """Return what the last prompt kept, or that of a cache, and what was compiled for its policy.
@@ -599,8 +598,9 @@ def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
     return max(new if new is not None else (length or 0) - tokens, 0)
 
 
-def _new_cache(runtime: Runtime) -> CompressedCache:
-    rules = runtime.rules
+def _new_cache(runtime: Runtime, rules: Rules | None = None) -> CompressedCache:
+    """Return an empty cache, by default under the rules of the model."""
+    rules = runtime.rules if rules is None else rules
     return CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.ranks, rules.entry_format)
 
 

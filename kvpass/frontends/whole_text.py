@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.errors import CacheMismatchError
+from kvpass.frontends.arguments import said
 
 _NEUTRAL = {
     "repetition_penalty": 1.0,
@@ -96,12 +97,6 @@ def with_whole_text(before: Tensor, ids: Tensor, given: Mapping[str, Any], confi
 def reads_ids(given: Mapping[str, Any], configs: Sequence[Any]) -> str | None:
     """Return the first argument, given or configured, whose processor reads all ids."""
     return next((name for name, off in _NEUTRAL.items() if said(name, given, *configs) not in (None, off, [])), None)
-
-
-def said(name: str, given: Mapping[str, Any], *configs: Any) -> Any:
-    """Return an argument of ``generate``, or what the first configuration with a value says; else None."""
-    values = (given.get(name), *(getattr(config, name, None) for config in configs))
-    return next((value for value in values if value is not None), None)
 
 
 def begins_with(ids: Tensor, prompt: Tensor) -> bool:
