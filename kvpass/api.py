@@ -338,7 +338,7 @@ def restore_cache(
         raise CacheMismatchError(
             f"the cache has policy {metadata.policy}, the model {rules.policy.spec}: set it with model.set_policy"
         )
-    if metadata.budget != rules.budget:
+    if metadata.budget != rules.budget and not metadata.own_budget:
         raise CacheMismatchError(
             f"the cache has budget {metadata.budget}, the model {rules.budget}: set it with model.set_budget"
         )

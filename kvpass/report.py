@@ -43,21 +43,28 @@ class Report:
     """Entries kept of the last prompt, and graphs compiled for it. Prints as a table.
 
     Attributes:
-        policy, budget: the rules. prompt: what they kept. compiled: one record per compiled graph. ranks: processes
-            that share the heads; all numbers are of all heads. attention: numbers of the layers with
-            attention in the model's own count, where other layers are recurrent; None: all have attention. on_host:
-            bytes of the weights that stay on the host. expanded: why the model's latents are cached as expanded heads;
-            None if they are not, or it has none.
+        prompt: what was kept. compiled: one record per compiled graph. ranks: processes that share the heads; all
+            numbers are of all heads. attention: numbers of the layers with attention in the model's own count, where
+            other layers are recurrent; None: all have attention. on_host: bytes of the weights that stay on the host.
+            expanded: why the model's latents are cached as expanded heads; None if they are not, or it has none.
     """
 
-    policy: Policy
-    budget: Budget | None
     prompt: PromptRecord
     compiled: Sequence[CompileRecord]
     ranks: Ranks | None = None
     attention: tuple[int, ...] | None = None
     on_host: int = 0
     expanded: str | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decided what is kept."""
+        return self.prompt.policy
+
+    @property
+    def budget(self) -> Budget | None:
+        """The budget of the prompt; None for a policy that keeps everything."""
+        return self.prompt.budget
 
     def _name(self, layer: int) -> str:
         """What the model itself calls an attention op's layer, as far as each layer has one op."""

@@ -69,6 +69,7 @@ class CompressedCache(Cache):
         ids: token ids of the columns, padding included, int32 ``[B, columns]``; None in a raw session, or from a file
             without them.
         longest: most tokens that the captures which filled it hold for; None when any number.
+        own_budget: its budget was given for it alone: calls continue it whatever the budget of the model is.
         begun_by: the capture of a raw module that prefilled it.
         reusable: calls continue on a copy and do not change this cache.
         expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
@@ -96,6 +97,7 @@ class CompressedCache(Cache):
         self.budget = budget
         self.ranks = ranks
         self.entry_format: EntryFormat = entry_format
+        self.own_budget = False
         self.block: Block | None = None
         self.expected = 0
         self.recycled = NOTHING_KEPT
@@ -284,6 +286,8 @@ class CompressedCache(Cache):
             entries, window: of each row, int64 ``[B]``. full_layers: records of the stores.
         """
         record = PromptRecord(
+            policy=self.policy,
+            budget=self.budget,
             start=self.start.clone(),  # the record outlives the cache
             columns=self.columns,
             entries=entries,
@@ -328,7 +332,7 @@ class CompressedCache(Cache):
                 f"the cache has policy {ours}, the model {theirs}: give the model the cache's policy "
                 "(model.set_policy), or prefill the prompt again"
             )
-        if self.budget != budget:
+        if self.budget != budget and not self.own_budget:
             raise CacheMismatchError(
                 f"the cache has budget {self.budget}, the model {budget}: give the model the cache's budget "
                 "(model.set_budget), or prefill the prompt again"
@@ -618,6 +622,7 @@ class CompressedCache(Cache):
             stores=tuple(store.facts for store in self.full_layers),
             notes=dict(notes or {}),
             entry_format=self.entry_format,
+            own_budget=self.own_budget,
         )
         if self.ranks is None:
             write_cache_file(path, tensors, metadata.to_dict())
@@ -673,6 +678,7 @@ class CompressedCache(Cache):
         cache.columns = cache._prompt_columns = metadata.columns
         cache._seen_columns = torch.tensor(metadata.columns, dtype=torch.int64, device="cpu")
         cache.reusable = metadata.reusable
+        cache.own_budget = metadata.own_budget
         return cache
 
     def __reduce_ex__(self, protocol: Any) -> Any:

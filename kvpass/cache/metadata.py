@@ -61,6 +61,7 @@ class CacheMetadata:
     stores: tuple[LayersFacts, ...]
     notes: dict[str, Any]
     entry_format: EntryFormat = "model"
+    own_budget: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.columns <= MOST_COLUMNS:
@@ -77,8 +78,10 @@ class CacheMetadata:
             raise ValueError(f"entries={list(self.entries)}: must be {least} to {most} of each row")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; without states they are not named, as in files of before there were any."""
+        """Return plain values for JSON, without those that files of before did not have where they say nothing."""
         plain = asdict(self)
+        if not self.own_budget:
+            del plain["own_budget"]
         if not self.layout.states:
             del plain["layout"]["states"]
         return plain

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpass.config import EntryFormat, LayerGroup
+from kvpass.config import Budget, EntryFormat, LayerGroup
+from kvpass.policies.base import Policy
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,6 +45,7 @@ class PromptRecord:
     """What was kept of the last prompt, as printed by ``model.report()``.
 
     Attributes:
+        policy, budget: the rules by which it was kept.
         start: first real column, int64 ``[B]``. columns: N.
         entries: budget per KV head per layer of each row, window included, int64 ``[B]``.
         window: window tokens of each row, int64 ``[B]``.
@@ -54,6 +56,8 @@ class PromptRecord:
             states of recurrent layers alone.
     """
 
+    policy: Policy
+    budget: Budget | None
     start: Tensor
     columns: int
     entries: Tensor

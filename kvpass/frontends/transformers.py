@@ -7,7 +7,9 @@ import functools
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +97,23 @@ class Runtime:
     attention: tuple[int, ...] | None = None
     last_prompt: PromptRecord | None = None
 
+    @property
+    def rules_now(self) -> Rules:
+        """Those of the call that this thread is in, which other threads do not change; else the model's."""
+        return next((rules for runtime, rules in _CALLS.get() if runtime is self), self.rules)
+
+    @contextmanager
+    def call(self, rules: Rules) -> Iterator[None]:
+        """Within it, calls of this thread go by ``rules``."""
+        token = _CALLS.set(((self, rules), *_CALLS.get()))
+        try:
+            yield
+        finally:
+            _CALLS.reset(token)
+
     def facts(self) -> dict[str, str]:
         """Return the settings by name: processes that share the model must have the same."""
-        rules, compiler = self.rules, self.captures.compiler
+        rules, compiler = self.rules_now, self.captures.compiler
         return {
             "policy": rules.policy.spec,
             "budget": str(rules.budget),
@@ -114,6 +130,9 @@ class Runtime:
         compiler = replace(self.captures.compiler, records=[], recycled=Recycled())
         captures = CaptureCache(compiler, self.captures.further)
         return replace(self, captures=captures, identity=copy.deepcopy(self.identity, memo), last_prompt=None)
+
+
+_CALLS: ContextVar[tuple[tuple[Runtime, Rules], ...]] = ContextVar("calls of generate and compress", default=())
 
 
 if TYPE_CHECKING:
@@ -198,7 +217,7 @@ class CompressedModel(_Base):
             if input_ids.shape[1] > 1:  # walks over all modules, too slow for each decode step
                 runtime.identity.look_again()
             if isinstance(cache, CompressedCache):
-                rules = runtime.rules
+                rules = runtime.rules_now
                 cache.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
             return input_ids
 
@@ -226,7 +245,14 @@ class CompressedModel(_Base):
         held: dict[str, Any] = {CACHE: cache if use_cache else None}
         return CausalLMOutputWithPast(logits=logits, **held)
 
-    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        *args: Any,
+        budget: BudgetLike = None,
+        **kwargs: Any,
+    ) -> Any:
         """``generate`` of transformers; with a filled cache, the ids can be only the new tokens.
 
         So a question can be asked about a compressed context: ``model.generate(question_ids, past_key_values=cache)``.
@@ -238,6 +264,9 @@ class CompressedModel(_Base):
         A reusable cache (see :meth:`compress`) is not changed; a call that begins with the last token of the answer
         before, which is not in such a cache, gets a ``UserWarning``; so does one whose new ids are the cache's prompt.
 
+        ``budget`` is that of this call, by default the model's. A filled cache keeps its own. What another thread sets
+        meanwhile (:meth:`set_budget`, :meth:`set_policy`) does not change a call that has begun.
+
         ``prefill_chunk_size`` is taken as ``prefill_block`` of this call: what is kept is that of the whole prompt.
 
         Raises:
@@ -245,19 +274,29 @@ class CompressedModel(_Base):
                 decoding, with recompression, recurrent layers, layers with a sliding window or a filled cache; a cache
                 of another kind, given or asked for by ``cache_implementation`` (one that the checkpoint configures is
                 replaced by ours); or the configuration has ``use_cache=False`` and the call does not set it.
+            CacheMismatchError: the cache is not of this model and its policy, or has another budget.
         """
         theirs: Callable[..., Any] = super().generate  # type: ignore[misc]
-        kwargs = by_name(theirs, inputs, generation_config, *args, **kwargs)
+        rules = self._kvpass.rules_now.with_budget(budget)
+        with self._kvpass.call(rules):
+            return self._generate(theirs, rules, by_name(theirs, inputs, generation_config, *args, **kwargs))
+
+    def _generate(self, theirs: Callable[..., Any], rules: Rules, kwargs: dict[str, Any]) -> Any:
+        """Call ``generate`` of transformers with these arguments, by name, under the rules of the call."""
         inputs, generation_config = kwargs.pop("inputs"), kwargs.pop("generation_config")
         cache: CompressedCache | None = cache_argument(kwargs)
         kwargs.pop("cache" if CACHE == "past_key_values" else "past_key_values", None)
         kwargs[CACHE] = cache
         check_generate(kwargs, generation_config, self.generation_config)
+        if cache is not None and rules.own_budget and cache.budget != rules.budget:
+            raise CacheMismatchError(
+                f"generate(budget=...) is {rules.budget}, but the cache has {cache.budget} and keeps it: leave it out"
+            )
         begun = cache is not None and not cache.is_empty
         check_drafts(
             kwargs,
             generation_config or self.generation_config,
-            self._kvpass.rules,
+            rules,
             begun=begun,
             recurrent=self._kvpass.attention is not None,
         )
@@ -272,7 +311,7 @@ class CompressedModel(_Base):
             )
         by_default = ids is not None and _cache_is_default(kwargs, generation_config, self.generation_config)
         if cache is None and (by_default or block is not None):
-            cache = kwargs[CACHE] = _new_cache(self._kvpass)
+            cache = kwargs[CACHE] = _new_cache(self._kvpass, rules)
         if cache is not None and block is not None:
             cache.block = block
         arguments, held = {"inputs": inputs, "generation_config": generation_config, **kwargs}, 0
@@ -375,7 +414,12 @@ class CompressedModel(_Base):
         return prepared
 
     def compress(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, reusable: bool = True
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        reusable: bool = True,
+        budget: BudgetLike = None,
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
 
@@ -385,8 +429,10 @@ class CompressedModel(_Base):
             input_ids: the context, int64 ``[B, N]``. attention_mask: ``[B, N]`` when rows are left-padded.
             reusable: True: each later call continues from a copy, so you can ask any number of independent questions.
                 False: later calls continue the cache itself, as in a conversation.
+            budget: of this context alone, by default the model's. Calls continue the cache whatever the model's is.
         """
-        output = self.forward(input_ids, attention_mask, logits_to_keep=1)
+        with self._kvpass.call(self._kvpass.rules_now.with_budget(budget)):
+            output = self.forward(input_ids, attention_mask, logits_to_keep=1)
         assert isinstance(output, CausalLMOutputWithPast)
         cache = output[CACHE]
         assert isinstance(cache, CompressedCache)
@@ -495,7 +541,8 @@ class CompressedModel(_Base):
     def set_budget(self, budget: BudgetLike) -> None:
         """Set the budget of later prompts; compiled graphs stay valid, since they do not depend on it.
 
-        Earlier caches keep their budget: calls with them raise until it is set again. The report of the last prompt is
+        Earlier caches keep their budget: calls with them raise until it is set again, but for those of a call with a
+        budget of its own. A ``generate`` that runs in another thread is not changed. The report of the last prompt is
         discarded.
 
         Raises:
@@ -551,24 +598,22 @@ class CompressedModel(_Base):
         """
         runtime = self._kvpass
         if cache is not None:
-            cache.check_fingerprint(
-                runtime.rules.policy, runtime.rules.budget, runtime.identity, runtime.rules.entry_format
-            )
+            rules = runtime.rules
+            cache.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
             if cache.record is None:
                 raise ValueError(f"nothing to report: {cache!r} is empty or was loaded from a file")
         prompt = runtime.last_prompt if cache is None else cache.record
         if prompt is None:
             raise ValueError("nothing to report: this model has prefilled no prompt yet with its policy and budget")
-        policy = runtime.rules.policy
         return Report(
-            policy=policy,
-            budget=runtime.rules.budget,
             prompt=prompt,
             ranks=runtime.ranks,
             attention=runtime.attention,
             on_host=runtime.captures.compiler.on_host,
             expanded=runtime.expanded,
-            compiled=tuple(record for record in runtime.captures.compiler.records if record.policy == policy.spec),
+            compiled=tuple(
+                record for record in runtime.captures.compiler.records if record.policy == prompt.policy.spec
+            ),
         )
 
 
@@ -599,9 +644,11 @@ def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
 
 
 def _new_cache(runtime: Runtime, rules: Rules | None = None) -> CompressedCache:
-    """Return an empty cache, by default under the rules of the model."""
-    rules = runtime.rules if rules is None else rules
-    return CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.ranks, rules.entry_format)
+    """Return an empty cache, by default under the rules of the call or the model."""
+    rules = runtime.rules_now if rules is None else rules
+    cache = CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.ranks, rules.entry_format)
+    cache.own_budget = rules.own_budget
+    return cache
 
 
 def _prefill(

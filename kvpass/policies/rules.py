@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,12 +23,22 @@ THRESHOLDS: dict[Recompress, float] = {"never": float("inf"), "when_full": 2.0, 
 
 @dataclass(frozen=True)
 class Rules:
-    """Checked settings of a compiled model; ``budget`` is None if the policy keeps everything."""
+    """Checked settings of a compiled model; ``budget`` is None if the policy keeps everything.
+
+    ``own_budget``: the budget is that of one call, not the model's.
+    """
 
     policy: Policy
     budget: Budget | None
     recompress: Recompress
     entry_format: EntryFormat = "model"
+    own_budget: bool = False
+
+    def with_budget(self, budget: Budget | int | float | str | None) -> Rules:
+        """Return the rules of a call with this budget of its own; None: the same rules."""
+        if budget is None:
+            return self
+        return replace(self, budget=resolve_budget(self.policy, budget), own_budget=True)
 
 
 def read_rules(

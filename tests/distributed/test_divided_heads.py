@@ -17,7 +17,7 @@ from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.shared_heads import divided, joined, joined_facts, record_of_all
-from kvpass.config import Geometry, LayerGroup, Layout
+from kvpass.config import Budget, Geometry, LayerGroup, Layout
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, Requested
 from kvpass.ops import evict, recompress, reference
 from kvpass.policies import resolve
@@ -92,7 +92,15 @@ def recorded(
     reference.pack(buffers)
     kept = store.finish_prefill()
     rows = torch.tensor([BUDGET] * ROWS)
-    given = {"start": start, "columns": TOKENS, "entries": rows, "window": rows.clamp(max=6), "sliding_layers": ()}
+    given = {
+        "policy": policy,
+        "budget": Budget.parse(BUDGET),
+        "start": start,
+        "columns": TOKENS,
+        "entries": rows,
+        "window": rows.clamp(max=6),
+        "sliding_layers": (),
+    }
     return store, PromptRecord(full_layers=(kept,), nbytes=store.nbytes, ring_nbytes=0, state_nbytes=0, **given)
 
 

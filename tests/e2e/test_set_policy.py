@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -85,3 +87,53 @@ def test_contract_10_a_policy_that_cannot_be_set_changes_nothing(policy, budget,
         fast.set_policy(policy, budget, **options)
     assert fast.policy == resolve("lava", window=8) and fast.report().budget == fast.budget
     fast(random_ids(1, 1), past_key_values=cache)
+
+
+def test_budget_of_a_call_is_that_of_a_model_compiled_with_it(model, tmp_path):
+    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
+    ids, token = random_ids(2, 60), random_ids(2, 1, seed=1)
+    _, other = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
+    expected = other.generate(ids, max_new_tokens=6, return_dict_in_generate=True)
+    found = fast.generate(ids, max_new_tokens=6, return_dict_in_generate=True, budget=24)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(found.past_key_values.positions, expected.past_key_values.positions)
+    assert fast.report().budget == kvpass.Budget.parse(24) != fast.budget
+    cache = fast.compress(ids, budget=24)
+    assert torch.equal(
+        fast(token, past_key_values=cache).logits, other(token, past_key_values=other.compress(ids)).logits
+    )
+    assert fast.report(cache).budget == kvpass.Budget.parse(24)
+    fast.set_budget(20)
+    cache.save(tmp_path / "cache.kv")
+    loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
+    call = {"max_new_tokens": 4, "attention_mask": torch.ones_like(token)}
+    answer = fast.generate(token, past_key_values=cache, **call)
+    assert torch.equal(fast.generate(token, past_key_values=loaded, budget=24, **call), answer)
+    with pytest.raises(kvpass.CacheMismatchError, match=r"budget=\.\.\.\) is 20, but the cache has 24"):
+        fast.generate(token, past_key_values=cache, budget=20, **call)
+    with pytest.raises(ValueError, match="budget=8"):
+        fast.compress(ids, budget=8)
+    plain = fast.compress(ids)
+    assert plain.budget == kvpass.Budget.parse(20)
+    fast.set_budget(16)
+    with pytest.raises(kvpass.CacheMismatchError):
+        fast(token, past_key_values=plain)
+
+
+def test_rules_set_during_a_call_do_not_change_it(model):
+    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
+    ids = random_ids(1, 60)
+    expected = fast.generate(ids, max_new_tokens=6)
+    settings = iter([lambda: fast.set_budget(24), lambda: fast.set_policy("snapkv", 20, window=6)] * 3)
+
+    def changed_meanwhile(ids, scores):
+        other = threading.Thread(target=next(settings))
+        other.start()
+        other.join()
+        return scores
+
+    found = fast.generate(ids, max_new_tokens=6, logits_processor=[changed_meanwhile], return_dict_in_generate=True)
+    assert torch.equal(found.sequences, expected)
+    report = fast.report()
+    assert report.policy == resolve("lava", window=8) and report.budget == kvpass.Budget.parse(16)
+    assert fast.policy == resolve("snapkv", window=6)
