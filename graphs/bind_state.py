@@ -100,9 +100,10 @@ def add_state_placeholders(
     examples: list[Tensor] = []
     for name, tensor in state.items():
         source = LocalSource(f"{STATE_PREFIX}{name}")
-        sizes = [
-            DimDynamic.DYNAMIC if dim in dynamic.get(name, ()) else DimDynamic.STATIC for dim in range(tensor.ndim)
-        ]
+        free = dynamic.get(name, ())
+        sizes = [DimDynamic.DYNAMIC if dim in free else DimDynamic.STATIC for dim in range(tensor.ndim)]
+        if any(tensor.shape[dim] == 1 for dim in free):  # would be a constant: a pool of one row for several
+            tensor = tensor.new_empty([2 if dim in free else size for dim, size in enumerate(tensor.shape)])
         fake = fake_mode.from_tensor(
             tensor, source=source, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
         )

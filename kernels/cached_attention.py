@@ -89,21 +89,21 @@ def load_grouped(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def grouped_segment(  # type: ignore[no-untyped-def]
-    pool_k, pool_v, k_steps, v_steps, i_b, begin, segment, rows, entries, key_groups, D: tl.constexpr,
+    pool_k, pool_v, k_steps, v_steps, i_pool, begin, segment, pool_rows, entries, key_groups, D: tl.constexpr,
     DV: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to what a segment that begins at entry ``begin`` of row i_b holds: codes with groups.
+    """Return pointers to what a segment holds that begins at entry ``begin`` of the pool's row i_pool.
 
     Codes of its keys and values, then step and minimum of its first group of keys and of its first value; numbered as
     :mod:`kvpass.ops.entry_formats` says.
     """
     U: tl.constexpr = DV // GROUP_SIZE
-    i_row = i_b.to(tl.int64) * entries + begin
-    i_group = i_b.to(tl.int64) * key_groups + begin // GROUP_SIZE + segment
+    i_row = i_pool.to(tl.int64) * entries + begin
+    i_group = i_pool.to(tl.int64) * key_groups + begin // GROUP_SIZE + segment
     p_k_step = k_steps + i_group * D
     p_v_step = v_steps + i_row * U
-    p_k_low = p_k_step + rows.to(tl.int64) * key_groups * D
-    p_v_low = p_v_step + rows.to(tl.int64) * entries * U
+    p_k_low = p_k_step + pool_rows.to(tl.int64) * key_groups * D
+    p_v_low = p_v_step + pool_rows.to(tl.int64) * entries * U
     return pool_k + i_row * (D // PER), pool_v + i_row * (DV // PER), p_k_step, p_k_low, p_v_step, p_v_low
 
 
@@ -252,6 +252,7 @@ def check_call(
         raise ValueError(f"q has {tokens} tokens: the tail has {slots} slots")
     sizes = {
         **{"B": rows, "L": layers, "K": kv_heads, "D": key_dim, "C": slots},
+        "Z": 1 if pool_k is not None and len(pool_k) == 1 and line is None else rows,
         "V": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
         **{"E": 0 if pool_k is None else pool_k.shape[1], "X": 0 if tiles is None else tiles.shape[1]},
         **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "Y": rows * kv_heads + 1},
@@ -288,7 +289,8 @@ def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[s
         "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
         "tail_start": tail_start, "tail_used": tail_used, **strides("bht", q=q, k=k, v=v),
         "scale": scale, "softcap": softcap,
-        "layer": layer, "layers": tail_k.shape[0], "rows": rows, "entries": pool_k.shape[1],
+        "layer": layer, "layers": tail_k.shape[0], "rows": rows, "pool_rows": pool_k.shape[0],
+        "entries": pool_k.shape[1],
         "slots": tail_k.shape[3], "tokens": tokens, "K": kv_heads, "G": heads // kv_heads, "D": key_dim,
         "DV": value_dim, "SV": key_dim if in_keys else value_dim, "BDV": block_dim(value_dim),
         "BLOCK_T": APPEND_BLOCK,

@@ -29,8 +29,8 @@ _GROUPED_TYPES = {4: "u4", 2: "u2"}
 Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of some tensors."""
 
-_ATTEND_CALL = struct.Struct("=48q2d")
-"""Fields of ``struct Call`` in decode_cpu.cpp: 23 pointers, 13 sizes, 9 strides, 3 of lines, scale, softcap."""
+_ATTEND_CALL = struct.Struct("=49q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 23 pointers, 14 sizes, 9 strides, 3 of lines, scale, softcap."""
 
 _CACHE_NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
 _SCALE_NAMES = ("pool_k_scale", "pool_v_scale")
@@ -169,6 +169,7 @@ def call_attend(
             key_dim,
             value_dim,
             value_row,
+            0 if pool_k is None else pool_k.shape[0],
             *sizes,
             0 if steps is None else steps.shape[2],
             *q_strides[:3],
@@ -205,8 +206,9 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     """Append the new entries of one layer to its tail, then attend pool segment and tail.
 
     New token t of row b attends to ``pool[b, offsets[b, layer*K + head] : offsets[b, layer*K + head + 1]]`` and to the
-    tail slots ``tail_start[b] .. used + t``. One softmax over both, in fp32: online (Milakov and Gimelshein,
-    arXiv:1805.02867), with the log-sum-exp merge over chunks of FlashDecoding (Dao et al. 2023).
+    tail slots ``tail_start[b] .. used + t``; a pool of one row serves all. One softmax over both, in fp32: online
+    (Milakov and Gimelshein, arXiv:1805.02867), with the log-sum-exp merge over chunks of FlashDecoding (Dao et al.
+    2023).
 
     All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or the pool holds codes
     (int8 or fp8 e4m3 with scales, or of 4 or 2 bits with steps), which become numbers while they are read. q, k and v
@@ -224,7 +226,9 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     rows, heads, tokens, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
     layers, _, _, slots, _ = tail_k.shape
-    entries, stored = pool_k.shape[1], _stored_columns(tail_v, key_dim, value_dim)
+    pool_rows, entries = pool_k.shape[:2]
+    stored = _stored_columns(tail_v, key_dim, value_dim)
+    pool_rows = 1 if pool_rows == 1 else rows
     used = int(tail_used)
     if used < 0 or used + tokens > slots:
         raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
@@ -243,8 +247,8 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     expected: Layouts = [
         ((rows, kv_heads, tokens, key_dim), dtype),
         ((rows, kv_heads, tokens, value_dim), dtype),
-        ((rows, entries, key_columns), codes),
-        ((rows, entries, value_columns), codes),
+        ((pool_rows, entries, key_columns), codes),
+        ((pool_rows, entries, value_columns), codes),
         ((layers, rows, kv_heads, slots, key_dim), dtype),
         ((layers, rows, kv_heads, slots, stored), dtype),
         ((rows, layers * kv_heads + 1), torch.int32),
@@ -254,12 +258,12 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     if k_scale is not None and v_scale is not None:
         names += _SCALE_NAMES
         given += [k_scale, v_scale]
-        expected += [((rows, entries), torch.float32)] * 2
+        expected += [((pool_rows, entries), torch.float32)] * 2
     elif k_steps is not None and v_steps is not None:
         names += _STEP_NAMES
         given += [k_steps, v_steps]
-        expected += [((2, rows, key_groups(entries, layers * kv_heads), key_dim), dtype)]
-        expected += [((2, rows, entries, value_dim // GROUP), dtype)]
+        expected += [((2, pool_rows, key_groups(entries, layers * kv_heads), key_dim), dtype)]
+        expected += [((2, pool_rows, entries, value_dim // GROUP), dtype)]
     check_layout(names, given, expected)
     packed = [x.is_contiguous() for x in given[2:]]
     if not all(packed):

@@ -40,6 +40,7 @@ struct Call {
     const void *pool_k_steps, *pool_v_steps;  // planes step and minimum of its groups, if it holds codes with groups
     int64_t rows, heads, kv_heads, tokens, key_dim, value_dim;
     int64_t value_row;  // elements from one value row of pool and tail to the next: value_dim, or key_dim in keys
+    int64_t pool_rows;  // rows, or 1: then its row serves all
     int64_t pool_entries, offset_stride, slots, used, layer, key_groups;
     int64_t q_stride[3], k_stride[3], v_stride[3];  // row, head, token, in elements
     int64_t position_stride[2], width;              // row, KV head; slots of a line
@@ -83,9 +84,9 @@ struct Decoder {
     int64_t length(int64_t unit) const {
         return pool_length(unit) + (c.position ? c.slots : used(unit / c.kv_heads) + c.tokens - c.tail_start[unit / c.kv_heads]);
     }
+    int64_t row_in_pool(int64_t unit) const { return std::min(unit / c.kv_heads, c.pool_rows - 1); }
     int64_t pool_row(int64_t unit) const {
-        const int64_t row = unit / c.kv_heads;
-        return (c.row_at ? c.row_at[row] : row * c.pool_entries) + segment(unit, 0);
+        return (c.row_at ? c.row_at[unit / c.kv_heads] : row_in_pool(unit) * c.pool_entries) + segment(unit, 0);
     }
     int64_t tail_slot(int64_t unit, int64_t slot) const {
         const int64_t row = unit / c.kv_heads, head = unit % c.kv_heads;
@@ -231,13 +232,13 @@ struct Decoder {
             of.v = c.pool_v_scale + at;
         }
         if constexpr (PER<P> > 1) {
-            const int64_t row = unit / c.kv_heads, number = c.layer * c.kv_heads + unit % c.kv_heads;
-            const int64_t group = row * c.key_groups + segment(unit, 0) / GROUP + number + j / GROUP;
+            const int64_t number = c.layer * c.kv_heads + unit % c.kv_heads;
+            const int64_t group = row_in_pool(unit) * c.key_groups + segment(unit, 0) / GROUP + number + j / GROUP;
             const int64_t channels = c.value_dim / GROUP;
             of.k_step = (const S*)c.pool_k_steps + group * c.key_dim;
-            of.k_low = of.k_step + c.rows * c.key_groups * c.key_dim;
+            of.k_low = of.k_step + c.pool_rows * c.key_groups * c.key_dim;
             of.v_step = (const S*)c.pool_v_steps + at * channels;
-            of.v_low = of.v_step + c.rows * c.pool_entries * channels;
+            of.v_low = of.v_step + c.pool_rows * c.pool_entries * channels;
             of.before = j % GROUP;
             of.scratch = scratch + scratch_size - codes_size;
         }

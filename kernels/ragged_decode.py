@@ -139,15 +139,15 @@ def attend_part(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=[
-        "layer", "rows", "layers", "entries", "key_groups", "slots", "tokens", "num_tiles", "tail_tiles",
+        "layer", "rows", "pool_rows", "layers", "entries", "key_groups", "slots", "tokens", "num_tiles", "tail_tiles",
     ]
 )  # fmt: skip
 def _attend_tile(  # type: ignore[no-untyped-def]
     q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, pool_k_steps, pool_v_steps, offsets, tiles, tile_offsets,
     arrivals, tail_k, tail_v, tail_start, tail_used, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, layers, entries,
-    key_groups, slots, tokens, num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, SV: tl.constexpr, PER: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, pool_rows,
+    layers, entries, key_groups, slots, tokens, num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, PER: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of pool or tail and store its partial result; the last program of a KV head merges them.
@@ -166,7 +166,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         last = tl.load(p_tile + 3)
         is_live = i_b >= 0
         new = 0
-        i_row = i_b.to(tl.int64) * entries
+        i_row = tl.minimum(i_b, pool_rows - 1).to(tl.int64) * entries
         if pool_k.dtype == tail_k.dtype:
             p_k = pool_k + i_row * D
             p_v = pool_v + i_row * SV
@@ -194,11 +194,11 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         first_code = 0
         last_code = 0
         if pool_k_scale is not None:
-            i_pool = i_b.to(tl.int64) * entries
-            codes_k = pool_k + i_pool * D
-            codes_v = pool_v + i_pool * SV
-            k_scale = pool_k_scale + i_pool
-            v_scale = pool_v_scale + i_pool
+            i_row = tl.minimum(i_b, pool_rows - 1).to(tl.int64) * entries
+            codes_k = pool_k + i_row * D
+            codes_v = pool_v + i_row * SV
+            k_scale = pool_k_scale + i_row
+            v_scale = pool_v_scale + i_row
             first_code = first
             last_code = tl.where(i_p < num_tiles, last, first)
             first = tl.where(i_p < num_tiles, last, first)
@@ -206,7 +206,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             i_head = layer * K + i_h
             begin = tl.load(offsets + i_b.to(tl.int64) * (layers * K + 1) + i_head)
             codes_k, codes_v, p_k_step, p_k_low, p_v_step, p_v_low = grouped_segment(
-                pool_k, pool_v, pool_k_steps, pool_v_steps, i_b, begin, i_head, rows, entries, key_groups, D, DV, PER,
+                pool_k, pool_v, pool_k_steps, pool_v_steps, tl.minimum(i_b, pool_rows - 1), begin, i_head, pool_rows,
+                entries, key_groups, D, DV, PER,
             )  # fmt: skip
             groups = (p_k_step, p_k_low, p_v_step, p_v_low)
             first_code = first - begin

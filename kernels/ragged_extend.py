@@ -39,11 +39,11 @@ def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers)
     return "extend half" if is_aligned(key_dim, value_dim) else "extend half unaligned"
 
 
-@triton.jit(do_not_specialize=["layer", "rows", "layers", "entries", "key_groups", "slots", "tokens"])
+@triton.jit(do_not_specialize=["layer", "rows", "pool_rows", "layers", "entries", "key_groups", "slots", "tokens"])
 def _attend_queries(  # type: ignore[no-untyped-def]
     q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, pool_k_steps, pool_v_steps, offsets, tail_k, tail_v,
     tail_start, tail_used, sinks, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb,
-    stride_vh, stride_vt, scale, softcap, layer, rows, layers, entries, key_groups, slots, tokens,
+    stride_vh, stride_vt, scale, softcap, layer, rows, pool_rows, layers, entries, key_groups, slots, tokens,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, PER: tl.constexpr,
     BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,8 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
 
     p_offsets = offsets + i_b.to(tl.int64) * (layers * K + 1) + layer * K + i_h
-    i_row = i_b.to(tl.int64) * entries
+    i_pool = tl.minimum(i_b, pool_rows - 1)
+    i_row = i_pool.to(tl.int64) * entries
     p_pool_k = pool_k + i_row * D
     p_pool_v = pool_v + i_row * SV
     first = tl.load(p_offsets)
@@ -77,8 +78,8 @@ def _attend_queries(  # type: ignore[no-untyped-def]
         p_v_scale = pool_v_scale + i_row
     if pool_k_steps is not None:
         p_pool_k, p_pool_v, p_k_step, p_k_low, p_v_step, p_v_low = grouped_segment(
-            pool_k, pool_v, pool_k_steps, pool_v_steps, i_b, first, layer * K + i_h, rows, entries, key_groups, D, DV,
-            PER,
+            pool_k, pool_v, pool_k_steps, pool_v_steps, i_pool, first, layer * K + i_h, pool_rows, entries, key_groups,
+            D, DV, PER,
         )  # fmt: skip
         groups = (p_k_step, p_k_low, p_v_step, p_v_low)
         last = last - first

@@ -50,17 +50,23 @@ class Buffer:
     @property
     def row_dim(self) -> int:
         """Dimension of the batch rows."""
-        return self.sizes.index("B")
+        return self.sizes.index("Z" if self.of_pool else "B")
+
+    @property
+    def of_pool(self) -> bool:
+        """Whether one row may serve all rows of the batch, where a policy only appends."""
+        return "Z" in self.sizes
 
     def dynamic(self, rows: int) -> set[int]:
         """Dimensions that are symbols in graphs, which then do not recompile.
 
         They change with the prompt, and with the number of rows unless it is 1, for which there are graphs of its own.
         """
-        return {dim for dim, size in enumerate(self.sizes) if size in ("ECFSXBAY" if rows > 1 else "ECFSX")}
+        return {dim for dim, size in enumerate(self.sizes) if size in ("ECFSXBZAY" if rows > 1 else "ECFSX")}
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the sizes as numbers."""
+        """Return the sizes as numbers; the pool has as many rows as the batch, unless Z is given."""
+        sizes = {"Z": sizes["B"], **sizes} if self.of_pool else sizes
         return tuple(int(size) if size.isdigit() else sizes[size] for size in self.sizes)
 
 
@@ -80,12 +86,12 @@ GROUP = 32
 
 BUFFERS = {
     # layers that share the budget: one set for each KV geometry
-    "pool_k": Buffer("B E D", packed=True, prefill="w", append="r", evict="w", saved="always"),
-    "pool_v": Buffer("B E V", packed=True, prefill="w", append="r", evict="w", saved="always"),
-    "pool_k_scale": Buffer("B E", _F32, append="r", saved="scaled"),
-    "pool_v_scale": Buffer("B E", _F32, append="r", saved="scaled"),
-    "pool_k_steps": Buffer("2 B F D", append="r", saved="grouped"),
-    "pool_v_steps": Buffer("2 B E U", append="r", saved="grouped"),
+    "pool_k": Buffer("Z E D", packed=True, prefill="w", append="r", evict="w", saved="always"),
+    "pool_v": Buffer("Z E V", packed=True, prefill="w", append="r", evict="w", saved="always"),
+    "pool_k_scale": Buffer("Z E", _F32, append="r", saved="scaled"),
+    "pool_v_scale": Buffer("Z E", _F32, append="r", saved="scaled"),
+    "pool_k_steps": Buffer("2 Z F D", append="r", saved="grouped"),
+    "pool_v_steps": Buffer("2 Z E U", append="r", saved="grouped"),
     "pool_positions": Buffer("B E", _I32, saved="always"),
     "slots": Buffer("4 B E", _I32, prefill="w", initial=-1),
     "slot_stats": Buffer("2 B E", _F32, prefill="w", initial=0),
@@ -144,7 +150,8 @@ class PrefillBuffers(NamedTuple):
 class AppendBuffers(NamedTuple):
     """Cache of a policy that only appends.
 
-    offsets cut the pool into segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA
+    A pool of one row serves all rows of the batch: several questions about one document. offsets cut the pool into
+    segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA
     only: the tiles of the pool, and counters by which the last program of a KV head finds out that it is the last.
     Scales only where the pool holds codes of 8 bits: entry e is ``pool_k[b, e] * pool_k_scale[b, e]``. Steps only
     where it holds codes of 4 or 2, several in a byte: planes step and minimum, as :mod:`kvpass.ops.entry_formats` says.

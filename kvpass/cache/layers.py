@@ -100,7 +100,7 @@ class FullAttentionLayers:
     @property
     def pool_names(self) -> list[str]:
         """Names of the saved buffers that have one element or row for each slot of the pool."""
-        return [name for name in self.saved if BUFFERS[name].sizes[:2] == ("B", "E")]
+        return [name for name in self.saved if BUFFERS[name].sizes[:2] in (("B", "E"), ("Z", "E"))]
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
@@ -299,10 +299,27 @@ class FullAttentionLayers:
         return twin
 
     def with_rows(self, index: Tensor) -> FullAttentionLayers:
-        """Return a store whose row i is row ``index[i]`` of this one."""
+        """Return a store whose row i is row ``index[i]`` of this one; a pool of one row serves them all."""
         tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self.saved}
-        picked = {name: x.index_select(BUFFERS[name].row_dim, index.to(x.device)) for name, x in tensors.items()}
+        picked = {
+            name: x if self._serves_all(name) else x.index_select(BUFFERS[name].row_dim, index.to(x.device))
+            for name, x in tensors.items()
+        }
         return self.holding(picked, self.used)
+
+    def _serves_all(self, name: str) -> bool:
+        """Whether a saved buffer has one row that no call writes, for any number of rows."""
+        buffer = BUFFERS[name]
+        return buffer.of_pool and not self.evicts and getattr(self, name).shape[buffer.row_dim] == 1
+
+    def of_rows(self, name: str) -> Tensor:
+        """Return a saved buffer with a row for each row of the batch; those of a pool that serves all are one."""
+        tensor: Tensor = getattr(self, name)
+        if not self._serves_all(name):
+            return tensor
+        sizes = list(tensor.shape)
+        sizes[BUFFERS[name].row_dim] = self.rows
+        return tensor.expand(sizes)
 
     def holding(self, tensors: Mapping[str, Tensor], used: int) -> FullAttentionLayers:
         """Return a store of the same layers with other entries.
@@ -327,6 +344,10 @@ class FullAttentionLayers:
         used = max(part.used for part in parts)
         tensors = {}
         for name in parts[0].saved:
+            first: Tensor = getattr(parts[0], name)
+            if all(part._serves_all(name) and getattr(part, name) is first for part in parts):
+                tensors[name] = first
+                continue
             held = [part._moved(name, used - part.used) for part in parts]
             rows = BUFFERS[name].row_dim
             sizes = [max(sizes) for sizes in zip(*(x.shape for x in held), strict=True)]
@@ -343,7 +364,7 @@ class FullAttentionLayers:
 
     def _moved(self, name: str, slots: int) -> Tensor:
         """Return a saved buffer after the entries of the tail moved by that many slots, where slots are in order."""
-        tensor: Tensor = getattr(self, name)
+        tensor = self.of_rows(name)
         if slots == 0 or self.evicts:
             return tensor
         if name == "tail_start":
@@ -359,7 +380,7 @@ class FullAttentionLayers:
 
     def compact_tensors(self) -> dict[str, Tensor]:
         """Return the store's tensors without unused capacity, zeros in slots without an entry."""
-        tensors = {name: getattr(self, name) for name in self.saved}
+        tensors = {name: self.of_rows(name) for name in self.saved}
         count = self.offsets[:, -1].long()
         held = max(2, int(count.max()))
         spare = torch.arange(held, device=count.device) >= count[:, None]

@@ -167,8 +167,9 @@ def _shapes(
         entry: dtype of keys and values. entry_format: of those in the pool.
     """
     g, codes = group.geometry, CODES.get(entry_format)
-    sizes: dict[str, int] = {"B": rows, "L": g.layers, "K": g.kv_heads, "D": g.key_dim, "V": g.stored_value_dim}
-    sizes |= {"P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0, "2": 2, "U": g.value_dim // GROUP}
+    sizes: dict[str, int] = {"B": rows, "Z": rows, "L": g.layers, "K": g.kv_heads}
+    sizes |= {"D": g.key_dim, "V": g.stored_value_dim, "P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0}
+    sizes |= {"2": 2, "U": g.value_dim // GROUP}
     sizes["Q"] = rule_rows
     bits, found = GROUPED.get(entry_format, 8), {}
     for name in names:

@@ -109,7 +109,7 @@ class Recompression:
             live = (layer, row, head, slice(first, store.used))
             rest = {"pool_positions": appended.int(), **store.as_pool(store.tail_k[live], store.tail_v[live])}
             for name in store.pool_names:
-                held = getattr(store, name)[row, source]
+                held = store.of_rows(name)[row, source]
                 if stay is not None:
                     every = torch.cat([held, rest[name]])
                     held = every[stay[segment, : every.shape[0]]]

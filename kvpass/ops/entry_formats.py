@@ -137,6 +137,7 @@ def pool_rows(held: AppendBuffers, row: int, segment: int, slots: slice) -> tupl
     Args:
         slots: of the segment.
     """
+    row = min(row, len(held.pool_k) - 1)
     k, v, k_scale, v_scale = held.pool_k[row, slots], held.pool_v[row, slots], held.pool_k_scale, held.pool_v_scale
     k_steps, v_steps = held.pool_k_steps, held.pool_v_steps
     if k_scale is not None and v_scale is not None:

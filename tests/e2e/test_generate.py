@@ -227,6 +227,35 @@ def test_rows_of_questions_continue_copies_of_a_cache_of_one_row(model, fast):
         fast.generate(questions, past_key_values=two, max_new_tokens=1)
 
 
+@pytest.mark.parametrize(
+    "options", [{"backend": "inductor"}, {"entries": "int4"}, {"entries": "fp8"}], ids=lambda x: next(iter(x.values()))
+)
+def test_rows_of_one_document_hold_its_entries_once(options, tmp_path):
+    model = tiny_model("llama", layers=1, head_dim=32)
+    fast = kvpass.compile(model, budget=0.9, window=8, **{"backend": "eager", **options})
+    document, other, asked = random_ids(1, 900), random_ids(3, 60, seed=3), random_ids(4, 5, seed=8)
+    held = fast.compress(document)
+    cache = fast(asked, past_key_values=held).past_key_values
+    assert cache.nbytes < 2.5 * held.nbytes and cache.batch_size == 4
+    cache.reorder_cache(order := torch.tensor([2, 0, 3]))
+    cache.save(tmp_path / "rows.kv")
+    loaded, token = kvpass.load_cache(tmp_path / "rows.kv", fast), random_ids(3, 1, seed=9)
+    assert loaded.nbytes > cache.nbytes, "a file holds the entries of each row"
+    asked = asked[order]
+    logits = fast(token, past_key_values=cache).logits
+    for row in range(3):
+        own = fast(asked[row : row + 1], past_key_values=held).past_key_values
+        assert_close("logits", logits[row : row + 1], fast(token[row : row + 1], past_key_values=own).logits, atol=1e-5)
+    assert_close("loaded", fast(token, past_key_values=loaded).logits, logits, atol=1e-5)
+    apart = fast.compress(other, reusable=False)  # by the same code
+    assert_close(
+        "another",
+        fast(token, past_key_values=apart).logits[:1],
+        fast(token[:1], past_key_values=fast.compress(other[:1])).logits,
+        atol=1e-5,
+    )
+
+
 def test_cache_rows_can_be_reordered_selected_and_repeated(tight):
     ids, token = random_ids(3, 40), random_ids(3, 1, seed=9)
     order = torch.tensor([2, 0, 1])

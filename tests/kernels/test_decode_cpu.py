@@ -139,6 +139,15 @@ def test_a_pool_of_codes_with_groups(
     check(case.packed(entry_format))
 
 
+@pytest.mark.parametrize("entry_format", ["model", "fp8", "int2"])
+def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat) -> None:
+    case = decode_case([[37, 0, 5], [64, 130, 31]], group=2, dim=64, tokens=2, start=[0, 3])
+    if entry_format != "model":
+        case = case.packed(entry_format)
+    apart, shared = (case.with_pool_of_first_row(rows) for rows in (2, 1))
+    assert torch.equal(run(shared), run(apart))
+
+
 @pytest.mark.usefixtures("threads")
 def test_groups_cut_between_threads() -> None:
     check(decode_case([[3000, 10, 5001], [0, 4000, 33]], group=2, dim=64, tokens=2, start=[0, 1]).packed("int4"))

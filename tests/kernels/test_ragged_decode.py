@@ -176,6 +176,16 @@ def test_a_pool_of_codes_with_groups(entry_format: EntryFormat, dtype: torch.dty
     check(case, [*BOTH, lambda given: ragged(given, 64, config=None), lambda given: extend(given, config=None)])
 
 
+@pytest.mark.parametrize("entry_format", ["model", "int8", "int4"])
+def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat) -> None:
+    case = decode_case([[0, 33, 70], [40, 1, 32]], dim=64, tokens=2, start=[2, 0])
+    if entry_format != "model":
+        case = case.packed(entry_format)
+    apart, shared = (case.with_pool_of_first_row(rows) for rows in (2, 1))
+    for way in (eager, *BOTH):
+        assert torch.equal(way(copied(shared)), way(copied(apart))), way.__name__
+
+
 @pytest.mark.parametrize("tile", quick([1, 16, 128], [16]))
 def test_groups_and_tiles_of_any_length(tile: int) -> None:
     case = decode_case([[70, 0], [31, 9]], softcap=20.0, sinks=True, layer=2).packed("int4")

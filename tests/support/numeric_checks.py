@@ -189,6 +189,18 @@ class DecodeCase:
         held = packed(self.held, entry_format)
         return replace(self, **{name: getattr(held, name) for name in ("pool_k", "pool_v", *OF_CODES)})
 
+    def with_pool_of_first_row(self, copies: int) -> DecodeCase:
+        """The case with the pool of the first row for all rows, held so many times, and tails of its own."""
+        rows = len(self.offsets)
+        tables: dict[str, Any] = {"offsets": self.offsets[:1].repeat(rows, 1)}
+        for name in ("tail_k", "tail_v"):
+            tables[name] = getattr(self, name).clone()
+        for name in ("pool_k", "pool_v", *OF_CODES):
+            if (x := getattr(self, name)) is not None:
+                dim = 1 if name.endswith("steps") else 0
+                tables[name] = torch.cat([x.narrow(dim, 0, 1)] * copies, dim)
+        return replace(self, **tables)
+
     @property
     def call(self) -> Attention:
         return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks)
