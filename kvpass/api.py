@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,11 @@ from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.parts import Regions, check_regions
 from kvpass.config import Block, EntryFormat
 from kvpass.errors import CacheFileError, CacheMismatchError
-from kvpass.frontends import options as o
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.captured import attend_in_captures
 from kvpass.frontends.latent_attention import attend_latents, attends_latents
 from kvpass.frontends.offload import hold_host_weights, offload_device, offload_hooks
-from kvpass.frontends.options import BudgetLike
+from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.recurrent import recurrent_layers
 from kvpass.frontends.rotation_by_row import rotate_by_row
 from kvpass.frontends.temperature import tune_by_position
@@ -39,102 +38,10 @@ from kvpass.policies.rules import Recompress, Rules, read_rules
 from kvpass.ranks import Ranks, agreed, digest
 
 
-@overload
 def compile(
     model: PreTrainedModel,
     *,
-    policy: Literal["lava", "lava_nohead", "lava_uniform"] = "lava",
-    **options: Unpack[o.LavaOptions],
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["lava_pyramid"], **options: Unpack[o.LavaPyramidOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["snapkv"], **options: Unpack[o.SnapKVOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["pyramidkv"], **options: Unpack[o.PyramidKVOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["ada_snapkv"], **options: Unpack[o.AdaSnapKVOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["ada_pyramidkv"], **options: Unpack[o.AdaPyramidKVOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["criticalkv"], **options: Unpack[o.CriticalKVOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel,
-    *,
-    policy: Literal["defensivekv", "layer_defensivekv"],
-    **options: Unpack[o.DefensiveKVOptions],
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["duo_attention"], **options: Unpack[o.DuoAttentionOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["expected_attention"], **options: Unpack[o.ExpectedAttentionOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["cake"], **options: Unpack[o.CakeOptions]
-) -> CompressedModel: ...
-@overload
-def compile(model: PreTrainedModel, *, policy: Literal["h2o"], **options: Unpack[o.H2OOptions]) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["vatp"], **options: Unpack[o.VatpOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["streaming_llm"], **options: Unpack[o.StreamingLLMOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["tova"], **options: Unpack[o.EvictingOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["keydiff", "knorm"], **options: Unpack[o.Options]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["lagkv"], **options: Unpack[o.LagKVOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["kvzip", "kvzip_plus"], **options: Unpack[o.KVzipOptions]
-) -> CompressedModel: ...
-@overload
-def compile(model: PreTrainedModel, *, policy: Literal["r_kv"], **options: Unpack[o.RKVOptions]) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["triattention"], **options: Unpack[o.TriAttentionOptions]
-) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Literal["random"], **options: Unpack[o.RandomOptions]
-) -> CompressedModel: ...
-@overload
-def compile(model: PreTrainedModel, *, policy: Literal["full"], **options: Unpack[o.Options]) -> CompressedModel: ...
-@overload
-def compile(
-    model: PreTrainedModel, *, policy: Policy, budget: BudgetLike = None, **options: Any
-) -> CompressedModel: ...
-def compile(
-    model: PreTrainedModel,
-    *,
-    policy: str | Policy = "lava",
+    policy: PolicyName | Policy = "lava",
     budget: BudgetLike = None,
     window: int | None = None,
     backend: Compiler = "inductor",
@@ -156,8 +63,8 @@ def compile(
     Args:
         model: a causal language model of transformers, in eval mode; on one device, or dispatched by accelerate with
             weights on the host and one device that computes.
-        policy: name of a registered policy, or an instance. Type checkers know the names and options of kvpass's own
-            policies; with one of yours, or a name computed at run time, give an instance.
+        policy: name of a registered policy, or an instance such as ``kvpass.policies.Lava(window=16)``, whose options
+            type checkers know. With a policy of yours, or a name computed at run time, they want an instance.
         budget: entries kept per KV head per layer on average, window included: an int; a float in (0, 1], the fraction
             of each row's prompt; or bytes of kept entries per sequence such as ``"512MiB"``. Required by every policy
             but ``"full"``.
