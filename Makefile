@@ -69,9 +69,9 @@ mutations: $(READY) ## break one line of the code at a time: the tests must noti
 gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minutes; goes on where it stopped; ARGS="--only tests"
 	@if nvidia-smi -L >/dev/null 2>&1 && $(PYTHON) -c 'import torch, triton, transformers, rich, typer, matplotlib'; then \
 	    mkdir -p $(VENV)/link && ln -sfn "$(CURDIR)/kvpass" $(VENV)/link/kvpass && \
-	    PYTHONPATH="$(CURDIR)/$(VENV)/link" $(PYTHON) -m kvpass.eval.gpu_check $(ARGS); \
+	    PYTHONPATH="$(CURDIR)/$(VENV)/link" $(PYTHON) scripts/gpu-check $(ARGS); \
 	else \
-	    $(MAKE) --no-print-directory $(READY) && $(BIN)/python -m kvpass.eval.gpu_check $(ARGS); \
+	    $(MAKE) --no-print-directory $(READY) && $(BIN)/python scripts/gpu-check $(ARGS); \
 	fi
 
 clean: ## remove the virtual environment and every cache

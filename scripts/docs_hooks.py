@@ -25,12 +25,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import kvpass
-from kvpass.eval.bench.predict import Predict
+from kvpass.eval.bench import kernels, smoke
 from kvpass.eval.bench.processes import PrefillMemory, Start
 from kvpass.eval.bench.report import conditions, markdown, title
 from kvpass.eval.bench.serve import Serve
 from kvpass.eval.bench.shared_model import SharedModel
-from kvpass.eval.gpu_check import kernel_markdown, smoke_markdown
 from kvpass.eval.tables import markdown_table
 from kvpass.policies.cake import TEMPERATURES
 
@@ -344,8 +343,8 @@ def benchmarks() -> str:
     for folder in sorted((ROOT / "benchmarks" / "results").iterdir(), reverse=True):
         lines += ["", f"## {folder.name}"]
         for path in sorted(folder.glob("*.json")):
-            if path.name.endswith(".made-by.json") or path.name == "outcomes.json":
-                continue  # notes of make gpu-check about the other files
+            if path.name == "made-by.json":
+                continue  # a note of make gpu-check about the other files
             lines += ["", f"### {path.stem}", "", *_record(path)]
     return "\n".join(lines) + "\n"
 
@@ -355,7 +354,6 @@ _IN_PROCESSES = {
     "prefill_memory": PrefillMemory,
     "tensor_parallel": SharedModel,
     "serve": Serve,
-    "predict": Predict,
 }
 """Measurements that are not of the bench itself, by the name under which their record holds them."""
 
@@ -371,12 +369,22 @@ def _record(path: Path) -> list[str]:
         if name in found:
             return [*command, kind.shown(found).markdown()]
     if "decode" in found:
-        return [*command, *kernel_markdown(found)]
+        return [*command, *_kernel_tables(found)]
     if "checks" in found:
-        return [smoke_markdown(found)]
+        return [markdown_table(["check", "error", "allowed", "right"], smoke.rows(found))]
     if "exit_status" in found:
         return [f"Exit status {found['exit_status']}: {found['said']}", ""]
     raise ValueError(f"{path}: no record of kvpass bench or make gpu-check")
+
+
+def _kernel_tables(found: dict[str, Any]) -> list[str]:
+    """The tables of the kernel bench."""
+    lines = [markdown_table(header, rows, left=0) for header, rows in kernels.tables(found)]
+    for record in found.get("prefill", []):
+        if "failure" not in record:
+            parts = ", ".join(f"{name[:60]} {ms:.3f}" for name, ms in record["parts_ms"].items())
+            lines += [f"{record['policy']}, {record['prompt']} tokens, ms a layer: {parts}", ""]
+    return lines
 
 
 def _earlier_table(found: dict[str, Any]) -> str:

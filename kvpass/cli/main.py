@@ -184,13 +184,6 @@ def bench(
     ] = False,
     requests: Annotated[int, typer.Option(help="Requests of each context, with --serve.")] = 32,
     cache_mib: Annotated[int, typer.Option(help="MiB of an engine's KV cache, with --serve.")] = 64,
-    predict: Annotated[
-        bool,
-        typer.Option(
-            "--predict",
-            help="Instead: what a decode step should take on an H100 and H200, from generated code; needs no GPU.",
-        ),
-    ] = False,
     tune: Annotated[
         bool,
         typer.Option(
@@ -207,7 +200,6 @@ def bench(
             Console().print(f"written: {tune_kernels(Console())}", highlight=False)
         return
     from kvpass.compiler.backend import check_compiler
-    from kvpass.eval.bench.predict import Predict
     from kvpass.eval.bench.processes import BATCHES, PrefillMemory, Start
     from kvpass.eval.bench.report import plot, tables
     from kvpass.eval.bench.run import Bench, BenchSettings
@@ -221,8 +213,8 @@ def bench(
 
     kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
-    checked: Bench | Start | PrefillMemory | SharedModel | Predict | Serve
-    others = {"start": start, "prefill_memory": prefill_memory, "predict": predict, "serve": serve}
+    checked: Bench | Start | PrefillMemory | SharedModel | Serve
+    others = {"start": start, "prefill_memory": prefill_memory, "serve": serve}
     others |= {"tensor_parallel": tensor_parallel}
     instead = [name for name, chosen in others.items() if chosen]
     with _interruptible(anew), _bad_values():
@@ -256,8 +248,6 @@ def bench(
             checked = SharedModel(settings, tensor_parallel)
         elif serve:
             checked = Serve(settings, requests, cache_mib)
-        elif predict:
-            checked = Predict(settings)
         else:
             checked = PrefillMemory(settings) if prefill_memory else Bench(settings)
         if plots is not None:

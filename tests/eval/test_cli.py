@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import kvpass
 from kvpass.cli.main import app
 from kvpass.eval.bench import measure as bench_measure
-from kvpass.eval.bench import predict
 from kvpass.eval.bench import processes as bench_processes
 from kvpass.eval.bench.run import Bench
 from kvpass.eval.experiments import demo
@@ -154,7 +153,6 @@ def test_policies_lists_every_registered_policy_with_its_options():
         (("bench", "--start", "4,0"), "start=4,0: must be one or more numbers of layers >= 1"),
         (("bench", "--start", "4", "--prefill-memory"), "start and prefill_memory: measure one of them at a time"),
         (("bench", "--start", "4", "--plots", "p"), "plots='p': there are none of start"),
-        (("bench", "--predict", "--policies", "tova"), "policy='tova' evicts while decoding"),
         (("bench", "--serve", "--start", "4"), "start and serve: measure one of them at a time"),
         (("bench", "--serve", "--requests", "0"), "requests=0: must be >= 1"),
         (("bench", "--serve", "--policies", "h2o"), "evicts while decoding"),
@@ -370,45 +368,6 @@ def test_bench_of_processes_that_share_a_model(micro, tmp_path):
     )
     for name, count in (("lava", 1), ("lava", 2), ("full", 1), ("full", 2)):
         assert re.search(rf"^ *{name} +{count} .* same *$", result.output, re.MULTILINE)
-
-
-def test_bench_predicts_from_bytes_and_launches(tmp_path, monkeypatch):
-    def counted(function, model, policy, entries, batch):
-        assert (function, model, str(policy), entries) == (
-            predict.count_launches,
-            "llama-3.1-8b",
-            "lava:window=32",
-            1024,
-        )
-        return {"launches": 300 + batch, "per_layer": 9}
-
-    monkeypatch.setattr(predict, "in_new_process", counted)
-    out = tmp_path / "out.json"
-    words = (
-        "--model",
-        "llama-3.1-8b",
-        "--contexts",
-        "131072",
-        "--batches",
-        "1,8",
-        "--budget",
-        1024,
-        "--policies",
-        "lava",
-    )
-    result = invoke("bench", "--predict", *words, "--json", out)
-    assert result.exit_code == 0, result.output
-    assert "Predicted, not measured" in result.output
-    found = {(r["batch"], r["policy"], r["device"]): r for r in json.loads(out.read_text())["predict"]}
-    assert len(found) == 2 * 2 * 2
-    token = 32 * 8 * 128 * 2 * 2  # layers, KV heads, head dim, keys and values, bytes of bf16
-    weights = 2 * (32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096 + 128256 * 4096)
-    compressed, full = found[8, "lava", "H100"], found[1, "full", "H200"]
-    assert compressed["weight_bytes"] == full["weight_bytes"] == weights
-    assert (compressed["cache_bytes"], full["cache_bytes"]) == (8 * 1024 * token, 131072 * token)
-    for record, bandwidth, launches in ((compressed, 3.35e12, 308), (full, 4.8e12, 301)):
-        reading = (weights + record["cache_bytes"]) / (0.85 * bandwidth)
-        assert record["seconds"] == pytest.approx(reading + launches * 1.5e-6)
 
 
 def test_a_prompt_whose_process_is_killed_is_named_and_the_others_go_on(micro, tmp_path, monkeypatch):
