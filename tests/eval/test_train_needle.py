@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvpass.eval.needle.model import Shape, build, tokenizer
 from kvpass.eval.needle.text import sample
-from kvpass.eval.needle.train import STAGES, Run, Stage, batch, set_cross_entropy
-from kvpass.eval.needle.training_text import Kind, Mix
 from kvpass.eval.needle.words import vocabulary
+from train_needle import STAGES, Run, Stage, batch, set_cross_entropy
+from training_text import Kind, Mix
 
 TINY = Shape(layers=2, hidden=64, heads=4, feed_forward=64)
 FACTS = Mix(copies=0.3, lists=0, variables=0, short=1, density=(0.7, 1), attributes=1, clash=0, two=0, decoys=0)

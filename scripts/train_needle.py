@@ -1,4 +1,4 @@
-"""Train the built-in needle model from scratch: ``python -m kvpass.eval.needle.train --output DIR``.
+"""Train the built-in needle model from scratch: ``.venv/bin/python scripts/train_needle.py --output DIR``.
 
 A small Qwen3 decoder learns the language of :mod:`kvpass.eval.needle.text` on texts that grow from 64 to 4096 tokens.
 It must first learn to copy, then to match keys; the loss of the first number of each value shows the latter, so it is
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import GenerationConfig, Qwen3ForCausalLM
 
 from kvpass.eval.needle.model import IDS, POSITIONS, Shape, build, tokenizer
-from kvpass.eval.needle.training_text import LONGEST_LIST, Kind, Mix, TrainingText
+from training_text import LONGEST_LIST, Kind, Mix, TrainingText
 
 _WARMUP, _LOG_EVERY, _SAVE_EVERY = 30, 10, 50
 """Steps."""
@@ -109,7 +109,7 @@ class Batch(NamedTuple):
     """Texts of one step.
 
     Attributes:
-        ids, kinds, positions: int64 ``[B, T]``; kinds as in :class:`~kvpass.eval.needle.training_text.Kind`, with a
+        ids, kinds, positions: int64 ``[B, T]``; kinds as in :class:`~training_text.Kind`, with a
             random part of the filler marked ``IGNORED``.
         others: int64 ``[B, T, 2]``, ids that are as right as that in ``ids``, -1 where there are fewer.
     """
