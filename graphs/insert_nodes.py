@@ -8,8 +8,8 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from kvpass.graphs.canonical import SITE, SLOPES
 from kvpass.graphs.fx_utils import recorded, refuse
-from kvpass.graphs.rewrite_attention import SITE, SLOPES
 from kvpass.graphs.verify.logits import LogitRule
 
 

@@ -46,6 +46,7 @@ from pathlib import Path
 from torch.fx import GraphModule, Node
 
 from kvpass.config import Layout
+from kvpass.graphs.canonical import check_sites_pass
 from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.find.alibi import fold_alibi_pass
 from kvpass.graphs.find.eager import find_eager_attention_pass
@@ -55,7 +56,7 @@ from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.host_weights import take_host_weights_pass
 from kvpass.graphs.one_token import one_token_pass
-from kvpass.graphs.rewrite_attention import check_sites_pass, rewrite_cached_pass, rewrite_prefill_pass
+from kvpass.graphs.rewrite_attention import rewrite_cached_pass, rewrite_prefill_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.verify.offset_positions import offset_positions_pass

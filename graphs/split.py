@@ -21,9 +21,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from kvpass.graphs.bind_state import placeholders
+from kvpass.graphs.canonical import ABSORBED_QUERY, EXPANDED_OUTPUT
 from kvpass.graphs.fx_utils import dim_of, is_scalar, mutated_inputs, recorded, storage_of, symbols_in, symbols_of
 from kvpass.graphs.host_weights import host_weights, storages_of_copies
-from kvpass.graphs.rewrite_attention import ABSORBED_QUERY, EXPANDED_OUTPUT
 from kvpass.host_weights import next_copies
 
 

@@ -30,6 +30,17 @@ from torch.fx import GraphModule, Node
 
 from kvpass.graphs.attention_input import attention_input
 from kvpass.graphs.bind_state import append_input, input_named, placeholders
+from kvpass.graphs.canonical import (
+    ABSORBED_QUERY,
+    READ_STATE,
+    REAL_TOKENS,
+    SITE,
+    WRITE_STATE,
+    Site,
+    batch_and_tokens,
+    find_sites,
+    state_of,
+)
 from kvpass.graphs.fx_utils import (
     Dim,
     dim_of,
@@ -42,17 +53,6 @@ from kvpass.graphs.fx_utils import (
     symbols_of,
 )
 from kvpass.graphs.insert_nodes import insert_function
-from kvpass.graphs.rewrite_attention import (
-    ABSORBED_QUERY,
-    READ_STATE,
-    REAL_TOKENS,
-    SITE,
-    WRITE_STATE,
-    Site,
-    batch_and_tokens,
-    find_sites,
-    state_of,
-)
 from kvpass.graphs.split import CannotSplitError, Part, make_parts
 
 _MANY = 1024

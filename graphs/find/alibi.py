@@ -21,9 +21,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from kvpass.graphs.canonical import SLOPES, find_sites
 from kvpass.graphs.fx_utils import recorded, refuse
 from kvpass.graphs.insert_nodes import insert_function, insert_method
-from kvpass.graphs.rewrite_attention import SLOPES, find_sites
 from kvpass.graphs.verify.offset_positions import RELATIVE
 
 _STEP = 256

@@ -19,9 +19,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from kvpass.graphs.canonical import Site, find_sites
 from kvpass.graphs.find.operands import Operand, chains_to, run_chain
 from kvpass.graphs.fx_utils import DataFlow, erase_dead_nodes, shape_of
-from kvpass.graphs.rewrite_attention import Site, find_sites
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS, example_sizes
 
 

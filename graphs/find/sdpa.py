@@ -18,9 +18,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
+from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.fx_utils import DataFlow, Dim, arguments_of, erase_dead_nodes, recorded, refuse, shape_of
 from kvpass.graphs.insert_nodes import emit_site
-from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.causal_mask import Band, mask_part, prove_causal
 from kvpass.graphs.verify.examples import NotCausalError
 from kvpass.graphs.verify.logits import LogitRule

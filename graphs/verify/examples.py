@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from kvpass.graphs.canonical import SITE
 from kvpass.graphs.fx_utils import (
     VMAP_LEVELS,
     DataFlow,
@@ -34,7 +35,6 @@ from kvpass.graphs.fx_utils import (
     target_name,
     value_inputs,
 )
-from kvpass.graphs.rewrite_attention import SITE
 from kvpass.graphs.verify.offset_positions import RELATIVE
 from kvpass.ranks import ALONE
 from kvpass.torch_compat import TorchDispatchMode, predispatch

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import DataFlow, Dim, dim_of, mutated_inputs, recorded, shape_of, storage_of, target_name
-from kvpass.graphs.rewrite_attention import batch_and_tokens
 
 MARK = "kvpass_positions"
 """Note of a node whose operands are positions; copies carry none."""

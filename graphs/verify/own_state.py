@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
+from kvpass.graphs.canonical import results_of
 from kvpass.graphs.fx_utils import (
     DataFlow,
     dotted,
@@ -28,7 +29,6 @@ from kvpass.graphs.fx_utils import (
     target_name,
     token_sizes,
 )
-from kvpass.graphs.rewrite_attention import results_of
 from kvpass.graphs.verify.examples import input_dependent_nodes
 from kvpass.torch_compat import (
     ChainedSource,

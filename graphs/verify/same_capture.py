@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from kvpass.graphs.bind_state import placeholders
+from kvpass.graphs.canonical import SITE
 from kvpass.graphs.fx_utils import DataFlow
-from kvpass.graphs.rewrite_attention import SITE
 from kvpass.graphs.verify.examples import EvaluationError, evaluate
 from kvpass.torch_compat import Source, TensorProperty, TensorPropertySource, tree_leaves
 

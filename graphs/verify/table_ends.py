@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
@@ -25,7 +26,6 @@ from kvpass.graphs.fx_utils import (
     target_name,
     value_inputs,
 )
-from kvpass.graphs.rewrite_attention import batch_and_tokens
 from kvpass.graphs.verify.examples import (
     EvaluationError,
     SizeMap,

@@ -33,11 +33,11 @@ from kvpass.graphs.bind_state import (
     held_by_module,
     size_reader,
 )
+from kvpass.graphs.canonical import batch_and_tokens, find_sites, groups_of, layout_of
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.late_guards import compile_guarded
 from kvpass.graphs.one_token import one_token_inputs, one_token_pass
 from kvpass.graphs.passes import PassRecord, capture_passes, dump_graph, phase_passes, run_passes
-from kvpass.graphs.rewrite_attention import batch_and_tokens, find_sites, groups_of, layout_of
 from kvpass.graphs.split import CannotSplitError
 from kvpass.graphs.split_layers import split_layers
 from kvpass.graphs.verify.input_lookups import input_lookups

@@ -24,9 +24,7 @@ from torch.profiler import record_function
 from kvpass.compiler.parts import Regions
 from kvpass.config import Block, Layout
 from kvpass.graphs.bind_state import input_named, placeholders, size_reader
-from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
-from kvpass.graphs.host_weights import host_weights, is_host_weight, rooms_of
-from kvpass.graphs.rewrite_attention import (
+from kvpass.graphs.canonical import (
     Place,
     Site,
     batch_and_tokens,
@@ -34,6 +32,8 @@ from kvpass.graphs.rewrite_attention import (
     layout_of,
     places_of,
 )
+from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
+from kvpass.graphs.host_weights import host_weights, is_host_weight, rooms_of
 from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
 from kvpass.graphs.verify.input_lookups import InputLookup

@@ -21,9 +21,9 @@ from kvpass.compiler.backend import PhaseCompiler, Runner, rows_text
 from kvpass.compiler.repeated_step import GraphCall, RepeatedStep, given_places
 from kvpass.compiler.transactions import Call, Phase
 from kvpass.graphs.bind_state import backend_mode, fake_inputs, input_named, placeholders
+from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.one_token import admit_one_token, several_tokens
-from kvpass.graphs.rewrite_attention import batch_and_tokens
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.table_ends import table_end

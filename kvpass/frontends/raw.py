@@ -41,6 +41,7 @@ from kvpass.config import Block, Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.padding import first_real_column
 from kvpass.graphs.bind_state import backend_mode, placeholders, size_reader
+from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.fx_utils import (
     Dim,
     dim_of,
@@ -51,7 +52,6 @@ from kvpass.graphs.fx_utils import (
     shape_of,
     source_of,
 )
-from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.graphs.verify.length_guards import fixed_length, longest_length
 from kvpass.graphs.verify.offset_positions import counts_positions

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.find.sdpa import find_attention_pass
-from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
 
 

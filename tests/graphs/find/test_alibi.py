@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.find.alibi import fold_alibi_pass
 from kvpass.graphs.find.eager import find_eager_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
-from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.verify.offset_positions import counts_positions
 from kvpass.graphs.verify.self_check import self_check_pass

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.find.eager import find_eager_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
-from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from pairwise import quick
 

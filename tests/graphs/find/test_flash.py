@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.find.flash import find_flash_attention_pass
-from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 
 PASSES = [find_flash_attention_pass, check_no_raw_attention_pass]

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.find.alibi import fold_alibi_pass
 from kvpass.graphs.find.flex import find_flex_attention_pass
-from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 
 PASSES = [find_flex_attention_pass, fold_alibi_pass, check_no_raw_attention_pass]

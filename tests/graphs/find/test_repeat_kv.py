@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
+from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
-from kvpass.graphs.rewrite_attention import find_sites
 
 G = 2
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.canonical import SITE, find_sites
 from kvpass.graphs.find.sdpa import find_attention_pass, is_raw_attention
-from kvpass.graphs.rewrite_attention import SITE, find_sites
 from pairwise import quick
 
 sdpa = F.scaled_dot_product_attention

@@ -15,9 +15,9 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.find.sdpa import find_attention_pass, is_raw_attention
 from kvpass.graphs.fx_utils import DataFlow
-from kvpass.graphs.rewrite_attention import find_sites
 from kvpass.graphs.verify.causal_mask import band, mask_part, prove_causal
 from kvpass.graphs.verify.examples import NotCausalError
 

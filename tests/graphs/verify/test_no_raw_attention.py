@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.canonical import check_sites_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
-from kvpass.graphs.rewrite_attention import check_sites_pass
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.verify.self_check import self_check_pass
 

@@ -1,0 +1,240 @@
+"""The canonical form of a captured decoder, which passes make of its attention and others read.
+
+Each attention op is one ``kvpass::site`` node, numbered in order of execution; states of recurrent layers are
+``read_state`` and ``write_state``. :mod:`kvpass.graphs.rewrite_attention` puts operators on the cache in their place.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+import kvpass.ops.schemas  # noqa: F401 (registers the operators)
+from kvpass.config import Geometry, LayerGroup, Layout, StateShape
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.graphs.attention_input import attention_input
+from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
+from kvpass.graphs.output_projection import OutputProjection, output_projection
+from kvpass.graphs.rotary_embedding import rotary_frequencies
+from kvpass.operands import Attention
+
+SITE = torch.ops.kvpass.site.default
+READ_STATE = torch.ops.kvpass.read_state.default
+WRITE_STATE = torch.ops.kvpass.write_state.default
+REAL_TOKENS = torch.ops.kvpass.real_tokens.default
+ABSORBED_QUERY = torch.ops.kvpass.absorbed_query.default
+EXPANDED_OUTPUT = torch.ops.kvpass.expanded_output.default
+SLOPES = "kvpass_slopes"
+"""Key in the meta of an attention op: its ALiBi slopes, until ``fold_alibi`` has run."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Arguments of one ``kvpass::site`` node."""
+
+    node: Node
+    q: Node
+    k: Node
+    v: Node
+    scale: float
+    layer: int
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Node | None = None
+    refusal: str | None = None
+    chunked: bool = False
+    up: Node | None = None
+    nope: int = 0
+
+    @classmethod
+    def of(cls, node: Node, layer: int) -> Site:
+        names = ["q", "k", "v", "scale", "sliding_window", "softcap", "sinks", "refusal", "chunked", "up", "nope"]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        return cls(node=node, layer=layer, **given)  # type: ignore[arg-type]
+
+    @property
+    def call(self) -> Attention:
+        """Operands of the call, with nodes in place of tensors."""
+        return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks)  # type: ignore[arg-type]
+
+    @property
+    def output_projection(self) -> OutputProjection:
+        """The linear layer that reads the output.
+
+        Raises:
+            UnsupportedAttentionError: there is none.
+        """
+        found = output_projection(self.node) if self.up is None else None  # what is cached are no values of heads
+        return self._needed(
+            found,
+            "the output projection of the layer, which must be a linear layer (or addmm, or a matrix product with a "
+            "parameter) that reads the output of attention, heads side by side, and nothing else may read that output",
+        )
+
+    @property
+    def rotary_frequencies(self) -> Node:
+        """The inverse frequencies ``[D / 2]`` by which queries were rotated.
+
+        Raises:
+            UnsupportedAttentionError: they were not, or not all channels, or in another form.
+        """
+        return self._needed(
+            rotary_frequencies(self.q),
+            "the rotary embedding of the queries, which must turn all channels, each of the first half with one of the "
+            "second, by position_ids times a tensor of the model",
+        )
+
+    @property
+    def attention_input(self) -> Node:
+        """What the linear layers of queries, keys and values read, ``[B, T, hidden]`` or ``[B * T, hidden]``.
+
+        Raises:
+            UnsupportedAttentionError: there is no such tensor.
+        """
+        return self._needed(
+            attention_input(self.q, self.k, self.v),
+            "what enters the attention layer: one tensor that the linear layers of queries, keys and values read",
+        )
+
+    def _needed(self, found: T | None, what: str) -> T:
+        if found is None:
+            advice = "take a policy that does not need it, see docs/policies.md"
+            raise refuse(self.node, f"the policy needs {what}; {advice}")
+        return found
+
+    @property
+    def module_path(self) -> str:
+        return module_path_of(self.node)
+
+
+def find_sites(gm: GraphModule) -> list[Site]:
+    """Return the attention ops in execution order; layers are numbered in that order."""
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is SITE]
+    return [Site.of(node, layer) for layer, node in enumerate(nodes)]
+
+
+def state_of(node: Node) -> tuple[int, str]:
+    """Return layer and name of the state that a ``read_state`` or ``write_state`` is of."""
+    layer, name = node.args[1:3]
+    assert isinstance(layer, int) and isinstance(name, str)
+    return layer, name
+
+
+def results_of(gm: GraphModule) -> list[Node]:
+    """Return the output of a graph, and what writes states for the call after it."""
+    return [*gm.graph.find_nodes(op="call_function", target=WRITE_STATE), gm.graph.output_node()]
+
+
+def _state_shapes(gm: GraphModule) -> list[StateShape]:
+    """Return the states that a graph reads, in order of execution."""
+    nodes = gm.graph.find_nodes(op="call_function", target=READ_STATE)
+    found = {}
+    for node in nodes:
+        layer, name = state_of(node)
+        value = recorded(node)
+        dtype = str(value.dtype).removeprefix("torch.")
+        found[layer, name] = StateShape(layer=layer, name=name, shape=tuple(map(int, value.shape[1:])), dtype=dtype)
+    return list(found.values())
+
+
+def batch_and_tokens(gm: GraphModule) -> tuple[Dim, Dim]:
+    """Return the batch size and the number of tokens of the attention ops, of which there must be some."""
+    shape = recorded(find_sites(gm)[0].q).shape
+    return dim_of(shape[0]), dim_of(shape[2])
+
+
+def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
+    """Raise if kvpass cannot hold the cache of an attention op; the graph is not changed.
+
+    Args:
+        expected: attention layers the model is known to have; None when unknown.
+    Raises:
+        UnsupportedAttentionError: no attention op, different dtypes or devices, or layers without an op.
+    """
+    sites = find_sites(gm)
+    if not sites:
+        raise UnsupportedAttentionError("", "output", "the graph has no attention that kvpass understands")
+    modules = {site.module_path for site in sites}  # differential attention has two ops in each
+    if expected is not None and expected not in (len(sites), len(modules)):
+        raise UnsupportedAttentionError(
+            "",
+            "output",
+            f"found {len(sites)} attention ops in {len(modules)} modules of a model of {expected} layers; the others "
+            "keep a state that kvpass does not know",
+        )
+    first = recorded(sites[0].k)
+    for site in sites:
+        q, k, v = (recorded(node) for node in (site.q, site.k, site.v))
+        if not q.dtype == k.dtype == v.dtype:
+            raise refuse(site.node, f"queries of {q.dtype} beside keys of {k.dtype} and values of {v.dtype}")
+        if (k.dtype, k.device) != (first.dtype, first.device):
+            here, there = f"{k.dtype} on {k.device}", f"{first.dtype} on {first.device}"
+            raise refuse(site.node, f"keys of {here} beside {there} in the first layer")
+    return 0
+
+
+def _values_in_keys(site: Site) -> bool:
+    """Return whether the values are written as the first columns of the keys, ``k[..., :n]``, of a layer in a pool."""
+    columns = (..., slice(None, recorded(site.v).shape[3], None))
+    is_part = site.v.target is operator.getitem and site.v.args == (site.k, columns)
+    return is_part and site.sliding_window is None
+
+
+def _group(site: Site) -> LayerGroup:
+    """Return the layer of an attention op as a group of its own."""
+    k, v = recorded(site.k), recorded(site.v)
+    geometry = Geometry(
+        layers=1,
+        kv_heads=int(k.shape[1]),
+        key_dim=int(k.shape[3]),
+        value_dim=int(v.shape[3]),
+        itemsize=k.dtype.itemsize,
+        values_in_keys=_values_in_keys(site),
+    )
+    window, chunked = site.sliding_window, site.chunked
+    return LayerGroup(geometry=geometry, layers=(site.layer,), sliding_window=window, chunked=chunked)
+
+
+def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
+    """Return layout, dtype and device of the KV entries of a graph that passed :func:`check_sites_pass`."""
+    sites = find_sites(gm)
+    k = recorded(sites[0].k)
+    return Layout.of(list(map(_group, sites)), _state_shapes(gm)), k.dtype, k.device
+
+
+def groups_of(gm: GraphModule, layout: Layout) -> tuple[int, ...]:
+    """Return G, the query heads that read a KV head, of the first layer of each pool."""
+    calls = [(recorded(site.q).shape[1], recorded(site.k).shape[1]) for site in find_sites(gm)]
+    return tuple(int(heads) // int(kv_heads) for heads, kv_heads in (calls[group.layers[0]] for group in layout.pools))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the KV entries of an attention op are stored.
+
+    Attributes:
+        ring: in a ring buffer (else in a store). prefix: of the state tensors' names. layer: index there.
+        layers: number of ops there.
+    """
+
+    ring: bool
+    prefix: str
+    layer: int
+    layers: int
+
+
+def places_of(layout: Layout) -> dict[int, Place]:
+    """Return where the KV entries of each attention op are stored, by its index in execution order."""
+    found = {}
+    for ring, groups in ((False, layout.pools), (True, layout.rings)):
+        for index, group in enumerate(groups):
+            for position, layer in enumerate(group.layers):
+                prefix = f"{'ring' if ring else 'store'}{index}"
+                found[layer] = Place(ring, prefix, position, len(group.layers))
+    return found
