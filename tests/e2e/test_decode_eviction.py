@@ -13,7 +13,7 @@ from kvpass.kernels import cpu
 from kvpass.ops import evict, reference
 from kvpass.policies.plan import plan
 from kvpass.policies.triattention import save_statistics
-from masked_oracle import kept_columns
+from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
 from pairwise import pairwise, quick
 from tiny_models import HEAD_MAP, compiled_once, left_pad, random_ids, tiny_model
@@ -82,6 +82,65 @@ def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, polic
     assert torch.equal(first.transpose(0, 1), expected.keep)
     for step in range(STEPS):
         assert torch.equal(steps[step].transpose(0, 1), expected.decode_keep[step]), f"step {step}"
+
+
+def released_cake(scores, lengths, prompt_keys, decode, scale, window):
+    """What CAKE's released code keeps after each step, ``[S, K, N + S]``, and its closest call, in float64.
+
+    Lists in the order in which the code stores entries: it concatenates the best older ones, best first, and the
+    newest. The closest call is the smallest distance of two scores that it puts in order, relative to the larger.
+    """
+    (kv_heads, n), (queries, keys) = scores.shape, decode
+    order = [
+        torch.cat([scores[h, : n - window].topk(int(lengths[h])).indices, torch.arange(n - window, n)])
+        for h in range(kv_heads)
+    ]
+    keep = torch.zeros(len(queries), kv_heads, n + len(queries), dtype=torch.bool)
+    every, closest = prompt_keys.double(), 1.0
+    for step, (query, key) in enumerate(zip(queries.double(), keys.double(), strict=True)):
+        every = torch.cat([every, key[:, None]], 1)
+        for head, rows in enumerate(query.unflatten(0, (kv_heads, -1))):
+            held = torch.cat([order[head], torch.tensor([n + step])])
+            attention = (rows @ every[head, held].T * scale).softmax(-1)[None, :, :-window]
+            pooled = torch.nn.functional.avg_pool1d(attention, 5, 1, 2)[0].mean(0)
+            best, index = pooled.sort(descending=True)
+            closest = min(closest, float(((best[:-1] - best[1:]) / best[:-1]).min()))
+            order[head] = torch.cat([held[:-window][index[: int(lengths[head])]], held[-window:]])
+            keep[step, head, order[head]] = True
+    return keep, closest
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_a_long_decode_of_cake_as_released_keeps_what_its_lists_keep(monkeypatch, family):
+    """In the layers that attend to all tokens; of the others nothing is compressed."""
+    calls, window, tokens, steps = recording(monkeypatch), 6, 40, 70
+    model, fast = compiled_once(
+        family, backend="eager", policy="cake", budget=26, tau1=1.6, tau2=0.4, window=window, parity="code"
+    )
+    ids = random_ids(1, tokens, seed=1)
+    cache = fast(ids).past_key_values
+    full = list(cache.layer_ids)
+    prompt = [calls[layer] for layer in full]
+    lengths = kept(cache, tokens - window)[0, full].sum(-1)
+    text = Transcript(MaskedOracle(model), ids, torch.ones_like(ids), len(cache), 2)
+    calls.clear()
+    logits, found = [], []
+    for step in range(steps):
+        new = random_ids(1, 1, seed=1000 + step)
+        text.append(new, kept(cache, tokens + step))
+        logits.append(fast(new, past_key_values=cache).logits)
+        found.append(kept(cache, tokens + steps)[0, full])
+    assert_close("logits", torch.cat(logits, 1), text.logits()[:, tokens:], atol=1e-4)
+    q, k, v = (torch.stack([call[i] for call in prompt]) for i in range(3))
+    scale = model.model.layers[0].self_attn.scaling
+    options = {"tau1": 1.6, "tau2": 0.4, "window": window, "parity": "code", "scale": scale}
+    scores = plan("cake", q, k, v, budget=26, **options).scores
+    for i, layer in enumerate(full):
+        decode = [torch.stack([call[part][0, :, 0] for call in calls[i :: len(full)]]) for part in range(2)]
+        expected, closest = released_cake(scores[i, 0], lengths[i], k[i, 0], decode, scale, window)
+        assert closest > 1e-6, "two scores are a tie in float32"
+        for step in range(steps):
+            assert torch.equal(found[step][i], expected[step][:, : tokens + steps]), f"layer {layer}, step {step}"
 
 
 @pytest.mark.parametrize(("policy", "window"), [("kvzip_plus", 0), ("criticalkv", 6), ("h2o", 6)])

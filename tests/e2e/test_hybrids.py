@@ -294,3 +294,25 @@ def test_a_layer_that_mixes_tokens_beside_its_state_is_refused():
     model.model.layers[0].feed_forward.__class__ = type("Shifted", (kind,), {"forward": shifted})
     with pytest.raises(kvpass.UnsupportedAttentionError, match="is not that for pieces"):
         kvpass.compile(model, policy="full", backend="eager")(random_ids(1, 20))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bits_are_as_near_to_float32_as_the_uncompiled_model_where_routing_is_held(dtype):
+    """Experts of random weights are nearly ties, which rounding decides; a bias holds the same two for every token."""
+    model, exact = tiny_model("lfm2_moe", dtype=dtype), tiny_model("lfm2_moe", dtype=dtype).float()
+    for layer in (*model.model.layers[1:], *exact.model.layers[1:]):
+        layer.feed_forward.expert_bias.copy_(torch.tensor([4.0, 4.0, 0.0, 0.0]))
+    fast = kvpass.compile(model, policy="lava", budget=UNLIMITED, window=8, backend="eager")
+    for seed in range(3):
+        prompt, new = random_ids(2, 40, seed=seed), random_ids(2, 8, seed=100 + seed)
+        found = []
+        for each in (exact, model, fast):
+            out = each(prompt, use_cache=True)
+            logits = []
+            for token in new.split(1, 1):
+                out = each(token.contiguous(), past_key_values=out.past_key_values, use_cache=True)
+                logits.append(out.logits.float())
+            found.append(torch.cat(logits, 1))
+        own, ours = ((logits - found[0]).abs().max() for logits in found[1:])
+        assert ours <= 2 * own, f"seed {seed}: {ours:.4f}, the uncompiled model {own:.4f}"
