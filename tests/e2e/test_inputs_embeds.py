@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import peft
 import pytest
 import torch
 
@@ -63,6 +62,7 @@ def test_beams_and_prefill_chunks_read_embeddings():
 
 
 def test_prompt_tuning_of_peft_on_a_compiled_model():
+    peft = pytest.importorskip("peft")
     model = tiny_model("llama", layers=2)
     fast = kvpass.compile(model, policy="full", backend="eager")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
