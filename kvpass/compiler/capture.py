@@ -45,7 +45,9 @@ Forward = types.MethodType
 """``forward`` of a causal language model of transformers."""
 
 Further = Callable[[Tensor], dict[str, Any]]
-"""Makes arguments of a forward from the ids; traced with it."""
+"""Makes arguments of a forward from the positions; traced with it."""
+
+Key = tuple[int, int, bool]
 
 
 _NOT_ITS_CODE = (*torch.__path__, *transformers.utils.__path__, str(Path(__file__).parent))
@@ -157,7 +159,7 @@ class CaptureCache:
     """Runs a model's forward as captured graphs.
 
     Args:
-        compiler: makes the phases of every capture. further: of the ids, what else the forward is captured with.
+        compiler: makes the phases of every capture. further: of the positions, what else the forward is captured with.
     Attributes:
         repeated: the last decode step of each capture since the last call of several tokens.
     """
@@ -165,9 +167,9 @@ class CaptureCache:
     def __init__(self, compiler: PhaseCompiler, further: Further | None = None) -> None:
         self.compiler, self.further = compiler, further
         self._ends = _Ends()
-        self._compiled: dict[tuple[int, int], Callable[..., Tensor]] = {}
+        self._compiled: dict[Key, Callable[..., Tensor]] = {}
         self._hooks: tuple[int, ...] = ()
-        self.repeated: dict[tuple[int, int], RepeatedStep] = {}
+        self.repeated: dict[Key, RepeatedStep] = {}
 
     @property
     def longest(self) -> int | None:
@@ -180,9 +182,9 @@ class CaptureCache:
         """Logits ``[B, T or logits_to_keep, vocabulary]`` of a call; captures and compiles first what it needs.
 
         Args:
-            forward: the model's; the same in every call. ids, positions: contiguous ``[B, T]``. logits_to_keep: of the
-                last so many tokens; 0 = all. hooks: numbers of the hooks on its modules. Dynamo does not look whether
-                they changed after a capture.
+            forward: the model's; the same in every call. ids, positions: contiguous ``[B, T]``; of a prompt ids may be
+                embeddings ``[B, T, D]``. logits_to_keep: of the last so many tokens; 0 = all. hooks: numbers of the
+                hooks on its modules. Dynamo does not look whether they changed after a capture.
         Raises:
             ValueError: the decoder is not understood, is no single graph, is another one for other lengths, or does
                 not take so many tokens.
@@ -222,7 +224,7 @@ class CaptureCache:
             self._hooks = hooks
         key = self._key(ids, logits_to_keep)
         if key not in self._compiled:
-            compiled = _make_compiled_forward(forward, self.further, self.compiler, key[1], self._ends)
+            compiled = _make_compiled_forward(forward, self.further, self.compiler, key, self._ends)
             self._capture_on_all_ranks(compiled, call, ids if ids.shape[1] > 1 else _several(ids))
             self._compiled[key] = compiled
 
@@ -261,15 +263,16 @@ class CaptureCache:
                 "shorter prompt"
             )
 
-    def _key(self, ids: Tensor, logits_to_keep: int) -> tuple[int, int]:
-        """Rows (2: any number from 2 on) and number of logits (0 = all): what a capture is for.
+    def _key(self, ids: Tensor, logits_to_keep: int) -> Key:
+        """Rows (2: any number from 2 on), number of logits (0 = all) and whether ids are embeddings.
 
         One token takes any that has its logits.
         """
-        rows, tokens = min(len(ids), 2), ids.shape[1]
+        rows, tokens, embedded = min(len(ids), 2), ids.shape[1], ids.ndim == 3
         if tokens == 1:
-            return next((key for key in self._compiled if key[0] == rows and key[1] <= 1), (rows, 0))
-        return rows, logits_to_keep if logits_to_keep < tokens else 0
+            fits = (key for key in self._compiled if key[::2] == (rows, embedded) and key[1] <= 1)
+            return next(fits, (rows, 0, embedded))
+        return rows, logits_to_keep if logits_to_keep < tokens else 0, embedded
 
 
 def check_length(longest: int | None, seen: int, tokens: int) -> None:
@@ -300,7 +303,7 @@ def _capture_only(compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> N
 
 def _several(ids: Tensor) -> Tensor:
     """Ids for a capture of several tokens, from those of a call of one."""
-    return ids.expand(-1, EXAMPLE_LENGTHS[-1])
+    return ids.expand(-1, EXAMPLE_LENGTHS[-1], *ids.shape[2:])
 
 
 def _counted(ids: Tensor) -> Tensor:
@@ -311,7 +314,7 @@ def _counted(ids: Tensor) -> Tensor:
 def _call_compiled(compiled: Callable[..., Tensor], call: Call, ids: Tensor, positions: Tensor) -> Tensor:
     tokens = ids.shape[1]
     for tensor in (ids, positions):
-        for axis, size in enumerate(tensor.shape):
+        for axis, size in enumerate(tensor.shape[:2]):
             if size > 1:
                 maybe_mark_dynamic(tensor, axis)
     token = _CALL.set(call)
@@ -344,22 +347,30 @@ def _stop(failure: Unsupported | UserError | TorchRuntimeError) -> str:
 
 
 def _make_compiled_forward(
-    forward: Forward, further: Further | None, compiler: PhaseCompiler, logits_to_keep: int, ends: _Ends
+    forward: Forward, further: Further | None, compiler: PhaseCompiler, key: Key, ends: _Ends
 ) -> Callable[..., Tensor]:
     """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
+    _, logits_to_keep, embedded = key
 
-    def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        if position_ids.shape != input_ids.shape:  # never; tells Dynamo that both have one size
+    def logits_of(text: dict[str, Tensor], position_ids: Tensor) -> Tensor:
+        (given,) = text.values()
+        if position_ids.shape != given.shape[:2]:  # never; tells Dynamo that both have one size
             raise AssertionError
         logits: Tensor = forward(
-            input_ids=input_ids,
+            **text,
             position_ids=position_ids,
             use_cache=False,
             logits_to_keep=logits_to_keep,
             return_dict=True,
-            **({} if further is None else further(input_ids)),
+            **({} if further is None else further(position_ids)),
         ).logits
         return logits
+
+    def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return logits_of({"input_ids": input_ids}, position_ids)
+
+    def step_of_embeds(inputs_embeds: Tensor, position_ids: Tensor) -> Tensor:
+        return logits_of({"inputs_embeds": inputs_embeds}, position_ids)
 
     # Dynamo keeps every backend for good: it must not keep the model
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -381,9 +392,10 @@ def _make_compiled_forward(
         decoder.admit_one_token()
         return run
 
+    traced = step_of_embeds if embedded else step
     # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
     return torch.compile(
-        _own_code(step), backend=backend, fullgraph=True, dynamic=False, options={"guard_filter_fn": _needed}
+        _own_code(traced), backend=backend, fullgraph=True, dynamic=False, options={"guard_filter_fn": _needed}
     )
 
 

@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
+from kvpass.policies.base import Policy
 from kvpass.policies.rules import Rules
 from kvpass.transformers_compat import CACHE
 
@@ -21,6 +22,7 @@ _ONLY_LOGITS = "a compiled graph does not return intermediate tensors; use the u
 _OF_WHOLE_TEXT = ("next_sequence_length", "is_first_iteration")
 _TAKEN = (
     "input_ids",
+    "inputs_embeds",
     "attention_mask",
     "position_ids",
     "past_key_values",
@@ -32,7 +34,6 @@ _TAKEN = (
 """Arguments that a kvpass model's ``forward`` takes."""
 
 _OF_FORWARD = {
-    "inputs_embeds": "a kvpass model takes token ids: pass input_ids",
     "labels": "a kvpass model computes no loss: compute it from the logits, or use the uncompiled model",
     "token_type_ids": "a kvpass model takes none: call the tokenizer with return_token_type_ids=False",
     **dict.fromkeys(_OUTPUTS, _ONLY_LOGITS),
@@ -118,6 +119,33 @@ def check_ids(ids: object, device: torch.device | None = None) -> None:
         raise ValueError(f"input_ids of shape {list(ids.shape)}: must be [B, T] with B, T >= 1{hint}")
     if device is not None and ids.device != device:
         raise ValueError(f"input_ids on {ids.device}, but the model is on {device}: use input_ids.to(model.device)")
+
+
+def check_embeds(embeds: object, ids: object, model: PreTrainedModel, policy: Policy, *, begun: bool) -> None:
+    """Check that ``inputs_embeds`` are a prompt that this model and policy take.
+
+    Args:
+        ids: ``input_ids`` of the same call of ``forward``, if any. begun: the cache is filled.
+    Raises:
+        ValueError: they are not; the message says what to do.
+    """
+    if ids is not None:
+        raise ValueError("input_ids and inputs_embeds are two forms of one prompt: give one of them")
+    if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.ndim != 3 or embeds.numel() == 0:
+        found = f"{embeds.dtype} {list(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
+        raise ValueError(f"inputs_embeds of {found}: must be floating numbers [B, T, D] with B, T >= 1")
+    if embeds.device != model.device:
+        raise ValueError(f"inputs_embeds on {embeds.device}, but the model is on {model.device}")
+    if begun:
+        raise ValueError(
+            "inputs_embeds with a filled cache are not supported, only as a prompt: pass the new tokens as input_ids, "
+            "or everything as inputs_embeds and no cache"
+        )
+    if policy.reads_replays:
+        raise ValueError(
+            f"inputs_embeds with policy {policy.name!r} are not supported: it replays the ids of the prompt, which "
+            "embeddings do not have; take another policy, or pass input_ids"
+        )
 
 
 def unsupported_argument(given: Mapping[str, Any]) -> str | None:
@@ -212,16 +240,16 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
         raise ValueError("assistant_model: a kvpass model cannot draft for another one; give the uncompiled model")
 
 
-def check_generate_mask(mask: Tensor | None, ids: Tensor, seen: int, kwargs: Mapping[str, Any], *configs: Any) -> None:
+def check_generate_mask(mask: Tensor | None, text: Tensor, seen: int, kwargs: Mapping[str, Any], *configs: Any) -> None:
     """Check that the mask of ``generate`` has the length of its ids, or of the tokens seen and these.
 
     Args:
-        mask: as given, ids ``[B, T]``. seen: columns in the cache. kwargs, configs: of the call, which may name the
-            padding token: without a mask transformers takes that for padding wherever it stands.
+        mask: as given. text: ids ``[B, T]``, or embeddings. seen: columns in the cache. kwargs, configs: of the call,
+            which may name the padding token: without a mask transformers takes that for padding wherever it stands.
     Raises:
         ValueError: another length; or no mask, and the padding token inside a prompt.
     """
-    tokens = ids.shape[1]
+    tokens = text.shape[1]
     if mask is not None:
         if mask.ndim == 2 and mask.shape[1] not in (tokens, seen + tokens):
             lengths = (
@@ -232,9 +260,9 @@ def check_generate_mask(mask: Tensor | None, ids: Tensor, seen: int, kwargs: Map
             )
         return
     pad, ends = (said(name, kwargs, *configs) for name in ("pad_token_id", "eos_token_id"))
-    if seen or pad is None or pad in (ends if isinstance(ends, list | tuple) else [ends]):
+    if seen or text.ndim == 3 or pad is None or pad in (ends if isinstance(ends, list | tuple) else [ends]):
         return
-    real = ids != pad
+    real = text != pad
     inside = (real.cummax(1).values & ~real).any(1).nonzero()
     if inside.numel():
         raise ValueError(

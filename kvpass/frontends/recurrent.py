@@ -46,11 +46,11 @@ class RecurrentLayers:
 
     @property
     def arguments(self) -> Callable[[Tensor], dict[str, Any]]:
-        """Return a function of the ids: further arguments of ``forward`` to capture it with."""
+        """Return a function of the positions: further arguments of ``forward`` to capture it with."""
         states = {(state.layer, state.name): (state.shape, getattr(torch, state.dtype)) for state in self.states}
 
-        def arguments(ids: Tensor) -> dict[str, Any]:
-            real = torch.ops.kvpass.real_tokens.default(ids)
+        def arguments(positions: Tensor) -> dict[str, Any]:
+            real = torch.ops.kvpass.real_tokens.default(positions)
             return {"attention_mask": real, CACHE: _Traced(states, real)}
 
         return arguments

@@ -32,6 +32,7 @@ from kvpass.frontends.arguments import (
     cache_argument,
     check_cache,
     check_drafts,
+    check_embeds,
     check_forward,
     check_generate,
     check_generate_mask,
@@ -72,7 +73,7 @@ _AGAIN = (
 )
 _UNSEEN = (
     "{}: only the ids of this call are read, not those before, which the cache does not know (it was loaded from a "
-    "file without them). Pass the whole text, or fill the cache again"
+    "file without them, or its prompt was inputs_embeds). Pass the whole text, or fill the cache again"
 )
 
 
@@ -159,6 +160,7 @@ class CompressedModel(_Base):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         *,
         cache: Cache | None = None,
         use_cache: bool | None = None,
@@ -177,7 +179,9 @@ class CompressedModel(_Base):
                 must ascend by one: a row is one sequence.
             past_key_values: a :class:`CompressedCache` of this model; None or an empty one for a new prompt. One of one
                 row serves any B: each row continues a copy, which is returned.
-            cache: the same, by the name that transformers gives it from 5.24 on.
+            inputs_embeds: a prompt ``[B, T, D]`` in place of ``input_ids``, as the model's forward takes it; not with
+                a filled cache, nor with policies that replay ids.
+            cache: the same as ``past_key_values``, by the name that transformers gives it from 5.24 on.
             logits_to_keep: compute logits of only this many last positions; 0 = all.
         Returns:
             fp logits ``[B, T or logits_to_keep, vocabulary]`` and the cache (None with ``use_cache=False``); with
@@ -187,7 +191,14 @@ class CompressedModel(_Base):
         """
         cache = cache_argument({"past_key_values": past_key_values, "cache": cache})
         output = self._forward(
-            input_ids, attention_mask, position_ids, cache, logits_to_keep, use_cache is not False, kwargs
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            cache,
+            logits_to_keep,
+            use_cache is not False,
+            kwargs,
         )
         return output.to_tuple() if return_dict is False else output
 
@@ -195,6 +206,7 @@ class CompressedModel(_Base):
     def _forward(
         self,
         input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         cache: Cache | None,
@@ -206,23 +218,34 @@ class CompressedModel(_Base):
 
         def checked() -> Tensor:
             check_forward(kwargs)
-            if input_ids is None:
-                raise ValueError("input_ids=None: a kvpass model takes token ids")
-            check_ids(input_ids, self.device)
+            begun = isinstance(cache, CompressedCache) and not cache.is_empty
+            if inputs_embeds is not None:
+                check_embeds(inputs_embeds, input_ids, self, runtime.rules_now.policy, begun=begun)
+                text = inputs_embeds
+            elif input_ids is None:
+                raise ValueError("input_ids=None: a kvpass model takes token ids, or inputs_embeds")
+            else:
+                check_ids(input_ids, self.device)
+                text = input_ids
             if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
                 raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
             check_cache(cache)
             if self.training:
                 raise ValueError("the model is in training mode; call model.eval() first")
-            if input_ids.shape[1] > 1:  # walks over all modules, too slow for each decode step
+            if text.shape[1] > 1:  # walks over all modules, too slow for each decode step
                 runtime.identity.look_again()
             if isinstance(cache, CompressedCache):
                 rules = runtime.rules_now
                 cache.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
-            return input_ids
+            return text
 
-        def facts(ids: Tensor) -> dict[str, str]:
-            tensors = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        def facts(_: Tensor) -> dict[str, str]:
+            tensors = {
+                "input_ids": input_ids,
+                "inputs_embeds": inputs_embeds,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+            }
             seen = cache.columns if isinstance(cache, CompressedCache) else 0
             return {
                 **{name: digest(x) for name, x in tensors.items()},
@@ -233,14 +256,14 @@ class CompressedModel(_Base):
 
         one_token = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] == 1
         ranks = None if one_token else runtime.captures.compiler.ranks
-        input_ids = checked() if ranks is None else agreed(ranks, "a call of the model", checked, facts)
+        text = checked() if ranks is None else agreed(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
             assert cache is None or isinstance(cache, CompressedCache)
             if cache is not None and not cache.is_empty:
-                cache, logits = _continue(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
+                cache, logits = _continue(self, cache, text, attention_mask, position_ids, logits_to_keep)
             else:
                 cache = _new_cache(runtime) if cache is None else cache
-                logits = _prefill(self, cache, input_ids, attention_mask, position_ids, logits_to_keep)
+                logits = _prefill(self, cache, text, attention_mask, position_ids, logits_to_keep)
                 runtime.last_prompt = cache.record
         held: dict[str, Any] = {CACHE: cache if use_cache else None}
         return CausalLMOutputWithPast(logits=logits, **held)
@@ -302,25 +325,31 @@ class CompressedModel(_Base):
         )
         generation_config, block = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
-        ids = kwargs.get("input_ids", inputs)
-        if ids is not None:
+        ids, text = kwargs.get("input_ids", inputs), kwargs.get("inputs_embeds")
+        if text is not None:
+            check_embeds(text, None, self, rules.policy, begun=begun)
+            ids = None  # beside embeddings they are only returned
+        elif ids is not None:
             check_ids(ids)
+            text = ids
+        if text is not None:
             seen = 0 if cache is None else cache.columns
             check_generate_mask(
-                kwargs.get("attention_mask"), ids, seen, kwargs, generation_config, self.generation_config
+                kwargs.get("attention_mask"), text, seen, kwargs, generation_config, self.generation_config
             )
-        by_default = ids is not None and _cache_is_default(kwargs, generation_config, self.generation_config)
+        by_default = text is not None and _cache_is_default(kwargs, generation_config, self.generation_config)
         if cache is None and (by_default or block is not None):
             cache = kwargs[CACHE] = _new_cache(self._kvpass, rules)
         if cache is not None and block is not None:
             cache.block = block
         arguments, held = {"inputs": inputs, "generation_config": generation_config, **kwargs}, 0
-        if cache is not None and ids is not None:
-            tokens, configs = ids.shape[1], (generation_config, self.generation_config)
-            continues = has_new_ids(cache, ids, kwargs.get("attention_mask"))
+        if cache is not None and text is not None:
+            tokens, configs = text.shape[1], (generation_config, self.generation_config)
+            continues = ids is not None and has_new_ids(cache, ids, kwargs.get("attention_mask"))
             most = _new_tokens(tokens, kwargs, *configs)
             cache.expected = (cache.columns if continues else 0) + tokens + most - 1  # the last one is not appended
             if continues:
+                assert ids is not None
                 for told in _warnings(cache, ids):
                     warnings.warn(told, stacklevel=2)
                 mask = kwargs.get("attention_mask")
@@ -390,7 +419,9 @@ class CompressedModel(_Base):
             config.prefill_chunk_size = None
         return config, block
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """Prepare as transformers does, but ask for the logits of the last position only.
 
         The empty cache that ``generate`` makes by default is replaced by ours: for a static one, which some checkpoints
@@ -398,6 +429,8 @@ class CompressedModel(_Base):
         cannot be compiled. Then the prompt alone is run, since its error names the reason, and "argument not supported"
         would not.
         """
+        if inputs_embeds is not None:  # a named argument: generate looks whether there is one
+            kwargs["inputs_embeds"] = inputs_embeds
         cache = kwargs.get(CACHE)
         if not isinstance(cache, CompressedCache | None):
             cache = kwargs[CACHE] = _new_cache(self._kvpass)
@@ -407,7 +440,7 @@ class CompressedModel(_Base):
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         prepared.pop("tokenizer", None)  # of stop strings, which generate reads itself
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
-            self.forward(prepared["input_ids"])
+            self.forward(prepared["input_ids"], inputs_embeds=prepared.get("inputs_embeds"))
         prepared.setdefault("logits_to_keep", 1)
         if cache is not None and not cache.is_left_padded:
             prepared.pop("position_ids", None)  # transformers counts on from a padded column
@@ -415,9 +448,10 @@ class CompressedModel(_Base):
 
     def compress(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         reusable: bool = True,
         budget: BudgetLike = None,
     ) -> CompressedCache:
@@ -427,12 +461,13 @@ class CompressedModel(_Base):
 
         Args:
             input_ids: the context, int64 ``[B, N]``. attention_mask: ``[B, N]`` when rows are left-padded.
+            inputs_embeds: the context as embeddings ``[B, N, D]``, in place of ``input_ids``.
             reusable: True: each later call continues from a copy, so you can ask any number of independent questions.
                 False: later calls continue the cache itself, as in a conversation.
             budget: of this context alone, by default the model's. Calls continue the cache whatever the model's is.
         """
         with self._kvpass.call(self._kvpass.rules_now.with_budget(budget)):
-            output = self.forward(input_ids, attention_mask, logits_to_keep=1)
+            output = self.forward(input_ids, attention_mask, inputs_embeds=inputs_embeds, logits_to_keep=1)
         assert isinstance(output, CausalLMOutputWithPast)
         cache = output[CACHE]
         assert isinstance(cache, CompressedCache)
@@ -654,21 +689,22 @@ def _new_cache(runtime: Runtime, rules: Rules | None = None) -> CompressedCache:
 def _prefill(
     model: Any,
     cache: CompressedCache,
-    input_ids: Tensor,
+    text: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     logits_to_keep: int,
     others: Sequence[CompressedCache] = (),
 ) -> Tensor:
-    ids = input_ids.clone(memory_format=torch.contiguous_format)
-    start = first_real_column(attention_mask, *ids.shape)
-    columns = torch.arange(ids.shape[1], device=ids.device)
-    positions = _positions(position_ids, (columns - start.to(ids.device)[:, None]).clamp(min=0))
+    """Read a prompt: ids ``[B, N]``, or embeddings ``[B, N, D]``, whose ids the cache then does not know."""
+    text = text.clone(memory_format=torch.contiguous_format)
+    start = first_real_column(attention_mask, *text.shape[:2])
+    columns = torch.arange(text.shape[1], device=text.device)
+    positions = _positions(position_ids, (columns - start.to(text.device)[:, None]).clamp(min=0))
     if position_ids is not None:
         _check_ascending(positions, start)
 
-    run = _graph(model, ids, positions, logits_to_keep)
-    return prefill(cache, start, ids.shape[1], run, cache.block or model._kvpass.block, others, ids)
+    run, ids = _graph(model, text, positions, logits_to_keep), text if text.ndim == 2 else None
+    return prefill(cache, start, text.shape[1], run, cache.block or model._kvpass.block, others, ids)
 
 
 def _continue(

@@ -134,7 +134,7 @@ def test_contract_10_models_that_cannot_be_compiled_are_refused(model, fast):
 
 
 def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
-    ids = random_ids(2, 40)
+    ids, embeds = random_ids(2, 40), torch.zeros(2, 40, 64)
     cache = tight(ids).past_key_values
     token = random_ids(2, 1, seed=3)
     expected = tight(token, past_key_values=tight(ids).past_key_values).logits
@@ -167,7 +167,20 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
         (tight, {"input_ids": "how are you?"}, "of type str: must be a tensor of token ids, such as tokenizer"),
         (tight, {"input_ids": ids.tolist()}, "of type list: must be a tensor of token ids"),
         (tight, {"input_ids": BatchEncoding({"input_ids": ids})}, r"of type BatchEncoding: .* model\(\*\*inputs\)"),
-        (tight, {"inputs_embeds": torch.zeros(2, 40, 64)}, "'inputs_embeds' is not supported: .* pass input_ids"),
+        (
+            tight,
+            {"inputs_embeds": ids},
+            r"inputs_embeds of torch.int64 \[2, 40\]: must be floating numbers \[B, T, D\]",
+        ),
+        (tight, {"inputs_embeds": [1.0]}, "inputs_embeds of list: must be floating numbers"),
+        (tight, {"inputs_embeds": embeds.to("meta")}, "inputs_embeds on meta, but the model is on cpu"),
+        (tight, {"input_ids": ids, "inputs_embeds": embeds}, "input_ids and inputs_embeds are two forms of one prompt"),
+        (
+            tight,
+            {"inputs_embeds": embeds[:, :1], "past_key_values": cache},
+            "only as a prompt: .* new tokens as input_ids",
+        ),
+        (tight, {"inputs_embeds": embeds[..., :5]}, "the decoder fails on an input of 40 tokens"),
         (tight, {"input_ids": ids, "labels": ids}, "'labels' is not supported: .* compute it from the logits"),
         (tight, {"input_ids": ids, "token_type_ids": ids}, "return_token_type_ids=False"),
         (tight, {"input_ids": ids, "speed": 3}, "'speed' is not supported: a kvpass model takes input_ids"),
@@ -200,8 +213,8 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
         ({"input_ids": random_ids(1, 40).float()}, "torch.float32: token ids must be int64"),
         ({"inputs": random_ids(1, 40)[0]}, r"of shape \[40\]"),
         (
-            {"inputs_embeds": torch.zeros(2, 40, 64)},
-            "'inputs_embeds' is not supported: .* pass input_ids",
+            {"inputs_embeds": torch.zeros(40, 64)},
+            r"inputs_embeds of torch.float32 \[40, 64\]: must be floating numbers \[B, T, D\]",
         ),
         ({"inputs": random_ids(1, 40), "token_type_ids": random_ids(1, 40)}, "return_token_type_ids=False"),
         ({"inputs": random_ids(1, 40), "output_attentions": True}, "'output_attentions' .* use the uncompiled model"),

@@ -90,8 +90,8 @@ def test_models(make, message):
         ({"input_ids": "how are you?"}, 'must be a tensor of token ids, such as tokenizer(text, return_tensors="pt")'),
         ({"input_ids": IDS, "attention_mask": RIGHT_PADDED}, 'make the batch with tokenizer.padding_side = "left"'),
         (
-            {"inputs_embeds": torch.zeros(1, 40, 64)},
-            "'inputs_embeds' is not supported: a kvpass model takes token ids: ",
+            {"inputs_embeds": torch.zeros(1, 64)},
+            "inputs_embeds of torch.float32 [1, 64]: must be floating numbers [B, T, D] with B, T >= 1",
         ),
         ({"input_ids": IDS, "past_key_values": "doc.kv"}, "of type str: must be a kvpass.CompressedCache, or None for"),
     ],

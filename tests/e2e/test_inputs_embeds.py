@@ -1,0 +1,91 @@
+"""A prompt as embeddings: what eager transformers makes of it, and what the same prompt as ids keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpass
+from numeric_checks import assert_close
+from pairwise import quick
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+def batch():
+    return left_pad([random_ids(1, n, seed=n)[0] for n in (41, 30)])
+
+
+def embedded(model, ids):
+    return model.get_input_embeddings()(ids)
+
+
+@pytest.mark.parametrize("family", quick(["llama", "qwen3", "gemma3", "gpt2", "qwen3_5"], ["gemma3", "qwen3_5"]))
+def test_contract_1_tokens_are_those_of_eager_transformers(family):
+    model, fast = compiled_once(family, policy="full", budget=None, backend="eager")
+    ids, mask = batch()
+    embeds = torch.randn(2, 41, model.config.get_text_config().hidden_size, generator=torch.Generator().manual_seed(1))
+    given = {"inputs_embeds": embeds, "attention_mask": mask}
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    found, expected = (subject(**given, position_ids=places).logits for subject in (fast, model))
+    assert_close("logits", found[mask.bool()], expected[mask.bool()], atol=1e-4)
+    found, expected = (subject.generate(**given, **GREEDY) for subject in (fast, model))
+    assert found.shape == (2, 6) and torch.equal(found, expected)
+    found, expected = (subject.generate(input_ids=ids, **given, **GREEDY) for subject in (fast, model))
+    assert torch.equal(found, expected)
+    one = {"inputs_embeds": embeds[:1, -1:]}
+    assert torch.equal(fast.generate(**one, **GREEDY), model.generate(**one, **GREEDY))
+
+
+@pytest.mark.parametrize("case", quick(["lava-eager", "h2o-eager", "lava-inductor"], ["lava-eager"]))
+def test_what_is_kept_is_that_of_the_ids(case):
+    policy, backend = case.split("-")
+    model, fast = compiled_once("llama", layers=2, policy=policy, budget=16, backend=backend, window=8)
+    ids, mask = batch()
+    embeds, question = embedded(model, ids), random_ids(2, 5, seed=3)
+    expected = fast.generate(ids, attention_mask=mask, **GREEDY)[:, 41:]
+    assert torch.equal(fast.generate(inputs_embeds=embeds, attention_mask=mask, **GREEDY), expected)
+    told, cache = fast.compress(ids, mask), fast.compress(inputs_embeds=embeds, attention_mask=mask)
+    assert torch.equal(cache.lengths, told.lengths) and cache.ids is None
+    answers = [fast.generate(question, past_key_values=one, **GREEDY) for one in (told, cache)]
+    assert torch.equal(*answers)
+
+
+def test_beams_and_prefill_chunks_read_embeddings():
+    model, fast = compiled_once("llama", layers=2, policy="lava", budget=16, backend="eager", window=8)
+    ids, mask = batch()
+    for more in ({"num_beams": 3}, {"prefill_chunk_size": 8}):
+        expected = fast.generate(ids, attention_mask=mask, **more, **GREEDY)[:, 41:]
+        found = fast.generate(inputs_embeds=embedded(model, ids), attention_mask=mask, **more, **GREEDY)
+        assert torch.equal(found, expected)
+
+
+def test_prompt_tuning_of_peft_on_a_compiled_model():
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama", layers=2)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    ids, results = random_ids(2, 30), []
+    for subject in (model, fast):
+        torch.manual_seed(0)
+        tuned = peft.get_peft_model(subject, config).eval()
+        results.append(tuned.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY))
+    assert torch.equal(*results)
+
+
+def test_contract_10_what_embeddings_cannot_be_used_for():
+    model, fast = compiled_once("llama", layers=2, policy="kvzip", budget=16, backend="eager")
+    embeds = embedded(model, random_ids(1, 40))
+    for call in (fast, fast.generate, fast.compress):
+        with pytest.raises(ValueError, match=r"inputs_embeds with policy 'kvzip' .* replays the ids of the prompt"):
+            call(inputs_embeds=embeds)
+    fast.set_policy("full")
+    cache = fast.compress(inputs_embeds=embeds)
+    for call in (fast, fast.generate):
+        with pytest.raises(ValueError, match=r"inputs_embeds with a filled cache .* pass the new tokens as input_ids"):
+            call(inputs_embeds=embeds, past_key_values=cache)
+    with pytest.warns(
+        UserWarning, match=r"repetition_penalty: only the ids of this call .* its prompt was inputs_embeds"
+    ):
+        fast.generate(random_ids(1, 5), past_key_values=cache, repetition_penalty=1.5, **GREEDY)
