@@ -230,7 +230,7 @@ class Demo:
             [
                 answer.label,
                 answer.kept,
-                f"{answer.budget / self.tokens:.1%}" if isinstance(answer.budget, int) else answer.kept,
+                f"{answer.budget / self.tokens:.1%}" if isinstance(answer.budget, int) else f"{answer.budget or 1:.0%}",
                 f"{sum(map(str.__eq__, wanted, answer.texts))}/{len(wanted)}",
                 f"{answer.cache_bytes / 1024:.0f}",
                 f"{answer.cache_bytes / full:.1%}",

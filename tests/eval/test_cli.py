@@ -161,7 +161,7 @@ def test_policies_lists_every_registered_policy_with_its_options():
         (("bench", "--serve", "--budget", "0.1"), "in vLLM it must be a number of entries"),
         (("demo", "--facts", "0"), "facts=0: must be between 1 and 512"),
         (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
-        (("demo", "--tokens", "64"), "tokens=64: must be above 64 for the budgets"),
+        (("demo", "--tokens", "64", "--facts", "1"), "tokens=64: must be above 64 for the budgets"),
         (("demo", "--tokens", "17000"), "tokens=17000: with the answer 17016, and the model reads at most 16384"),
         (("demo", "--question", "who?"), "document and question: give both, or none"),
         (("demo", "--document", __file__, "--question", "who?", "--tokens", 512), "a document has the length"),
@@ -283,8 +283,8 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     for line in result.output.splitlines():
         cells = re.split(r" {2,}", line.strip())
         rows[cells[0]] = cells[1:]
-    assert rows["transformers"][:3] == ["all", "100 %", "2/2"]
-    assert rows["kvpass full"][:3] == ["all", "100 %", "2/2"]
+    assert rows["transformers"][:3] == ["all", "100%", "2/2"]
+    assert rows["kvpass full"][:3] == ["all", "100%", "2/2"]
     assert rows["kvpass lava"][:3] == ["64", "25.0%", "2/2"]
     assert int(rows["kvpass lava"][3]) < int(rows["transformers"][3])
     for question in sample(Task(keys=2, questions=2), 256, seed=0).questions:
