@@ -126,6 +126,6 @@ def test_demo_finds_the_facts_with_a_full_cache(smollm2, tmp_path):
     assert result.exit_code == 0, result.output
     print(result.output)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    for system in ("transformers", "kvpass full"):
-        (found,) = re.findall(rf"{system} +all +all +(\d)/4", result.output)
-        assert int(found) >= 3, result.output
+    systems = ("transformers", "kvpass full")
+    theirs, ours = (re.findall(rf"{system} +all +100% +(\d)/4", result.output) for system in systems)
+    assert theirs == ours and int(ours[0]) >= 2, result.output
