@@ -20,8 +20,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## show this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
-demo: $(READY) ## compress the cache of the built-in model and show what is kept and lost
-	@$(BIN)/kvpass demo
+demo: $(READY) ## compress the cache of the built-in model and show what is kept and lost; MODEL=smollm2-135m: of a real one
+	@$(if $(filter smollm2-135m,$(MODEL)),$(BIN)/kvpass fetch $(MODEL) &&) $(BIN)/kvpass demo $(MODEL)
 
 test: $(READY) ## run the quick tests that this machine can run
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

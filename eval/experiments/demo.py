@@ -1,40 +1,46 @@
-"""``kvpass demo``: facts in a long text, asked for with full and compressed caches."""
+"""``kvpass demo``: facts in a long text, or a question on a document, answered from full and compressed caches."""
 
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 import kvpass
-from kvpass import builtin
 from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.backend import Compiler
 from kvpass.eval.bench.systems import storage_bytes
-from kvpass.eval.needle.text import Question, Task, sample
-from kvpass.eval.needle.words import HELD_OUT_NAMES
+from kvpass.eval.needle.text import Task, sample
+from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, NUMBERS, make_sentence
+from kvpass.eval.prompt import Prompt
 from kvpass.eval.tables import rich_table
+from kvpass.eval.tasks.base import Sample, encode, largest
 from kvpass.frontends.options import PolicyName
-from kvpass.frontends.transformers import CompressedModel
+from kvpass.loading import load_model
 from kvpass.progress import progress_bar, progress_console
 from kvpass.report import import_figure
 from kvpass.transformers_compat import CACHE
 
 BUDGETS = (36, 40, 64)
+"""Entries, for the built-in model and its facts, which need little."""
+SHARES = (0.25, 0.5)
+"""Of the prompt, for other models and documents."""
 POLICIES: tuple[PolicyName, ...] = ("lava", "snapkv", "streaming_llm")
 """With their default options."""
-_LONGEST = 10000
 _TIMED = 16
+_ANSWER = 48  # tokens, about a document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,26 +48,31 @@ class DemoSettings:
     """One run of the demo.
 
     Attributes:
-        tokens: length of each prompt, question included. facts: how many are hidden, each asked for once.
+        model: as in :func:`~kvpass.loading.load_model`.
+        document: a text file to ask about, and question: what is asked; None: facts are hidden in a made-up text.
+        tokens: length of each made-up prompt, question included; 2048 for the built-in model, else 1024.
+        facts: how many are hidden, each asked for once.
         seed: of facts and text. output: where the heat map goes (.png).
         backend: ``"inductor"`` or ``"eager"``.
 
     Raises:
-        ValueError: a number out of range, or an output that does not end in .png.
+        ValueError: a number out of range, one of document and question, or an output that does not end in .png.
     """
 
-    tokens: int = 2048
+    model: str = "builtin"
+    document: Path | None = None
+    question: str | None = None
+    tokens: int | None = None
     facts: int = 8
     seed: int = 0
     output: Path = Path("kvpass-demo.png")
     backend: Compiler = "inductor"
 
     def __post_init__(self) -> None:
-        if not max(BUDGETS) < self.tokens <= _LONGEST:
-            raise ValueError(
-                f"tokens={self.tokens}: must be above {max(BUDGETS)}, the largest budget, and at most {_LONGEST}, "
-                "what the built-in model can read"
-            )
+        if (self.document is None) != (self.question is None):
+            raise ValueError("document and question: give both, or none")
+        if self.document and self.tokens:
+            raise ValueError(f"tokens={self.tokens}: a document has the length that it has")
         if not 1 <= self.facts <= len(HELD_OUT_NAMES):
             raise ValueError(f"facts={self.facts}: must be between 1 and {len(HELD_OUT_NAMES)}, the number of names")
         if self.output.suffix != ".png":
@@ -73,17 +84,20 @@ class Answers:
     """What one system answered.
 
     Attributes:
-        label: of the system. budget: entries per KV head per layer, "all" for a full cache.
+        label: of the system. budget: of the policy; None for a full cache.
         texts: one a question. token_ms: milliseconds from one token to the next, of a text longer than an answer.
-        cache_bytes: at the end of an answer. first_seconds: the first answer, compilation included.
+        cache_bytes: at the end of an answer.
     """
 
     label: str
-    budget: int | str = "all"
+    budget: int | float | None = None
     texts: list[str] = field(default_factory=list)
     token_ms: float = 0.0
     cache_bytes: int = 0
-    first_seconds: float = 0.0
+
+    @property
+    def kept(self) -> str:
+        return "all" if self.budget is None else f"{self.budget:{'.0%' if isinstance(self.budget, float) else ''}}"
 
 
 class _Clock(BaseStreamer):
@@ -106,119 +120,209 @@ class Demo:
     """A checked run of the demo.
 
     Raises:
-        ValueError: too few tokens for the facts. ImportError: without matplotlib.
+        ValueError: no such model or document, or a prompt that is too short for facts or budgets, or too long for the
+            model. ImportError: without matplotlib.
     """
 
     def __init__(self, settings: DemoSettings) -> None:
         self.settings = settings
         import_figure()
         transformers.utils.logging.disable_progress_bar()
-        self.model, self.tokenizer = builtin.load()
-        self.sample = sample(Task(keys=settings.facts, questions=settings.facts), settings.tokens, settings.seed)
+        self.model, self.tokenizer = load_model(settings.model, dtype="auto", device="cpu")
+        builtin, document = settings.model == "builtin", settings.document
+        self.budgets: tuple[int, ...] | tuple[float, ...] = BUDGETS if builtin and not document else SHARES
+        tokens = settings.tokens or (2048 if builtin else 1024)
+        if document:
+            self.samples = [_on_document(document, settings.question or "")]
+        elif builtin:
+            self.samples = _made_for_builtin(tokens, settings.facts, settings.seed)
+        else:
+            self.samples = _made_for_others(self.tokenizer, tokens, settings.facts, settings.seed)
+        self.prompts = [self._prompt(sample) for sample in self.samples]
+        self.tokens = len(self.prompts[0])
+        what = f"document={str(document)!r}: {self.tokens} tokens" if document else f"tokens={self.tokens}"
+        least = max(BUDGETS) if self.budgets == BUDGETS else int(32 / min(SHARES))  # the window fits the budget
+        if self.tokens <= least:
+            raise ValueError(f"{what}: must be above {least} for the budgets of the demo")
+        window = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        longest = self.tokens + max(_TIMED, self.samples[0].max_new_tokens)
+        if window and longest > window:
+            raise ValueError(f"{what}: with the answer {longest}, and the model reads at most {window}")
 
     def run(self, console: Console) -> None:
-        """Ask every system for every fact; print the answers, the summary and what was measured."""
+        """Ask every system every question; print the answers, the summary and what was measured."""
         model = kvpass.compile(self.model, policy="full", backend=self.settings.backend)
-        answers = []
+        conditions = [("full", None), *itertools.product(POLICIES, self.budgets)]
+        plain, kept = Answers("transformers"), [Answers(f"kvpass {policy}", budget) for policy, budget in conditions]
         with progress_bar(progress_console()) as progress:
-            task = progress.add_task("", total=(2 + len(POLICIES) * len(BUDGETS)) * self.settings.facts)
+            task = progress.add_task("", total=len(self.samples) * (2 + len(conditions)))
+            for index, prompt in enumerate(self.prompts):
+                progress.update(task, description=f"question {index + 1}")
+                self._answer(self.model, prompt.ids, index, plain)
+                progress.advance(task, 2)
+                head = torch.tensor([prompt.head])
+                caches = model.compress_each(head, conditions=conditions)
+                for (policy, budget), cache, answers in zip(conditions, caches, kept, strict=True):
+                    model.set_policy(policy, budget)
+                    self._answer(model, prompt.rest, index, answers, past_key_values=cache)
+                    if index == 0 and (policy, budget) == ("lava", min(self.budgets)):
+                        model.report(cache).plot(self.settings.output, marks=self._facts())
+                    progress.advance(task)
+        everyone = [plain, *kept]
+        console.print(self._fact_table(everyone) if self.samples[0].answers else self._document_table(everyone))
+        console.print(self._summary_table(everyone))
+        console.print(self._notes(everyone), highlight=False, markup=False)
 
-            def ask(model: Any, asked: Answers) -> None:
-                progress.update(task, description=f"{asked.label} {asked.budget}")
-                self._ask(model, asked, lambda: progress.advance(task))
-                answers.append(asked)
+    def _prompt(self, sample: Sample) -> Prompt:
+        """Its last token is fed after compression: a prefill's full attention would give the first word."""
+        return encode(self.tokenizer, sample, chat=True).scoped("prompt", 1)
 
-            ask(self.model, Answers("transformers"))
-            ask(model, Answers("kvpass full"))
-            for policy, budget in itertools.product(POLICIES, BUDGETS):
-                model.set_policy(policy, budget)
-                ask(model, Answers(f"kvpass {policy}", budget))
-                if (policy, budget) == ("lava", min(BUDGETS)):
-                    model.report().plot(self.settings.output, marks=self._facts())
-        console.print(self._answer_table(answers))
-        console.print(self._summary_table(answers))
-        console.print(self._notes(answers), highlight=False, markup=False)
+    def _answer(self, model: Any, ids: tuple[int, ...], index: int, answers: Answers, **held: Any) -> None:
+        """Note the answer to a question and the cache bytes; after the first also the time between tokens."""
+        sample, tokens = self.samples[index], torch.tensor([ids])
 
-    def _ask(self, model: Any, answers: Answers, advance: Callable[[], None]) -> None:
-        """Ask for every fact; a model's first prompt and decode step compile."""
-        longest = max(question.max_new_tokens for question in self.sample.questions)
-        begin = time.perf_counter()
-        for question in self.sample.questions:
-            answers.texts.append(self._generate(model, question, answers, max_new_tokens=longest))
-            answers.first_seconds = answers.first_seconds or time.perf_counter() - begin
-            advance()
-        self._generate(model, self.sample.questions[0], answers, min_new_tokens=_TIMED, max_new_tokens=_TIMED)
+        def generate(**limits: Any) -> Any:
+            greedy = {"do_sample": False, "use_cache": True, "return_dict_in_generate": True}
+            return model.generate(tokens, attention_mask=torch.ones_like(tokens), **held, **greedy, **limits)
 
-    def _generate(self, model: Any, question: Question, answers: Answers, **limits: int) -> str:
-        """The answer to a question; notes the time between tokens and the cache bytes."""
-        ids, held, clock = self.tokenizer(self.sample.ask(question), return_tensors="pt")["input_ids"], {}, _Clock()
-        if isinstance(model, CompressedModel):  # else a prefill's full attention would give the first number
-            ids, held = ids[:, -1:], {"past_key_values": model.compress(ids[:, :-1])}
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            **held,
-            **limits,
-            do_sample=False,
-            use_cache=True,
-            streamer=clock,
-            return_dict_in_generate=True,
-        )
+        out = generate(max_new_tokens=sample.max_new_tokens)
+        said = str(self.tokenizer.decode(out.sequences[0, tokens.shape[1] :], skip_special_tokens=True))
+        answers.texts.append(" ".join((said.partition(".")[0] if sample.answers else said).split()))
         cache = out[CACHE]
-        if "min_new_tokens" in limits:
+        answers.cache_bytes = cache.nbytes if isinstance(cache, CompressedCache) else storage_bytes(cache)
+        if index == 0:
+            clock = _Clock()
+            generate(min_new_tokens=_TIMED, max_new_tokens=_TIMED, streamer=clock)
             answers.token_ms = clock.token_ms()
-        else:
-            answers.cache_bytes = cache.nbytes if isinstance(cache, CompressedCache) else storage_bytes(cache)
-        return str(self.tokenizer.decode(out.sequences[0, ids.shape[1] :]))
 
     def _facts(self) -> dict[str, list[int]]:
-        """Positions of the answers, which the text holds once each; <bos> is position 0."""
-        words = self.sample.context.split()
-        places = [1 + words.index(question.answers[0].split()[0]) for question in self.sample.questions]
-        return {"fact asked for": places[:1], "other facts": places[1:]}
+        """Positions of the values, which the text holds once each; none for a document."""
+        places = []
+        for fact in (fact for fact in self.samples if fact.answers):
+            before = fact.context[: fact.context.index(fact.answers[0])].rstrip()
+            places.append(len(encode(self.tokenizer, replace(fact, context=before), chat=True).head))
+        return {"fact asked for": places[:1], "other facts": places[1:]} if places else {}
 
-    def _answer_table(self, answers: list[Answers]) -> Table:
-        shown = [answer for answer in answers if answer.budget in ("all", min(BUDGETS))]
-        systems = (f"{answer.label.removeprefix('kvpass ')}\n{answer.budget}" for answer in shown)
-        rows = []
-        for index, question in enumerate(self.sample.questions):
-            cells = []
-            for text in (answer.texts[index] for answer in shown):
-                style = "green" if question.answered_by(text) else "red"
-                cells.append(f"[{style}]{text.removesuffix(' .')}[/]")
-            rows.append([" ".join(question.text.split()[-3:-1]), question.answers[0], *cells])
-        title = f"{self.settings.facts} facts in {self.settings.tokens} tokens: the code, pin or number of a name"
+    def _wanted(self, answers: list[Answers]) -> list[str]:
+        """The right answers, or for a document those of the full cache."""
+        pairs = zip(self.samples, answers[0].texts, strict=True)
+        return [asked.answers[0] if asked.answers else text for asked, text in pairs]
+
+    def _fact_table(self, answers: list[Answers]) -> Table:
+        shown = [answer for answer in answers if answer.budget in (None, min(self.budgets))]
+        systems = (f"{answer.label.removeprefix('kvpass ')}\n{answer.kept}" for answer in shown)
+        rows = [
+            [str(asked.labels["name"]), wanted, *(_coloured(answer.texts[index], wanted) for answer in shown)]
+            for index, (asked, wanted) in enumerate(zip(self.samples, self._wanted(answers), strict=True))
+        ]
+        title = f"{self.settings.facts} facts in {self.tokens} tokens: the code, pin or number of a name"
         return rich_table(("name", "value", *systems), rows, title=title, caption="system over budget")
 
+    def _document_table(self, answers: list[Answers]) -> Table:
+        (wanted,) = self._wanted(answers)
+        rows = [(answer.label, answer.kept, _coloured(answer.texts[0], wanted)) for answer in answers]
+        title = escape(self.settings.question or "")
+        return rich_table(("system", "budget", "answer"), rows, left=3, leading=1, title=title)
+
     def _summary_table(self, answers: list[Answers]) -> Table:
-        tokens, full = self.settings.tokens, answers[0].cache_bytes
+        wanted, full = self._wanted(answers), answers[0].cache_bytes
         rows = [
             [
                 answer.label,
-                str(answer.budget),
-                f"{answer.budget / tokens:.1%}" if isinstance(answer.budget, int) else "100 %",
-                f"{sum(map(Question.answered_by, self.sample.questions, answer.texts))}/{self.settings.facts}",
+                answer.kept,
+                f"{answer.budget / self.tokens:.1%}" if isinstance(answer.budget, int) else f"{answer.budget or 1:.0%}",
+                f"{sum(map(str.__eq__, wanted, answer.texts))}/{len(wanted)}",
                 f"{answer.cache_bytes / 1024:.0f}",
                 f"{answer.cache_bytes / full:.1%}",
                 f"{answer.token_ms:.2f}",
-                f"{answer.first_seconds:.1f}",
             ]
             for answer in answers
         ]
-        columns = ("system", "budget", "of\nprompt", "exact", "cache\nKiB", "of full", "ms per\ntoken", "first\ns")
+        exact = "exact" if self.samples[0].answers else "as\nfull"
+        columns = ("system", "budget", "of\nprompt", exact, "cache\nKiB", "of full", "ms per\ntoken")
         return rich_table(columns, rows, title="accuracy, memory and speed")
 
     def _notes(self, answers: list[Answers]) -> str:
-        shown, s = next(answer for answer in answers if answer.budget == min(BUDGETS)), self.settings
+        shown, s = next(answer for answer in answers if answer.budget == min(self.budgets)), self.settings
+        if s.document:
+            prompts = f"1 of {self.tokens} tokens"
+            last = "as full: the answer of the full cache, word for word. One question"
+        else:
+            prompts = f"{s.facts} of {self.tokens} tokens, the same text with another question each, seed {s.seed}"
+            last = f"One text and {s.facts} questions"
         return f"""\
 Measured on {self.model.device}, {torch.get_num_threads()} threads, {str(self.model.dtype).removeprefix("torch.")}, \
-batch 1, backend {s.backend}; torch {torch.__version__}, transformers {transformers.__version__}.
-Prompts: {s.facts} of {s.tokens} tokens, the same text with another question each, seed {s.seed}; greedy decoding. \
-kvpass compresses a prompt without its last token and goes on from there: a prefill computes with full attention, and \
-the first number would be right whatever is kept.
+batch 1, backend {s.backend}; torch {torch.__version__}, transformers {transformers.__version__}. Model: {s.model}.
+Prompts: {prompts}; greedy decoding. \
+kvpass reads each once for all policies, without its last token, and goes on from there: a prefill computes with full \
+attention, and the first word would be right whatever is kept.
 Policies: {", ".join(POLICIES)}, with default options. Budget: entries per KV head per layer, window included; \
-{shown.budget} entries occupy {shown.cache_bytes} bytes (spare slots included), all entries {answers[0].cache_bytes}.
+{shown.kept} occupy {shown.cache_bytes} bytes (spare slots included), all {answers[0].cache_bytes}.
 ms per token: median of {_TIMED - 1} between generated tokens, generate's own work included, prefill and compilation \
-not; first s: the first answer, all included: a policy compiles for its first budget only.
-One text and {s.facts} questions: a demonstration, not an evaluation.
-What lava kept at budget {shown.budget}, first question: {s.output.absolute()}"""
+not.
+{last}: a demonstration, not an evaluation.
+What lava kept at budget {shown.kept}, first question: {s.output.absolute()}"""
+
+
+def _coloured(text: str, wanted: str) -> str:
+    return f"[{'green' if text == wanted else 'red'}]{escape(text)}[/]"
+
+
+def _on_document(document: Path, question: str) -> Sample:
+    """One question about a text file.
+
+    Raises:
+        ValueError: it is empty or no text.
+    """
+    try:
+        text = document.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"document={str(document)!r}: {error}") from None
+    if not text.strip():
+        raise ValueError(f"document={str(document)!r}: is empty")
+    return Sample(id="document", context=text, question=f"\n\n{question}", answers=(), max_new_tokens=_ANSWER)
+
+
+def _made_for_builtin(tokens: int, facts: int, seed: int) -> list[Sample]:
+    """Samples in the language of the built-in model."""
+    made = sample(Task(keys=facts, questions=facts), tokens, seed)
+    longest = max(question.max_new_tokens for question in made.questions)
+    return [
+        Sample(
+            id=question.text,
+            context=made.context,
+            question=f" {question.text}",
+            answers=question.answers,
+            max_new_tokens=longest,
+            labels={"name": " ".join(question.text.split()[-3:-1])},
+        )
+        for question in made.questions
+    ]
+
+
+def _made_for_others(tokenizer: PreTrainedTokenizerBase, tokens: int, facts: int, seed: int) -> list[Sample]:
+    """Samples in English, of at most so many tokens.
+
+    Values have three digits: where each is a token, the pooling of SnapKV (3 tokens to each side) loses the end of
+    longer numbers.
+    """
+
+    def build(sentences: int, asked: int = 0) -> Sample:
+        rng = random.Random(seed)
+        names = [" ".join(name) for name in rng.sample(list(itertools.product(ADJECTIVES, NOUNS)), facts)]
+        values = rng.sample(NUMBERS[100:], facts)
+        text = [" ".join(make_sentence(rng)).removesuffix(" .").replace(" ,", ",") for _ in range(sentences)]
+        for name, value in zip(names, values, strict=True):
+            text.insert(rng.randrange(len(text) + 1), f"the code of the {name} is {value}")
+        return Sample(
+            id=names[asked],
+            context=" ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in text),
+            question=f"\n\nWhat is the code of the {names[asked]} in the text above?",
+            answer_prefix=f"The code of the {names[asked]} is",
+            answers=(values[asked],),
+            max_new_tokens=8,
+            labels={"name": names[asked]},
+        )
+
+    size = largest(build, tokenizer, tokens, smallest=1, chat=True, name="demo")
+    return [build(size, asked) for asked in range(facts)]

@@ -90,7 +90,17 @@ def main(
 
 @app.command()
 def demo(
-    tokens: Annotated[int, typer.Option(help="Length of each prompt in tokens.")] = 2048,
+    model: Annotated[
+        str, typer.Argument(help="'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name.")
+    ] = "builtin",
+    document: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text file to ask about, instead of a made-up text."),
+    ] = None,
+    question: Annotated[str | None, typer.Option(help="What is asked about the document.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Length of each made-up prompt; 2048 for the built-in model, else 1024.")
+    ] = None,
     facts: Annotated[int, typer.Option(help="Facts hidden in the text; each is asked for.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of facts and text.")] = 0,
     output: Annotated[Path, typer.Option(help="Where the heat map of what was kept goes (.png).")] = Path(
@@ -98,14 +108,23 @@ def demo(
     ),
     backend: _Backend = "inductor",
 ) -> None:
-    """Hide facts in a long text and ask the built-in model for them, with full and compressed caches."""
+    """Hide facts in a long text and ask a model for them, or ask about a document, with full and compressed caches."""
     _import_libraries()
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.experiments.demo import Demo, DemoSettings
 
     with _bad_values():
         compiler = check_compiler("backend", backend)
-        settings = DemoSettings(tokens=tokens, facts=facts, seed=seed, output=output, backend=compiler)
+        settings = DemoSettings(
+            model=model,
+            document=document,
+            question=question,
+            tokens=tokens,
+            facts=facts,
+            seed=seed,
+            output=output,
+            backend=compiler,
+        )
         checked = Demo(settings)
         _make_folder("output", output.parent)
     checked.run(Console())

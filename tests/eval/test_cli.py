@@ -159,8 +159,10 @@ def test_policies_lists_every_registered_policy_with_its_options():
         (("bench", "--serve", "--budget", "0.1"), "in vLLM it must be a number of entries"),
         (("demo", "--facts", "0"), "facts=0: must be between 1 and 512"),
         (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
-        (("demo", "--tokens", "64"), "tokens=64: must be above 64"),
-        (("demo", "--tokens", "11000"), "tokens=11000: must be above 64, the largest budget, and at most 10000"),
+        (("demo", "--tokens", "64", "--facts", "1"), "tokens=64: must be above 64 for the budgets"),
+        (("demo", "--tokens", "17000"), "tokens=17000: with the answer 17016, and the model reads at most 16384"),
+        (("demo", "--question", "who?"), "document and question: give both, or none"),
+        (("demo", "--document", __file__, "--question", "who?", "--tokens", 512), "a document has the length"),
         (("demo", "--output", "map.txt"), "output='map.txt': must end in .png"),
         (("demo", "--backend", "jit"), "backend='jit'"),
     ],
@@ -279,8 +281,8 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     for line in result.output.splitlines():
         cells = re.split(r" {2,}", line.strip())
         rows[cells[0]] = cells[1:]
-    assert rows["transformers"][:3] == ["all", "100 %", "2/2"]
-    assert rows["kvpass full"][:3] == ["all", "100 %", "2/2"]
+    assert rows["transformers"][:3] == ["all", "100%", "2/2"]
+    assert rows["kvpass full"][:3] == ["all", "100%", "2/2"]
     assert rows["kvpass lava"][:3] == ["64", "25.0%", "2/2"]
     assert int(rows["kvpass lava"][3]) < int(rows["transformers"][3])
     for question in sample(Task(keys=2, questions=2), 256, seed=0).questions:
@@ -289,6 +291,47 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     assert "…" not in result.output
     for words in ("seed 0", "float32", "256 tokens", "lava, streaming_llm, with default options"):
         assert words in result.output.replace("\n", " ")
+
+
+def test_demo_shows_what_each_policy_answers_about_a_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "POLICIES", ("lava",))
+    document, picture = tmp_path / "document.txt", tmp_path / "map.png"
+    document.write_text(
+        "the code of bara dador is 482 913 . " + 15 * "the old farmer carried the lamp near the river . "
+    )
+    question = "question the code of bara dador is"
+    result = invoke("demo", "--document", document, "--question", question, "--backend", "eager", "--output", picture)
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    lines = [line.split() for line in result.output.splitlines()]
+    for system in (["transformers", "all"], ["kvpass", "full", "all"], ["kvpass", "lava", "50%"]):
+        assert [*system, "482", "913", "."] in lines, result.output
+    assert ["kvpass", "full", "all", "all", "1/1"] in [line[:5] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [(" \n", "is empty"), (17000 * "the ", "reads at most 16384"), ("the code .", "must be above 128")],
+)
+def test_a_document_that_the_demo_cannot_use_is_refused(text, part, tmp_path):
+    document = tmp_path / "document.txt"
+    document.write_text(text)
+    result = invoke("demo", "--document", document, "--question", "who?")
+    assert result.exit_code == 2
+    assert part in result.stderr and "document" in result.stderr
+
+
+def test_a_demo_of_a_model_that_was_not_fetched_says_how(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPASS_MODELS", str(tmp_path))
+    result = invoke("demo", "smollm2-135m")
+    assert result.exit_code == 2
+    assert "'kvpass fetch smollm2-135m' brings it there" in result.stderr
+
+
+def test_a_missing_document_is_refused():
+    result = invoke("demo", "--document", "nofile", "--question", "who?")
+    assert result.exit_code == 2
+    assert "'nofile' does not exist" in result.stderr
 
 
 @pytest.fixture

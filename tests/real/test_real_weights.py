@@ -6,12 +6,15 @@ Another model, in the folder ``KVPASS_REAL_MODEL`` (gemma-3-270m for sliding lay
 from __future__ import annotations
 
 import os
+import re
 import warnings
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import kvpass
+from kvpass.cli.main import app
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.loading import fetch_model, load_model
 from kvpass.policies import Lava, SnapKV
@@ -123,3 +126,14 @@ def test_chat_of_three_turns_is_that_of_transformers(smollm2):
         cache = out.past_key_values
         answer = tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
         chat.append({"role": "assistant", "content": answer})
+
+
+def test_demo_finds_the_facts_with_a_full_cache(smollm2, tmp_path):
+    picture = tmp_path / "map.png"
+    result = CliRunner().invoke(app, ["demo", "smollm2-135m", "--facts", "4", "--output", str(picture)])
+    assert result.exit_code == 0, result.output
+    print(result.output)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    systems = ("transformers", "kvpass full")
+    theirs, ours = (re.findall(rf"{system} +all +100% +(\d)/4", result.output) for system in systems)
+    assert theirs == ours and int(ours[0]) >= 2, result.output
