@@ -23,7 +23,7 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.backend import Compiler
 from kvpass.eval.bench.systems import storage_bytes
 from kvpass.eval.needle.text import Task, sample
-from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, NUMBERS, make_sentence
+from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, make_sentence
 from kvpass.eval.prompt import Prompt
 from kvpass.eval.tables import rich_table
 from kvpass.eval.tasks.base import Sample, encode, largest
@@ -303,14 +303,14 @@ def _made_for_builtin(tokens: int, facts: int, seed: int) -> list[Sample]:
 def _made_for_others(tokenizer: PreTrainedTokenizerBase, tokens: int, facts: int, seed: int) -> list[Sample]:
     """Samples in English, of at most so many tokens.
 
-    Values have three digits: where each is a token, the pooling of SnapKV (3 tokens to each side) loses the end of
-    longer numbers.
+    Values have two digits: scores are highest at the words before a number, and pooling carries them three entries
+    further, to the space and two digits, where each digit is a token.
     """
 
     def build(sentences: int, asked: int = 0) -> Sample:
         rng = random.Random(seed)
         names = [" ".join(name) for name in rng.sample(list(itertools.product(ADJECTIVES, NOUNS)), facts)]
-        values = rng.sample(NUMBERS[100:], facts)
+        values = [str(number) for number in rng.sample(range(10, 100), facts)]
         text = [" ".join(make_sentence(rng)).removesuffix(" .").replace(" ,", ",") for _ in range(sentences)]
         for name, value in zip(names, values, strict=True):
             text.insert(rng.randrange(len(text) + 1), f"the code of the {name} is {value}")

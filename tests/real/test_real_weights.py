@@ -68,9 +68,9 @@ def test_everything_kept_gives_the_tokens_of_transformers_in_another_model():
 
 
 def test_answers_at_a_quarter_after_the_question_are_mostly_those_of_the_full_cache(smollm2):
-    """The answers have seven digits, a token each, and queries attend to the first one.
+    """The answers have seven digits, a token each, and the window's queries attend to the word before them.
 
-    So scores must be pooled over more than the seven entries of the default; with it answers lose their last digits.
+    So scores must be pooled over more than the seven entries of the default, with which the last digits are evicted.
     """
     model, tokenizer = smollm2
     fast = kvpass.compile(model, policy="full")
