@@ -32,7 +32,7 @@ from kvpass.frontends.temperature import tune_by_position
 from kvpass.frontends.tensor_parallel import check_divided, check_heads, divides_heads, hold_own_weights, ranks_of
 from kvpass.frontends.token_mixers import replace_token_mixers
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
-from kvpass.frontends.wrappers import check_wrappers, remove_wrappers
+from kvpass.frontends.wrappers import check_weights, check_wrappers, remove_wrappers
 from kvpass.policies import Policy
 from kvpass.policies.rules import Recompress, Rules, read_rules
 from kvpass.ranks import Ranks, agreed, digest
@@ -128,6 +128,7 @@ def _compiled(
     device = offload_device(model)
     check_wrappers(model, device)
     compiler, regions = check_compiler("backend", backend), check_regions(compile_regions)
+    check_weights(model, compiler)
     if device is not None and regions is False:
         raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
     rules = read(model_name=str(model.config.name_or_path))

@@ -1,4 +1,4 @@
-"""Handle ``forward`` attributes that were replaced on an instance of a model.
+"""Handle ``forward`` attributes that were replaced on an instance of a model, and layers of other libraries.
 
 Such a ``forward`` hides the one of the class, so kvpass would never be called. Accepted, and removed from the copy, are
 a compiled forward, and accelerate hooks that move nothing or copy weights from the host (``offload.py``). Others raise.
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from kvpass.compiler.backend import Compiler
 
 
 def check_wrappers(model: nn.Module, offloaded: torch.device | None) -> None:
@@ -42,6 +44,33 @@ def check_wrappers(model: nn.Module, offloaded: torch.device | None) -> None:
             f"the forward of this {type(model).__name__} was replaced on the instance by {replaced!r}: kvpass calls "
             "the forward of its class; say `del model.forward` first, or override forward in a subclass"
         )
+
+
+def check_weights(model: nn.Module, compiler: Compiler) -> None:
+    """Raise for adapters and quantised weights that are known not to work, by their library's name.
+
+    Raises:
+        ValueError: DoRA of PEFT, 8-bit layers of bitsandbytes, or on a CPU with Inductor weights of torchao that
+            quantise what they are multiplied with.
+    """
+    for path, module in model.named_modules():
+        dora = getattr(module, "use_dora", None)
+        if isinstance(dora, dict) and any(dora.values()) and not getattr(module, "merged", False):
+            raise ValueError(
+                f"{path} has an adapter of DoRA, whose code Dynamo cannot capture: call merge_and_unload()"
+            )
+        if type(module).__name__ == "Linear8bitLt":
+            raise ValueError(
+                f"{path} is an 8-bit layer of bitsandbytes, which sets its weights anew in every call: load the model "
+                "in 4 bits, or quantise it with torchao"
+            )
+    for path, weight in model.named_parameters():
+        dynamic = getattr(weight, "act_quant_kwargs", None) is not None
+        if dynamic and compiler == "inductor" and weight.device.type == "cpu":
+            raise ValueError(
+                f"{path} of torchao quantises what it is multiplied with, which Inductor computes wrongly for one token "
+                'on a CPU: give backend="eager", or quantise weights only'
+            )
 
 
 def remove_wrappers(copied: nn.Module, model: nn.Module) -> None:
