@@ -781,7 +781,8 @@ def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
     if given is None:
         return computed.contiguous()
     if given.ndim != 2 or given.shape[1] != computed.shape[1] or given.shape[0] not in (1, computed.shape[0]):
-        raise ValueError(f"position_ids of shape {list(given.shape)}: must be {list(computed.shape)}")
+        axes = "; those of models that read images (M-RoPE) have several axes and are not supported" * (given.ndim == 3)
+        raise ValueError(f"position_ids of shape {list(given.shape)}: must be {list(computed.shape)}{axes}")
     return given.expand(computed.shape[0], -1).clone(memory_format=torch.contiguous_format)
 
 

@@ -68,8 +68,8 @@ def check_weights(model: nn.Module, compiler: Compiler) -> None:
         dynamic = getattr(weight, "act_quant_kwargs", None) is not None
         if dynamic and compiler == "inductor" and weight.device.type == "cpu":
             raise ValueError(
-                f"{path} of torchao quantises what it is multiplied with, which Inductor computes wrongly for one token "
-                'on a CPU: give backend="eager", or quantise weights only'
+                f"{path} of torchao quantises what it is multiplied with, which Inductor computes wrongly on a CPU for "
+                'one token: give backend="eager", or quantise weights only'
             )
 
 

@@ -300,3 +300,10 @@ def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_pa
         assert type(twin) is type(tight)
         assert torch.equal(twin(token, past_key_values=twin(ids).past_key_values).logits, expected)
     assert all(map(torch.equal, copy.deepcopy(tight).parameters(), tight.parameters()))
+
+
+@torch.no_grad()
+def test_positions_of_several_axes_are_named():
+    fast = kvpass.compile(tiny_model("llama", layers=1), policy="full", backend="eager")
+    with pytest.raises(ValueError, match=r"shape \[4, 1, 20\]: must be \[1, 20\]; .*M-RoPE"):
+        fast(random_ids(1, 20), position_ids=torch.arange(20).expand(4, 1, -1))
