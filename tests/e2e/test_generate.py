@@ -416,4 +416,4 @@ def test_a_tuple_is_returned_where_one_is_asked_for(tight):
     assert torch.equal(logits, tight(ids).logits) and isinstance(cache, kvpass.CompressedCache)
     assert len(tight(ids, return_dict=False, use_cache=False)) == 1
     with pytest.raises(TypeError, match="positional"):
-        tight(ids, None, None, None, torch.zeros(1, 40, 8))
+        tight(ids, None, None, None, None, ids)  # labels, in transformers
