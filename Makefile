@@ -7,6 +7,8 @@ LINT_READY := $(VENV)/lint-ready
 DOCS_READY := $(VENV)/docs-ready
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/ready
+KVPRESS_VENV := .venv-kvpress
+KVPRESS_READY := $(KVPRESS_VENV)/ready
 
 # The checkout has folders named kernels, graphs and eval: keep it off sys.path.
 export PYTHONSAFEPATH := 1
@@ -15,7 +17,7 @@ export PYTHONSAFEPATH := 1
 export PIP_NO_COMPILE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-exhaustive docs test-versions test-torch-2.11 test-torch-2.15 test-vllm test-real lint typecheck support-table mutations gpu-check clean
+.PHONY: help demo test test-exhaustive docs test-versions test-torch-2.11 test-torch-2.15 test-vllm test-real compare-kvpress lint typecheck support-table mutations gpu-check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -59,6 +61,12 @@ test-vllm: $(VLLM_READY) ## run kvpass in vLLM on the CPU, in an environment of 
 test-real: $(READY) ## real weights: fetch SmolLM2-135M, compare with transformers, answers at a quarter of the cache
 	@$(BIN)/python -m pytest -m real -s tests/real
 
+compare-kvpress: $(READY) $(KVPRESS_READY) ## the same prompts, weights and budgets in kvpress 0.5.5, beside kvpass (hours)
+	@$(BIN)/kvpass fetch smollm2-135m
+	@$(BIN)/python scripts/compare-kvpress ours build/compare-kvpress
+	@$(KVPRESS_VENV)/bin/python scripts/compare-kvpress theirs build/compare-kvpress
+	@$(BIN)/python scripts/compare-kvpress table build/compare-kvpress --json build/compare-kvpress.json
+
 support-table: $(READY) ## write the tables of decoders in docs/models.md
 	@PYTHONPATH=tests/support $(BIN)/python -m support_table docs/models.md
 
@@ -75,7 +83,7 @@ gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minut
 	fi
 
 clean: ## remove the virtual environment and every cache
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(KVPRESS_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt scripts/setup
@@ -86,6 +94,12 @@ $(READY): pyproject.toml constraints.txt scripts/setup
 $(VLLM_READY): pyproject.toml scripts/setup-vllm
 	@echo "setting up $(VLLM_VENV)"
 	@scripts/setup-vllm "$(PYTHON)" "$(VLLM_VENV)"
+	@touch $@
+
+$(KVPRESS_READY):
+	@echo "setting up $(KVPRESS_VENV)"
+	@$(PYTHON) -m venv $(KVPRESS_VENV)
+	@$(KVPRESS_VENV)/bin/python -m pip install -qq kvpress==0.5.5 transformers==5.2.0 torch==2.13.0
 	@touch $@
 
 $(DOCS_READY): $(READY)

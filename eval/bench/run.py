@@ -3,7 +3,7 @@
 Every system prefills the same random prompt and decodes greedily, one token a forward. Each repeat goes round all
 systems, so that a drifting machine slows all of them alike, and a system's cache is gone before the next one's turn.
 The first repeat of a system follows its first run, so that its figures are there before the next system compiles.
-Weights are random: this measures speed, not quality.
+Prompts are random tokens: this measures speed, not quality.
 """
 
 from __future__ import annotations

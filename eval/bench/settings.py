@@ -15,6 +15,8 @@ from kvpass.compiler.backend import Compiler
 from kvpass.config import EntryFormat
 from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
 from kvpass.eval.policy_spec import PolicySpec, check_formats, with_format
+from kvpass.fetch import PACKAGES
+from kvpass.loading import forget_gguf, is_gguf, located
 from kvpass.policies import resolve_budget
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,15 +30,17 @@ WARM_UP_TOKENS = 512
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A decoder of the bench, with random weights.
+    """A decoder of the bench.
 
     Attributes:
         name: as given on the command line. context: prompt tokens when the user names none.
+        has_weights: whether ``name`` also finds weights; else they are random.
     """
 
     name: str
     config: PretrainedConfig
     context: int
+    has_weights: bool = False
 
 
 _SMALL = {
@@ -96,20 +100,31 @@ def find_model(name: str, layers: int | None = None) -> BenchModel:
     """Look up a model of the bench.
 
     Args:
-        name: a known name such as ``llama-3.1-8b`` or ``small``, or the path of a transformers ``config.json``.
+        name: a known shape such as ``llama-3.1-8b`` or ``small``, the path of a transformers ``config.json``, or, with
+            weights, a name of ``kvpass fetch``, a GGUF file or a folder.
         layers: how many it shall have; None: its own.
 
     Raises:
-        ValueError: neither a known name nor a readable config of a known architecture, or it lists another number of
-            layers.
+        ValueError: none of these, no readable config of a known architecture, or it lists another number of layers.
+        ImportError: a GGUF file, without the packages that read it.
     """
     depth = {} if layers is None else {"num_hidden_layers": layers}
     if name in _MODELS:
         context, known = _MODELS[name]
         return BenchModel(name, AutoConfig.for_model(**known | depth), context)
     path = Path(name)
+    if name in PACKAGES or is_gguf(name) or path.is_dir():
+        try:
+            with located(name) as (place, file):
+                config = AutoConfig.from_pretrained(place, **file, **depth)
+        except OSError as error:
+            raise ValueError(f"model={name!r}: {str(error).strip().splitlines()[0]}") from error
+        return BenchModel(name, config, _usual_context(config), has_weights=True)
     if path.suffix != ".json":
-        raise ValueError(f"model={name!r}: expected one of {', '.join(_MODELS)} or the path of a config.json")
+        raise ValueError(
+            f"model={name!r}: expected one of {', '.join([*_MODELS, *PACKAGES])}, a GGUF file, or a folder or "
+            "config.json of a model"
+        )
     if not path.is_file():
         raise ValueError(f"model={name!r}: no such file")
     try:
@@ -119,16 +134,25 @@ def find_model(name: str, layers: int | None = None) -> BenchModel:
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(f"model={name!r}: a transformers config has a 'model_type'; this file has none")
     config = AutoConfig.for_model(**fields | depth)
-    return BenchModel(name, config, min(16384, config.max_position_embeddings // 2))
+    return BenchModel(name, config, _usual_context(config))
+
+
+def _usual_context(config: PretrainedConfig) -> int:
+    return min(16384, config.max_position_embeddings // 2)
 
 
 def build(
     model: BenchModel, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Make the decoder with random weights, in evaluation mode.
+    """Make the decoder, in evaluation mode, with its weights or with random ones.
 
-    Weights are made on the device in their dtype, so that the host needs no memory for them.
+    Random weights are made on the device in their dtype, so that the host needs no memory for them.
     """
+    if model.has_weights and torch.device(device).type != "meta":
+        with located(model.name) as (place, file):
+            built = AutoModelForCausalLM.from_pretrained(place, config=model.config, dtype=dtype, **file)
+        forget_gguf(built)
+        return built.to(device).eval()
     torch.manual_seed(seed)
     with torch.device(device):
         built = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
@@ -140,7 +164,7 @@ class BenchSettings:
     """One run of the bench.
 
     Attributes:
-        model: a name that :func:`find_model` knows, or the path of a config.json.
+        model: as :func:`find_model` takes it.
         device: ``"cpu"`` or ``"cuda"``. dtype: ``"fp32"``, ``"bf16"``, ``"fp16"``; None is bf16 on CUDA, else fp32.
         contexts: prompt tokens; empty takes the model's own. batches: rows. Every pair of them is one comparison.
         budget, window: as in ``kvpass.compile``.

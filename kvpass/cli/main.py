@@ -134,7 +134,10 @@ def demo(
 def bench(
     model: Annotated[
         str,
-        typer.Option(help="llama-3.1-8b, qwen3-8b, mistral-7b, small, small-mha, tiny, wide-mlp, or a config.json."),
+        typer.Option(
+            help="With random weights: llama-3.1-8b, qwen3-8b, mistral-7b, small, small-mha, tiny, wide-mlp, or a "
+            "config.json; with its own: smollm2-135m, a .gguf file, or a folder."
+        ),
     ] = "small-mha",
     device: Annotated[str, typer.Option(help="'cpu' or 'cuda'; weights are made there.")] = "cpu",
     dtype: Annotated[
@@ -210,7 +213,7 @@ def bench(
         ),
     ] = False,
 ) -> None:
-    """Time prefill and decode of kvpass and other caches at equal bytes, on random weights."""
+    """Time prefill and decode of kvpass and other caches at equal bytes."""
     _import_libraries()
     if tune:
         from kvpass.eval.bench.tune import tune as tune_kernels

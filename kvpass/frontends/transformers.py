@@ -457,7 +457,7 @@ class CompressedModel(_Base):
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
 
-        The logger ``kvpass`` says once if the policy scores by what a prompt asks, which this one does not yet.
+        The logger ``kvpass`` says once if the policy scores by what the end of a text asks.
 
         Args:
             input_ids: the context, int64 ``[B, N]``. attention_mask: ``[B, N]`` when rows are left-padded.
@@ -807,11 +807,11 @@ def _graph(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> C
 
 @functools.cache
 def _warn_of_question(policy: str) -> None:
-    """Log, once for each policy, that it cannot know what will be asked."""
+    """Log, once for each policy, that it goes by what the end of a text asks."""
     others = ", ".join(name for name, cls in POLICIES.items() if not cls.needs_question and cls.needs_budget)
     logging.getLogger("kvpass").warning(
-        "policy %r scores by what a prompt asks, and a context asks nothing yet; these do not: %s. What each "
-        "answers then: docs/policies.md, column 'before the question'",
+        "policy %r scores by what the end of a text asks: if the question comes later, see docs/which-policy.md; "
+        "these score without a question: %s",
         policy,
         others,
     )
