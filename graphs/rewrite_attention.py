@@ -6,7 +6,7 @@ Before::
 
 After, prefill (once per layer, and one ``pack`` at the end of the graph)::
 
-    out, scores, stats, weight = kvpass.observe_attention(*call, start, first, layer, L, policy, *Requested, ranks)
+    out, scores, stats, weight = kvpass.observe_attention(*call, start, first, layer, L, policy, *PolicyInputs, ranks)
     kvpass.cascade_step(*PrefillBuffers, *Candidates(k, v, scores, stats, weight, first), layer, policy, ranks)
 
 After, decode and extend::
@@ -41,9 +41,9 @@ from kvpass.graphs.fx_utils import recorded
 from kvpass.operands import (
     AppendBuffers,
     EvictBuffers,
+    PolicyInputs,
     PrefillBuffers,
     RecompressBuffers,
-    Requested,
     RingBuffers,
 )
 from kvpass.policies.base import Policy
@@ -146,8 +146,8 @@ class Rewriter:
         entries = buffers[PrefillBuffers._fields.index("entries")]
         frequencies = site.rotary_frequencies if self.policy.reads_rotation else None
         rows = self.state.get(f"{place.prefix}_rule_rows")
-        requested = Requested(self._projection(site), frequencies, entries, rule_rows=rows)  # type: ignore[arg-type]
-        asked = (self.policy.spec, *requested, self._ranks)
+        policy_inputs = PolicyInputs(self._projection(site), frequencies, entries, rule_rows=rows)  # type: ignore[arg-type]
+        asked = (self.policy.spec, *policy_inputs, self._ranks)
         observed = self._call("observe_attention", *site.call, start, first, place.layer, place.layers, *asked)
         observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
         output, *seen = (self.gm.graph.call_function(operator.getitem, (observed, i)) for i in range(4))

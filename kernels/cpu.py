@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.checks import check_block_layout, check_heads, code_bits, pool_dtype
-from kvpass.operands import GROUP, AppendBuffers, Attention, Blocks, Lines, key_groups
+from kvpass.operands import GROUP, AppendBuffers, Attention, Blocks, SlotCache, key_groups
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
 _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -46,7 +46,7 @@ _POOLS = (None, "avg", "max")
 _GROUPS = ("mean", "max", "sum")
 
 
-class Fault(IntEnum):
+class InvalidCall(IntEnum):
     """Error code of ``kvpass_attend_decode``; nothing was written."""
 
     OFFSETS = 1
@@ -128,7 +128,7 @@ def call_attend(
             ``blocks``.
 
     Returns:
-        output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`Fault` or 0; the row with the fault.
+        output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; the row with the fault.
     """
     q, k, v, scale, softcap, sinks = call
     pool_k, pool_v, offsets, tail_k, tail_v, tail_start = buffers
@@ -273,9 +273,9 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
     out, fault, row = call_attend(call, pools, sizes, codes=of_codes)
-    if fault == Fault.OFFSETS:
+    if fault == InvalidCall.OFFSETS:
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
-    if fault == Fault.START:
+    if fault == InvalidCall.START:
         raise ValueError(f"tail_start[{row}]={int(tail_start[row])}: must be in 0..{used}")
     return out
 
@@ -324,14 +324,14 @@ def attend_blocks(call: Attention, held: Blocks, layer: int) -> Tensor:
         torch.zeros(rows, dtype=torch.int64, device="cpu"),
     )
     out, fault, row = call_attend(call, pools, (pool, segments + 1, tail, 0, layer), blocks=(first, used.contiguous()))
-    if fault == Fault.OFFSETS:
+    if fault == InvalidCall.OFFSETS:
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{pool}")
     if fault:
         raise ValueError(f"used[{row}]={int(used[row])}: appending {tokens} entries to a tail of {tail} slots")
     return out
 
 
-def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:
+def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor, Tensor | None]:
     """CPU version of :func:`kvpass.ops.slots.attend_slots`; slots without an entry are not read.
 
     All tensors are on the CPU and contiguous, with two exceptions: q, k and v may have any strides (they are copied if
@@ -342,7 +342,7 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
         RuntimeError: there is no C++ compiler.
     """
     q, k, v = call[:3]
-    pool_k, pool_v, offsets, tail_k, tail_v, position, entered = lines
+    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = lines
     rows, heads, _, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
     layers, _, _, slots, _ = tail_k.shape
@@ -371,12 +371,12 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
         expected += [((rows, entries, key_dim), dtype), ((rows, entries, stored), dtype)]
         expected += [((rows, layers * kv_heads + 1), torch.int32)]
         contiguous += [pool_k, pool_v, offsets]
-    if entered is not None:
+    if tables is not None:
         names += _ENTERED_NAMES
-        given += entered
+        given += tables
         expected += [(line_shape, torch.int32), (line_shape, torch.float32), (line_shape, torch.float32)]
         expected += [((rows,), torch.int64)]
-        contiguous += [position, *entered]
+        contiguous += [position, *tables]
     check_layout(names, given, expected)
     if width - slots != pool_width or pool_width < 0:
         raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")
@@ -384,16 +384,16 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
         raise ValueError("pool, tail, offsets and what a line remembers must be contiguous")
     if not all([x.is_cpu for x in given]):
         raise ValueError("all tensors must be on the CPU")
-    weights = None if entered is None else torch.empty(rows, heads, width, dtype=torch.float32, device="cpu")
-    line = (position, *(entered or (None,) * 4), weights)
+    weights = None if tables is None else torch.empty(rows, heads, width, dtype=torch.float32, device="cpu")
+    line = (position, *(tables or (None,) * 4), weights)
     sizes = (entries, layers * kv_heads + 1, slots, slots, layer)
     line_sizes = (position.stride(0), position.stride(1), width)
     buffers = (pool_k, pool_v, offsets, tail_k, tail_v, None)
     out, fault, row = call_attend(call, buffers, sizes, line, line_sizes)
-    if fault == Fault.OFFSETS:
+    if fault == InvalidCall.OFFSETS:
         most = f"by at most {width - slots}, the slots of a line before the tail's"
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}, {most}")
-    if fault == Fault.NO_SLOT:
+    if fault == InvalidCall.NO_SLOT:
         raise ValueError(f"a KV head of row {row}, layer {layer} has no empty slot among {width}")
     return out, weights
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.kernels.checks import check_tensors
 from kvpass.kernels.prefill_attention import check_dims, check_site, in_parts, prefill_attention
-from kvpass.operands import Attended, Attention
+from kvpass.operands import Attention, PartialAttention
 
 CUDNN_TOKENS = 16384
 """From so many tokens on cuDNN is called: it makes a plan for each new length, which takes tens to hundreds of
@@ -86,12 +86,12 @@ def _flash_refuses(call: Attention, sliding_window: int | None, machine: Machine
 def _cudnn(call: Attention, sliding_window: int | None) -> tuple[Tensor, Tensor]:
     """cuDNN's causal mask begins at the first key, so keys before the queries are attended apart."""
 
-    def attend(columns: slice, causal: bool) -> Attended:
+    def attend(columns: slice, causal: bool) -> PartialAttention:
         k, v = call.k[:, :, columns], call.v[:, :, columns]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             call.q, k, v, None, True, 0.0, causal, False, scale=call.scale
         )
-        return Attended(out, lse.reshape(call.q.shape[:3]))
+        return PartialAttention(out, lse.reshape(call.q.shape[:3]))
 
     before = call.k.shape[2] - call.q.shape[2]
     own = attend(slice(before, None), True)

@@ -30,7 +30,7 @@ from kvpass.kernels.cached_attention import (
 from kvpass.kernels.launch import KernelConfig, kind, launch, strides
 from kvpass.kernels.prefill_attention import FLOOR, block_dim, hold_rows, in_parts, wide_case
 from kvpass.kernels.slot_lines import first_empty
-from kvpass.operands import Attention, Lines
+from kvpass.operands import Attention, SlotCache
 
 TILE = 64
 """Slots per program."""
@@ -167,7 +167,7 @@ def _finish_slots(  # type: ignore[no-untyped-def]
 
 
 def attend_slots(
-    call: Attention, lines: Lines, layer: int, config: KernelConfig | None = None
+    call: Attention, lines: SlotCache, layer: int, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Store one new token in each line's first empty slot; attend slots that hold an entry.
 
@@ -188,7 +188,7 @@ def attend_slots(
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     q, k, v, scale, softcap, sinks = call
-    pool_k, pool_v, offsets, tail_k, tail_v, position, entered = lines
+    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = lines
     rows, heads, _, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots, width = tail_k.shape[3], position.shape[2]
@@ -200,9 +200,9 @@ def attend_slots(
     partial_ml = torch.empty(2, num_lines, num_tiles, group, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, 1, heads, value_dim, dtype=q.dtype, device=q.device)
     weights, line = None, dict.fromkeys(("storage_order", "decode_state", "norm", "now"))
-    if entered is not None:
+    if tables is not None:
         weights = torch.empty(rows, heads, width, dtype=torch.float32, device=q.device)
-        line = dict(zip(line, entered, strict=True))
+        line = dict(zip(line, tables, strict=True))
     most = 16 if q.dtype == torch.float32 or in_parts(key_dim, value_dim) else 32
     block_rows = min(most, max(16, triton.next_power_of_2(group)))
     shared: dict[str, Any] = {
@@ -228,23 +228,23 @@ def attend_slots(
     return out.transpose(1, 2), weights
 
 
-def _check(call: Attention, lines: Lines, layer: int) -> None:
+def _check(call: Attention, lines: SlotCache, layer: int) -> None:
     """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only."""
-    pool_k, pool_v, offsets, tail_k, tail_v, position, entered = lines
+    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = lines
     if call.q.shape[2] != 1:
         raise ValueError(f"q has {call.q.shape[2]} tokens: must be 1")
     slots, width = tail_k.shape[3], position.shape[2]
     rows, kv_heads = call.v.shape[:2]
     shape = (rows, kv_heads, width)
     line: dict[str, tuple[Tensor, Sequence[int], torch.dtype]] = {"position": (position, shape, torch.int32)}
-    if entered is not None:
+    if tables is not None:
         types = torch.int32, torch.float32, torch.float32
-        for name, tensor, dtype in zip(("storage_order", "decode_state", "norm"), entered, types, strict=False):
+        for name, tensor, dtype in zip(("storage_order", "decode_state", "norm"), tables, types, strict=False):
             line[name] = (tensor, shape, dtype)
-        line["now"] = (entered.now, (rows,), torch.int64)
+        line["now"] = (tables.now, (rows,), torch.int64)
         if offsets is None:
             raise ValueError("an entry is written down in lines that have a pool: offsets is None")
     held = {"pool_k": pool_k, "pool_v": pool_v, "offsets": offsets, "tail_k": tail_k, "tail_v": tail_v}
-    check_call(call, held, layer, line, strided="q k v position" if entered is None else "q k v")
+    check_call(call, held, layer, line, strided="q k v position" if tables is None else "q k v")
     if not slots <= width <= (slots if pool_k is None else width):
         raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")

@@ -35,7 +35,7 @@ from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_c
 from kvpass.frontends.wrappers import check_weights, check_wrappers, remove_wrappers
 from kvpass.policies import Policy
 from kvpass.policies.rules import Recompress, Rules, read_rules
-from kvpass.ranks import Ranks, agreed, digest
+from kvpass.ranks import Ranks, digest, run_on_all_ranks
 
 
 def compile(
@@ -106,7 +106,7 @@ def compile(
         made.prefill_block = prefill_block
         return made
 
-    return agreed(ranks, "kvpass.compile", make, lambda made: made._kvpass.facts())
+    return run_on_all_ranks(ranks, "kvpass.compile", make, lambda made: made._kvpass.describe())
 
 
 def _compiled(
@@ -209,7 +209,9 @@ def load_cache(
         raise ValueError(f"model of type {type(model).__name__}: must be what kvpass.compile returned")
 
     ranks = model._kvpass.captures.compiler.ranks
-    found = agreed(ranks, "kvpass.load_cache", lambda: read_saved(path), lambda found: {"file": _summary(*found)})
+    found = run_on_all_ranks(
+        ranks, "kvpass.load_cache", lambda: read_saved(path), lambda found: {"file": _summary(*found)}
+    )
     return restore_cache(path, *found, model, device=device)
 
 
@@ -260,5 +262,5 @@ def restore_cache(
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
     cache = cache.to(model.device if device is None else device)
-    cache.recycled = runtime.captures.compiler.memory(cache.device)  # of copies, where the cache is reusable
+    cache.reuse = runtime.captures.compiler.memory(cache.device)  # of copies, where the cache is reusable
     return cache

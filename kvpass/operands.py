@@ -276,7 +276,7 @@ class Expansion(NamedTuple):
     nope: int
 
 
-class Requested(NamedTuple):
+class PolicyInputs(NamedTuple):
     """What policies may ask for besides the attention op of a prompt; None: not asked for, or not known.
 
     projection: weight of the output projection ``[hidden, H * Dv]``, query head h read by the columns from ``h * Dv``
@@ -293,7 +293,7 @@ class Requested(NamedTuple):
     replayed: Tensor | None = None
     rule_rows: Tensor | None = None
 
-    def of(self, layer: int, rows: slice, column: int) -> Requested:
+    def of(self, layer: int, rows: slice, column: int) -> PolicyInputs:
         """Return the same for some rows of the batch, from a column on; of ``rule_rows`` those of the layer."""
         entries = None if self.entries is None else self.entries[rows]
         by_column = (self.summed, self.replayed)
@@ -302,20 +302,20 @@ class Requested(NamedTuple):
         return self._replace(entries=entries, summed=summed, replayed=replayed, rule_rows=rule_rows)
 
 
-NOTHING_REQUESTED = Requested()
+NO_POLICY_INPUTS = PolicyInputs()
 
 
-class Attended(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention of some queries to some keys: output ``[.., T, V]`` and natural log-sum-exp fp32 ``[.., T]``."""
 
     out: Tensor
     lse: Tensor
 
-    def merged(self, other: Attended) -> Attended:
+    def merged(self, other: PartialAttention) -> PartialAttention:
         """Return the attention of the same queries to the keys of both; softmax in fp32."""
         lse = torch.logaddexp(self.lse, other.lse)
         out = self.out * (self.lse - lse).exp()[..., None] + other.out * (other.lse - lse).exp()[..., None]
-        return Attended(out.to(self.out.dtype), lse)
+        return PartialAttention(out.to(self.out.dtype), lse)
 
 
 class Candidates(NamedTuple):
@@ -337,7 +337,7 @@ class Candidates(NamedTuple):
         return self._replace(v=self.v[..., : buffers.pool_v.shape[2]])
 
 
-class Entered(NamedTuple):
+class SlotTables(NamedTuple):
     """Tables that record a new entry.
 
     storage_order int32, decode_state fp32 and L1 norm of the value fp32, each ``[B, K, S]``; now: true
@@ -350,11 +350,11 @@ class Entered(NamedTuple):
     now: Tensor
 
 
-class Lines(NamedTuple):
+class SlotCache(NamedTuple):
     """Reused slots: per KV head a line of S slots, its pool segment, then its C tail slots.
 
     pool_k, pool_v, offsets are None if lines have no pool. position int32 ``[B, K, S]``: true position of the entry in
-    each slot, or negative. entered: None if the new entry is not recorded and position stays.
+    each slot, or negative. tables: None if the new entry is not recorded and position stays.
     """
 
     pool_k: Tensor | None
@@ -363,10 +363,10 @@ class Lines(NamedTuple):
     tail_k: Tensor
     tail_v: Tensor
     position: Tensor
-    entered: Entered | None = None
+    tables: SlotTables | None = None
 
 
-Held = TypeVar("Held", PrefillBuffers, AppendBuffers, EvictBuffers, Lines)
+Held = TypeVar("Held", PrefillBuffers, AppendBuffers, EvictBuffers, SlotCache)
 
 
 def with_values(buffers: Held, value_dim: int) -> Held:

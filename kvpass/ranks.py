@@ -1,7 +1,7 @@
 """Processes that share the weights of a model (tensor parallelism), and the operators by which they meet.
 
 Both operators relate no token to another. Every process must call them in the same order. What a process may refuse
-alone is done in :func:`agreed`, before any of them: else the others would wait for it.
+alone is done in :func:`run_on_all_ranks`, before any of them: else the others would wait for it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Ranks:
         rank, _, size, _, group = spec.split(" ", 4)
         return cls(group, int(rank), int(size))
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
+    def local_shard(self, x: Tensor, dim: int) -> Tensor:
         """Return the part of a tensor of all heads, along ``dim``, that belongs to this process."""
         return x.chunk(self.size, dim)[self.rank]
 
-    def most(self, number: int, device: torch.device) -> int:
+    def max_over_ranks(self, number: int, device: torch.device) -> int:
         """Return the largest number of all processes; reads it on the host.
 
         Args:
@@ -90,7 +90,7 @@ class Ranks:
         return sum_ranks(x, self.group)
 
 
-def agreed(
+def run_on_all_ranks(
     ranks: Ranks | None,
     call: str,
     make: Callable[[], R],

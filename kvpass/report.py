@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from torch import Tensor
 
-from kvpass.cache.prompt_record import PromptRecord, by_layer, layer_ids
+from kvpass.cache.prompt_record import PromptRecord, layer_ids, scatter_to_layers
 from kvpass.compiler.backend import CompileRecord, rows_text
 from kvpass.config import Budget
 from kvpass.operands import GROUP, GROUPED
@@ -123,7 +123,7 @@ class Report:
 
     def _by_layer(self, parts: Sequence[Tensor], fill: float) -> Tensor:
         rows = self.prompt.start.numel()
-        return by_layer([store.group for store in self.prompt.full_layers], parts, fill, (rows, 0, 0))
+        return scatter_to_layers([store.group for store in self.prompt.full_layers], parts, fill, (rows, 0, 0))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers for JSON; tensors as nested lists ``[B][L][K]``, ``layer_weights`` as ``[B][L]``."""

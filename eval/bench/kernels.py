@@ -32,7 +32,7 @@ from kvpass.config import EntryFormat, Geometry, LayerGroup
 from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, scoring_time
 from kvpass.eval.environment import machine, save_json, versions
 from kvpass.eval.tables import rich_table
-from kvpass.operands import AppendBuffers, Attention, Requested
+from kvpass.operands import AppendBuffers, Attention, PolicyInputs
 from kvpass.ops import reference
 from kvpass.ops.cuda import index_pool
 from kvpass.ops.entry_formats import packed
@@ -366,7 +366,7 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
         store.begin_prefill([BUDGET], start, tokens, shape.dtype, shape.device)
         buffers = store.prefill_state.values()
         for layer in range(shape.layers):
-            asked = (resolved.spec, *Requested(entries=store.prefill_state["entries"]), None)
+            asked = (resolved.spec, *PolicyInputs(entries=store.prefill_state["entries"]), None)
             _, *seen = operators.observe_attention(*call, start, first, layer, shape.layers, *asked)
             operators.cascade_step(*buffers, call.k, call.v, *seen, first, layer, resolved.spec, None)
         operators.pack(*buffers)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 REPLAY = "kvpass::replay"
 """Tokens that run only to be observed: their attention counts too."""
 KVPASS_OPERATORS = {
-    *("kvpass::column_sums", "kvpass::judge", "kvpass::cascade_step", "kvpass::pack"),
+    *("kvpass::column_sums", "kvpass::score_layer", "kvpass::cascade_step", "kvpass::pack"),
     "kvpass::observe_attention",  # of a graph that is not in blocks
     REPLAY,
 }

@@ -152,7 +152,8 @@ def build(
         with located(model.name) as (place, file):
             built = AutoModelForCausalLM.from_pretrained(place, config=model.config, dtype=dtype, **file)
         forget_gguf(built)
-        return built.to(device).eval()
+        built.to(device)  # type: ignore[arg-type]
+        return built.eval()
     torch.manual_seed(seed)
     with torch.device(device):
         built = AutoModelForCausalLM.from_config(model.config, dtype=dtype)

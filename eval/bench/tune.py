@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvpass.eval.bench.kernels import LATENT, WINDOW, WORST_ERROR, Shape, TimedCase, ragged_lengths, time_graph
 from kvpass.eval.environment import machine, versions
-from kvpass.operands import AppendBuffers, Lines
+from kvpass.operands import AppendBuffers, SlotCache
 from kvpass.ops.cuda import index_pool
 
 LEAST_GAIN = 0.03
@@ -70,7 +70,7 @@ def workloads(
             keys, values = (shape.random(1, rows, shape.kv_heads, budget, dim) for dim in stored)
             yield (
                 f"slots {case}",
-                partial(attend_slots, cache.call, Lines(None, None, None, keys, values, position), 0),
+                partial(attend_slots, cache.call, SlotCache(None, None, None, keys, values, position), 0),
             )
 
 

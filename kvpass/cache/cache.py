@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
-from kvpass.cache.copying import copied_only
+from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
+from kvpass.cache.copying import forbid_pickling
 from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint, reference
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.metadata import CacheMetadata, check_tensors
-from kvpass.cache.prompt_record import LayersRecord, PromptRecord, by_layer, layer_ids
+from kvpass.cache.prompt_record import LayersRecord, PromptRecord, layer_ids, scatter_to_layers
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.recurrent_states import RecurrentStates
-from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all, record_of_all
 from kvpass.cache.sliding_layers import SlidingWindowLayers
@@ -73,7 +73,7 @@ class CompressedCache(Cache):
         begun_by: the capture of a raw module that prefilled it.
         reusable: calls continue on a copy and do not change this cache.
         expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
-        recycled: where its memory comes from.
+        reuse: where its memory comes from.
         answer_end: last token of each row of the answer that ``generate`` last gave from a copy of this cache.
         block: tokens of a block in which its prompt is prefilled; None: those of the model.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
@@ -100,7 +100,7 @@ class CompressedCache(Cache):
         self.own_budget = False
         self.block: Block | None = None
         self.expected = 0
-        self.recycled = NOTHING_KEPT
+        self.reuse = NO_REUSE
         self._forget()
 
     def _forget(self) -> None:
@@ -131,9 +131,9 @@ class CompressedCache(Cache):
         self._prompt_columns = columns
 
     def prefill_state(
-        self, layout: Layout, dtype: torch.dtype, device: torch.device, recycled: Recycled, groups: Sequence[int]
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, reuse: BufferReuse, groups: Sequence[int]
     ) -> dict[str, Tensor]:
-        """Return the buffers that the prefill graph writes, on first use from ``recycled``.
+        """Return the buffers that the prefill graph writes, on first use from ``reuse``.
 
         ``start`` and ``first`` int64 ``[B]`` are the first real columns, on the CPU and on the device.
 
@@ -144,7 +144,7 @@ class CompressedCache(Cache):
             CacheMismatchError: the graph has another layout.
         """
         if self.layout is None:
-            self.recycled = recycled
+            self.reuse = reuse
             self._allocate(layout, dtype, device, groups)
         self._check_layout(layout)
         state = self._state([store.prefill_state for store in self.full_layers])
@@ -166,11 +166,11 @@ class CompressedCache(Cache):
             FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools
         ]
         for store, g in zip(self.full_layers, groups, strict=True):
-            store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.recycled, g)
+            store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.reuse, g)
         self.sliding_layers = [
-            SlidingWindowLayers.empty(group, len(lengths), dtype, device, self.recycled) for group in layout.rings
+            SlidingWindowLayers.empty(group, len(lengths), dtype, device, self.reuse) for group in layout.rings
         ]
-        self.states = RecurrentStates.empty(layout.states, len(lengths), device, self.recycled)
+        self.states = RecurrentStates.empty(layout.states, len(lengths), device, self.reuse)
         self._device = device
         self.layout = layout
 
@@ -178,10 +178,10 @@ class CompressedCache(Cache):
         """Store the results of the prefill graph."""
         n = self._prompt_columns
         window = min(self.policy.window, n)
-        stores = tuple(store.finish_prefill(self.recycled) for store in self.full_layers)
+        stores = tuple(store.finish_prefill(self.reuse) for store in self.full_layers)
         self.states = self.states.advance()
-        self._seen_columns = self.recycled.empty("seen", (), torch.int64, self._device).fill_(n)
-        start = self.recycled.empty("start", self.start.shape, torch.int64, self._device)
+        self._seen_columns = self.reuse.empty("seen", (), torch.int64, self._device).fill_(n)
+        start = self.reuse.empty("start", self.start.shape, torch.int64, self._device)
         self.start, self.columns = start.copy_(self.start), n
         held = window - (self.start - (n - window)).clamp(min=0)
         self.record = self._record(torch.tensor(self._budgets, device="cpu"), held, stores)
@@ -191,7 +191,7 @@ class CompressedCache(Cache):
     def ensure_room(self, tokens: int) -> None:
         """Grow the tails to hold ``tokens`` more."""
         for store in self.full_layers:
-            store.ensure_room(tokens, self.expected - self.columns, self.recycled)
+            store.ensure_room(tokens, self.expected - self.columns, self.reuse)
 
     def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the buffers of decode and extend graphs, which write tails and rings in place.
@@ -402,14 +402,16 @@ class CompressedCache(Cache):
         Layers are in the order of ``layer_ids``; a head that a layer of another geometry lacks has 0.
         """
         pools = self._known_layout().pools
-        return by_layer(pools, [store.lengths for store in self.full_layers], 0, (self.batch_size, 0, 0))
+        return scatter_to_layers(pools, [store.lengths for store in self.full_layers], 0, (self.batch_size, 0, 0))
 
     @property
     def positions(self) -> Tensor:
         """True positions of the entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``."""
         pools = self._known_layout().pools
         seen = self.columns - self.start
-        return by_layer(pools, [store.positions(seen) for store in self.full_layers], -1, (self.batch_size, 0, 0, 0))
+        return scatter_to_layers(
+            pools, [store.positions(seen) for store in self.full_layers], -1, (self.batch_size, 0, 0, 0)
+        )
 
     @property
     def prompt_ids(self) -> Tensor | None:
@@ -436,10 +438,10 @@ class CompressedCache(Cache):
         """Return an independent copy, not reusable; buffers that no call writes are shared."""
         twin = copy.copy(self)
         twin.reusable = False
-        twin.full_layers = [store.clone(self.recycled) for store in self.full_layers]
-        twin.sliding_layers = [ring.clone(self.recycled) for ring in self.sliding_layers]
-        twin.states = self.states.clone(() if self.layout is None else self.layout.states, self.recycled)
-        twin._seen_columns = self.recycled.copy("seen", self._seen_columns)
+        twin.full_layers = [store.clone(self.reuse) for store in self.full_layers]
+        twin.sliding_layers = [ring.clone(self.reuse) for ring in self.sliding_layers]
+        twin.states = self.states.clone(() if self.layout is None else self.layout.states, self.reuse)
+        twin._seen_columns = self.reuse.copy("seen", self._seen_columns)
         return twin
 
     def repeated(self, repeats: int) -> CompressedCache:
@@ -682,7 +684,7 @@ class CompressedCache(Cache):
         return cache
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copied_only(self, "a CompressedCache cannot be pickled: use cache.save and kvpass.load_cache")
+        return forbid_pickling(self, "a CompressedCache cannot be pickled: use cache.save and kvpass.load_cache")
 
     def __repr__(self) -> str:
         return (

@@ -19,7 +19,7 @@ class _Anew:
         raise pickle.PicklingError(self.refusal)
 
 
-def copied_only(value: Any, refusal: str) -> tuple[_Anew, tuple[type], Any]:
+def forbid_pickling(value: Any, refusal: str) -> tuple[_Anew, tuple[type], Any]:
     """Return a ``__reduce_ex__`` value with which ``copy`` and ``deepcopy`` work and ``pickle`` raises.
 
     Args:

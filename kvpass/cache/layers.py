@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.metadata import LayersFacts
 from kvpass.cache.prompt_record import LayersRecord, entries_of
-from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.config import EntryFormat, LayerGroup
 from kvpass.operands import (
     BUFFERS,
@@ -119,7 +119,7 @@ class FullAttentionLayers:
         dtype: torch.dtype,
         device: torch.device,
         expected: int = 0,
-        recycled: Recycled = NOTHING_KEPT,
+        reuse: BufferReuse = NO_REUSE,
         group: int = 1,
     ) -> None:
         """Allocate the buffers of a prompt.
@@ -146,7 +146,7 @@ class FullAttentionLayers:
         def allocate(name: str) -> Tensor:
             buffer = BUFFERS[name]
             stays = name in self._cached and not (buffer.packed and self.entry_format != "model")
-            place = recycled if stays else NOTHING_KEPT
+            place = reuse if stays else NO_REUSE
             found = place.empty((self.group, name), buffer.shape(sizes), buffer.dtype or dtype, device)
             return found if buffer.initial is None else found.fill_(buffer.initial)
 
@@ -155,7 +155,7 @@ class FullAttentionLayers:
         if self._rows_per_head:
             self.rule_rows = torch.empty(BUFFERS["rule_rows"].shape(sizes), dtype=torch.float32, device=device)
 
-    def finish_prefill(self, recycled: Recycled = NOTHING_KEPT) -> LayersRecord:
+    def finish_prefill(self, reuse: BufferReuse = NO_REUSE) -> LayersRecord:
         """Store the results of the prefill graph and drop tables that only the cascade needs."""
         prompt, g, n = self._prefill, self.geometry, self._columns
         assert prompt is not None
@@ -179,10 +179,10 @@ class FullAttentionLayers:
             self._begin_evicting(with_values(prompt, g.value_dim))
         if self.entry_format != "model":
             del prompt
-            self._pack(recycled)
+            self._pack(reuse)
         self._index_pool()
         for name in self.cached_state.keys() - set(PrefillBuffers._fields):
-            setattr(self, name, recycled.copy((self.group, name), getattr(self, name)))
+            setattr(self, name, reuse.copy((self.group, name), getattr(self, name)))
         del self._start
         return LayersRecord(
             group=self.group,
@@ -192,13 +192,13 @@ class FullAttentionLayers:
             offsets=self.offsets.clone(),  # the record outlives the cache
         )
 
-    def _pack(self, recycled: Recycled) -> None:
+    def _pack(self, reuse: BufferReuse) -> None:
         """Quantise the pool, keys first: then only one side is held twice."""
         bits = GROUPED.get(self.entry_format)
         for name in ("pool_k", "pool_v"):
             floats: Tensor = getattr(self, name)
             shape = (*floats.shape[:2], floats.shape[2] * (bits or 8) // 8)
-            codes = recycled.empty((self.group, name, "packed"), shape, CODES[self.entry_format], floats.device)
+            codes = reuse.empty((self.group, name, "packed"), shape, CODES[self.entry_format], floats.device)
             if bits is None:
                 _, vars(self)[f"{name}_scale"] = quantise(floats, self.entry_format, codes)
             elif name == "pool_k":
@@ -256,7 +256,7 @@ class FullAttentionLayers:
     def _cached(self) -> tuple[str, ...]:
         return EvictBuffers._fields if self.evicts else AppendBuffers._fields
 
-    def ensure_room(self, tokens: int, expected: int = 0, recycled: Recycled = NOTHING_KEPT) -> None:
+    def ensure_room(self, tokens: int, expected: int = 0, reuse: BufferReuse = NO_REUSE) -> None:
         """Grow the tail, if needed, so that ``tokens`` more fit; ``expected`` in all, if known, are then reserved."""
         old_capacity = self.tail_k.shape[3]
         needed = min(self.used + tokens, self._tail_bound) if self.evicts else self.used + tokens
@@ -269,11 +269,11 @@ class FullAttentionLayers:
             capacity = min(capacity, self._tail_bound)
             extra = (0, capacity - old_capacity)
             wider = {"table": pad(self.table, extra, value=EMPTY), "decode_state": pad(self.decode_state, extra)}
-            grown = {name: recycled.copy((self.group, name, "grown"), wide) for name, wide in wider.items()}
+            grown = {name: reuse.copy((self.group, name, "grown"), wide) for name, wide in wider.items()}
         for name in ("tail_k", "tail_v"):
             old: Tensor = getattr(self, name)
             shape = (*old.shape[:3], capacity, old.shape[4])
-            grown[name] = recycled.empty((self.group, name, "grown"), shape, old.dtype, old.device)
+            grown[name] = reuse.empty((self.group, name, "grown"), shape, old.dtype, old.device)
             grown[name][:, :, :, :old_capacity] = old
         vars(self).update(grown)  # all or none, since an allocation may fail
 
@@ -289,13 +289,13 @@ class FullAttentionLayers:
         self.used -= tokens
         self.tail_used.sub_(tokens)
 
-    def clone(self, recycled: Recycled = NOTHING_KEPT) -> FullAttentionLayers:
+    def clone(self, reuse: BufferReuse = NO_REUSE) -> FullAttentionLayers:
         """Return an independent copy; buffers that no call writes are shared."""
         twin = copy.copy(self)
         phase = "evict" if self.evicts else "append"
         counters = {name for name, buffer in BUFFERS.items() if buffer.counter}
         for name in (written_in(phase) | counters) & vars(self).keys():
-            setattr(twin, name, recycled.copy((self.group, name), getattr(self, name)))
+            setattr(twin, name, reuse.copy((self.group, name), getattr(self, name)))
         return twin
 
     def with_rows(self, index: Tensor) -> FullAttentionLayers:

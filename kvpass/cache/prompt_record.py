@@ -90,7 +90,9 @@ def layer_ids(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
     return tuple(sorted(layer for group in groups for layer in group.layers))
 
 
-def by_layer(groups: Sequence[LayerGroup], parts: Sequence[Tensor], fill: float, empty: tuple[int, ...]) -> Tensor:
+def scatter_to_layers(
+    groups: Sequence[LayerGroup], parts: Sequence[Tensor], fill: float, empty: tuple[int, ...]
+) -> Tensor:
     """Join tensors ``[B, L_i, ...]`` of several groups, layers as in :func:`layer_ids`, padded with ``fill``.
 
     Args:

@@ -32,7 +32,7 @@ class Recompression:
         g, device = store.geometry, store.offsets.device
         slots = int(store.pool_lengths.max()) + store.tail_k.shape[3]
         if store.ranks is not None:
-            slots = store.ranks.most(slots, device)
+            slots = store.ranks.max_over_ranks(slots, device)
         sizes = {"B": store.rows, "L": g.layers, "K": g.kv_heads, "S": slots}
 
         def allocate(name: str, value: float, **other: int) -> Tensor:
@@ -57,7 +57,7 @@ class Recompression:
         available = (seen - window).clamp(min=0)
         stay = select_held(scores, layer_weights, entries, available, store.policy)
         if store.ranks is not None:
-            stay = store.ranks.own(stay, 2)
+            stay = store.ranks.local_shard(stay, 2)
         due = window != NOT_DUE
         tails = torch.where(due, window, store.used - store.tail_start)
         kept = torch.where(due[:, None], stay.sum(3).flatten(1), store.offsets.diff(dim=1))

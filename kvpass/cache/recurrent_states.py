@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvpass.cache.recycled import NOTHING_KEPT, Recycled
+from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.config import StateShape
 
 
@@ -28,13 +28,13 @@ class RecurrentStates:
 
     @classmethod
     def empty(
-        cls, shapes: Sequence[StateShape], rows: int, device: torch.device, recycled: Recycled
+        cls, shapes: Sequence[StateShape], rows: int, device: torch.device, reuse: BufferReuse
     ) -> RecurrentStates:
         """Return zeros: the states before a text."""
 
         def zeros(plane: str) -> tuple[Tensor, ...]:
             return tuple(
-                recycled.empty((plane, shape), (rows, *shape.shape), getattr(torch, shape.dtype), device).zero_()
+                reuse.empty((plane, shape), (rows, *shape.shape), getattr(torch, shape.dtype), device).zero_()
                 for shape in shapes
             )
 
@@ -61,11 +61,11 @@ class RecurrentStates:
         """Return the states after a call that has written them."""
         return RecurrentStates(self.made, self.held)
 
-    def clone(self, shapes: Sequence[StateShape], recycled: Recycled = NOTHING_KEPT) -> RecurrentStates:
+    def clone(self, shapes: Sequence[StateShape], reuse: BufferReuse = NO_REUSE) -> RecurrentStates:
         """Return an independent copy."""
         rows = self.held[0].shape[0] if self.held else 0
         device = self.held[0].device if self.held else torch.device("cpu")
-        twin = RecurrentStates.empty(shapes, rows, device, recycled)
+        twin = RecurrentStates.empty(shapes, rows, device, reuse)
         for copied, tensor in zip(twin.held, self.held, strict=True):
             copied.copy_(tensor)
         return twin

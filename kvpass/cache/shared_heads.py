@@ -103,9 +103,9 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
         whole = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
         own = {name: _own_heads(name, x, ranks) for name, x in whole.items()}
         if "offsets" in whole:
-            own["offsets"] = _offsets(ranks.own(entries_of(whole["offsets"], group), 2))
+            own["offsets"] = _offsets(ranks.local_shard(entries_of(whole["offsets"], group), 2))
             numbers = torch.arange(whole["offsets"].shape[1] - 1, device="cpu").view(group.geometry.layers, -1)
-            places = [(0, number) for number in ranks.own(numbers, 1).flatten().tolist()]
+            places = [(0, number) for number in ranks.local_shard(numbers, 1).flatten().tolist()]
             for name in _POOL & whole.keys():
                 own[name] = _moved(name, [whole[name]], [whole["offsets"]], places, own["offsets"])
         found |= {prefix + name: x for name, x in own.items()}
@@ -141,7 +141,7 @@ def _joined_heads(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 def _own_heads(name: str, whole: Tensor, ranks: Ranks) -> Tensor:
     sizes = BUFFERS[name].sizes
-    return ranks.own(whole, sizes.index("K")).contiguous() if "K" in sizes else whole
+    return ranks.local_shard(whole, sizes.index("K")).contiguous() if "K" in sizes else whole
 
 
 def _of_one_width(parts: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpass.cache.recycled import NOTHING_KEPT, Recycled
+from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.config import LayerGroup
 from kvpass.operands import BUFFERS, RingBuffers
 
@@ -30,14 +30,14 @@ class SlidingWindowLayers:
 
     @classmethod
     def empty(
-        cls, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device, recycled: Recycled
+        cls, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device, reuse: BufferReuse
     ) -> SlidingWindowLayers:
         """Return rings for ``rows`` rows of a batch."""
         g, window = group.geometry, group.sliding_window
         assert window is not None
         sizes = {"L": g.layers, "B": rows, "K": g.kv_heads, "R": window, "D": g.key_dim, "V": g.value_dim}
         shapes = {name: BUFFERS[name].shape(sizes) for name in RingBuffers._fields}
-        return cls(group, *(recycled.empty((group, name), shapes[name], dtype, device).zero_() for name in shapes))
+        return cls(group, *(reuse.empty((group, name), shapes[name], dtype, device).zero_() for name in shapes))
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -51,10 +51,10 @@ class SlidingWindowLayers:
         """Return a copy on another device."""
         return self._each(lambda x: x.to(device, copy=True))
 
-    def clone(self, recycled: Recycled = NOTHING_KEPT) -> SlidingWindowLayers:
+    def clone(self, reuse: BufferReuse = NO_REUSE) -> SlidingWindowLayers:
         """Return an independent copy."""
         return SlidingWindowLayers(
-            self.group, *(recycled.copy((self.group, name), ring) for name, ring in self.state.items())
+            self.group, *(reuse.copy((self.group, name), ring) for name, ring in self.state.items())
         )
 
     def with_rows(self, index: Tensor) -> SlidingWindowLayers:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.cache import CompressedCache
-from kvpass.cache.recycled import NOTHING_KEPT, Recycled
 from kvpass.compiler.blocks import BlockedPrefill, Fill, lengths_allowed, nothing_seen, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_parts
@@ -130,11 +130,11 @@ class CanonicalGraph:
     gm: GraphModule
     passes: Sequence[PassRecord]
     blocked: BlockedPrefill | None = None
-    appending: dict[Phase, _Made] = field(default_factory=dict)
+    appending: dict[Phase, _CompiledPhase] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Made:
+class _CompiledPhase:
     """A compiled phase: what runs it, in how many parts, records of passes, and why it is whole."""
 
     run: Runner
@@ -153,7 +153,7 @@ class PhaseCompiler:
         regions: compile each distinct part between attention ops once; "auto": where that pays.
         cuda_graphs: on CUDA, capture decode steps (and extensions of up to 8 tokens) once and replay them.
         records: one entry per compiled graph, appended here.
-        recycled: memory of caches that decode in captured steps.
+        reuse: memory of caches that decode in captured steps.
         on_host: bytes of the weights that stay on the host.
         ranks: processes that share the weights, and compile what this one compiles.
     """
@@ -163,7 +163,7 @@ class PhaseCompiler:
     regions: Regions = "auto"
     cuda_graphs: bool = True
     records: list[CompileRecord] = field(default_factory=list)
-    recycled: Recycled = field(default_factory=Recycled)
+    reuse: BufferReuse = field(default_factory=BufferReuse)
     on_host: int = 0
     ranks: Ranks | None = None
 
@@ -171,9 +171,9 @@ class PhaseCompiler:
         """Whether decode steps on the device are captured as CUDA graphs: not where each copies weights."""
         return device.type == "cuda" and self.cuda_graphs and self.compiler == "inductor" and not self.on_host
 
-    def memory(self, device: torch.device) -> Recycled:
+    def memory(self, device: torch.device) -> BufferReuse:
         """Return where caches on the device take their memory from: recycled only for captured steps."""
-        return self.recycled if self.captures_steps(device) else NOTHING_KEPT
+        return self.reuse if self.captures_steps(device) else NO_REUSE
 
     def canonicalize(self, captured: GraphModule) -> CanonicalGraph:
         """Return a copy of a Dynamo graph in which every attention call is a ``kvpass::site``.
@@ -249,7 +249,7 @@ class PhaseCompiler:
         seconds = self._seconds(call.phase, sites)
         return working(f"compiling {call.phase} of {rows_text(call.cache.batch_size)} (up to about {seconds:.0f} s)")
 
-    def _in_blocks(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> _Made:
+    def _in_blocks(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> _CompiledPhase:
         """Split a captured graph into layers and compile their parts, once for all policies.
 
         Raises:
@@ -285,9 +285,9 @@ class PhaseCompiler:
             block = tokens_of(call.block, call.cache.batch_size, device)
             return [decoder(fills, inputs, block, call.cache.ranks)]
 
-        return _Made(run, len(decoder.functions), passes)
+        return _CompiledPhase(run, len(decoder.functions), passes)
 
-    def _rewritten(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> _Made:
+    def _rewritten(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> _CompiledPhase:
         """Rewrite a graph to take the state of the call's cache as inputs, and compile it whole or in parts."""
         phase = call.phase
         gm = copy_graph(captured.gm)
@@ -320,7 +320,7 @@ class PhaseCompiler:
         repeated = phase != "prefill" and not call.observed
         if repeated and self.captures_steps(device):
             graphed = self._graphed(captured, compiled, state_of, device)
-            return _Made(graphed, parts, rewritten, whole_because)
+            return _CompiledPhase(graphed, parts, rewritten, whole_because)
 
         def run(call: Call, *inputs: Any) -> Any:
             state = state_of(call.cache).values()
@@ -329,7 +329,7 @@ class PhaseCompiler:
             call.begin()
             return compiled(*inputs, *state)
 
-        return _Made(run, parts, rewritten, whole_because)
+        return _CompiledPhase(run, parts, rewritten, whole_because)
 
     def _compile_one(self, shapes: ShapeEnv | None, config: Mapping[str, Any] = INDUCTOR_CONFIG) -> CompileOne:
         def compile_one(part: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
 from kvpass.graphs.verify.input_lookups import InputLookup
 from kvpass.host_weights import HostCopies
-from kvpass.operands import Attention, Candidates, Expansion, PrefillBuffers, Requested, RingBuffers
+from kvpass.operands import Attention, Candidates, Expansion, PolicyInputs, PrefillBuffers, RingBuffers
 from kvpass.ops.latents import absorbed, attend_prompt
 from kvpass.ops.reference import row_groups
 from kvpass.ops.schemas import implementation
@@ -107,7 +107,7 @@ def lengths_allowed(gm: GraphModule, shapes: ShapeEnv | None) -> Callable[[int],
     return allowed
 
 
-class _Columns:
+class _TokenBuffer:
     """Tensors of blocks of tokens, put together along axis 2.
 
     Args:
@@ -133,7 +133,7 @@ class _Columns:
     def began(self) -> bool:
         return self._held is not None
 
-    def until(self, end: int) -> Tensor:
+    def before(self, end: int) -> Tensor:
         """Return the columns before ``end``, which must be there."""
         assert self._held is not None
         return self._held[:, :, : end - self.first]
@@ -262,7 +262,7 @@ class _LayerCall(NamedTuple):
     norms: Tensor | None
 
 
-class _Tokens:
+class _PromptRun:
     """Tokens that run through the layers of a decoder, at once or behind others.
 
     Args:
@@ -314,8 +314,8 @@ class _Tokens:
             on_block: called with the attention of each block and its log-sum-exp.
         """
         site, n, seen = layer.site, self.tokens, self.seen
-        queries, lses = _Columns(n - num_queries, n), _Columns(n - num_queries, n)
-        keys, values, norms = _Columns(0, seen + n), _Columns(0, seen + n), list[Tensor]()
+        queries, lses = _TokenBuffer(n - num_queries, n), _TokenBuffer(n - num_queries, n)
+        keys, values, norms = _TokenBuffer(0, seen + n), _TokenBuffer(0, seen + n), list[Tensor]()
         if behind is not None:
             keys.put(0, behind.k)
             values.put(0, behind.v)
@@ -330,7 +330,7 @@ class _Tokens:
                 norms.append(torch.linalg.vector_norm(x.float(), dim=-1).view(len(q), -1))
             sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
             expansion = None if site.up is None else Expansion(self._part(site.up, first, end, made), site.nope)
-            call = Attention(q, keys.until(seen + end), values.until(seen + end), site.scale, site.softcap, sinks)
+            call = Attention(q, keys.before(seen + end), values.before(seen + end), site.scale, site.softcap, sinks)
             judged = behind is None and end > n - num_queries
             if first < results_from and not judged and on_block is None:
                 continue
@@ -347,8 +347,8 @@ class _Tokens:
         for node in layer.read_last:
             self.known.pop(node, None)
         return _LayerCall(
-            absorbed(call._replace(q=queries.until(n)), expansion),
-            lses.until(n) if lses.began else None,
+            absorbed(call._replace(q=queries.before(n)), expansion),
+            lses.before(n) if lses.began else None,
             torch.cat(norms, 1) if norms else None,
         )
 
@@ -419,12 +419,12 @@ class _Behind(NamedTuple):
         weighs: of each reader, whether it weighs attention by norms.
     """
 
-    turns: list[tuple[_Tokens, list[_Observed]]]
+    turns: list[tuple[_PromptRun, list[_Observed]]]
     readers: list[int]
     weighs: list[bool]
 
 
-class _Prompt(_Tokens):
+class _Prompt(_PromptRun):
     """A prompt that is being prefilled into one or more caches, and what is replayed behind it.
 
     Attributes:
@@ -478,7 +478,7 @@ class _Prompt(_Tokens):
 
     def _replays(
         self, policy: Policy, groups: Sequence[tuple[slice, int, Sequence[Replay]]], inputs: Sequence[Any], block: int
-    ) -> Iterator[tuple[_Tokens, list[_Observed]]]:
+    ) -> Iterator[tuple[_PromptRun, list[_Observed]]]:
         """Yield what a policy replays; the rows' first replays together, then their second, and so on.
 
         Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
@@ -509,7 +509,7 @@ class _Prompt(_Tokens):
                 decoder.check(given)
             except ValueError as error:
                 raise ValueError(f"policy {policy.name!r} replays tokens, of which {error}") from None
-            yield _Tokens(decoder, given, torch.ones_like(own), block, self.start, n), parts
+            yield _PromptRun(decoder, given, torch.ones_like(own), block, self.start, n), parts
 
     def begin(self) -> None:
         """Run what comes before all layers."""
@@ -519,7 +519,7 @@ class _Prompt(_Tokens):
             replay.begin()
 
     @property
-    def _replayed_tokens(self) -> list[_Tokens]:
+    def _replayed_tokens(self) -> list[_PromptRun]:
         return [replay for behind in self.behind for replay, _ in behind.turns]
 
     def _copy_weights(self, reads: Sequence[Node]) -> None:
@@ -533,7 +533,7 @@ class _Prompt(_Tokens):
                 tokens.known.update(copied)
 
     def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, results_from: int = 0) -> None:
-        """Run a layer, and let each policy judge its entries.
+        """Run a layer; each policy scores its entries and keeps some.
 
         Args:
             edges, results_from: as in :meth:`attend`.
@@ -565,11 +565,13 @@ class _Prompt(_Tokens):
                 keep_newest(_buffers(RingBuffers, place, fill), call.k, call.v, columns, place.layer)
                 continue
             rows = self._rows_read(fill.policy)
-            requested = self._requested(layer.site, fill.policy)._replace(
+            policy_inputs = self._policy_inputs(layer.site, fill.policy)._replace(
                 summed=summed[0] if fill.policy.sums_columns else None, replayed=replayed.get(number)
             )
             own = call._replace(q=call.q[:, :, num_queries - rows :])
-            self._judge(own, None if lse is None else lse[:, :, num_queries - rows :], place, requested, fill)
+            self._score_and_select(
+                own, None if lse is None else lse[:, :, num_queries - rows :], place, policy_inputs, fill
+            )
 
     def _replay(
         self, layer: Layer, prompt: Attention, place: Place, behind: _Behind, *, is_last: bool
@@ -606,22 +608,24 @@ class _Prompt(_Tokens):
                     most[rows, :, column:] = torch.maximum(most[rows, :, column:], paid)
         return found
 
-    def _judge(self, call: Attention, lse: Tensor | None, place: Place, requested: Requested, fill: Fill) -> None:
+    def _score_and_select(
+        self, call: Attention, lse: Tensor | None, place: Place, policy_inputs: PolicyInputs, fill: Fill
+    ) -> None:
         policy, buffers = fill.policy, _buffers(PrefillBuffers, place, fill)
         rows = fill.state.get(f"{place.prefix}_rule_rows")
-        requested = requested._replace(entries=buffers.entries, rule_rows=rows)
-        with record_function("kvpass::judge"):
-            scores, stats, weight = self.ops.judge(
-                call, lse, self.start, self.first, place.layer, place.layers, policy, requested, self.ranks
+        policy_inputs = policy_inputs._replace(entries=buffers.entries, rule_rows=rows)
+        with record_function("kvpass::score_layer"):
+            scores, stats, weight = self.ops.score_layer(
+                call, lse, self.start, self.first, place.layer, place.layers, policy, policy_inputs, self.ranks
             )
         candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
         with record_function("kvpass::cascade_step"):
             self.ops.cascade_step(buffers, candidates.stored_in(buffers), place.layer, policy, self.ranks)
 
-    def _requested(self, site: Site, policy: Policy) -> Requested:
+    def _policy_inputs(self, site: Site, policy: Policy) -> PolicyInputs:
         """Return of what the policy asks for the tensors of the model."""
         projection = self._projection(site) if policy.reads_projection else None
-        return Requested(projection, self.known[site.rotary_frequencies] if policy.reads_rotation else None)
+        return PolicyInputs(projection, self.known[site.rotary_frequencies] if policy.reads_rotation else None)
 
     def _projection(self, site: Site) -> Tensor:
         """Weight of the layer's output projection, ``[hidden, H * Dv]``."""

@@ -29,7 +29,7 @@ from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.table_ends import table_end
 from kvpass.policies.base import Policy
 from kvpass.progress import working
-from kvpass.ranks import Ranks, agreed
+from kvpass.ranks import Ranks, run_on_all_ranks
 from kvpass.torch_compat import (
     BackendCompilerFailed,
     TorchRuntimeError,
@@ -85,7 +85,7 @@ class _OneTokenAlone(ValueError):
 
 
 @dataclass
-class _Ends:
+class _LengthLimits:
     """Where captures of a model end. Dynamo keeps it for good, so it must not know the model.
 
     Attributes:
@@ -151,7 +151,7 @@ class Capture:
 
         with compile_lock:
             if key not in self._runners:
-                self._runners[key] = agreed(ranks, f"compiling {call.phase}", make)
+                self._runners[key] = run_on_all_ranks(ranks, f"compiling {call.phase}", make)
         return self._runners[key]
 
 
@@ -166,7 +166,7 @@ class CaptureCache:
 
     def __init__(self, compiler: PhaseCompiler, further: Further | None = None) -> None:
         self.compiler, self.further = compiler, further
-        self._ends = _Ends()
+        self._ends = _LengthLimits()
         self._compiled: dict[Key, Callable[..., Tensor]] = {}
         self._hooks: tuple[int, ...] = ()
         self.repeated: dict[Key, RepeatedStep] = {}
@@ -230,7 +230,7 @@ class CaptureCache:
 
     def _capture_on_all_ranks(self, compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
         """Capture without running, in all processes that share the weights or in none."""
-        agreed(
+        run_on_all_ranks(
             self.compiler.ranks,
             f"capturing the decoder for {rows_text(len(ids))}",
             lambda: _capture_only(compiled, call, ids),
@@ -347,7 +347,7 @@ def _stop(failure: Unsupported | UserError | TorchRuntimeError) -> str:
 
 
 def _make_compiled_forward(
-    forward: Forward, further: Further | None, compiler: PhaseCompiler, key: Key, ends: _Ends
+    forward: Forward, further: Further | None, compiler: PhaseCompiler, key: Key, ends: _LengthLimits
 ) -> Callable[..., Tensor]:
     """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
     _, logits_to_keep, embedded = key
@@ -407,7 +407,7 @@ def _needed(guards: Sequence[Any]) -> list[bool]:
     return ["_CAN_RECORD_REGISTRY" not in guard.name for guard in guards]
 
 
-def _find_ends(gm: GraphModule, shortest: int, ends: _Ends) -> None:
+def _find_ends(gm: GraphModule, shortest: int, ends: _LengthLimits) -> None:
     """Add the ends of a capture.
 
     Raises:

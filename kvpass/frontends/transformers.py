@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvpass.cache.buffer_reuse import BufferReuse
 from kvpass.cache.cache import CompressedCache
-from kvpass.cache.copying import copied_only
+from kvpass.cache.copying import forbid_pickling
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.prompt_record import PromptRecord
-from kvpass.cache.recycled import Recycled
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.transactions import Call, append, continued, prefill
@@ -56,7 +56,7 @@ from kvpass.frontends.whole_text import (
 from kvpass.policies import POLICIES, Policy, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
-from kvpass.ranks import Ranks, agreed, digest
+from kvpass.ranks import Ranks, digest, run_on_all_ranks
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
 from kvpass.transformers_compat import CACHE
@@ -112,7 +112,7 @@ class Runtime:
         finally:
             _CALLS.reset(token)
 
-    def facts(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """Return the settings by name: processes that share the model must have the same."""
         rules, compiler = self.rules_now, self.captures.compiler
         return {
@@ -128,7 +128,7 @@ class Runtime:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copied model, without captures: those read the original's weights."""
-        compiler = replace(self.captures.compiler, records=[], recycled=Recycled())
+        compiler = replace(self.captures.compiler, records=[], reuse=BufferReuse())
         captures = CaptureCache(compiler, self.captures.further)
         return replace(self, captures=captures, identity=copy.deepcopy(self.identity, memo), last_prompt=None)
 
@@ -251,12 +251,12 @@ class CompressedModel(_Base):
                 **{name: digest(x) for name, x in tensors.items()},
                 "logits_to_keep": str(logits_to_keep),
                 "tokens in the cache": str(seen),
-                **runtime.facts(),
+                **runtime.describe(),
             }
 
         one_token = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] == 1
         ranks = None if one_token else runtime.captures.compiler.ranks
-        text = checked() if ranks is None else agreed(ranks, "a call of the model", checked, facts)
+        text = checked() if ranks is None else run_on_all_ranks(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
             assert cache is None or isinstance(cache, CompressedCache)
             if cache is not None and not cache.is_empty:
@@ -540,7 +540,7 @@ class CompressedModel(_Base):
         self._kvpass.last_prompt = before
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copied_only(
+        return forbid_pickling(
             self,
             f"a compiled {type(self).__name__} cannot be pickled, it holds captured graphs and compiled code: save the "
             "original model, and call kvpass.compile again after it is loaded",

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from kvpass.operands import (
-    NOTHING_REQUESTED,
+    NO_POLICY_INPUTS,
     AppendBuffers,
     Attention,
     Blocks,
     Candidates,
-    Lines,
+    PolicyInputs,
     PrefillBuffers,
-    Requested,
+    SlotCache,
 )
 from kvpass.ops import reference
 from kvpass.policies.base import Policy
@@ -42,7 +42,7 @@ def column_sums(call: Attention, lse: Tensor, start: Tensor, first: Tensor) -> T
     return window_statistics.column_sums(readable(call), first, lse, call.q.shape[2])
 
 
-def judge(
+def score_layer(
     call: Attention,
     lse: Tensor,
     start: Tensor,
@@ -50,28 +50,28 @@ def judge(
     layer: int,
     num_layers: int,
     policy: Policy,
-    requested: Requested = NOTHING_REQUESTED,
+    policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`kvpass.ops.reference.judge`; one launch per statistic covers all rows."""
+    """See :func:`kvpass.ops.reference.score_layer`; one launch per statistic covers all rows."""
     call = readable(call)
-    sums = {} if requested.summed is None else {call.k.shape[2]: requested.summed}
+    sums = {} if policy_inputs.summed is None else {call.k.shape[2]: policy_inputs.summed}
     site = SiteStatistics(call, first, lse, policy.window, sums)
-    requested = requested._replace(summed=None)
+    policy_inputs = policy_inputs._replace(summed=None)
 
     def observe(rows: slice, column: int, window: int) -> Observation:
         given = (*call.from_column(rows, column)[:4], window, layer, num_layers, call.softcap, call.sinks)
-        asked = requested.of(layer, rows, column)._asdict()
+        asked = policy_inputs.of(layer, rows, column)._asdict()
         return KernelObservation(*given, ranks=ranks, site=site, rows=rows, column=column, **asked)
 
     if policy.takes_padded_rows and len(set(start.tolist())) > 1:
         together = replace(observe(slice(None), 0, min(policy.window, call.k.shape[2])), padding=first)
-        return _judge_padded(together, first, policy)
-    return reference.judge_rows(call.k, start, policy, observe)
+        return _score_padded(together, first, policy)
+    return reference.score_rows(call.k, start, policy, observe)
 
 
-def _judge_padded(obs: Observation, first: Tensor, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`kvpass.ops.reference.judge_rows`, rows of different padding together."""
+def _score_padded(obs: Observation, first: Tensor, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`kvpass.ops.reference.score_rows`, rows of different padding together."""
     b, kv_heads, n, _ = obs.keys.shape
     m, real = obs.evictable, torch.arange(n, device=first.device) >= first[:, None, None]
     reference.write_first_rows(obs, policy)
@@ -195,7 +195,7 @@ def attend_blocks(call: Attention, held: Blocks, layer: int, row_tiles: int | No
     return block_decode.attend_blocks(readable(call), held, layer, row_tiles)
 
 
-def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:
+def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor, Tensor | None]:
     """See :func:`kvpass.ops.slots.attend_slots`; each line must have an empty slot, which is not checked."""
     from kvpass.kernels import slot_decode
 

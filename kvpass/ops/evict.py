@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvpass.operands import Attention, Entered, EvictBuffers, Lines, PrefillBuffers
+from kvpass.operands import Attention, EvictBuffers, PrefillBuffers, SlotCache, SlotTables
 from kvpass.ops import reference
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
@@ -49,7 +49,7 @@ def attend_evict(
     outputs, tokens, quota = [], call.q.shape[2], held.quota[layer]
     for step in range(tokens):
         now = held.next_position + step
-        lines = Lines(*held[:5], position, Entered(storage_order, state, norm, now))
+        lines = SlotCache(*held[:5], position, SlotTables(storage_order, state, norm, now))
         new = call if tokens == 1 else call.rows(slice(None), slice(step, step + 1))
         out, attention = implementation.attend_slots(new, lines, layer)
         assert attention is not None
@@ -86,7 +86,7 @@ def attend_evict(
     return outputs[0] if tokens == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
 
 
-def _keys_of(lines: Lines, layer: int) -> Tensor:
+def _keys_of(lines: SlotCache, layer: int) -> Tensor:
     """Return the keys in the slots of a layer, ``[B, K, S, D]``, anything in empty ones."""
     kv_heads, width = lines.position.shape[1:]
     tail = lines.tail_k[layer]

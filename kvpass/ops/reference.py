@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpass.operands import (
-    NOTHING_REQUESTED,
+    NO_POLICY_INPUTS,
     AppendBuffers,
-    Attended,
     Attention,
     Candidates,
+    PartialAttention,
+    PolicyInputs,
     PrefillBuffers,
-    Requested,
     with_values,
 )
 from kvpass.ops.entry_formats import pool_rows
@@ -37,9 +37,9 @@ __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` ha
     "cascade_step",
     "column_sums",
     "evict_lowest",
-    "judge",
     "pack",
     "pool_in_order",
+    "score_layer",
 ]
 
 _ROW_BLOCK = 512
@@ -101,8 +101,8 @@ def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if before == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    past = Attended(*attend(q, k[:, :, :before], v[:, :, :before], scale=scale))
-    own = Attended(*attend(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale))
+    past = PartialAttention(*attend(q, k[:, :, :before], v[:, :, :before], scale=scale))
+    own = PartialAttention(*attend(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale))
     return past.merged(own).out
 
 
@@ -137,7 +137,8 @@ def attend_prompt(
         start: first real column of each row, int64 ``[B]``, on the CPU. chunked: ``sliding_window`` is the size of
             chunks, each of which attends to itself alone.
     Returns:
-        output ``[B, H, T, Dv]`` in the dtype of q, zeros in padding; and what :func:`judge` needs of it, here nothing.
+        output ``[B, H, T, Dv]`` in the dtype of q, zeros in padding; and what
+            :func:`score_layer` needs of it, here nothing.
     """
     b, h, t, _ = call.q.shape
     before = call.k.shape[2] - t
@@ -158,7 +159,7 @@ def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Ten
     """Attention of the last T tokens of a left-padded prompt, summed over them: fp32 ``[B, H, N]``, zeros in padding.
 
     Args:
-        lse, start, first: as in :func:`judge`.
+        lse, start, first: as in :func:`score_layer`.
     """
     b, h, _, _ = call.q.shape
     sums = call.q.new_zeros(b, h, call.k.shape[2], dtype=torch.float32)
@@ -170,7 +171,7 @@ def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Ten
     return sums
 
 
-def judge(
+def score_layer(
     call: Attention,
     lse: None,
     start: Tensor,
@@ -178,7 +179,7 @@ def judge(
     layer: int,
     num_layers: int,
     policy: Policy,
-    requested: Requested = NOTHING_REQUESTED,
+    policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The policy's scores and statistics of one layer of a prompt.
@@ -186,8 +187,8 @@ def judge(
     Args:
         call: q holds the last rows, as many as the policy reads. lse: of these rows, from :func:`attend_prompt`.
         start: first real column, int64 ``[B]``, on the CPU. first: the same on the device of the call.
-        requested: for the rows of the batch; ``summed`` are :func:`column_sums` of the whole prompt. ``rule_rows`` of
-            the layer are written.
+        policy_inputs: for the rows of the batch; ``summed`` are :func:`column_sums` of the whole prompt.
+            ``rule_rows`` of the layer are written.
         ranks: processes that share the heads of the layer.
     Returns:
         scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats of the heads of this process,
@@ -197,13 +198,13 @@ def judge(
 
     def observe(rows: slice, column: int, window: int) -> Observation:
         q, k, v, scale, softcap, sinks = call.from_column(rows, column)
-        given = requested.of(layer, rows, column)._asdict()
+        given = policy_inputs.of(layer, rows, column)._asdict()
         return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, ranks=ranks, **given)
 
-    return judge_rows(call.k, start, policy, observe)
+    return score_rows(call.k, start, policy, observe)
 
 
-def judge_rows(
+def score_rows(
     k: Tensor, start: Tensor, policy: Policy, observe: Callable[[slice, int, int], Observation]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores, stats and layer weight of one layer; rows with equal start are processed together.
@@ -212,7 +213,7 @@ def judge_rows(
         observe: function of (rows, their first real column, window) that returns the policy's input.
     """
     b, kv_heads, n, _ = k.shape
-    judged: list[Tensor] = []
+    scored: list[Tensor] = []
     stats = k.new_zeros(2, b, kv_heads, n, dtype=torch.float32)
     rule = policy.decode_rule()
     weight = k.new_zeros(b, dtype=torch.float64)
@@ -222,7 +223,7 @@ def judge_rows(
         write_first_rows(obs, policy)
         own = policy.checked_score(obs)
         site_scores = obs.all_heads(own)
-        judged.append(F.pad(site_scores, (column, window), value=float("-inf")))
+        scored.append(F.pad(site_scores, (column, window), value=float("-inf")))
         stats[MASS, rows, :, column:] = obs.mass
         if policy.compares_layers:
             stats[DECODE_STATE, rows, :, column:] = F.pad(own, (0, window), value=float("-inf"))
@@ -231,7 +232,7 @@ def judge_rows(
         layer_weight = policy.checked_weight(obs, site_scores)
         if layer_weight is not None:
             weight[rows] = layer_weight
-    return torch.cat(judged), stats, weight
+    return torch.cat(scored), stats, weight
 
 
 def write_first_rows(obs: Observation, policy: Policy) -> None:
@@ -311,7 +312,7 @@ def reallocate_budgets(
         storage_order = rule.first_storage_order(scores, storage_order, entries)
     keep = (rank < budgets[:, layer, None, None]) & (scores > float("-inf"))
     if ranks is not None:
-        keep, rank, storage_order = (ranks.own(x, 1) for x in (keep, rank, storage_order))
+        keep, rank, storage_order = (ranks.local_shard(x, 1) for x in (keep, rank, storage_order))
     return keep, rank, storage_order
 
 

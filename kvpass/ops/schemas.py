@@ -50,8 +50,8 @@ from kvpass.operands import (
     Candidates,
     EvictBuffers,
     Expansion,
+    PolicyInputs,
     PrefillBuffers,
-    Requested,
     RingBuffers,
     written_in,
 )
@@ -98,12 +98,12 @@ def _observe_attention(
     layer: int,
     num_layers: int,
     policy: Policy,
-    requested: Requested,
+    policy_inputs: PolicyInputs,
     ranks: Ranks | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ops = implementation(call.q)
     out, lse = ops.attend_prompt(call, start)
-    return out, *ops.judge(call, lse, start, first, layer, num_layers, policy, requested, ranks)
+    return out, *ops.score_layer(call, lse, start, first, layer, num_layers, policy, policy_inputs, ranks)
 
 
 def _cascade_step(

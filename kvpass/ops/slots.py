@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.operands import Attention, Lines, with_values
+from kvpass.operands import Attention, SlotCache, with_values
 from kvpass.policies.decode_rules import keep_mask
 from kvpass.policies.observation import attention_weights
 
@@ -21,7 +21,7 @@ NEWEST = 1 << 30
 """Added to a new token's position to make it the last in storage order."""
 
 
-def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Tensor | None]:
+def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor, Tensor | None]:
     """Store one new token in each line's first empty slot; attend slots that hold an entry.
 
     Args:
@@ -33,7 +33,7 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
         ValueError: a line has no empty slot.
     """
     q, k, v, scale, softcap, sinks = call
-    pool_k, pool_v, offsets, tail_k, tail_v, position, entered = with_values(lines, v.shape[3])
+    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = with_values(lines, v.shape[3])
     rows, heads = q.shape[:2]
     kv_heads, width = position.shape[1:]
     group, behind = heads // kv_heads, width - tail_k.shape[3]
@@ -63,13 +63,13 @@ def attend_slots(call: Attention, lines: Lines, layer: int) -> tuple[Tensor, Ten
             weights = attention_weights(logits, none_hidden, softcap, extra)
             out[row, of_head, 0] = (weights @ values).to(q.dtype)
             attention[row, of_head][:, index[live]] = weights
-            if entered is not None:
-                storage_order, decode_state, norm, now = entered
+            if tables is not None:
+                storage_order, decode_state, norm, now = tables
                 position[row, head, slot] = now[row]
                 storage_order[row, head, slot] = now[row] + NEWEST
                 decode_state[row, head, slot] = 0.0
                 norm[row, head, slot] = v[row, head, 0].float().abs().sum()
-    return out, None if entered is None else attention
+    return out, None if tables is None else attention
 
 
 def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.layer_splits import until
+from kvpass.policies.layer_splits import zero_unseen_layers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import check_int, option
 
@@ -29,7 +29,7 @@ class Full(Policy):
 
     def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         """Return all available entries, whatever ``entries`` is."""
-        return until(seen, (available * kv_heads)[:, None].expand(weights.shape))
+        return zero_unseen_layers(seen, (available * kv_heads)[:, None].expand(weights.shape))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpass.config import Budget
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, PooledLastQuery
-from kvpass.policies.layer_splits import CakeLayers, LayerSplit, until
+from kvpass.policies.layer_splits import CakeLayers, LayerSplit, zero_unseen_layers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import Parity, check_bool, check_float, check_literal, check_odd, option
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
@@ -137,7 +137,7 @@ class Cake(Policy):
         budgets = super().layer_budgets(weights, entries, available, kv_heads, seen)
         if self.parity == "paper":
             return budgets
-        whole = until(seen, (available * kv_heads)[:, None].expand(weights.shape))
+        whole = zero_unseen_layers(seen, (available * kv_heads)[:, None].expand(weights.shape))
         return torch.where(self._spared(entries, available)[:, None], whole, budgets)
 
     def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:

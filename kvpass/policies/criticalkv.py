@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpass.policies.head_splits import HeadSplit, SafeguardedHeads, UniformHeads
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import check_choice, check_float, option
-from kvpass.policies.refinement import refined
+from kvpass.policies.refinement import refine_scores
 from kvpass.policies.scores import Pool
 from kvpass.policies.snapkv import WindowAttention
 
@@ -48,7 +48,7 @@ class CriticalKV(WindowAttention):
 
     @takes_padding
     def score(self, obs: Observation) -> Tensor:
-        return refined(self, obs, super().score(obs), self.first_stage, self.epsilon)
+        return refine_scores(self, obs, super().score(obs), self.first_stage, self.epsilon)
 
     def heads(self) -> HeadSplit:
         return UniformHeads() if self.base == "snapkv" else SafeguardedHeads(self.alpha, self.window)

@@ -28,7 +28,7 @@ def rank_slots(scores: Tensor, storage_order: Tensor) -> Tensor:
     return invert(order)
 
 
-def older(position: Tensor, window: int) -> Tensor:
+def evictable_slots(position: Tensor, window: int) -> Tensor:
     """Return which entries compete: all but the newest ``window`` tokens; bool ``[B, K, C]``.
 
     Args:
@@ -42,11 +42,11 @@ def keep_mask(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> T
     """Return the keep mask: the newest ``window`` tokens, and each head's best ``quota`` of the others.
 
     Args:
-        scores: fp32 ``[B, K, C]``. position: as in :func:`older`. quota: int64 ``[B, K]``.
+        scores: fp32 ``[B, K, C]``. position: as in :func:`evictable_slots`. quota: int64 ``[B, K]``.
     Returns:
         bool ``[B, K, C]``.
     """
-    compete = older(position, window)
+    compete = evictable_slots(position, window)
     last = torch.iinfo(position.dtype).max
     rank = rank_slots(torch.where(compete, scores, float("-inf")), torch.where(compete, position, last))
     return (position >= 0) & (~compete | (rank < quota[:, :, None]))
@@ -69,7 +69,7 @@ def pool_in_order(
         fp32 ``[B, K, C]``, 0 in slots that are left out.
     """
     kv_heads = position.shape[1]
-    compete = older(position, window)
+    compete = evictable_slots(position, window)
     order = torch.where(compete, storage_order, torch.iinfo(storage_order.dtype).max).argsort(dim=2, stable=True)
     in_order = compete.gather(2, order)
     a = attention.unflatten(1, (kv_heads, -1))
@@ -133,7 +133,7 @@ def by_score(scores: Tensor, slots: Slots, window: int, evicted: Tensor) -> Tens
     Args:
         scores: fp32 ``[B, K, C]``. evicted: heads that are stored anew, bool ``[B, K]``; others keep their order.
     """
-    compete = older(slots.position, window)
+    compete = evictable_slots(slots.position, window)
     rank = rank_slots(torch.where(compete, scores, float("-inf")), slots.storage_order)
     stored = torch.where(compete, rank, 2 * slots.position.shape[2] + slots.position)
     return torch.where(evicted[:, :, None], stored, slots.storage_order)

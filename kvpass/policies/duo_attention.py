@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
-from kvpass.policies.layer_splits import LayerSplit, until
+from kvpass.policies.layer_splits import LayerSplit, zero_unseen_layers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import check_int, option
 from kvpass.policies.scheduler import invert
@@ -104,7 +104,7 @@ class HeadMapLayers(LayerSplit):
         first = each.clamp(max=self.sinks)
         rest = (available - first)[:, None, None]
         left = ((each - first) * (layers * kv_heads))[:, None, None] - place * rest
-        return until(seen, first[:, None] * kv_heads + torch.minimum(left.clamp(min=0), rest).sum(2))
+        return zero_unseen_layers(seen, first[:, None] * kv_heads + torch.minimum(left.clamp(min=0), rest).sum(2))
 
     def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
         self.places(num_layers, kv_heads, torch.device("cpu"))  # before a prompt is read

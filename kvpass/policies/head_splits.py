@@ -86,10 +86,12 @@ class SafeguardedHeads(HeadSplit):
         return (part - self.window).clamp(min=0)
 
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
-        return rank_by_score(raised(scores, self.certain(entries)[:, None].expand(-1, scores.shape[1]))).int()
+        return rank_by_score(
+            with_certain_entries(scores, self.certain(entries)[:, None].expand(-1, scores.shape[1]))
+        ).int()
 
 
-def raised(scores: Tensor, certain: Tensor) -> Tensor:
+def with_certain_entries(scores: Tensor, certain: Tensor) -> Tensor:
     """Return scores ``[B, K, N]`` in which the best ``certain`` int64 ``[B, K]`` of each head are above all others.
 
     They fall in their order, as far as fp32 tells it. ``-inf`` stays.

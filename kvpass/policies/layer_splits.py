@@ -39,7 +39,7 @@ class UniformLayers(LayerSplit):
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         if self.parity == "code":
-            return until(seen, (entries * kv_heads)[:, None].expand(weights.shape))
+            return zero_unseen_layers(seen, (entries * kv_heads)[:, None].expand(weights.shape))
         return fixed_budgets(torch.ones_like(weights), entries, available, kv_heads, seen)
 
 
@@ -111,7 +111,7 @@ class GlobalLayers(LayerSplit):
     """
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-        return until(seen, weights.long())
+        return zero_unseen_layers(seen, weights.long())
 
 
 Shape = Literal["linear", "geometric", "exponential", "entropy", "gini"]
@@ -167,7 +167,7 @@ class PyramidLayers(LayerSplit):
         if self.shape in ("entropy", "gini"):
             return adaptive_budgets(weights, entries, available, kv_heads, seen)
         if self.parity == "code" and self.shape == "linear":
-            return until(
+            return zero_unseen_layers(
                 seen,
                 pyramid_budgets(
                     entries, available, layers, kv_heads, self.window, self.beta, short_uniform=self.short_uniform
@@ -202,6 +202,6 @@ class PyramidLayers(LayerSplit):
                 return 0
 
 
-def until(seen: int, budgets: Tensor) -> Tensor:
+def zero_unseen_layers(seen: int, budgets: Tensor) -> Tensor:
     """Return budgets int64 ``[B, L]`` with zeros for the layers not seen yet."""
     return torch.where(torch.arange(budgets.shape[1], device=budgets.device) < seen, budgets, 0)

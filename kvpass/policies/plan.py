@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.config import Budget, Geometry
-from kvpass.operands import Requested
+from kvpass.operands import PolicyInputs
 from kvpass.policies import parse_budget, resolve
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, Slots, keep_mask, quota_now
@@ -110,7 +110,7 @@ def plan(
     attended = _attended(chosen, replays, q, k, v, projections, factor)
     parsed, entries = _entries(chosen, budget, k, v)
     given = [
-        Requested(weight, turns, entries.expand(batch), replayed=most)
+        PolicyInputs(weight, turns, entries.expand(batch), replayed=most)
         for weight, turns, most in zip(projections, frequencies, attended, strict=True)
     ]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.decode_rules import DecodeRule, Slots, by_score, first_by_score, older
+from kvpass.policies.decode_rules import DecodeRule, Slots, by_score, evictable_slots, first_by_score
 from kvpass.policies.observation import Observation, softcapped
 from kvpass.policies.options import check_float, check_int, check_odd, option
 from kvpass.policies.scores import pool_scores
@@ -125,7 +125,7 @@ class Redundancy(DecodeRule):
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         assert slots.keys is not None and slots.rows is not None
-        compete = older(slots.position, self.window)[:, :, None]
+        compete = evictable_slots(slots.position, self.window)[:, :, None]
         products = torch.einsum("bkgwd,bkcd->bkgwc", slots.rows, slots.keys.float())
         logits = softcapped(products * slots.scale, slots.softcap).amax(2)
         logits = logits.masked_fill(~compete, torch.finfo(torch.float32).min)

@@ -34,7 +34,7 @@ class Refinable(Policy):
 
     def checked_score(self, obs: Observation) -> Tensor:
         scores = super().checked_score(obs)
-        return refined(self, obs, scores) if self.critical else scores
+        return refine_scores(self, obs, scores) if self.critical else scores
 
 
 def check_refinable(policy: Policy) -> None:
@@ -47,7 +47,7 @@ def check_refinable(policy: Policy) -> None:
         )
 
 
-def refined(
+def refine_scores(
     policy: Policy, obs: Observation, scores: Tensor, first_stage: float = 0.5, epsilon: float = 1e-4
 ) -> Tensor:
     """Return the scores of a policy with uniform layers, permuted within each head; fp32 ``[B, K, M]``.

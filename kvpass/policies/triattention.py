@@ -128,7 +128,7 @@ class Distances(DecodeRule):
         for head in range(kv_heads):
             queries = obs.unrotated_queries(head, 0)
             rows[:, head, :, MEAN] = queries.mean(2)
-            rows[:, head, :, MODULUS, : dim // 2] = moduli(queries).mean(2)
+            rows[:, head, :, MODULUS, : dim // 2] = pairwise_norms(queries).mean(2)
         return rows
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
@@ -150,17 +150,17 @@ class Distances(DecodeRule):
         queries = rotated(mean[..., None, :], ahead.cos(), ahead.sin())
         if self.aggregate == "mean":
             queries = queries.mean(3, keepdim=True)
-        spare = modulus - moduli(mean)
+        spare = modulus - pairwise_norms(mean)
         scores = []
         for head in range(keys.shape[1]):
             own = keys[:, head].float()
             certain = torch.einsum("bgod,bnd->bgon", queries[:, head], own).amax(2)
-            of_group = certain + torch.einsum("bgf,bnf->bgn", spare[:, head], moduli(own))
+            of_group = certain + torch.einsum("bgf,bnf->bgn", spare[:, head], pairwise_norms(own))
             scores.append(reduce_group(of_group, 1, self.group))
         return torch.cat(scores, 1)
 
 
-def moduli(x: Tensor) -> Tensor:
+def pairwise_norms(x: Tensor) -> Tensor:
     """Return ``|x[j] + 1j x[j + D / 2]|`` of ``[..., D]``: ``[..., D / 2]``."""
     real, imaginary = x.chunk(2, -1)
     return torch.hypot(real, imaginary)
@@ -199,7 +199,7 @@ def of_file(path: str, obs: Observation) -> tuple[Tensor, Tensor]:
     if shapes != wanted:
         raise ValueError(f"statistics={path!r}: holds {shapes}; layers of this model need {wanted}")
     mean, modulus = (tensors[name][obs.layer] for name in wanted)
-    return (mean, modulus) if obs.ranks is None else (obs.ranks.own(mean, 0), obs.ranks.own(modulus, 0))
+    return (mean, modulus) if obs.ranks is None else (obs.ranks.local_shard(mean, 0), obs.ranks.local_shard(modulus, 0))
 
 
 @functools.lru_cache(maxsize=4)

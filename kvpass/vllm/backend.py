@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvpass.kernels import cpu
-from kvpass.operands import AppendBuffers, Attention, Blocks, Candidates, PrefillBuffers, Requested
+from kvpass.operands import AppendBuffers, Attention, Blocks, Candidates, PolicyInputs, PrefillBuffers
 from kvpass.ops import reference
 from kvpass.vllm import devices, versions
 from kvpass.vllm.admission import Rows
@@ -254,9 +254,11 @@ class KVPassImpl(AttentionImpl):
             row.buffers = self._buffers(block, meta.tables.offsets[row.block : row.block + 1])
         buffers = row.buffers
         start = torch.zeros(1, dtype=torch.int64, device="cpu")
-        first, asked = start.to(call.k.device), Requested(entries=buffers.entries)
+        first, asked = start.to(call.k.device), PolicyInputs(entries=buffers.entries)
         lse = meta.tables.device.attend_prompt(call, out)
-        scores, stats, weight = ops.judge(call, lse, start, first, site, layers, self.policy, asked, ranks=self.ranks)
+        scores, stats, weight = ops.score_layer(
+            call, lse, start, first, site, layers, self.policy, asked, ranks=self.ranks
+        )
         candidates = Candidates(call.k, call.v, scores, stats, weight, first)
         ops.cascade_step(buffers, candidates, site, self.policy, self.ranks)
         if site == layers - 1:

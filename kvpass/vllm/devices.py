@@ -42,7 +42,7 @@ class OnCPU:
         return ()
 
     def attend_prompt(self, call: Attention, out: Tensor) -> Tensor | None:
-        """Write the attention of one whole prompt to ``out`` ``[N, H, D]``; return what ``ops.judge`` needs of it."""
+        """Write the attention of one whole prompt to ``out`` ``[N, H, D]``; return what ``score_layer`` needs of it."""
         versions.attend_prompt(call, out)
         return None
 

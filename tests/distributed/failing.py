@@ -42,7 +42,7 @@ def main(folder: str, how: str) -> None:
     fast = kvpass.compile(model, policy="lava", **given)
     fast(IDS)
     if last and how == "memory":
-        judge = reference.judge
+        judge = reference.score_layer
 
         def failing(call: Any, lse: Any, start: Any, first: Any, layer: int, *rest: Any) -> Any:
             if layer == 1:
@@ -50,7 +50,7 @@ def main(folder: str, how: str) -> None:
                 raise torch.OutOfMemoryError("out of memory, injected")
             return judge(call, lse, start, first, layer, *rest)
 
-        reference.judge = failing
+        reference.score_layer = failing
     now()
     while True:
         fast(IDS)

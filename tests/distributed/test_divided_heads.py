@@ -18,7 +18,7 @@ from kvpass.cache.prompt_record import PromptRecord
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.shared_heads import divided, joined, joined_facts, record_of_all
 from kvpass.config import Budget, Geometry, LayerGroup, Layout
-from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, Requested
+from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs
 from kvpass.ops import evict, recompress, reference
 from kvpass.policies import resolve
 from kvpass.policies.h2o import H2O
@@ -86,8 +86,8 @@ def recorded(
         call = Attention(q[layer], k[layer], v[layer], DIM**-0.5)
         norms = projected_norms(v[layer], weights[layer], 2) if policy.weighs_replays else None
         most = most_attended(call.k, [replayed(call.q, call.k)], call.scale, value_norms=norms)
-        asked = Requested(weights[layer], TURNS[layer], buffers.entries, replayed=most)
-        seen = reference.judge(call, None, start, start, layer, LAYERS, policy, asked, ranks)
+        asked = PolicyInputs(weights[layer], TURNS[layer], buffers.entries, replayed=most)
+        seen = reference.score_layer(call, None, start, start, layer, LAYERS, policy, asked, ranks)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)
     kept = store.finish_prefill()
@@ -110,7 +110,7 @@ def replayed(q: Tensor, k: Tensor) -> Replayed:
 
 
 def own_heads(ranks: Ranks | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tensors if ranks is None else tuple(ranks.own(x, 2) for x in tensors)
+    return tensors if ranks is None else tuple(ranks.local_shard(x, 2) for x in tensors)
 
 
 def kept(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks | None) -> Tensor:

@@ -104,13 +104,13 @@ def test_peak_kv_alive_during_prefill_is_the_pool_and_about_one_layer(monkeypatc
                 alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
             pools.append(sum(tensor.untyped_storage().nbytes() for tensor in pool(*args)))
             peaks.append(sum(size for ref, size in alive.values() if not ref.expired()))
-            if name == "judge":
+            if name == "score_layer":
                 layer_sizes.append(args[0].k.nbytes + args[0].v.nbytes)
             return original(*args)
 
         monkeypatch.setattr(reference, name, counted)
 
-    watch("judge", lambda call, *_: (call.k, call.v), lambda *_: ())
+    watch("score_layer", lambda call, *_: (call.k, call.v), lambda *_: ())
     held = operator.attrgetter("pool_k", "pool_v", "tail_k", "tail_v")
     watch("cascade_step", lambda _, candidates, *__: (candidates.k, candidates.v), lambda buffers, *_: held(buffers))
     watch("pack", lambda *_: (), held)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import kvpass
-from kvpass.operands import AppendBuffers, Attention, Candidates, Entered, Lines, PrefillBuffers, Requested
+from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers, SlotCache, SlotTables
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.ops.entry_formats import packed
@@ -295,16 +295,16 @@ def test_a_token_enters_a_cache_of_constant_size(dtype, dim, softcap, with_sinks
     line = (rows, KV_HEADS, width)
     position = torch.rand(line, generator=generator).argsort(-1).int()
     position[:, :, ::7] = slots.EMPTY
-    entered = Entered(position.clone(), torch.ones(line), torch.ones(line), torch.tensor([500, 501, 502]))
-    place = [x.to(PLACE, copy=True) for x in (position, *entered)]
+    tables = SlotTables(position.clone(), torch.ones(line), torch.ones(line), torch.tensor([500, 501, 502]))
+    place = [x.to(PLACE, copy=True) for x in (position, *tables)]
     call = Attention(*site(dtype, dim, dim, tokens=1), 0.2, softcap, sinks_of(with_sinks))
     twins = [exact(x) for x in held]
-    expected, weights = slots.attend_slots(exact(call), Lines(*twins, position, entered), 1)
-    found, got = device.attend_slots(call, Lines(*held, place[0], Entered(*place[1:])), 1)
+    expected, weights = slots.attend_slots(exact(call), SlotCache(*twins, position, tables), 1)
+    found, got = device.attend_slots(call, SlotCache(*held, place[0], SlotTables(*place[1:])), 1)
     check("output", found, expected, ERROR[dtype])
     check("weights", got, weights, ERROR[dtype])
     assert all(torch.equal(exact(x), twin) for x, twin in zip(held, twins, strict=True))
-    assert torch.equal(place[0].cpu(), position) and torch.equal(place[1].cpu(), entered[0])
+    assert torch.equal(place[0].cpu(), position) and torch.equal(place[1].cpu(), tables[0])
 
 
 # -- contracts ---------------------------------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ def test_no_layer_of_a_prefill_synchronises(name, dtype):
 
     def prefill(state: PrefillBuffers) -> None:
         for layer in range(LAYERS):
-            asked = (policy.spec, *Requested(entries=state.entries), None)
+            asked = (policy.spec, *PolicyInputs(entries=state.entries), None)
             _, *observed = torch.ops.kvpass.observe_attention(*call, STARTS, first, layer, LAYERS, *asked)
             candidates = Candidates(call.k, call.v, *observed, first)
             torch.ops.kvpass.cascade_step(*state, *candidates, layer, policy.spec, None)

@@ -37,7 +37,7 @@ class Interrupt:
 @pytest.mark.parametrize(
     ("policy", "where", "count"),
     [
-        ("lava", ("kvpass.ops.reference", "judge"), 2),
+        ("lava", ("kvpass.ops.reference", "score_layer"), 2),
         ("lava", ("kvpass.ops.reference", "cascade_step"), 2),
         ("lava", ("kvpass.ops.reference", "pack"), 1),
         ("h2o", ("kvpass.ops.evict", "first_slots"), 1),

@@ -16,8 +16,8 @@ import torch
 from transformers import GenerationConfig
 
 import kvpass
+from kvpass.cache.buffer_reuse import BufferReuse
 from kvpass.cache.layers import FullAttentionLayers
-from kvpass.cache.recycled import Recycled
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.frontends.transformers import CompressedModel
 from tiny_models import left_pad, random_ids, tiny_model
@@ -168,25 +168,25 @@ def test_a_cache_that_is_reset_gives_its_memory_to_the_next():
 
 
 def test_what_is_held_back_is_bounded_and_let_go_by_a_prompt_of_another_shape():
-    recycled, shape = Recycled(), (4, 5)
-    given = [recycled.empty("k", shape, torch.float32, torch.device("cpu")) for _ in range(5)]
+    reuse, shape = BufferReuse(), (4, 5)
+    given = [reuse.empty("k", shape, torch.float32, torch.device("cpu")) for _ in range(5)]
     assert len({tensor.data_ptr() for tensor in given}) == 5, "one was given twice"
-    assert len(recycled._known["k"]) == 2, "more than two are held back when all are gone"
+    assert len(reuse._known["k"]) == 2, "more than two are held back when all are gone"
     kept = {tensor.data_ptr() for tensor in given[-2:]}
     del given
-    again = recycled.empty("k", shape, torch.float32, torch.device("cpu"))
+    again = reuse.empty("k", shape, torch.float32, torch.device("cpu"))
     assert again.data_ptr() in kept
-    assert len(recycled._known["k"]) == 1, "one that nobody took was held back"
-    other = recycled.empty("k", (6,), torch.float32, torch.device("cpu"))
+    assert len(reuse._known["k"]) == 1, "one that nobody took was held back"
+    other = reuse.empty("k", (6,), torch.float32, torch.device("cpu"))
     del again, other
-    last = recycled.empty("k", (6,), torch.float64, torch.device("cpu"))
-    assert [tensor.dtype for tensor in recycled._known["k"]] == [torch.float64] == [last.dtype]
+    last = reuse.empty("k", (6,), torch.float64, torch.device("cpu"))
+    assert [tensor.dtype for tensor in reuse._known["k"]] == [torch.float64] == [last.dtype]
 
 
 def test_where_no_steps_are_captured_nothing_is_held_back():
     plain = plain_model()
     plain(random_ids(1, 61))
-    assert not plain._kvpass.captures.compiler.recycled._known
+    assert not plain._kvpass.captures.compiler.reuse._known
 
 
 # -- the tail is reserved for what generate is asked for --------------------------------------------------------

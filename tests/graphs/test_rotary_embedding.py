@@ -22,13 +22,13 @@ UNFOUND = sorted(FAMILIES.keys() - {*ROTATED} - SLIDING)
 @pytest.fixture
 def judged(monkeypatch):
     """What the policy is given of each layer: the attention op and the frequencies."""
-    seen, judge = [], reference.judge
+    seen, judge = [], reference.score_layer
 
-    def record(call, lse, start, first, layer, layers, policy, requested, ranks=None):
-        seen.append((call, requested.frequencies))
-        return judge(call, lse, start, first, layer, layers, policy, requested, ranks)
+    def record(call, lse, start, first, layer, layers, policy, policy_inputs, ranks=None):
+        seen.append((call, policy_inputs.frequencies))
+        return judge(call, lse, start, first, layer, layers, policy, policy_inputs, ranks)
 
-    monkeypatch.setattr(reference, "judge", record)
+    monkeypatch.setattr(reference, "score_layer", record)
     return seen
 
 

@@ -99,9 +99,9 @@ def call_everything(
         Attention,
         Blocks,
         Candidates,
-        Entered,
-        Lines,
         PrefillBuffers,
+        SlotCache,
+        SlotTables,
     )
     from kvpass.ops import entry_formats
 
@@ -158,10 +158,10 @@ def call_everything(
 
     line = (rows, kv_heads, capacity + 40)
     position, decode_state = torch.zeros(line, dtype=torch.int32), torch.zeros(line)
-    entered = Entered(position, decode_state, decode_state, start)
-    slot_decode.attend_slots(site(1), Lines(*pool, offsets, *tail, position, entered), 1)
+    tables = SlotTables(position, decode_state, decode_state, start)
+    slot_decode.attend_slots(site(1), SlotCache(*pool, offsets, *tail, position, tables), 1)
     ring = torch.zeros(rows, 1, capacity, dtype=torch.int32).expand(-1, kv_heads, -1)
-    slot_decode.attend_slots(site(1), Lines(None, None, None, *tail, ring), 1)
+    slot_decode.attend_slots(site(1), SlotCache(None, None, None, *tail, ring), 1)
     how = ("max", 7, "max") if options else ("avg", 5, "mean")
     slot_lines.pool_in_order(torch.zeros(rows, heads, line[2]), position, position, WINDOW, *how)
     slot_lines.evict_lowest(

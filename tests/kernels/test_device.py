@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvpass
 from kvpass.compiler import blocks
 from kvpass.kernels import window_statistics
-from kvpass.operands import AppendBuffers, Attention, Candidates, PrefillBuffers, Requested
+from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, schemas
 from kvpass.policies import POLICIES, resolve
@@ -56,8 +56,8 @@ def test_column_sums_of_blocks_add_up_to_those_of_the_prompt(backend):
     policy = resolve("h2o", window=WINDOW)
     last = call._replace(q=call.q[:, :, -WINDOW:])
     lse = backend.attend_prompt(last, STARTS)[1]
-    found = backend.judge(last, lse, STARTS, STARTS, 0, LAYERS, policy, Requested(summed=total))
-    for x, y in zip(found, reference.judge(call, None, STARTS, STARTS, 0, LAYERS, policy), strict=True):
+    found = backend.score_layer(last, lse, STARTS, STARTS, 0, LAYERS, policy, PolicyInputs(summed=total))
+    for x, y in zip(found, reference.score_layer(call, None, STARTS, STARTS, 0, LAYERS, policy), strict=True):
         assert_close("h2o", x, y, atol=1e-5)
 
 
@@ -93,7 +93,7 @@ def prefill(backend, policy, entries):
     buffers, outputs = state(policy, entries), []
     for layer in range(LAYERS):
         call = Attention(*site(layer), 0.3)
-        asked = Requested(WEIGHT, TURNS, buffers.entries)
+        asked = PolicyInputs(WEIGHT, TURNS, buffers.entries)
         out, *seen = observe(backend, call, STARTS, STARTS, layer, LAYERS, policy, asked)
         backend.cascade_step(buffers, Candidates(call.k, call.v, *seen, STARTS), layer, policy)
         outputs.append(out)
@@ -189,7 +189,7 @@ def test_rows_of_different_padding_are_judged_together_as_each_alone(name, optio
     apart = ("lagkv", "expected_attention", "defensivekv", "layer_defensivekv", "r_kv", "triattention")
     assert policy.takes_padded_rows == (name not in apart)
     call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
-    asked = Requested(WEIGHT, TURNS, torch.full((len(RAGGED),), 9), replayed=call.k.norm(dim=-1))
+    asked = PolicyInputs(WEIGHT, TURNS, torch.full((len(RAGGED),), 9), replayed=call.k.norm(dim=-1))
     expected = observe(reference, call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
     found = observe(device, call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
     for what, one, other in zip(("output", "scores", "stats", "weight"), found, expected, strict=True):

@@ -23,7 +23,15 @@ from kvpass.kernels import (
     window_statistics,
 )
 from kvpass.kernels.prompt_attention import Machine
-from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PrefillBuffers, Requested, RingBuffers
+from kvpass.operands import (
+    AppendBuffers,
+    Attention,
+    Candidates,
+    EvictBuffers,
+    PolicyInputs,
+    PrefillBuffers,
+    RingBuffers,
+)
 from kvpass.ops import cuda as device
 from kvpass.ops import evict, sliding
 from kvpass.policies import POLICIES, resolve
@@ -82,7 +90,7 @@ def test_a_prefill_up_to_its_packed_pool(
     entries = 6 if policy.needs_budget else TOKENS
     call = Attention(*site(TOKENS, dtype), 0.3)
     first = on_device(ROWS, dtype=torch.int64)
-    asked = Requested(
+    asked = PolicyInputs(
         on_device(24, HEADS * DIM, dtype=dtype),
         on_device(DIM // 2),
         on_device(ROWS, dtype=torch.int64),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.kernels import cpu
-from kvpass.operands import Attention, Entered, Lines
+from kvpass.operands import Attention, SlotCache, SlotTables
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.ops.slots import ABSENT, EMPTY
@@ -45,28 +45,28 @@ class SlotsCase:
     tail_k: Tensor
     tail_v: Tensor
     position: Tensor
-    entered: Entered | None
+    tables: SlotTables | None
     layer: int
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
 
     @property
-    def arguments(self) -> tuple[Attention, Lines, int]:
-        lines = Lines(*(getattr(self, name) for name in Lines._fields))
+    def arguments(self) -> tuple[Attention, SlotCache, int]:
+        lines = SlotCache(*(getattr(self, name) for name in SlotCache._fields))
         return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks), lines, self.layer
 
     @property
     def decode_state(self) -> dict[str, Tensor]:
         """Everything a call may write or must leave alone."""
         named = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return named | dict(zip(("storage_order", "decode_state", "norm", "now"), self.entered or (), strict=False))
+        return named | dict(zip(("storage_order", "decode_state", "norm", "now"), self.tables or (), strict=False))
 
     def copy(self) -> SlotsCase:
-        entered = None if self.entered is None else Entered(*(x.clone() for x in self.entered))
+        tables = None if self.tables is None else SlotTables(*(x.clone() for x in self.tables))
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         copies = {name: x.clone() for name, x in tensors.items() if isinstance(x, Tensor) and name != "position"}
-        return replace(self, **copies, position=self.position + 0, entered=entered)
+        return replace(self, **copies, position=self.position + 0, tables=tables)
 
     def exact(self) -> tuple[Exact, Exact]:
         """Output ``[B, H, 1, Dv]`` and weights ``[B, H, S]``, one line after another."""
@@ -113,7 +113,7 @@ def slots_case(
     capacity: int = 24,
     live: float = 0.8,
     pool: bool = True,
-    entered: bool = True,
+    tables: bool = True,
     dtype: torch.dtype = torch.float32,
     softcap: float | None = None,
     sinks: bool = False,
@@ -160,7 +160,7 @@ def slots_case(
     if in_keys:
         pools[1], tails[1] = pools[1][..., :0].contiguous(), tails[1][..., :0].contiguous()
     line = (rows, kv_heads, width)
-    written = Entered(
+    written = SlotTables(
         torch.randint(0, 99, line, generator=generator, dtype=torch.int32),
         torch.rand(line, generator=generator),
         torch.rand(line, generator=generator),
@@ -176,7 +176,7 @@ def slots_case(
         tail_k=tails[0],
         tail_v=tails[1],
         position=position,
-        entered=written if entered else None,
+        tables=written if tables else None,
         layer=layer,
         scale=dim**-0.5,
         softcap=softcap,
@@ -191,7 +191,7 @@ def check(case: SlotsCase, way: Callable[..., Any]) -> None:
     for name, answer in (("eager", slots.attend_slots(*expected.arguments)), ("found", way(*found.arguments))):
         assert answer[0].dtype == case.q.dtype and answer[0].transpose(1, 2).is_contiguous()
         assert_rounded(name, answer[0], right[0])
-        if case.entered is None:
+        if case.tables is None:
             assert answer[1] is None
         else:
             assert_rounded(f"weights, {name}", answer[1], right[1])
@@ -225,9 +225,9 @@ def test_values_stored_in_keys(way: Callable[..., Any], group: int, dim: int, va
     check(slots_case([[19], [40]], group=group, dim=dim, value_dim=value_dim, in_keys=True), way)
 
 
-@pairwise(way=[*WAYS], softcap=[None, 4.0, 30.0], sinks=[False, True], entered=[True, False])
-def test_softcap_and_sinks(way: str, softcap: float | None, sinks: bool, entered: bool) -> None:
-    check(slots_case(LENGTHS, group=4, softcap=softcap, sinks=sinks, entered=entered), WAYS[way])
+@pairwise(way=[*WAYS], softcap=[None, 4.0, 30.0], sinks=[False, True], tables=[True, False])
+def test_softcap_and_sinks(way: str, softcap: float | None, sinks: bool, tables: bool) -> None:
+    check(slots_case(LENGTHS, group=4, softcap=softcap, sinks=sinks, tables=tables), WAYS[way])
 
 
 @both_ways
@@ -243,7 +243,7 @@ def test_bfloat16_on_the_cpu() -> None:
 @pytest.mark.parametrize("capacity", [1, 63, 64, 65, 200])
 def test_lines_without_a_pool(way: Callable[..., Any], capacity: int) -> None:
     """As those of a ring: the same positions for all heads, in one place in memory, and nothing written down."""
-    case = slots_case([[0, 0]], capacity=capacity, pool=False, entered=False, live=0.0)
+    case = slots_case([[0, 0]], capacity=capacity, pool=False, tables=False, live=0.0)
     columns = torch.arange(capacity, dtype=torch.int32).roll(capacity // 3)
     columns[capacity // 2] = EMPTY
     case.tail_k.copy_(torch.randn(case.tail_k.shape))
@@ -277,7 +277,7 @@ def test_strided_queries_keys_and_values(way: Callable[..., Any]) -> None:
         ({"q": torch.zeros(2, 7, 1, 32)}, "7 heads"),
         ({"position": torch.zeros(2, 3, 94, dtype=torch.int64)}, "position (is|has)"),
         ({"position": torch.zeros(2, 3, 20, dtype=torch.int32)}, "storage_order (is|has)"),
-        ({"position": torch.zeros(2, 3, 20, dtype=torch.int32), "entered": None}, "20 slots"),
+        ({"position": torch.zeros(2, 3, 20, dtype=torch.int32), "tables": None}, "20 slots"),
         ({"pool_v": torch.zeros(2, 500, 32)}, "pool_v (is|has)"),
     ],
 )
@@ -306,7 +306,7 @@ def test_a_segment_longer_than_its_part_of_a_line() -> None:
     case = slots_case(LENGTHS)
     before = case.tail_k.clone()
     with pytest.raises(ValueError, match=r"rise within 0.*by at most 60"):
-        cpu.attend_slots(*replace(case, position=case.position[..., 10:].contiguous(), entered=None).arguments)
+        cpu.attend_slots(*replace(case, position=case.position[..., 10:].contiguous(), tables=None).arguments)
     assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 

@@ -14,9 +14,9 @@ from kvpass.operands import (
     Attention,
     Candidates,
     EvictBuffers,
+    PolicyInputs,
     PrefillBuffers,
     RecompressBuffers,
-    Requested,
 )
 from kvpass.ops import evict, reference, slots
 from kvpass.policies import resolve
@@ -73,7 +73,7 @@ def test_opcheck_site_and_observe_attention():
     q, k, v = qkv()
     torch.library.opcheck(OPS.site.default, (q, k, v, SCALE))
     spec = resolve("lava", window=8).spec
-    start, asked = torch.tensor([0, 3]), Requested(entries=torch.tensor([6, 6]))
+    start, asked = torch.tensor([0, 3]), PolicyInputs(entries=torch.tensor([6, 6]))
     args = (*Attention(q, k, v, SCALE), start, start, 0, 2, spec, *asked, None)
     torch.library.opcheck(OPS.observe_attention.default, args)
 
@@ -98,7 +98,7 @@ def test_opcheck_cascade_step_and_pack():
     policy = resolve("lava", window=8)
     entries, start = torch.tensor([6, 6]), torch.tensor([0, 3])
     state = without_nan(prefill_state(2, 2, 2, 8, 8, 40, entries, policy))
-    asked = (*Requested(), None)
+    asked = (*PolicyInputs(), None)
     _, *seen = OPS.observe_attention.default(*Attention(q, k, v, SCALE), start, start, 0, 2, policy.spec, *asked)
     torch.library.opcheck(OPS.cascade_step.default, (*state, *Candidates(k, v, *seen, start), 0, policy.spec, None))
     torch.library.opcheck(OPS.pack.default, tuple(state))

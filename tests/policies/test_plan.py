@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass.operands import Attention, Candidates, PrefillBuffers, Requested
+from kvpass.operands import Attention, Candidates, PolicyInputs, PrefillBuffers
 from kvpass.ops import reference
 from kvpass.policies import POLICIES, Policy, resolve
 from kvpass.policies.decode_rules import Slots, keep_mask
@@ -531,7 +531,7 @@ def test_contract_3_layers_that_compete_keep_the_best_of_all_entries(seed, sizes
     for layer in range(layers):
         call = Attention(keys[..., -max(window, 1) :, :], keys, keys, 0.5)
         GIVEN[:] = [scores[layer][None]]
-        seen = reference.judge(call, None, start, start, layer, layers, policy, Requested(entries=share))
+        seen = reference.score_layer(call, None, start, start, layer, layers, policy, PolicyInputs(entries=share))
         reference.cascade_step(buffers, Candidates(keys, keys, *seen, start), layer, policy)
         assert int((buffers.slots[reference.OWNER] >= 0).sum()) <= entries * layers * kv_heads
     assert torch.equal(kept_of(buffers, wanted[:, None])[:, 0], wanted)
@@ -620,7 +620,7 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
     buffers, start = prefill_buffers(policy, entries, layers, batch, kv_heads, window), torch.zeros(batch).long()
     for layer in range(layers):
         call = Attention(q[layer], k[layer], v[layer], 0.5)
-        asked = Requested(output_weights(q, v)[layer], rope_frequencies(q)[layer], buffers.entries)
+        asked = PolicyInputs(output_weights(q, v)[layer], rope_frequencies(q)[layer], buffers.entries)
         asked = asked._replace(replayed=attended(q, k)[layer])
         _, *seen = observe(reference, call, start, start, layer, layers, policy, asked)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy)

@@ -58,7 +58,7 @@ def assert_best(label: str, said: Tensor, logits: Tensor, *, margin: float) -> N
 def observe(ops: Any, call: Attention, start: Tensor, first: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """What ``kvpass::observe_attention`` gives of a prompt, by the operators of the module ``ops``."""
     out, lse = ops.attend_prompt(call, start)
-    return out, *ops.judge(call, lse, start, first, *rest)
+    return out, *ops.score_layer(call, lse, start, first, *rest)
 
 
 EPS = torch.finfo(torch.float32).eps

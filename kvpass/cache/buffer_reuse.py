@@ -18,7 +18,7 @@ MOST_KEPT = 2
 """Buffers remembered per name: of a cache, and of the one before or of a copy of it."""
 
 
-class Recycled:
+class BufferReuse:
     """Buffers by name; one is taken again when nothing else refers to its storage: no cache, copy, view or graph input.
 
     A name whose memory is taken in another shape lets go of what is free. So what is held back is at most the memory of
@@ -61,10 +61,10 @@ class Recycled:
         """Return a contiguous copy in memory from :meth:`empty`."""
         return self.empty(name, tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Recycled:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferReuse:
         """Return itself: a copied cache has memory of its own, and only later ones take from here."""
         return self
 
 
-NOTHING_KEPT = Recycled(0)
+NO_REUSE = BufferReuse(0)
 """Gives new memory only."""
