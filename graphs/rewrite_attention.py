@@ -47,7 +47,7 @@ from kvpass.operands import (
     RingBuffers,
 )
 from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,7 @@ class Rewriter:
     layout: Layout
     policy: Policy
     impl: str = "eager"
-    ranks: Ranks | None = None
-
-    @property
-    def _ranks(self) -> str | None:
-        return None if self.ranks is None else self.ranks.spec
+    ranks: Ranks = ONE_PROCESS
 
     def prefill(self) -> int:
         """Replace ops by ``observe_attention`` and ``cascade_step``; return how many.
@@ -100,14 +96,14 @@ class Rewriter:
             if self.policy.decode_rule() is not None:
                 held = self._buffers(EvictBuffers, place)
                 return self._call(
-                    "attend_evict", *site.call, *held, place.layer, self.policy.spec, self.impl, self._ranks
+                    "attend_evict", *site.call, *held, place.layer, self.policy.spec, self.impl, self.ranks.spec
                 )
             held = self._buffers(AppendBuffers, place)
             output = self._call("attend_cache", *site.call, *held, place.layer, self.impl)
             if f"{place.prefix}_{RecompressBuffers._fields[0]}" in self.state:
                 found = self._buffers(RecompressBuffers, place)
                 where = (place.layer, place.layers)
-                self._call("observe_held", *site.call, *held, *found, *where, self.policy.spec, self._ranks)
+                self._call("observe_held", *site.call, *held, *found, *where, self.policy.spec, self.ranks.spec)
             return output
 
         return self._each(attend)
@@ -147,12 +143,12 @@ class Rewriter:
         frequencies = site.rotary_frequencies if self.policy.reads_rotation else None
         rows = self.state.get(f"{place.prefix}_rule_rows")
         policy_inputs = PolicyInputs(self._projection(site), frequencies, entries, rule_rows=rows)  # type: ignore[arg-type]
-        asked = (self.policy.spec, *policy_inputs, self._ranks)
+        asked = (self.policy.spec, *policy_inputs, self.ranks.spec)
         observed = self._call("observe_attention", *site.call, start, first, place.layer, place.layers, *asked)
         observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
         output, *seen = (self.gm.graph.call_function(operator.getitem, (observed, i)) for i in range(4))
         candidates = (site.k, site.v, *seen, first)
-        self._call("cascade_step", *buffers, *candidates, place.layer, self.policy.spec, self._ranks)
+        self._call("cascade_step", *buffers, *candidates, place.layer, self.policy.spec, self.ranks.spec)
         return output
 
     def _projection(self, site: Site) -> Node | None:
@@ -181,14 +177,14 @@ class Rewriter:
 
 
 def rewrite_prefill_pass(
-    gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy, ranks: Ranks | None
+    gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy, ranks: Ranks
 ) -> int:
     """Replace attention ops by operators that compress a prompt; return how many."""
     return Rewriter(gm, state, layout, policy, ranks=ranks).prefill()
 
 
 def rewrite_cached_pass(
-    gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy, impl: str, ranks: Ranks | None
+    gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy, impl: str, ranks: Ranks
 ) -> int:
     """Replace attention ops by operators that append to the cache and attend it; return how many."""
     return Rewriter(gm, state, layout, policy, impl, ranks).cached()

@@ -35,7 +35,7 @@ from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_c
 from kvpass.frontends.wrappers import check_weights, check_wrappers, remove_wrappers
 from kvpass.policies import Policy
 from kvpass.policies.rules import Recompress, Rules, read_rules
-from kvpass.ranks import Ranks, digest, run_on_all_ranks
+from kvpass.ranks import ONE_PROCESS, Ranks, digest, run_on_all_ranks
 
 
 def compile(
@@ -111,7 +111,7 @@ def compile(
 
 def _compiled(
     model: PreTrainedModel,
-    ranks: Ranks | None,
+    ranks: Ranks,
     read: Callable[..., Rules],
     backend: Compiler,
     compile_regions: Regions,
@@ -132,14 +132,14 @@ def _compiled(
     if device is not None and regions is False:
         raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
     rules = read(model_name=str(model.config.name_or_path))
-    recurrent = recurrent_layers(model, divided=ranks is not None)
+    recurrent = recurrent_layers(model, divided=ranks.several)
     layers = model.config.get_text_config().num_hidden_layers if recurrent is None else len(recurrent.attention)
-    heads = ranks if ranks is not None and divides_heads(model) else None
-    if heads is not None:
+    heads = ranks if ranks.several and divides_heads(model) else ONE_PROCESS
+    if heads.several:
         check_heads(model, heads)
     check_divided(rules.policy, heads)
     compiled: Any = copy_structure(model)
-    whole = hold_own_weights(compiled, model, ranks) if ranks is not None else {}
+    whole = hold_own_weights(compiled, model, ranks) if ranks.several else {}
     on_host = hold_host_weights(compiled, model, device) if device is not None else 0
     remove_wrappers(compiled, model)
     longrope_limit = rotate_by_row(compiled)

@@ -6,6 +6,7 @@ alone is done in :func:`run_on_all_ranks`, before any of them: else the others w
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes among which the weights of a model are divided, each with as many.
+    """The processes among which the weights of a model are divided, each with as many; :data:`ONE_PROCESS`: none are.
+
+    One process does not communicate: what it gathers, adds or exchanges is its own.
 
     Attributes:
         group: name of the process group. rank: of this process. size: number of processes.
@@ -33,11 +36,17 @@ class Ranks:
     size: int
 
     @property
+    def several(self) -> bool:
+        """Whether there is more than one process."""
+        return self.size > 1
+
+    @property
     def spec(self) -> str:
         """Text from which :meth:`from_spec` makes the ranks again, as operators of a graph take them."""
         return f"{self.rank} of {self.size} in {self.group}"
 
     @classmethod
+    @functools.cache
     def from_spec(cls, spec: str) -> Ranks:
         """Return the ranks of a :attr:`spec`."""
         rank, _, size, _, group = spec.split(" ", 4)
@@ -45,22 +54,26 @@ class Ranks:
 
     def local_shard(self, x: Tensor, dim: int) -> Tensor:
         """Return the part of a tensor of all heads, along ``dim``, that belongs to this process."""
-        return x.chunk(self.size, dim)[self.rank]
+        return x.chunk(self.size, dim)[self.rank] if self.several else x
 
     def max_over_ranks(self, number: int, device: torch.device) -> int:
-        """Return the largest number of all processes; reads it on the host.
+        """Return the largest number of all processes; several read it on the host.
 
         Args:
             device: on which the processes can send tensors to each other.
         """
+        if not self.several:
+            return number
         return int(self.gather(torch.tensor([number], device=device), 0).max())
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the tensors of all processes, of one shape, joined along ``dim`` in the order of their ranks."""
-        return gather_ranks(x, self.group, self.size, dim)
+        return gather_ranks(x, self.group, self.size, dim) if self.several else x
 
     def exchange(self, value: R) -> list[R]:
         """Return the values of all processes, in the order of their ranks."""
+        if not self.several:
+            return [value]
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=process_group(self.group))
         return found
@@ -87,11 +100,14 @@ class Ranks:
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of the tensors of all processes."""
-        return sum_ranks(x, self.group)
+        return sum_ranks(x, self.group) if self.several else x
+
+
+ONE_PROCESS = Ranks("", 0, 1)
 
 
 def run_on_all_ranks(
-    ranks: Ranks | None,
+    ranks: Ranks,
     call: str,
     make: Callable[[], R],
     facts: Callable[[R], Mapping[str, str]] = lambda made: {},
@@ -99,14 +115,14 @@ def run_on_all_ranks(
     """Return what ``make`` returns; if one process cannot make it, all raise the same.
 
     Args:
-        ranks: the processes, all of which must call this; None: this one is alone, and only ``make`` is called.
+        ranks: the processes, all of which must call this. One alone only calls ``make``.
         call: what is being done, the same in all. make: must not wait for other processes. facts: of what was made, by
             name: texts that must be the same in all.
     Raises:
         ValueError: calls or facts differ, or it was raised in a process. RuntimeError: anything else was raised there.
             The message names the process, unless all raised the same: then each raises its own.
     """
-    if ranks is None:
+    if not ranks.several:
         return make()
     error: Exception | None = None
     try:
@@ -140,11 +156,6 @@ def digest(x: Tensor | None) -> str:
         return "None"
     content = x.cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
     return f"{list(x.shape)} {hashlib.sha256(content).hexdigest()[:16]}"
-
-
-def processes(ranks: Ranks | None) -> int:
-    """Return how many processes share the heads; 1 where there are no ranks."""
-    return 1 if ranks is None else ranks.size
 
 
 @torch.library.custom_op("kvpass::gather_ranks", mutates_args=())

@@ -19,7 +19,7 @@ from kvpass.compiler.backend import CompileRecord, rows_text
 from kvpass.config import Budget
 from kvpass.operands import GROUP, GROUPED
 from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks, processes
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,7 +51,7 @@ class Report:
 
     prompt: PromptRecord
     compiled: Sequence[CompileRecord]
-    ranks: Ranks | None = None
+    ranks: Ranks = ONE_PROCESS
     attention: tuple[int, ...] | None = None
     on_host: int = 0
     expanded: str | None = None
@@ -114,7 +114,7 @@ class Report:
 
         The fullest process decides how long a layer of a decode step takes.
         """
-        size = processes(self.ranks)
+        size = self.ranks.size
         parts = []
         for store in self.prompt.full_layers:
             of_process = self.prompt.lengths(store).double().unflatten(2, (size, -1)).sum(3)
@@ -149,7 +149,7 @@ class Report:
             "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
             "expanded": self.expanded,
             "weights_on_host": self.on_host,
-            "processes": processes(self.ranks),
+            "processes": self.ranks.size,
             "imbalance": self.imbalance.tolist(),
             "compiled": [asdict(record) for record in self.compiled],
         }
@@ -158,7 +158,7 @@ class Report:
         table = Table(title=f"kvpass: {self.policy.name}, budget {self.budget}")
         for name in ("layer", "entries / head", "min", "max", "KiB", "attention mass", "min mass"):
             table.add_column(name, justify="right")
-        if self.ranks is not None:
+        if self.ranks.several:
             table.add_column("fullest process", justify="right")
         worst = self.imbalance.amax(0).tolist() if self.imbalance.numel() else []
         fullest = {layer: f"{x:.2f} x" for layer, x in zip(self.layer_ids, worst, strict=True)}
@@ -171,7 +171,7 @@ class Report:
                 f"{size / 1024:.1f}",
                 f"{float(mass.double().mean()):.4f}",
                 f"{float(mass.min()):.4f}",
-                *([] if self.ranks is None else [fullest[layer]]),
+                *([fullest[layer]] if self.ranks.several else []),
             )
         for ring in self.prompt.sliding_layers:
             for layer in ring.layers:
@@ -208,7 +208,7 @@ class Report:
                 f"{self.on_host / 2**20:.0f} MiB of weights stay on the host: each call copies those of the next layer "
                 "while one runs, and no CUDA graph is captured"
             )
-        if self.ranks is not None:
+        if self.ranks.several:
             most = self.imbalance.amax().item() if self.imbalance.numel() else 1.0
             lines.append(
                 f"{self.ranks.size} processes share the heads; of a layer, the fullest holds up to {most:.2f} times "

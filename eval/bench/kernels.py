@@ -37,6 +37,7 @@ from kvpass.ops import reference
 from kvpass.ops.cuda import index_pool
 from kvpass.ops.entry_formats import packed
 from kvpass.policies import resolve
+from kvpass.ranks import ONE_PROCESS
 
 BUDGET = 1024
 WINDOW = 32
@@ -366,9 +367,9 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
         store.begin_prefill([BUDGET], start, tokens, shape.dtype, shape.device)
         buffers = store.prefill_state.values()
         for layer in range(shape.layers):
-            asked = (resolved.spec, *PolicyInputs(entries=store.prefill_state["entries"]), None)
+            asked = (resolved.spec, *PolicyInputs(entries=store.prefill_state["entries"]), ONE_PROCESS.spec)
             _, *seen = operators.observe_attention(*call, start, first, layer, shape.layers, *asked)
-            operators.cascade_step(*buffers, call.k, call.v, *seen, first, layer, resolved.spec, None)
+            operators.cascade_step(*buffers, call.k, call.v, *seen, first, layer, resolved.spec, ONE_PROCESS.spec)
         operators.pack(*buffers)
 
     return compress, lambda: operators.site(*call[:4])

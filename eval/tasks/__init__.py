@@ -1,4 +1,4 @@
-"""Tasks by name: needle, RULER, LongBench, InfiniteBench."""
+"""Tasks by name: needle, RULER, LongBench."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpass.eval.tasks import infinitebench, longbench, needle, ruler
+from kvpass.eval.tasks import longbench, needle, ruler
 from kvpass.eval.tasks.base import Sample, Task, encode
 
 __all__ = ["GROUPS", "Sample", "Task", "encode", "find_tasks", "registry"]
 
-GROUPS = {"ruler": ruler.Ruler, "longbench": longbench.LongBench, "infinitebench": infinitebench.InfiniteBench}
+GROUPS = {"ruler": ruler.Ruler, "longbench": longbench.LongBench}
 """Names that stand for all tasks of a benchmark."""
 
 
@@ -19,12 +19,11 @@ def registry(data_dir: Path | None = None) -> dict[str, Task]:
     """Every task by name, in groups.
 
     Args:
-        data_dir: folder with ``longbench/`` and ``infinitebench/`` as far as there are any.
+        data_dir: folder with ``longbench/``, if there is any.
     """
     known: list[Task] = [*map(needle.Needle, needle.NAMES), needle.NeedleGrid()]
     known += ruler.tasks()
     known += [longbench.LongBench(name, data_dir) for name in longbench.NAMES]
-    known += [infinitebench.InfiniteBench(name, data_dir) for name in infinitebench.NAMES]
     return {task.name: task for task in known}
 
 

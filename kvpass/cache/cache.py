@@ -32,7 +32,7 @@ from kvpass.config import Block, Budget, EntryFormat, Geometry, Layout
 from kvpass.errors import CacheMismatchError
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks, processes
+from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.version import __version__
 
 _ELSEWHERE = (
@@ -86,7 +86,7 @@ class CompressedCache(Cache):
         policy: Policy,
         budget: Budget | None,
         owner: Fingerprint,
-        ranks: Ranks | None = None,
+        ranks: Ranks = ONE_PROCESS,
         entry_format: EntryFormat = "model",
     ) -> None:
         super().__init__(layers=_NoLayers())
@@ -158,7 +158,7 @@ class CompressedCache(Cache):
         lengths = [n - column for column in self.start.tolist()]
         self._budgets = lengths
         if self.budget is not None and layout.pools:
-            heads = processes(self.ranks)
+            heads = self.ranks.size
             of_format = layout.pool_token_bytes(self.entry_format), layout.pool_table_bytes(self.entry_format)
             sizes = [size * heads for size in (layout.token_bytes, *of_format)]
             self._budgets = [self.budget.check(length, window, *sizes) for length in lengths]
@@ -246,8 +246,7 @@ class CompressedCache(Cache):
         held = sum(
             (store.lengths.sum((1, 2)) for store in self.full_layers), torch.tensor(tokens * heads, device="cpu")
         )
-        if self.ranks is not None:
-            heads, held = heads * self.ranks.size, self.ranks.gather(held[None], 0).sum(0)
+        heads, held = heads * self.ranks.size, self.ranks.gather(held[None], 0).sum(0)
         held = held.cpu()
         budgets = torch.tensor(self._budgets, device="cpu")
         due = held > budgets * (heads * threshold)
@@ -299,7 +298,7 @@ class CompressedCache(Cache):
             state_nbytes=self.states.nbytes,
             entry_format=self.entry_format,
         )
-        return record if self.ranks is None else record_of_all(record, self.ranks, self._device)
+        return record_of_all(record, self.ranks, self._device) if self.ranks.several else record
 
     def _state(self, stores: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         named = [(f"store{i}", state) for i, state in enumerate(stores)]
@@ -626,7 +625,7 @@ class CompressedCache(Cache):
             entry_format=self.entry_format,
             own_budget=self.own_budget,
         )
-        if self.ranks is None:
+        if not self.ranks.several:
             write_cache_file(path, tensors, metadata.to_dict())
             return
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -649,7 +648,7 @@ class CompressedCache(Cache):
         identity: ModelFingerprint,
         metadata: CacheMetadata,
         tensors: Mapping[str, Tensor],
-        ranks: Ranks | None = None,
+        ranks: Ranks = ONE_PROCESS,
     ) -> CompressedCache:
         """Return the cache from what :meth:`save` wrote, or the part of its heads; everything is on the CPU.
 
@@ -658,7 +657,7 @@ class CompressedCache(Cache):
         """
         check_tensors(metadata, policy, tensors)
         cache, layout = cls(policy, metadata.budget, identity, ranks, metadata.entry_format), metadata.layout
-        if ranks is not None:
+        if ranks.several:
             tensors, layout = divided(tensors, layout, ranks)
         cache.layout = layout
 

@@ -34,7 +34,7 @@ from kvpass.ops.evict import SLOT_POSITION, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks, processes
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 TAIL_STEP = 64
 """Tails have room for a multiple of this number of slots, besides the prompt's."""
@@ -78,7 +78,7 @@ class FullAttentionLayers:
     arrivals: Tensor
 
     def __init__(
-        self, group: LayerGroup, policy: Policy, ranks: Ranks | None = None, entry_format: EntryFormat = "model"
+        self, group: LayerGroup, policy: Policy, ranks: Ranks = ONE_PROCESS, entry_format: EntryFormat = "model"
     ) -> None:
         self.group = group
         self.geometry = group.geometry
@@ -134,7 +134,7 @@ class FullAttentionLayers:
         b, n, g, window = start.numel(), columns, self.geometry, self.policy.window
         entries = [max(budget - window, 0) for budget in budgets]
         bound = g.layers * g.kv_heads * max(n - window, 0) + g.layers
-        heads = g.kv_heads * processes(self.ranks)  # all entries may be of this process
+        heads = g.kv_heads * self.ranks.size  # all entries may be of this process
         slots = max(2, min(self.policy.capacity(max(entries), g.layers, heads), bound))
         tail = min(window, n) + _rounded_up(1 if self.evicts else min(max(expected, 1), MOST_SPARE))
 
@@ -162,7 +162,7 @@ class FullAttentionLayers:
         self._prefill = None
         window = min(self.policy.window, n)
         device = prompt.pool_k.device
-        if self.ranks is not None:
+        if self.ranks.several:
             prompt = _without_spare_slots(prompt)
         self.pool_k, self.pool_v, self.offsets = prompt.pool_k, prompt.pool_v, prompt.offsets
         self.tail_k, self.tail_v = prompt.tail_k, prompt.tail_v
@@ -410,7 +410,7 @@ class FullAttentionLayers:
         tensors: Mapping[str, Tensor],
         facts: LayersFacts,
         entry_format: EntryFormat,
-        ranks: Ranks | None = None,
+        ranks: Ranks = ONE_PROCESS,
     ) -> FullAttentionLayers:
         """Return the store of these :meth:`compact_tensors` and :attr:`facts`; nothing is checked."""
         store = cls(group, policy, ranks, entry_format)

@@ -14,7 +14,6 @@ from kvpass.cache.prompt_record import LayersRecord
 from kvpass.operands import BUFFERS, RecompressBuffers
 from kvpass.ops.recompress import NOT_DUE, select_held
 from kvpass.ops.slots import EMPTY
-from kvpass.ranks import processes
 
 
 class Recompression:
@@ -30,16 +29,14 @@ class Recompression:
     def __init__(self, store: FullAttentionLayers, window: Tensor) -> None:
         self.store = store
         g, device = store.geometry, store.offsets.device
-        slots = int(store.pool_lengths.max()) + store.tail_k.shape[3]
-        if store.ranks is not None:
-            slots = store.ranks.max_over_ranks(slots, device)
+        slots = store.ranks.max_over_ranks(int(store.pool_lengths.max()) + store.tail_k.shape[3], device)
         sizes = {"B": store.rows, "L": g.layers, "K": g.kv_heads, "S": slots}
 
         def allocate(name: str, value: float, **other: int) -> Tensor:
             return torch.full(BUFFERS[name].shape(sizes | other), value, dtype=BUFFERS[name].dtype, device=device)
 
         self.buffers = RecompressBuffers(
-            recompress_scores=allocate("recompress_scores", float("-inf"), K=g.kv_heads * processes(store.ranks)),
+            recompress_scores=allocate("recompress_scores", float("-inf"), K=g.kv_heads * store.ranks.size),
             recompress_masses=allocate("recompress_masses", 0.0),
             recompress_weights=allocate("recompress_weights", 0.0),
             recompress_window=window.to(device),
@@ -55,9 +52,7 @@ class Recompression:
         store = self.store
         scores, masses, layer_weights, window = self.buffers
         available = (seen - window).clamp(min=0)
-        stay = select_held(scores, layer_weights, entries, available, store.policy)
-        if store.ranks is not None:
-            stay = store.ranks.local_shard(stay, 2)
+        stay = store.ranks.local_shard(select_held(scores, layer_weights, entries, available, store.policy), 2)
         due = window != NOT_DUE
         tails = torch.where(due, window, store.used - store.tail_start)
         kept = torch.where(due[:, None], stay.sum(3).flatten(1), store.offsets.diff(dim=1))

@@ -295,7 +295,7 @@ def bench(
 def evaluate(
     model: Annotated[str, typer.Argument(help="'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name.")],
     tasks: Annotated[
-        str, typer.Option(help="Tasks, or groups of them (ruler, longbench, infinitebench), separated by commas.")
+        str, typer.Option(help="Tasks, or groups of them (ruler, longbench), separated by commas.")
     ] = "multi_needle",
     policies: Annotated[
         str, typer.Option(help="Policies with their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")
@@ -310,9 +310,7 @@ def evaluate(
     length: Annotated[int, typer.Option(help="Longest prompt in tokens; longer ones lose their middle.")] = 2048,
     data_dir: Annotated[
         Path | None,
-        typer.Option(
-            exists=True, file_okay=False, help="Folder with longbench/ and infinitebench/; else the hub is asked."
-        ),
+        typer.Option(exists=True, file_okay=False, help="Folder with longbench/; else the hub is asked."),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for samples, tables and manifest; a rerun goes on there.")] = (
         Path("kvpass-eval")

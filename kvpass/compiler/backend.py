@@ -44,7 +44,7 @@ from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.operands import dynamic_dims
 from kvpass.progress import working
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.torch_compat import compile_fx, compiled_for_any_length, inductor_config
 
 MAX_CAPTURED_TOKENS = 8
@@ -165,7 +165,7 @@ class PhaseCompiler:
     records: list[CompileRecord] = field(default_factory=list)
     reuse: BufferReuse = field(default_factory=BufferReuse)
     on_host: int = 0
-    ranks: Ranks | None = None
+    ranks: Ranks = ONE_PROCESS
 
     def captures_steps(self, device: torch.device) -> bool:
         """Whether decode steps on the device are captured as CUDA graphs: not where each copies weights."""

@@ -196,7 +196,7 @@ class BlockedPrefill:
         fills: Sequence[Fill],
         inputs: Sequence[Any],
         block: int,
-        ranks: Ranks | None,
+        ranks: Ranks,
     ) -> Tensor:
         """Fill caches with one prompt, and return the logits.
 
@@ -437,7 +437,7 @@ class _Prompt(_PromptRun):
         fills: Sequence[Fill],
         inputs: Sequence[Any],
         block: int,
-        ranks: Ranks | None,
+        ranks: Ranks,
     ) -> None:
         state = fills[0].state  # what a prompt begins with is the same for all
         columns = torch.arange(decoder.tokens(inputs), device=decoder.device)

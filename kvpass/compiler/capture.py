@@ -29,7 +29,7 @@ from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.table_ends import table_end
 from kvpass.policies.base import Policy
 from kvpass.progress import working
-from kvpass.ranks import Ranks, run_on_all_ranks
+from kvpass.ranks import ONE_PROCESS, Ranks, run_on_all_ranks
 from kvpass.torch_compat import (
     BackendCompilerFailed,
     TorchRuntimeError,
@@ -133,7 +133,7 @@ class Capture:
                 run_alone(alone, *inputs)
         return run(call, *inputs)
 
-    def runner(self, call: Call, ranks: Ranks | None = None) -> Runner:
+    def runner(self, call: Call, ranks: Ranks = ONE_PROCESS) -> Runner:
         """What runs calls like this one, compiled when there is none yet.
 
         Args:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 _KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 """Names of the layers that make keys, alone or with others."""
@@ -26,8 +26,8 @@ _OTHERS = ("pp_size", "ep_size", "fsdp_size", "dp_replicate_size")
 """Ways of ``DistributedConfig`` to share a model that are not tensor parallelism."""
 
 
-def ranks_of(model: object) -> Ranks | None:
-    """Return the processes that share a model's weights; None if it is on one device.
+def ranks_of(model: object) -> Ranks:
+    """Return the processes that share a model's weights.
 
     Raises:
         ValueError: they share it in another way too, or only in another way, or no weight is divided.
@@ -45,7 +45,7 @@ def ranks_of(model: object) -> Ranks | None:
             raise ValueError(
                 f"DistributedConfig(tp_size={size}) divided no weight of {type(model).__name__}: {_NEEDED}"
             )
-        return None
+        return ONE_PROCESS
     mesh = meshes.pop()
     return Ranks(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
@@ -72,7 +72,7 @@ def divides_heads(model: Any) -> bool:
     return any(style == "colwise" and path.rsplit(".", 1)[-1] in _KEY_LAYERS for path, style in plan.items())
 
 
-def check_divided(policy: Policy, ranks: Ranks | None) -> None:
+def check_divided(policy: Policy, ranks: Ranks) -> None:
     """Check that a policy is the same on several processes as on one.
 
     Args:
@@ -80,9 +80,7 @@ def check_divided(policy: Policy, ranks: Ranks | None) -> None:
     Raises:
         ValueError: they are not; the message says what to do.
     """
-    if ranks is None:
-        return
-    if not policy.is_right_divided:
+    if ranks.several and not policy.is_right_divided:
         raise ValueError(
             f"policy {policy.name!r} with heads on {ranks.size} processes: its class does not say that it is right "
             "there. Use obs.all_heads where it compares heads, and set divisible = True"

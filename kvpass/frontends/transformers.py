@@ -56,7 +56,7 @@ from kvpass.frontends.whole_text import (
 from kvpass.policies import POLICIES, Policy, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
-from kvpass.ranks import Ranks, digest, run_on_all_ranks
+from kvpass.ranks import ONE_PROCESS, Ranks, digest, run_on_all_ranks
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
 from kvpass.transformers_compat import CACHE
@@ -92,7 +92,7 @@ class Runtime:
     identity: ModelFingerprint
     device: torch.device | None = None
     longrope_limit: int | None = None
-    ranks: Ranks | None = None
+    ranks: Ranks = ONE_PROCESS
     expanded: str | None = None
     block: Block = "auto"
     attention: tuple[int, ...] | None = None
@@ -255,8 +255,8 @@ class CompressedModel(_Base):
             }
 
         one_token = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] == 1
-        ranks = None if one_token else runtime.captures.compiler.ranks
-        text = checked() if ranks is None else run_on_all_ranks(ranks, "a call of the model", checked, facts)
+        ranks = ONE_PROCESS if one_token else runtime.captures.compiler.ranks
+        text = run_on_all_ranks(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
             assert cache is None or isinstance(cache, CompressedCache)
             if cache is not None and not cache.is_empty:
@@ -499,7 +499,7 @@ class CompressedModel(_Base):
             ValueError: no condition, or one is out of range; several processes share the model; or as for a call.
         """
         runtime = self._kvpass
-        if runtime.captures.compiler.ranks is not None:
+        if runtime.captures.compiler.ranks.several:
             raise ValueError(
                 "compress_each: several processes share this model; call set_policy and compress for each condition"
             )

@@ -29,7 +29,7 @@ from kvpass.ops import reference
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 from kvpass.policies.scores import Group, Pool
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 SPLIT_TOKENS = 8
 """Up to so many new tokens the pool is split among programs; above, query blocks are enough."""
@@ -51,7 +51,7 @@ def score_layer(
     num_layers: int,
     policy: Policy,
     policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ONE_PROCESS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.score_layer`; one launch per statistic covers all rows."""
     call = readable(call)
@@ -92,7 +92,7 @@ def _score_padded(obs: Observation, first: Tensor, policy: Policy) -> tuple[Tens
 
 
 def cascade_step(
-    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks | None = None
+    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS
 ) -> None:
     """See :func:`kvpass.ops.reference.cascade_step`; an overfull pool is a device-side assertion."""
     from kvpass.kernels.gather import assign_slots, gather_winners

@@ -18,7 +18,7 @@ from kvpass.ops import reference
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import Slots, quota_now
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 SLOT_POSITION, SLOT_ORDER = 0, 1
 """Planes of the slot table, int32 ``[2, L, B, K, S]``: true position, storage order."""
@@ -32,7 +32,7 @@ def attend_evict(
     layer: int,
     policy: Policy,
     implementation: ModuleType = reference,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ONE_PROCESS,
 ) -> Tensor:
     """Attend pool and tail with T new tokens; after each one, evict by the policy's decode rule.
 

@@ -19,7 +19,7 @@ from kvpass.operands import AppendBuffers, Attention, RecompressBuffers, with_va
 from kvpass.ops.entry_formats import pool_rows
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 NOT_DUE = -1
 """Window of a row that is left as it is."""
@@ -47,7 +47,7 @@ def observe_held(
     layer: int,
     num_layers: int,
     policy: Policy,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ONE_PROCESS,
 ) -> None:
     """Score the entries of pool and tail after new tokens were appended, before they count as used.
 
@@ -87,7 +87,7 @@ def observe_held(
             evictable = obs.length - protected
             worth[head, :evictable] = policy.checked_score(obs)[0, 0, :evictable]
             masses[row, layer, head, : obs.length] = obs.mass[0, 0]
-        of_all = worth if ranks is None else ranks.gather(worth, 0)
+        of_all = ranks.gather(worth, 0)
         scores[row, layer], held_by_any = of_all, of_all > float("-inf")
         longest = protected + int(held_by_any.sum(1).max())
         present = _newest_last([torch.ones_like(k[:, 0], dtype=torch.bool) for k in keys], longest)

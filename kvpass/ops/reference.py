@@ -28,7 +28,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
 from kvpass.policies.scheduler import best_over_layers
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` has them
     "attend_cache",
@@ -180,7 +180,7 @@ def score_layer(
     num_layers: int,
     policy: Policy,
     policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ONE_PROCESS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The policy's scores and statistics of one layer of a prompt.
 
@@ -254,7 +254,7 @@ def write_first_rows(obs: Observation, policy: Policy) -> None:
 
 
 def cascade_step(
-    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks | None = None
+    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS
 ) -> None:
     """Reallocate the budgets of layers 0..layer; gather this layer's selected entries into free slots.
 
@@ -287,7 +287,7 @@ def cascade_step(
 
 
 def reallocate_budgets(
-    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks | None = None
+    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reallocate budgets: free slots of earlier layers and select entries of this layer.
 
@@ -311,19 +311,15 @@ def reallocate_budgets(
     if rule is not None:
         storage_order = rule.first_storage_order(scores, storage_order, entries)
     keep = (rank < budgets[:, layer, None, None]) & (scores > float("-inf"))
-    if ranks is not None:
-        keep, rank, storage_order = (ranks.local_shard(x, 1) for x in (keep, rank, storage_order))
-    return keep, rank, storage_order
+    return ranks.local_shard(keep, 1), ranks.local_shard(rank, 1), ranks.local_shard(storage_order, 1)
 
 
-def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, ranks: Ranks | None) -> Tensor:
+def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, ranks: Ranks) -> Tensor:
     """Return how many of the best entries each layer has, of those held and those of one more layer; ``[B, L]``."""
     slots, scores = buffers.slots, candidates.scores
     layers = buffers.layer_weights.shape[1]
-    held = torch.where(slots[OWNER] == _EMPTY, float("-inf"), buffers.slot_stats[DECODE_STATE])
-    of_layer = slots[OWNER].clamp(min=0) // candidates.k.shape[1]
-    if ranks is not None:
-        held, of_layer = ranks.gather(held, 1), ranks.gather(of_layer, 1)
+    held = ranks.gather(torch.where(slots[OWNER] == _EMPTY, float("-inf"), buffers.slot_stats[DECODE_STATE]), 1)
+    of_layer = ranks.gather(slots[OWNER].clamp(min=0) // candidates.k.shape[1], 1)
     both = torch.cat([held, scores.flatten(1)], 1)
     of_both = torch.cat([of_layer, torch.full_like(scores.flatten(1), layer, dtype=torch.int64)], 1)
     total = buffers.entries * (layers * scores.shape[1])

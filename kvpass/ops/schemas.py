@@ -58,7 +58,7 @@ from kvpass.operands import (
 from kvpass.ops import evict, latents, recompress, recurrent, sliding
 from kvpass.policies import from_spec
 from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks, processes
+from kvpass.ranks import Ranks
 
 _LIBRARY = torch.library.Library("kvpass", "DEF")
 
@@ -99,16 +99,14 @@ def _observe_attention(
     num_layers: int,
     policy: Policy,
     policy_inputs: PolicyInputs,
-    ranks: Ranks | None,
+    ranks: Ranks,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ops = implementation(call.q)
     out, lse = ops.attend_prompt(call, start)
     return out, *ops.score_layer(call, lse, start, first, layer, num_layers, policy, policy_inputs, ranks)
 
 
-def _cascade_step(
-    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks | None
-) -> None:
+def _cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks) -> None:
     implementation(candidates.k).cascade_step(buffers, candidates.stored_in(buffers), layer, policy, ranks)
 
 
@@ -121,9 +119,7 @@ def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -
     return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
 
 
-def _attend_evict(
-    call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str, ranks: Ranks | None
-) -> Tensor:
+def _attend_evict(call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str, ranks: Ranks) -> Tensor:
     return evict.attend_evict(call, held, layer, policy, implementation(call.q, impl), ranks)
 
 
@@ -159,7 +155,7 @@ def _fake_observation(call: Attention, *rest: Any) -> tuple[Tensor, Tensor, Tens
     (b, kv_heads, n, _), ranks = call.k.shape, rest[-1]
     return (
         _fake_output(call),
-        call.k.new_empty(b, kv_heads * processes(ranks), n, dtype=torch.float32),
+        call.k.new_empty(b, kv_heads * ranks.size, n, dtype=torch.float32),
         call.k.new_empty(2, b, kv_heads, n, dtype=torch.float32),
         call.k.new_empty(b, dtype=torch.float64),
     )
@@ -185,7 +181,7 @@ _TYPES = {
     str: "str",
     bool: "bool",
     Policy: "str",
-    Ranks | None: "str?",
+    Ranks: "str",
 }
 """Schema text of operand types; policies and ranks are passed as their specs."""
 
@@ -232,8 +228,8 @@ def _taker(kind: Any) -> Callable[[Iterator[Any]], Any]:
     if hasattr(kind, "_fields"):
         count = len(kind._fields)
         return lambda left: kind(*islice(left, count))
-    if kind == Ranks | None:
-        return lambda left: None if (spec := next(left)) is None else Ranks.from_spec(spec)
+    if kind is Ranks:
+        return lambda left: Ranks.from_spec(next(left))
     return (lambda left: from_spec(next(left))) if kind is Policy else next
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.scheduler import invert
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 
 def rank_slots(scores: Tensor, storage_order: Tensor) -> Tensor:
@@ -105,14 +105,14 @@ class Slots:
     rows: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
-    ranks: Ranks | None = None
+    ranks: Ranks = ONE_PROCESS
 
     def all_heads(self, x: Tensor) -> Tensor:
         """Return a statistic ``[B, heads, ...]`` of all heads of the layer, from that of the heads of this process.
 
         A slot is the same entry in every head only where all heads keep the same.
         """
-        return x if self.ranks is None else self.ranks.gather(x, 1)
+        return self.ranks.gather(x, 1)
 
 
 def first_by_score(scores: Tensor, position: Tensor, spared: Tensor) -> Tensor:

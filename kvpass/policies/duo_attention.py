@@ -19,7 +19,6 @@ from kvpass.policies.layer_splits import LayerSplit, zero_unseen_layers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import check_int, option
 from kvpass.policies.scheduler import invert
-from kvpass.ranks import processes
 
 HeadMap: TypeAlias = Sequence[Sequence[float]]
 """A number for each KV head of each layer; heads of higher ones are full first."""
@@ -157,7 +156,7 @@ class DuoAttention(Policy):
 
     @takes_padding
     def score(self, obs: Observation) -> Tensor:
-        heads = obs.kv_heads * processes(obs.ranks)
+        heads = obs.kv_heads * obs.ranks.size
         own = slice(obs.first_head, obs.first_head + obs.kv_heads)
         place = invert(self.layers().places(obs.num_layers, heads, obs.keys.device)[obs.layer].argsort())[own, None]
         position = obs.positions[..., : obs.evictable]

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 _ROW_BLOCK = 512
 _PROJECTED_ELEMENTS = 1 << 22
@@ -129,16 +129,16 @@ class Observation:
     replayed: Tensor | None = None
     entries: Tensor | None = None
     rule_rows: Tensor | None = None
-    ranks: Ranks | None = None
+    ranks: Ranks = ONE_PROCESS
 
     def all_heads(self, x: Tensor) -> Tensor:
         """Return a statistic ``[B, heads, ...]`` of all heads of the layer, from that of the heads of this process."""
-        return x if self.ranks is None else self.ranks.gather(x, 1)
+        return self.ranks.gather(x, 1)
 
     @property
     def first_head(self) -> int:
         """Index in the layer of the first KV head of this process."""
-        return 0 if self.ranks is None else self.ranks.rank * self.kv_heads
+        return self.ranks.rank * self.kv_heads
 
     @property
     def length(self) -> int:

@@ -18,7 +18,6 @@ from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.observation import Observation, rotated
 from kvpass.policies.options import check_int, check_literal, check_path, option
 from kvpass.policies.scores import Group, reduce_group
-from kvpass.ranks import processes
 
 Aggregate = Literal["mean", "max"]
 
@@ -193,13 +192,13 @@ def of_file(path: str, obs: Observation) -> tuple[Tensor, Tensor]:
         tensors = _loaded(path, found.st_mtime_ns, found.st_size)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"statistics={path!r}: cannot be read: {error}") from None
-    like = obs.num_layers, obs.kv_heads * processes(obs.ranks), obs.group
+    like = obs.num_layers, obs.kv_heads * obs.ranks.size, obs.group
     dim, shapes = obs.keys.shape[3], {name: tuple(x.shape) for name, x in tensors.items()}
     wanted = {"mean": (*like, dim), "modulus": (*like, dim // 2)}
     if shapes != wanted:
         raise ValueError(f"statistics={path!r}: holds {shapes}; layers of this model need {wanted}")
     mean, modulus = (tensors[name][obs.layer] for name in wanted)
-    return (mean, modulus) if obs.ranks is None else (obs.ranks.local_shard(mean, 0), obs.ranks.local_shard(modulus, 0))
+    return obs.ranks.local_shard(mean, 0), obs.ranks.local_shard(modulus, 0)
 
 
 @functools.lru_cache(maxsize=4)

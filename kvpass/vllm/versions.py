@@ -131,13 +131,11 @@ def check_platform(config: Any) -> None:
         raise ValueError("kvpass in vLLM on CUDA is the attention backend CUSTOM: pass --attention-backend CUSTOM")
 
 
-def ranks() -> Ranks | None:
-    """Return the processes that share the heads of the engine's model; None if there is one."""
+def ranks() -> Ranks:
+    """Return the processes that share the heads of the engine's model."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
-    if group.world_size == 1:
-        return None
     return Ranks(group.device_group.group_name, group.rank_in_group, group.world_size)
 
 

@@ -26,7 +26,7 @@ from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.observation import projected_norms
 from kvpass.policies.plan import plan
 from kvpass.policies.replay import Replayed, most_attended
-from kvpass.ranks import Ranks, digest
+from kvpass.ranks import ONE_PROCESS, Ranks, digest
 
 SIZE, LAYERS, ROWS, KV_HEADS, GROUP, TOKENS, DIM, BUDGET = 2, 3, 2, 4, 2, 60, 8, 21
 NUMBERS = tuple(range(LAYERS))
@@ -67,13 +67,13 @@ class ThreadRanks(Ranks):
         return found
 
 
-def prefilled(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks | None) -> FullAttentionLayers:
+def prefilled(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks) -> FullAttentionLayers:
     """The store of the layers after the operators of compiled models read a prompt, of the heads given."""
     return recorded(policy, q, k, v, start, ranks)[0]
 
 
 def recorded(
-    policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks | None, layers: Sequence[int] = NUMBERS
+    policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks, layers: Sequence[int] = NUMBERS
 ) -> tuple[FullAttentionLayers, PromptRecord]:
     """As :func:`prefilled`, with the record of what was kept; ``layers`` are their numbers in the model."""
     (weights,) = own_heads(ranks, WEIGHTS)
@@ -109,11 +109,11 @@ def replayed(q: Tensor, k: Tensor) -> Replayed:
     return Replayed(4, k.shape[-2], 4, q[..., 20:30, :], k[..., 20:30, :], torch.ones(*k.shape[:-3], 10))
 
 
-def own_heads(ranks: Ranks | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tensors if ranks is None else tuple(ranks.local_shard(x, 2) for x in tensors)
+def own_heads(ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(ranks.local_shard(x, 2) for x in tensors)
 
 
-def kept(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks | None) -> Tensor:
+def kept(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks) -> Tensor:
     """What is kept of a prompt, bool ``[L, B, K, N]``; of the own heads where there are ranks."""
     q, k, v = own_heads(ranks, q, k, v)
     store, heads = prefilled(policy, q, k, v, start, ranks), k.shape[2]
@@ -170,7 +170,7 @@ def test_threads_keep_together_what_one_keeps(name, padding, parity):
     evictable = [TOKENS - column - policy.window for column in (0, padding)]
     assert sum(meeting.sent) == LAYERS * sum(sent_of_a_prompt(name, count) for count in evictable)
     if padding:
-        assert torch.equal(found, kept(policy, q, k, v, start, None))
+        assert torch.equal(found, kept(policy, q, k, v, start, ONE_PROCESS))
     else:
         budget = BUDGET if policy.needs_budget else None
         given = {"output_weights": WEIGHTS, "rope_frequencies": TURNS, "replays": [replayed(q, k)]}
@@ -181,10 +181,10 @@ def test_the_record_of_threads_is_that_of_one():
     """Also of layers beside others with a sliding window."""
     policy, start, layers = resolve("lava", window=6), torch.tensor([0, 9]), (1, 3, 4)
 
-    def record(ranks: Ranks | None) -> PromptRecord:
+    def record(ranks: Ranks) -> PromptRecord:
         return recorded(policy, *own_heads(ranks, *text(TOKENS, 3)), start, ranks, layers)[1]
 
-    (one,) = record(None).full_layers
+    (one,) = record(ONE_PROCESS).full_layers
     meeting = Meeting()
 
     def of_all(ranks: ThreadRanks) -> PromptRecord:
@@ -227,7 +227,7 @@ def evicting(name: str) -> Any:
     return Uneven(window=6) if name == "uneven" else resolve(name, window=6, **OPTIONS.get(name, {}))
 
 
-def decoded(policy: Any, start: Tensor, ranks: Ranks | None, steps: int = 15) -> FullAttentionLayers:
+def decoded(policy: Any, start: Tensor, ranks: Ranks, steps: int = 15) -> FullAttentionLayers:
     """The store after a prompt and some new tokens."""
     prompt, new = own_heads(ranks, *text(TOKENS, 3)), own_heads(ranks, *text(steps, 4))
     store = prefilled(policy, *prompt, start, ranks)
@@ -249,7 +249,7 @@ def test_threads_evict_together_what_one_evicts(name):
     if name == "tova":
         slots = parts[0].cached_state["table"].shape[-1]
         assert meeting.sent[-15 * LAYERS :] == [4 * ROWS * KV_HEADS * GROUP // SIZE * slots] * (15 * LAYERS)
-    whole = decoded(policy, start, None).positions(seen)
+    whole = decoded(policy, start, ONE_PROCESS).positions(seen)
     found = torch.cat(
         [
             torch.nn.functional.pad(x, (0, whole.shape[-1] - x.shape[-1]), value=-1)
@@ -268,7 +268,7 @@ def of_file(store: FullAttentionLayers, start: Tensor) -> dict[str, Tensor]:
 def test_a_file_of_threads_that_evict_is_that_of_one(name):
     policy, start = evicting(name), torch.tensor([0, 9])
     parts = in_threads(lambda ranks: decoded(policy, start, ranks))
-    one = decoded(policy, start, None)
+    one = decoded(policy, start, ONE_PROCESS)
     layout = Layout(pools=(parts[0].group,), rings=())
     whole, expected = joined([of_file(part, start) for part in parts], layout), of_file(one, start)
     assert joined_facts([(part.facts,) for part in parts]) == (one.facts,)
@@ -295,13 +295,13 @@ RECOMPRESSING = {
 }
 
 
-def compressed_again(policy: Any, ranks: ThreadRanks | None) -> tuple[FullAttentionLayers, Tensor, int, int]:
+def compressed_again(policy: Any, ranks: Ranks) -> tuple[FullAttentionLayers, Tensor, int, int]:
     """The store after a prompt and a turn of which it was compressed again, its layer weights, slots and bytes sent."""
     start, turn = torch.tensor([0, 9]), 17
     prompt, new = own_heads(ranks, *text(TOKENS, 3)), own_heads(ranks, *text(turn, 4))
     store = prefilled(policy, *prompt, start, ranks)
     store.ensure_room(turn)
-    before = 0 if ranks is None else sum(ranks.meeting.sent)
+    before = sum(ranks.meeting.sent) if isinstance(ranks, ThreadRanks) else 0
     again = Recompression(store, torch.full((ROWS,), policy.window))
     for layer in range(LAYERS):
         call, held = Attention(*(x[layer] for x in new), DIM**-0.5), AppendBuffers(**store.cached_state)
@@ -309,7 +309,7 @@ def compressed_again(policy: Any, ranks: ThreadRanks | None) -> tuple[FullAttent
         recompress.observe_held(call, held, again.buffers, layer, LAYERS, policy, ranks)
     store.advance(turn)
     left, record = again.finish(torch.full((ROWS,), BUDGET - policy.window), TOKENS + turn - start)
-    sent = 0 if ranks is None else sum(ranks.meeting.sent) - before
+    sent = sum(ranks.meeting.sent) - before if isinstance(ranks, ThreadRanks) else 0
     return left, record.weights, again.buffers.recompress_scores.shape[-1], sent
 
 
@@ -317,7 +317,7 @@ def compressed_again(policy: Any, ranks: ThreadRanks | None) -> tuple[FullAttent
 def test_threads_compress_again_together_what_one_does(name):
     policy = resolve(name, window=6, **OPTIONS.get(name, {}), **RECOMPRESSING[name])
     parts = in_threads(lambda ranks: compressed_again(policy, ranks))
-    one, weights, *_ = compressed_again(policy, None)
+    one, weights, *_ = compressed_again(policy, ONE_PROCESS)
     _, _, slots, sent = parts[0]
     scores, queries = 4 * ROWS * KV_HEADS // SIZE * slots, 4 * ROWS * KV_HEADS * GROUP // SIZE * (slots - policy.window)
     most = scores + {"cake": 2, "pyramidkv": 1}.get(name, 0) * queries  # by docs/tensor-parallel.md

@@ -17,6 +17,7 @@ from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.ops.entry_formats import packed
 from kvpass.policies import POLICIES, resolve
+from kvpass.ranks import ONE_PROCESS
 from masked_oracle import kept_columns
 from numeric_checks import assert_best, assert_close, logits_before, observe
 from tiny_models import HEAD_MAP, left_pad, random_ids, tiny_model
@@ -409,10 +410,10 @@ def test_no_layer_of_a_prefill_synchronises(name, dtype):
 
     def prefill(state: PrefillBuffers) -> None:
         for layer in range(LAYERS):
-            asked = (policy.spec, *PolicyInputs(entries=state.entries), None)
+            asked = (policy.spec, *PolicyInputs(entries=state.entries), ONE_PROCESS.spec)
             _, *observed = torch.ops.kvpass.observe_attention(*call, STARTS, first, layer, LAYERS, *asked)
             candidates = Candidates(call.k, call.v, *observed, first)
-            torch.ops.kvpass.cascade_step(*state, *candidates, layer, policy.spec, None)
+            torch.ops.kvpass.cascade_step(*state, *candidates, layer, policy.spec, ONE_PROCESS.spec)
         torch.ops.kvpass.pack(*state)
 
     states = [buffers(policy, entries, dtype, 64, "cuda") for _ in range(2)]

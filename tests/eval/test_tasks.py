@@ -86,7 +86,7 @@ def test_names_are_found_once_and_unknown_ones_refused():
         find_tasks([])
 
 
-GENERATED = [name for name in registry() if not name.startswith(("longbench", "infinitebench"))]
+GENERATED = [name for name in registry() if not name.startswith("longbench")]
 
 
 @each_value(name=GENERATED, kind=["words", "pieces"])

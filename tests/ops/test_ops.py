@@ -20,6 +20,7 @@ from kvpass.operands import (
 )
 from kvpass.ops import evict, reference, slots
 from kvpass.policies import resolve
+from kvpass.ranks import ONE_PROCESS
 from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention, observe
 
 OPS = torch.ops.kvpass
@@ -74,7 +75,7 @@ def test_opcheck_site_and_observe_attention():
     torch.library.opcheck(OPS.site.default, (q, k, v, SCALE))
     spec = resolve("lava", window=8).spec
     start, asked = torch.tensor([0, 3]), PolicyInputs(entries=torch.tensor([6, 6]))
-    args = (*Attention(q, k, v, SCALE), start, start, 0, 2, spec, *asked, None)
+    args = (*Attention(q, k, v, SCALE), start, start, 0, 2, spec, *asked, ONE_PROCESS.spec)
     torch.library.opcheck(OPS.observe_attention.default, args)
 
 
@@ -98,9 +99,11 @@ def test_opcheck_cascade_step_and_pack():
     policy = resolve("lava", window=8)
     entries, start = torch.tensor([6, 6]), torch.tensor([0, 3])
     state = without_nan(prefill_state(2, 2, 2, 8, 8, 40, entries, policy))
-    asked = (*PolicyInputs(), None)
+    asked = (*PolicyInputs(), ONE_PROCESS.spec)
     _, *seen = OPS.observe_attention.default(*Attention(q, k, v, SCALE), start, start, 0, 2, policy.spec, *asked)
-    torch.library.opcheck(OPS.cascade_step.default, (*state, *Candidates(k, v, *seen, start), 0, policy.spec, None))
+    torch.library.opcheck(
+        OPS.cascade_step.default, (*state, *Candidates(k, v, *seen, start), 0, policy.spec, ONE_PROCESS.spec)
+    )
     torch.library.opcheck(OPS.pack.default, tuple(state))
 
 

@@ -140,7 +140,7 @@ def compare_reports(ours: Report, theirs: Report) -> None:
         assert part.group == other.group and torch.equal(part.offsets, other.offsets)
         kept = torch.arange(part.positions.shape[1]) < other.offsets[:, -1:]
         assert torch.equal(part.positions[kept], other.positions[:, : kept.shape[1]][kept])
-    if ours.ranks is not None:
+    if ours.ranks.several:
         size = ours.ranks.size
         of_process = ours.lengths.unflatten(2, (size, -1)).sum(3).double()
         assert torch.equal(ours.imbalance, of_process.amax(2) / of_process.mean(2))
