@@ -1,4 +1,4 @@
-"""``kvpass curve``: accuracy against budget, every policy on the built-in model, both scopes."""
+"""``kvpass curve``: accuracy against budget on one task, every policy, both scopes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.records import Record, Row
 from kvpass.eval.run import BudgetValue, EvalSettings, Evaluation
 from kvpass.eval.tables import FirstThatFits, markdown_table, rich_table
+from kvpass.eval.tasks import find_tasks
 from kvpass.policies import POLICIES
 from kvpass.progress import progress_console
 from kvpass.report import import_figure
@@ -19,33 +20,32 @@ from kvpass.report import import_figure
 BUDGETS: tuple[BudgetValue, ...] = (0.03, 0.06, 0.12, 0.25, 0.5)
 """Up to the whole cache, which is ``full``: every policy keeps everything then (contract 1)."""
 WINDOW = 8
-"""Of policies that observe or protect a window: the default of 32 is more than 3 % of a short prompt."""
+"""Of policies that observe or protect a window, on the built-in model: 32 is more than 3 % of its short prompts."""
 
 CAKE_TEMPERATURES = (("tau1", 1.6), ("tau2", 0.4))
 """Published for Llama-3.1-8B at 1024; none are for the built-in model."""
 
-TASK = "multi_needle"
-
 
 def default_policies() -> tuple[PolicySpec, ...]:
-    """Registered policies, full first, with a smaller window and CAKE's temperatures; not those made for one model."""
+    """Registered policies, full first, with CAKE's temperatures; not those made for one model."""
     general = [name for name, policy in POLICIES.items() if not policy.of_one_model]
     names = sorted(general, key=lambda name: (POLICIES[name].needs_budget, name))
-    return tuple(PolicySpec(name, CAKE_TEMPERATURES if name == "cake" else ()).with_window(WINDOW) for name in names)
+    return tuple(PolicySpec(name, CAKE_TEMPERATURES if name == "cake" else ()) for name in names)
 
 
 def curve_settings(**given: Any) -> EvalSettings:
     """Settings of a run (:class:`~kvpass.eval.run.EvalSettings`), the curve's own where nothing is given.
 
     ``output`` is for picture, table and samples; ``samples`` are questions a point, those of one context share it.
-    Where no window is typed it is ``WINDOW``.
+    On the built-in model the window is ``WINDOW`` where none is typed.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: without matplotlib. ValueError: more than one task, or a value out of range.
     """
     import_figure()
     usual: dict[str, Any] = {
         "model": "builtin",
+        "tasks": ("multi_needle",),
         "samples": 24,
         "length": 512,
         "budgets": BUDGETS,
@@ -54,14 +54,17 @@ def curve_settings(**given: Any) -> EvalSettings:
         "backend": "eager",
     }
     chosen = usual | given
-    chosen["policies"] = tuple(spec.with_window(WINDOW) for spec in chosen["policies"])
-    return EvalSettings(**chosen, tasks=(TASK,))
+    if len(find_tasks(chosen["tasks"])) > 1:
+        raise ValueError(f"task={','.join(chosen['tasks'])!r}: stands for several tasks, name one")
+    if chosen["model"] == "builtin":
+        chosen["policies"] = tuple(spec.with_window(WINDOW) for spec in chosen["policies"])
+    return EvalSettings(**chosen)
 
 
 def draw_curve(evaluation: Evaluation, console: Console) -> list[Row]:
     """Answer what a checked run asks, draw ``curve.png`` and write ``curve.md``."""
     s, rows = evaluation.settings, evaluation.run(progress_console())
-    title = f"{s.model}: needles in {s.length} tokens, {rows[0].samples} questions a point, 95 % intervals"
+    title = f"{s.model}: {s.tasks[0]}, {s.length} tokens, {rows[0].samples} questions a point, 95 % intervals"
     (plot_curve if len(s.entries) == 1 else plot_formats)(rows, s.output / "curve.png", title=title)
     text = curve_table(rows)
     if len(s.entries) > 1:

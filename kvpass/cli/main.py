@@ -387,8 +387,9 @@ def curve(
     model: Annotated[
         str, typer.Option(help="'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name.")
     ] = "builtin",
+    task: Annotated[str, typer.Option(help="A task of 'kvpass eval'.")] = "multi_needle",
 ) -> None:
-    """Draw accuracy against budget for all policies on the built-in model, question-aware and question-agnostic."""
+    """Draw accuracy against budget for all policies, with the question in the compressed prompt and after it."""
     _import_libraries()
     from kvpass.compiler.backend import check_compiler
     from kvpass.eval.experiments.curve import curve_settings, draw_curve
@@ -408,6 +409,7 @@ def curve(
             "backend": check_compiler("backend", backend),
             "dtype": dtype,
             "model": model,
+            "tasks": (task,),
         }
         if budgets is not None:
             given["budgets"] = tuple(typed(text) for text in _names(budgets))

@@ -306,6 +306,19 @@ def test_published_shapes_have_their_published_sizes(name, parameters):
     assert not getattr(config, "sliding_window", None)
 
 
+def test_a_folder_brings_its_weights(micro, tmp_path, monkeypatch):
+    model = build(find_model(micro), 7)
+    model.save_pretrained(tmp_path / "model")
+    found = build(find_model(str(tmp_path / "model")), 0, dtype=torch.bfloat16)
+    assert torch.equal(found.lm_head.weight, model.lm_head.weight.bfloat16())
+    monkeypatch.setenv("KVPASS_MODELS", str(tmp_path))
+    with pytest.raises(ValueError, match="'kvpass fetch smollm2-135m' brings it there"):
+        find_model("smollm2-135m")
+    with pytest.raises(ValueError, match="empty"):
+        (tmp_path / "empty").mkdir()
+        find_model(str(tmp_path / "empty"))
+
+
 def test_scoring_time_counts_the_operators_of_kvpass_but_not_attention(micro):
     model = build(find_model(micro), 0)
     ids = torch.randint(64, (1, 200))

@@ -66,8 +66,8 @@ def test_formats_of_entries_are_compared_by_bytes_and_by_their_answers(tmp_path)
     assert (tmp_path / "formats.png").stat().st_size > 1000
 
 
-def test_every_policy_for_any_model_is_in_the_curve_and_fits_in_3_percent_of_its_prompts():
-    specs = default_policies()
+def test_every_policy_for_any_model_is_in_the_curve_and_fits_in_3_percent_of_its_prompts(tmp_path):
+    specs = curve_settings(output=tmp_path).policies
     assert specs[0].name == "full"
     assert {spec.name for spec in specs} == {
         name for name, policy in kvpass.POLICIES.items() if not policy.of_one_model
@@ -209,6 +209,7 @@ def test_without_matplotlib_a_command_that_draws_says_what_to_install_and_comput
         ("--budgets 0.01", "budget 0.01 is 5 entries"),
         ("--backend jit", "backend='jit'"),
         ("--length 60", "tokens=60"),
+        ("--task ruler", "task='ruler': stands for several tasks"),
     ],
 )
 def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path, words, part):
@@ -221,4 +222,6 @@ def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path, words, part):
 def test_settings_of_the_curve_are_those_of_a_run(tmp_path):
     made = curve_settings(output=tmp_path, samples=3, length=200, seed=7)
     assert (made.samples, made.length, made.seed, made.output) == (3, 200, 7, tmp_path)
-    assert made.policies == default_policies()
+    assert {spec.resolve().window for spec in made.policies} <= {0, 8}
+    other = curve_settings(output=tmp_path, model="other", tasks=("vt",))
+    assert (other.policies, other.tasks) == (default_policies(), ("vt",))
