@@ -5,9 +5,12 @@ Another model, in the folder ``KVPASS_REAL_MODEL`` (gemma-3-270m for sliding lay
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +39,7 @@ QUESTIONS = (
 SAMPLES = 16
 """Of each task."""
 GREEDY = {"do_sample": False}
+VLLM = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +141,19 @@ def test_demo_finds_the_facts_with_a_full_cache(smollm2, tmp_path):
     systems = ("transformers", "kvpass full")
     theirs, ours = (re.findall(rf"{system} +all +100% +(\d)/4", result.output) for system in systems)
     assert theirs == ours and int(ours[0]) >= 2, result.output
+
+
+@pytest.mark.skipif(not VLLM.exists(), reason="no environment of vLLM: make test-vllm makes it")
+def test_vllm_gives_the_tokens_of_generate(smollm2, tmp_path):
+    model, tokenizer = smollm2
+    (task,) = find_tasks(["niah_single_1"])
+    prompts = [list(encode(tokenizer, sample, chat=True).ids) for sample in task.samples(tokenizer, 1024, 4, 0)]
+    fast = kvpass.compile(model, policy=SnapKV(kernel_size=31), budget=256)
+    call = {**GREEDY, "max_new_tokens": 12, "eos_token_id": None}
+    ours = [fast.generate(torch.tensor([ids]), **call)[0, len(ids) :].tolist() for ids in prompts]
+    settings = {"policy": "snapkv", "kernel_size": 31, "budget": 256, "room": 16}
+    given = json.dumps({"kvpass": settings, "prompts": prompts, "new_tokens": 12})
+    command = [VLLM, Path(__file__).parent / "vllm_answers.py", fetch_model("smollm2-135m")]
+    ran = subprocess.run(command, input=given, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert json.loads(ran.stdout.splitlines()[-1]) == ours
