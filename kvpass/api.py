@@ -148,7 +148,7 @@ def _compiled(
     compiled.__class__ = compressed_class(type(model))
     expanded = None
     if type(model)._can_set_attn_implementation():  # otherwise passes find its attention in the graph
-        expanded = attend_latents(compiled, divided=heads is not None)
+        expanded = attend_latents(compiled, divided=heads.several)
         tune_by_position(compiled)
         if rules.entry_format != "model" and any(map(attends_latents, compiled.modules())):
             raise ValueError(
