@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvpass.adapt.copied import AdaptedCopy, adapted_copy
+from kvpass.adapt.latent_attention import attends_latents
+from kvpass.adapt.tensor_parallel import check_divided, ranks_of
+from kvpass.adapt.wrappers import check_weights
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.metadata import CacheMetadata
@@ -23,19 +26,11 @@ from kvpass.config import Block, EntryFormat
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.captured import attend_in_captures
-from kvpass.frontends.latent_attention import attend_latents, attends_latents
-from kvpass.frontends.offload import hold_host_weights, offload_device, offload_hooks
 from kvpass.frontends.options import BudgetLike, PolicyName
-from kvpass.frontends.recurrent import recurrent_layers
-from kvpass.frontends.rotation_by_row import rotate_by_row
-from kvpass.frontends.temperature import tune_by_position
-from kvpass.frontends.tensor_parallel import check_divided, check_heads, divides_heads, hold_own_weights, ranks_of
-from kvpass.frontends.token_mixers import replace_token_mixers
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
-from kvpass.frontends.wrappers import check_weights, check_wrappers, remove_wrappers
 from kvpass.policies import Policy
 from kvpass.policies.rules import Recompress, Rules, read_rules
-from kvpass.ranks import ONE_PROCESS, Ranks, digest, run_on_all_ranks
+from kvpass.ranks import Ranks, digest, run_on_all_ranks
 
 
 def compile(
@@ -125,67 +120,48 @@ def _compiled(
     if isinstance(model, CompressedModel):
         raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
     check_model(model)
-    device = offload_device(model)
-    check_wrappers(model, device)
     compiler, regions = check_compiler("backend", backend), check_regions(compile_regions)
     check_weights(model, compiler)
-    if device is not None and regions is False:
-        raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
     rules = read(model_name=str(model.config.name_or_path))
-    recurrent = recurrent_layers(model, divided=ranks.several)
-    layers = model.config.get_text_config().num_hidden_layers if recurrent is None else len(recurrent.attention)
-    heads = ranks if ranks.several and divides_heads(model) else ONE_PROCESS
-    if heads.several:
-        check_heads(model, heads)
-    check_divided(rules.policy, heads)
-    compiled: Any = copy_structure(model)
-    whole = hold_own_weights(compiled, model, ranks) if ranks.several else {}
-    on_host = hold_host_weights(compiled, model, device) if device is not None else 0
-    remove_wrappers(compiled, model)
-    longrope_limit = rotate_by_row(compiled)
-    if recurrent is not None:
-        replace_token_mixers(compiled)
+    uses_our_attention = type(model)._can_set_attn_implementation()
+    adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
+    _check_adapted(adapted, rules, regions)
+    compiled = adapted.model
     compiled.__class__ = compressed_class(type(model))
-    expanded = None
-    if type(model)._can_set_attn_implementation():  # otherwise passes find its attention in the graph
-        expanded = attend_latents(compiled, divided=heads is not None)
-        tune_by_position(compiled)
-        if rules.entry_format != "model" and any(map(attends_latents, compiled.modules())):
-            raise ValueError(
-                f"entries={rules.entry_format!r}: {type(model).__name__} caches latent rows, which have no format of "
-                "fewer bits yet; give entries='model'"
-            )
+    if uses_our_attention:
         attend_in_captures(compiled)
+    phases = PhaseCompiler(
+        compiler=compiler,
+        layers=adapted.attention_layers,
+        regions=regions,
+        cuda_graphs=cuda_graphs,
+        on_host=adapted.on_host,
+        ranks=ranks,
+    )
+    recurrent = adapted.recurrent
     compiled._kvpass = Runtime(
         rules=rules,
-        identity=ModelFingerprint(compiled, whole),
-        device=device,
-        captures=CaptureCache(
-            PhaseCompiler(
-                compiler=compiler,
-                layers=layers,
-                regions=regions,
-                cuda_graphs=cuda_graphs,
-                on_host=on_host,
-                ranks=ranks,
-            ),
-            None if recurrent is None else recurrent.arguments,
-        ),
+        identity=ModelFingerprint(compiled, adapted.divided),
+        device=adapted.device,
+        captures=CaptureCache(phases, None if recurrent is None else recurrent.arguments),
         attention=None if recurrent is None else recurrent.attention,
-        longrope_limit=longrope_limit,
-        ranks=heads,
-        expanded=expanded,
+        longrope_limit=adapted.longrope_limit,
+        ranks=adapted.heads,
+        expanded=adapted.expanded,
     )
     return compiled
 
 
-def copy_structure(model: nn.Module) -> Any:
-    """Return a deep copy that shares parameters, buffers and what accelerate keeps on the host with ``model``."""
-    hooks = (hook for _, hook in offload_hooks(model))
-    # names of PEFT's adapters that are merged into the weights: whoever merges one changes what both compute
-    merged = (module.merged_adapters for module in model.modules() if hasattr(module, "merged_adapters"))
-    memo: dict[int, Any] = {id(shared): shared for shared in (*model.parameters(), *model.buffers(), *hooks, *merged)}
-    return copy.deepcopy(model, memo)
+def _check_adapted(adapted: AdaptedCopy, rules: Rules, regions: Regions) -> None:
+    """Raise ValueError if the copy cannot be compiled with these rules and regions."""
+    check_divided(rules.policy, adapted.heads)
+    if adapted.device is not None and regions is False:
+        raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
+    if rules.entry_format != "model" and any(map(attends_latents, adapted.model.modules())):
+        raise ValueError(
+            f"entries={rules.entry_format!r}: {type(adapted.model).__name__} caches latent rows, which have no format "
+            "of fewer bits yet; give entries='model'"
+        )
 
 
 def load_cache(

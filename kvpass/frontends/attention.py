@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
-from kvpass.frontends.latent_attention import attends_latents, cannot_absorb, expansion_of
-from kvpass.frontends.temperature import tuned_query, tunes_by_column
+from kvpass.adapt.latent_attention import attends_latents, cannot_absorb, expansion_of
+from kvpass.adapt.temperature import tuned_query, tunes_by_column
 
 ATTENTION_NAME = "kvpass"
 

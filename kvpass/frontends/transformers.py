@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvpass.adapt.rotation_by_row import check_rows_stay
+from kvpass.adapt.tensor_parallel import check_divided
 from kvpass.cache.buffer_reuse import BufferReuse
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.copying import forbid_pickling
@@ -41,8 +43,6 @@ from kvpass.frontends.arguments import (
 )
 from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import Padding, first_real_column, read_padding
-from kvpass.frontends.rotation_by_row import check_rows_stay
-from kvpass.frontends.tensor_parallel import check_divided
 from kvpass.frontends.whole_text import (
     begins_with,
     by_name,

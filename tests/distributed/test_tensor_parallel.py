@@ -32,8 +32,8 @@ from divided_model import (
     sent_of_a_prompt,
     small_builtin,
 )
+from kvpass.adapt.latent_attention import attend_latents
 from kvpass.cli.documents import Document
-from kvpass.frontends.latent_attention import attend_latents
 from processes import Processes
 from tiny_models import tiny_model
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 import kvpass
-from kvpass.frontends.tensor_parallel import check_divided
+from kvpass.adapt.tensor_parallel import check_divided
 from kvpass.policies.snapkv import SnapKV
 from kvpass.ranks import Ranks
 

@@ -45,3 +45,9 @@ def test_only_a_single_row_is_changed(shape):
 def test_half_precision_keeps_its_library_call():
     changed, left, _ = capture(torch.nn.Linear(24, 40).bfloat16(), torch.randn(1, 1, 24).bfloat16())
     assert (changed, left) == (0, 1)
+
+
+def test_large_weights_keep_their_library_call():
+    module = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False), torch.nn.Linear(48, 2**17, bias=False))
+    changed, left, _ = capture(module, torch.randn(1, 1, 64))
+    assert (changed, left) == (1, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from kvpass.api import copy_structure
+from kvpass.adapt.copied import copy_structure
 from kvpass.cache.cache import CompressedCache
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
+from kvpass.adapt.offload import offload_hooks
+from kvpass.adapt.token_mixers import methods_of
 from kvpass.config import StateShape
 from kvpass.errors import UnsupportedAttentionError
-from kvpass.frontends.offload import offload_hooks
-from kvpass.frontends.token_mixers import methods_of
 from kvpass.transformers_compat import CACHE
 
 _RECURRENT = {"conv", "linear_attention", "mamba", "mamba2", "recurrent"}

@@ -1,0 +1,97 @@
+"""The copy of a model that is captured: its structure is new, its weights are the user's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvpass.adapt.latent_attention import attend_latents
+from kvpass.adapt.offload import hold_host_weights, offload_device, offload_hooks
+from kvpass.adapt.recurrent import RecurrentLayers, recurrent_layers
+from kvpass.adapt.rotation_by_row import rotate_by_row
+from kvpass.adapt.temperature import tune_by_position
+from kvpass.adapt.tensor_parallel import check_heads, divides_heads, hold_own_weights
+from kvpass.adapt.token_mixers import replace_token_mixers
+from kvpass.adapt.wrappers import check_wrappers, remove_wrappers
+from kvpass.ranks import ONE_PROCESS, Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedCopy:
+    """A copy of a model, changed so that it can be captured.
+
+    Attributes:
+        model: the copy. device: that computes, where weights stay on the host; on_host: their bytes. heads: processes
+            that share its attention heads. divided: weights by name of which each process can gather the whole.
+        recurrent: its recurrent layers; None: it has none. longrope_limit: tokens beyond which rotary frequencies are
+            others. expanded: why its latents are cached as expanded heads; None if they are not, or it has none.
+    """
+
+    model: Any
+    device: torch.device | None
+    on_host: int
+    heads: Ranks
+    recurrent: RecurrentLayers | None
+    longrope_limit: int | None
+    expanded: str | None
+    divided: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def attention_layers(self) -> int:
+        """How many layers have attention."""
+        if self.recurrent is not None:
+            return len(self.recurrent.attention)
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+
+def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bool) -> AdaptedCopy:
+    """Copy a model, and change what Dynamo or a cache could not follow. The model itself does not change.
+
+    Args:
+        ranks: processes that share its weights. uses_our_attention: its layers will call kvpass's attention function;
+            else passes find attention in the graph.
+    Raises:
+        ValueError, UnsupportedAttentionError: a part of it cannot be changed so; the message names it.
+    """
+    device = offload_device(model)
+    check_wrappers(model, device)
+    recurrent = recurrent_layers(model, divided=ranks.several)
+    heads = ranks if ranks.several and divides_heads(model) else ONE_PROCESS
+    if heads.several:
+        check_heads(model, heads)
+    copied = copy_structure(model)
+    divided = hold_own_weights(copied, model, ranks) if ranks.several else {}
+    on_host = hold_host_weights(copied, model, device) if device is not None else 0
+    remove_wrappers(copied, model)
+    longrope_limit = rotate_by_row(copied)
+    if recurrent is not None:
+        replace_token_mixers(copied)
+    expanded = None
+    if uses_our_attention:
+        expanded = attend_latents(copied, divided=heads.several)
+        tune_by_position(copied)
+    return AdaptedCopy(
+        model=copied,
+        device=device,
+        on_host=on_host,
+        heads=heads,
+        recurrent=recurrent,
+        longrope_limit=longrope_limit,
+        expanded=expanded,
+        divided=divided,
+    )
+
+
+def copy_structure(model: nn.Module) -> Any:
+    """Return a deep copy that shares parameters, buffers and what accelerate keeps on the host with ``model``."""
+    hooks = (hook for _, hook in offload_hooks(model))
+    # names of PEFT's adapters that are merged into the weights: whoever merges one changes what both compute
+    merged = (module.merged_adapters for module in model.modules() if hasattr(module, "merged_adapters"))
+    memo: dict[int, Any] = {id(shared): shared for shared in (*model.parameters(), *model.buffers(), *hooks, *merged)}
+    return copy.deepcopy(model, memo)
