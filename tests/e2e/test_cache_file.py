@@ -67,7 +67,10 @@ def saved(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    quick([*CASES], ["lava", "no window", "evicts, tables", "evicts, reads queries", "ring, evicts", "only rings"]),
+)
 def test_a_loaded_cache_continues_bit_for_bit_like_the_live_one(case, tmp_path):
     family, policy, options = CASES[case]
     fast = shared(family, policy, **options)

@@ -90,7 +90,7 @@ def check_logits(entries: str, family: str, backend: str) -> None:
     ("family", "entries"),
     [
         ("llama", "int8"),
-        ("gemma3", "fp8"),
+        pytest.param("gemma3", "fp8", marks=pytest.mark.exhaustive),
         ("llama", "int4"),
         *(pytest.param(family, entries, marks=pytest.mark.exhaustive) for family, entries in MORE),
     ],

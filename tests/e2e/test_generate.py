@@ -228,7 +228,12 @@ def test_rows_of_questions_continue_copies_of_a_cache_of_one_row(model, fast):
 
 
 @pytest.mark.parametrize(
-    "options", [{"backend": "inductor"}, {"entries": "int4"}, {"entries": "fp8"}], ids=lambda x: next(iter(x.values()))
+    "options",
+    [
+        {"backend": "inductor"},
+        *(pytest.param({"entries": name}, marks=pytest.mark.exhaustive) for name in ("int4", "fp8")),
+    ],
+    ids=lambda x: next(iter(x.values())),
 )
 def test_rows_of_one_document_hold_its_entries_once(options, tmp_path):
     model = tiny_model("llama", layers=1, head_dim=32)

@@ -21,7 +21,7 @@ def embedded(model, ids):
     return model.get_input_embeddings()(ids)
 
 
-@pytest.mark.parametrize("family", quick(["llama", "qwen3", "gemma3", "gpt2", "qwen3_5", "lfm2"], ["gemma3"]))
+@pytest.mark.parametrize("family", quick(["llama", "qwen3", "gemma3", "gpt2", "qwen3_5", "lfm2"], ["llama"]))
 def test_contract_1_tokens_are_those_of_eager_transformers(family):
     model, fast = compiled_once(family, policy="full", budget=None, backend="eager")
     ids, mask = batch()

@@ -17,7 +17,9 @@ CASES = [
     ("gemma3", {"policy": "lava", "budget": UNLIMITED}),
     ("lfm2", {"policy": "lava", "budget": UNLIMITED}),
     ("llama", {"policy": "tova", "budget": 24}),
-    ("llama", {"policy": "lava", "budget": 24, "window": 8, "entries": "int8"}),
+    pytest.param(
+        "llama", {"policy": "lava", "budget": 24, "window": 8, "entries": "int8"}, marks=pytest.mark.exhaustive
+    ),
     ("llama", {"policy": "lava", "budget": 24, "window": 8, "recompress": "every_turn"}),
 ]
 

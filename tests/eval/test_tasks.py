@@ -71,9 +71,9 @@ def test_a_part_without_a_token_and_a_slow_tokenizer_are_refused(words):
 def test_the_registry_knows_every_task_by_its_own_name():
     known = registry()
     assert all(name == task.name for name, task in known.items())
-    assert len(known) == 11 + 11 + 21 + 12
+    assert len(known) == 11 + 11 + 21
     groups = [find_tasks([group]) for group in GROUPS]
-    assert [len(group) for group in groups] == [11, 21, 12]
+    assert [len(group) for group in groups] == [11, 21]
 
 
 def test_names_are_found_once_and_unknown_ones_refused():

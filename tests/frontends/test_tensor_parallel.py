@@ -10,7 +10,7 @@ import pytest
 import kvpass
 from kvpass.adapt.tensor_parallel import check_divided
 from kvpass.policies.snapkv import SnapKV
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ RANKS = Ranks("", 0, 2)
 def test_a_policy_whose_class_does_not_say_so_is_refused():
     with pytest.raises(ValueError, match=r"policy 'inherits' with heads on 2 processes.*set divisible = True"):
         check_divided(Inherits(), RANKS)
-    check_divided(Inherits(), None)
+    check_divided(Inherits(), ONE_PROCESS)
 
 
 def test_policies_that_say_so_and_ours_are_not_refused():

@@ -22,7 +22,7 @@ from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
 from kvpass.operands import GROUPED
 from numeric_checks import DecodeCase, assert_rounded, decode_case
-from pairwise import pairwise
+from pairwise import each_value, pairwise
 
 
 def run(case: DecodeCase) -> Tensor:
@@ -81,7 +81,7 @@ def test_equals_exact_attention(dtype: torch.dtype, group: int, dims: tuple[int,
     check(decode_case(RAGGED, group=group, dim=dim, value_dim=value_dim, tokens=tokens, dtype=dtype, start=[0, 3]))
 
 
-@pairwise(
+@each_value(
     entry_format=["int8", "fp8"],
     dtype=[torch.float32, torch.bfloat16, torch.float16],
     group=[1, 2, 4],
@@ -324,8 +324,8 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arch", "dtype", "entry_format"),
     [
         ("x86-64-v2", torch.float16, "model"),
-        ("x86-64-v3", torch.bfloat16, "model"),
-        ("x86-64-v2", torch.float32, "fp8"),
+        pytest.param("x86-64-v3", torch.bfloat16, "model", marks=pytest.mark.exhaustive),
+        pytest.param("x86-64-v2", torch.float32, "fp8", marks=pytest.mark.exhaustive),
         *(
             pytest.param(arch, torch.float32, entry_format, marks=pytest.mark.exhaustive)
             for arch, entry_format in itertools.product(("x86-64-v2", "x86-64-v3"), ("int8", "fp8", "int4", "int2"))

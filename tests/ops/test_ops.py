@@ -125,7 +125,9 @@ def test_opcheck_attend_evict(impl):
     quota, position = torch.full((2, 2, 2), 3), torch.tensor([5, 5])
     policy = resolve("h2o", window=2).spec
     held = EvictBuffers(pool_k, pool_v, offsets, tail_k, tail_v, table, memory, quota, position)
-    torch.library.opcheck(OPS.attend_evict.default, (*Attention(*qkv(n=2), SCALE), *held, 1, policy, impl, None))
+    torch.library.opcheck(
+        OPS.attend_evict.default, (*Attention(*qkv(n=2), SCALE), *held, 1, policy, impl, ONE_PROCESS.spec)
+    )
 
 
 def test_opcheck_observe_held():
@@ -133,7 +135,9 @@ def test_opcheck_observe_held():
     scores, masses = torch.full((2, 2, 2, 16), float("-inf")), torch.zeros(2, 2, 2, 16)
     found = RecompressBuffers(scores, masses, torch.zeros(2, 2, dtype=torch.float64), torch.tensor([2, 2]))
     policy = resolve("snapkv", window=2).spec
-    torch.library.opcheck(OPS.observe_held.default, (*Attention(*qkv(n=2), SCALE), *held, *found, 1, 2, policy, None))
+    torch.library.opcheck(
+        OPS.observe_held.default, (*Attention(*qkv(n=2), SCALE), *held, *found, 1, 2, policy, ONE_PROCESS.spec)
+    )
 
 
 def test_opcheck_the_ring_operators():
