@@ -42,9 +42,14 @@ def test_only_a_single_row_is_changed(shape):
     assert changed + left == 1 and changed == (shape == (24,))
 
 
-def test_half_precision_keeps_its_library_call():
-    changed, left, _ = capture(torch.nn.Linear(24, 40).bfloat16(), torch.randn(1, 1, 24).bfloat16())
-    assert (changed, left) == (0, 1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_multiplied_and_added_in_fp32(dtype):
+    module, x = torch.nn.Linear(512, 40).to(dtype), torch.randn(1, 1, 512).to(dtype)
+    changed, left, result = capture(module, x)
+    assert (changed, left) == (1, 0)
+    assert result.dtype == dtype
+    exact = torch.nn.functional.linear(x.double(), module.weight.double(), module.bias.double())
+    torch.testing.assert_close(result, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
 
 
 def test_large_weights_keep_their_library_call():
