@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 from kvpass.cache.cache import CompressedCache
 from kvpass.eval.prompt import Prompt, pad
 from kvpass.frontends.options import BudgetLike
+from kvpass.loading import launched
 from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
 
@@ -168,9 +169,9 @@ class Runner:
         """One cache of these heads for each condition."""
         if not conditions:
             return [self.model.compress(ids, mask)]
-        if len(conditions) > 1:
+        if launched()[1] == 1:
             return list(self.model.compress_each(ids, mask, conditions=conditions))
-        self.model.set_policy(*conditions[0])
+        self.model.set_policy(*conditions[0])  # one: processes that share a model read prompts for each condition
         return [self.model.compress(ids, mask)]
 
     def greedy(

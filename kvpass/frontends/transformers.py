@@ -515,8 +515,6 @@ class CompressedModel(_Base):
         runtime.last_prompt = None
         for cache in kept:
             cache.reusable = reusable
-            if cache.policy.needs_question:
-                _warn_of_question(cache.policy.name)
         return kept
 
     def warmup(self, batch_sizes: Iterable[int] = (1,), *, prompt_tokens: int = 64, turns: bool = False) -> None:
