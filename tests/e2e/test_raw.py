@@ -310,6 +310,41 @@ def test_a_session_refuses_another_module_of_the_same_layout(decoder, difference
         assert torch.equal(first(token, position), expected)
 
 
+def test_what_a_forward_reads_is_the_modules_own_between_sessions_and_cannot_change_within_one(decoder):
+    """Weights written to or replaced, and a flag, as whoever merges an adapter changes them."""
+    decoder.dropped, decoder.drop = 0, nn.Dropout(0.5)
+    plain_forward = type(decoder).forward
+
+    class Flagged(type(decoder)):
+        def forward(self, ids, positions):
+            logits = plain_forward(self, ids, positions)
+            return self.drop(logits) * (0.5 if self.dropped else 1.0)
+
+    decoder.__class__ = Flagged
+    fast = raw(decoder.eval(), options_of(budget=1 << 20))
+    ids, positions, token = random_ids(1, 40), torch.arange(40)[None], random_ids(1, 1, seed=1)
+    changes = (
+        lambda: decoder.head.weight.mul_(-0.5),
+        lambda: setattr(decoder.head, "weight", nn.Parameter(decoder.head.weight * 2)),
+        lambda: setattr(decoder, "dropped", 1),
+    )
+    with torch.no_grad():
+        for change in (lambda: None, *changes):
+            change()
+            expected = decoder(torch.cat([ids, token], 1), torch.arange(41)[None])[:, -1:]
+            with kvpass.session():
+                fast(ids, positions)
+                assert_close("logits", fast(token, torch.tensor([[40]])), expected, atol=1e-5)
+        with kvpass.session():
+            fast(ids, positions)
+            decoder.dropped = 0
+            with pytest.raises(kvpass.CacheMismatchError, match="an attribute may have changed"):
+                fast(token, torch.tensor([[40]]))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="dropout in training mode: call eval"), torch.no_grad(), kvpass.session():
+        raw(decoder.train(), options_of(budget=1 << 20))(ids, positions)
+
+
 def test_cuda_graphs_can_be_switched_off(decoder):
     found = []
     for cuda_graphs in (True, False):
