@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvpass.adapt.copied import AdaptedCopy, adapted_copy
 from kvpass.adapt.latent_attention import attends_latents
+from kvpass.adapt.offload import offload_device
 from kvpass.adapt.tensor_parallel import check_divided, ranks_of
 from kvpass.adapt.wrappers import check_weights
 from kvpass.cache.cache import CompressedCache
@@ -122,10 +123,12 @@ def _compiled(
     check_model(model)
     compiler, regions = check_compiler("backend", backend), check_regions(compile_regions)
     check_weights(model, compiler)
+    if regions is False and offload_device(model) is not None:
+        raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
     rules = read(model_name=str(model.config.name_or_path))
     uses_our_attention = type(model)._can_set_attn_implementation()
     adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
-    _check_adapted(adapted, rules, regions)
+    _check_adapted(adapted, rules)
     compiled = adapted.model
     compiled.__class__ = compressed_class(type(model))
     if uses_our_attention:
@@ -152,11 +155,9 @@ def _compiled(
     return compiled
 
 
-def _check_adapted(adapted: AdaptedCopy, rules: Rules, regions: Regions) -> None:
-    """Raise ValueError if the copy cannot be compiled with these rules and regions."""
+def _check_adapted(adapted: AdaptedCopy, rules: Rules) -> None:
+    """Raise ValueError if the copy cannot be compiled with these rules."""
     check_divided(rules.policy, adapted.heads)
-    if adapted.device is not None and regions is False:
-        raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
     if rules.entry_format != "model" and any(map(attends_latents, adapted.model.modules())):
         raise ValueError(
             f"entries={rules.entry_format!r}: {type(adapted.model).__name__} caches latent rows, which have no format "

@@ -191,7 +191,7 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(30, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [6, pytest.param(30, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MACHINES)
 def test_random_cache_operations_give_the_logits_of_the_masked_model(name, examples):
     case = MACHINES[name].TestCase
