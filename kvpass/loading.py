@@ -51,14 +51,11 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
         transformers.utils.logging.disable_progress_bar()
         model, tokenizer = builtin.load(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype), **shared)
     else:
-        try:
-            with located(name) as (place, file):
-                model = AutoModelForCausalLM.from_pretrained(
-                    place, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **file, **shared
-                )
-                tokenizer = AutoTokenizer.from_pretrained(place, **file)
-        except OSError as error:
-            raise ValueError(f"model={name!r}: {str(error).strip().splitlines()[0]}") from error
+        with readable(name) as (place, file):
+            model = AutoModelForCausalLM.from_pretrained(
+                place, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **file, **shared
+            )
+            tokenizer = AutoTokenizer.from_pretrained(place, **file)
         forget_gguf(model)
     model.eval()
     if not shared:
@@ -100,6 +97,16 @@ def located(name: str) -> Iterator[tuple[str, dict[str, str]]]:
                 # an architecture that transformers does not know, or a file that ends too early
                 raise ValueError(f"model={name!r}: transformers cannot read this GGUF file: {error}") from error
             yield folder, file
+
+
+@contextmanager
+def readable(name: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """As :func:`located`; what transformers finds wrong when it reads there is a ``ValueError`` of one line."""
+    try:
+        with located(name) as found:
+            yield found
+    except OSError as error:
+        raise ValueError(f"model={name!r}: {str(error).strip().splitlines()[0]}") from error
 
 
 def _check_readers() -> None:

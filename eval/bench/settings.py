@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvpass.config import EntryFormat
 from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
 from kvpass.eval.policy_spec import PolicySpec, check_formats, with_format
 from kvpass.fetch import PACKAGES
-from kvpass.loading import forget_gguf, is_gguf, located
+from kvpass.loading import forget_gguf, is_gguf, readable
 from kvpass.policies import resolve_budget
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -114,11 +115,8 @@ def find_model(name: str, layers: int | None = None) -> BenchModel:
         return BenchModel(name, AutoConfig.for_model(**known | depth), context)
     path = Path(name)
     if name in PACKAGES or is_gguf(name) or path.is_dir():
-        try:
-            with located(name) as (place, file):
-                config = AutoConfig.from_pretrained(place, **file, **depth)
-        except OSError as error:
-            raise ValueError(f"model={name!r}: {str(error).strip().splitlines()[0]}") from error
+        with readable(name) as (place, file):
+            config = AutoConfig.from_pretrained(place, **file, **depth)
         return BenchModel(name, config, _usual_context(config), has_weights=True)
     if path.suffix != ".json":
         raise ValueError(
@@ -149,7 +147,7 @@ def build(
     Random weights are made on the device in their dtype, so that the host needs no memory for them.
     """
     if model.has_weights and torch.device(device).type != "meta":
-        with located(model.name) as (place, file):
+        with readable(model.name) as (place, file):
             built = AutoModelForCausalLM.from_pretrained(place, config=model.config, dtype=dtype, **file)
         forget_gguf(built)
         built.to(device)  # type: ignore[arg-type]
@@ -230,7 +228,7 @@ class BenchSettings:
                     f"the model less {self.new_tokens} new tokens and {WARM_UP_STEPS} to warm up"
                 )
 
-    @property
+    @cached_property
     def bench_model(self) -> BenchModel:
         return find_model(self.model)
 

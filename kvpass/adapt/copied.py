@@ -61,12 +61,13 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
     """
     device = offload_device(model)
     check_wrappers(model, device)
-    recurrent = recurrent_layers(model, divided=ranks != ONE_PROCESS)
+    is_divided = ranks != ONE_PROCESS  # also by a mesh of one process, whose weights are such tensors too
+    recurrent = recurrent_layers(model, divided=is_divided)
     heads = ranks if ranks.several and divides_heads(model) else ONE_PROCESS
     if heads.several:
         check_heads(model, heads)
     copied = copy_structure(model)
-    divided = hold_own_weights(copied, model, ranks) if ranks != ONE_PROCESS else {}
+    divided = hold_own_weights(copied, model, ranks) if is_divided else {}
     on_host = hold_host_weights(copied, model, device) if device is not None else 0
     remove_wrappers(copied, model)
     longrope_limit = rotate_by_row(copied)
