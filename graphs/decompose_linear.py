@@ -25,7 +25,7 @@ _LINEAR = torch.nn.functional.linear
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 LARGE_BYTES = 2**24
-"""Weights from this size on stay products. On two cores a reduction read 17 MB at 12 to 15 GB/s, a product at 20."""
+"""Weights from this size on stay products: on two cores a reduction read 17 MB a quarter slower than a product."""
 
 
 def decompose_linear_pass(gm: GraphModule) -> int:
