@@ -34,84 +34,37 @@ from kvpass.kernels.prefill_attention import (
     part_block,
     store_parts,
 )
-from kvpass.operands import GROUP, AppendBuffers, Attention, key_groups
+from kvpass.operands import AppendBuffers, Attention, levels
 
-GROUP_SIZE = tl.constexpr(GROUP)
 APPEND_BLOCK = 16
 """New entries per loop step, when they are appended and when the decode kernel attends them."""
 
 
 @triton.jit
-def unpacked(codes, PER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return codes ``[.., n * PER]`` fp32 of bytes ``[.., n]`` with PER codes each, 2 or 4, the lowest bits first."""
-    if PER == 2:
-        codes = tl.interleave(codes & 15, codes >> 4)
-    else:
-        codes = tl.interleave(
-            tl.interleave(codes & 3, (codes >> 4) & 3), tl.interleave((codes >> 2) & 3, codes >> 6)
-        )  # fmt: skip
-    return codes.to(tl.float32)
-
-
-@triton.jit
-def load_grouped(  # type: ignore[no-untyped-def]
-    p_k, p_v, groups, i_s, o_s, m_s, D: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, PER: tl.constexpr,
+def load_levels(  # type: ignore[no-untyped-def]
+    p_codes, p_levels, o_row, m_row, D: tl.constexpr, BD: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return keys ``[BD, BLOCK_S]`` and values ``[BLOCK_S, BDV]`` fp32 of entries o_s, which share a group of keys.
+    """Return what rows o_row of codes of BITS bits stand for, without their scales: fp32 ``[BLOCK_S, BD]``.
 
-    Values where not m_s, and columns beyond D and DV, are 0. The pointers are those of :func:`grouped_segment`.
+    0 in rows where not m_row, and in columns from D on. p_levels: levels of entry_formats.py, by code.
     """
-    U: tl.constexpr = DV // GROUP_SIZE
-    BD: tl.constexpr = part_block(D)
-    BU: tl.constexpr = BDV // GROUP_SIZE
-    p_k_step, p_k_low, p_v_step, p_v_low = groups
-    o_row = o_s.to(tl.int64)[:, None]
-    o_b = tl.arange(0, BD // PER)[None, :]
-    o_d = i_s // GROUP_SIZE * D + tl.arange(0, BD)
-    m_d = tl.arange(0, BD) < D
-    # [BLOCK_S, BD / PER]
-    b_codes = tl.load(p_k + o_row * (D // PER) + o_b, mask=m_s[:, None] & (o_b < D // PER), other=0)
-    b_step = tl.load(p_k_step + o_d, mask=m_d, other=0.0).to(tl.float32)
-    b_low = tl.load(p_k_low + o_d, mask=m_d, other=0.0).to(tl.float32)
-    b_k = unpacked(b_codes, PER) * b_step[None, :] + b_low[None, :]
-    o_b = tl.arange(0, BDV // PER)[None, :]
-    o_u = tl.arange(0, BU)[None, :]
-    m_u = m_s[:, None] & (o_u < U)
-    # [BLOCK_S, BDV / PER]
-    b_codes = tl.load(p_v + o_row * (DV // PER) + o_b, mask=m_s[:, None] & (o_b < DV // PER), other=0)
-    # [BLOCK_S, BU]
-    b_step = tl.load(p_v_step + o_row * U + o_u, mask=m_u, other=0.0).to(tl.float32)
-    b_low = tl.load(p_v_low + o_row * U + o_u, mask=m_u, other=0.0).to(tl.float32)
-    b_v = tl.reshape(unpacked(b_codes, PER), [o_s.shape[0], BU, GROUP_SIZE])
-    b_v = tl.reshape(b_v * b_step[:, :, None] + b_low[:, :, None], [o_s.shape[0], BDV])
-    return tl.trans(b_k), b_v
-
-
-@triton.jit
-def grouped_segment(  # type: ignore[no-untyped-def]
-    pool_k, pool_v, k_steps, v_steps, i_pool, begin, segment, pool_rows, entries, key_groups, D: tl.constexpr,
-    DV: tl.constexpr, PER: tl.constexpr,
-):  # fmt: skip
-    """Return pointers to what a segment holds that begins at entry ``begin`` of the pool's row i_pool.
-
-    Codes of its keys and values, then step and minimum of its first group of keys and of its first value; numbered as
-    :mod:`kvpass.ops.entry_formats` says.
-    """
-    U: tl.constexpr = DV // GROUP_SIZE
-    i_row = i_pool.to(tl.int64) * entries + begin
-    i_group = i_pool.to(tl.int64) * key_groups + begin // GROUP_SIZE + segment
-    p_k_step = k_steps + i_group * D
-    p_v_step = v_steps + i_row * U
-    p_k_low = p_k_step + pool_rows.to(tl.int64) * key_groups * D
-    p_v_low = p_v_step + pool_rows.to(tl.int64) * entries * U
-    return pool_k + i_row * (D // PER), pool_v + i_row * (DV // PER), p_k_step, p_k_low, p_v_step, p_v_low
+    o_d = tl.arange(0, BD)
+    o_bit = o_d * BITS
+    m_d = m_row[:, None] & (o_d < D)[None, :]
+    p_byte = p_codes + o_row[:, None] * (D * BITS // 8) + (o_bit // 8)[None, :]
+    b_word = tl.load(p_byte, mask=m_d, other=0).to(tl.int32)
+    if 8 % BITS != 0:  # a code may reach into the next byte
+        m_next = m_d & (o_bit % 8 + BITS > 8)[None, :]
+        b_word = b_word | (tl.load(p_byte + 1, mask=m_next, other=0).to(tl.int32) << 8)
+    b_code = (b_word >> (o_bit % 8)[None, :]) & ((1 << BITS) - 1)
+    return tl.load(p_levels + b_code, mask=m_d, other=0.0)
 
 
 @triton.jit
 def absorb_entries(  # type: ignore[no-untyped-def]
     b_q, b_m, b_l, b_acc, p_k, p_v, k_stride, v_stride, first, last, o_t, scale, softcap, D: tl.constexpr,
     DV: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    p_position=None, p_scores=None, m_r=None, p_k_scale=None, p_v_scale=None, groups=None, PER: tl.constexpr = 1,
+    p_position=None, p_scores=None, m_r=None, p_k_scale=None, p_v_scale=None, p_levels=None, BITS: tl.constexpr = 8,
 ):  # fmt: skip
     """Attend rows first..last-1 of p_k and p_v by online softmax, base 2. Queries are in parts of :func:`load_parts`.
 
@@ -119,15 +72,11 @@ def absorb_entries(  # type: ignore[no-untyped-def]
     (entry 0 if causal), so b_m is finite from then on. If p_position is given, rows with a negative position hold no
     entry, and b_m must be finite at the start. If p_scores is given, one pointer per query row, the scores of query
     rows m_r are stored there, -inf for rows without an entry. If p_k_scale and p_v_scale are given, rows of p_k and p_v
-    are codes, and an entry is its codes, as :func:`as_floats` has them, times its scale. If groups is given, the last
-    four pointers of :func:`grouped_segment`, rows of p_k and p_v are codes, PER in a byte, and counted from the begin
-    of their segment; strides are not read, and no block may reach from one group of keys into the next: as none does in
-    a tile of ``tile_map``.
+    are codes, and an entry is its codes, as :func:`as_floats` has them, times its scale; if p_levels is given too, as
+    :func:`load_levels` has them, and strides are not read.
     """
-    UNIT: tl.constexpr = 256.0 if p_k.dtype.element_ty == tl.uint8 else 1.0
+    UNIT: tl.constexpr = 256.0 if p_k.dtype.element_ty == tl.uint8 and p_levels is None else 1.0
     o_e = tl.arange(0, BDV)
-    if groups is not None:
-        tl.static_assert(GROUP_SIZE % BLOCK_S == 0, "a block of entries must lie in one group of keys")
     for i_s in range(first, last, BLOCK_S):
         o_s = i_s + tl.arange(0, BLOCK_S)
         o_row = o_s.to(tl.int64)
@@ -136,10 +85,10 @@ def absorb_entries(  # type: ignore[no-untyped-def]
         if p_position is not None:
             m_held = tl.load(p_position + o_s, mask=m_s, other=-1) >= 0
         # b_dot: [BLOCK_R, BLOCK_S], b_v: [BLOCK_S, BDV]
-        if groups is not None:
-            b_k, b_v = load_grouped(p_k, p_v, groups, i_s, o_s, m_s, D, DV, BDV, PER)
-            b_dot = tl.dot(b_q[0], b_k.to(b_q[0].dtype), input_precision="ieee")
-            b_v = b_v.to(b_q[0].dtype)
+        if p_levels is not None:
+            b_k = load_levels(p_k, p_levels, o_row, m_held, D, part_block(D), BITS)
+            b_dot = tl.dot(b_q[0], tl.trans(b_k).to(b_q[0].dtype), input_precision="ieee")
+            b_v = load_levels(p_v, p_levels, o_row, m_held, DV, BDV, BITS)
         else:
             b_dot = dot_rows(b_q, p_k + o_row * k_stride, m_held, D, "ieee")
             b_v = tl.load(
@@ -244,7 +193,7 @@ def check_call(
     layers, _, _, slots, _ = tail_k.shape
     check_heads(heads, kv_heads)
     check_dims(key_dim, value_dim)
-    if in_parts(key_dim, value_dim) and any(held.get(name) is not None for name in ("pool_k_scale", "pool_k_steps")):
+    if in_parts(key_dim, value_dim) and held.get("pool_k_scale") is not None:
         raise ValueError(f"pool_k holds codes of {key_dim} columns: kernels on CUDA read codes of at most {PART.value}")
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
@@ -256,7 +205,6 @@ def check_call(
         "V": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
         **{"E": 0 if pool_k is None else pool_k.shape[1], "X": 0 if tiles is None else tiles.shape[1]},
         **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "Y": rows * kv_heads + 1},
-        "F": 0 if pool_k is None else key_groups(pool_k.shape[1], layers * kv_heads), "U": value_dim // GROUP,
     }  # fmt: skip
     expected = {
         "q": (q, q.shape, q.dtype),
@@ -274,22 +222,22 @@ def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[s
     """Return the common arguments of the decode and the extend kernel; fp8 as bits."""
     q, k, v, scale, softcap, _ = call
     pool_k, pool_v, _, tail_k, tail_v, tail_start, tail_used = held[:7]
-    k_scale, v_scale, k_steps, v_steps = held[10:]
+    k_scale, v_scale = held[10:]
+    rows, heads, tokens, key_dim = q.shape
+    bits = 8 if k_scale is None else 8 * pool_k.shape[2] // key_dim
     if pool_k.dtype == torch.float8_e4m3fn:
         pool_k, pool_v = pool_k.view(torch.uint8), pool_v.view(torch.uint8)
-    rows, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     in_keys = values_in_keys(tail_v, key_dim, value_dim)
     if in_keys:
         pool_v, tail_v = pool_k, tail_k
     return {
-        "pool_k_scale": k_scale, "pool_v_scale": v_scale, "pool_k_steps": k_steps, "pool_v_steps": v_steps,
-        "offsets": held.offsets, "key_groups": 0 if k_steps is None else k_steps.shape[2],
-        "PER": 1 if k_steps is None else key_dim // pool_k.shape[2],
+        "pool_k_scale": k_scale, "pool_v_scale": v_scale,
+        "levels": None if bits == 8 else levels(bits, q.device), "BITS": bits,
         "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
         "tail_start": tail_start, "tail_used": tail_used, **strides("bht", q=q, k=k, v=v),
         "scale": scale, "softcap": softcap,
-        "layer": layer, "layers": tail_k.shape[0], "rows": rows, "pool_rows": pool_k.shape[0],
+        "layer": layer, "rows": rows, "pool_rows": pool_k.shape[0],
         "entries": pool_k.shape[1],
         "slots": tail_k.shape[3], "tokens": tokens, "K": kv_heads, "G": heads // kv_heads, "D": key_dim,
         "DV": value_dim, "SV": key_dim if in_keys else value_dim, "BDV": block_dim(value_dim),

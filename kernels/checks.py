@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.operands import BUFFERS, CODES, GROUP, GROUPED
+from kvpass.operands import BITS, BUFFERS, CODES
 
 Expected = Mapping[str, tuple[Tensor, Sequence[int], torch.dtype]]
 """Name of an argument -> the tensor given, and the shape and dtype it must have."""
@@ -19,17 +19,15 @@ def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], ent
     Args:
         sizes: by the letters of the table. entry: dtype of keys and values.
     Raises:
-        ValueError: one side of the pool has scales or steps and the other not, or what has them holds no such codes.
+        ValueError: one side of the pool has scales and the other not, or what has them holds no codes.
     """
     given = {name: tensor for name, tensor in buffers.items() if tensor is not None}
-    scales, steps = ([given.get(f"pool_{side}_{of}") for side in "kv"] for of in ("scale", "steps"))
+    scales = [given.get(f"pool_{side}_scale") for side in "kv"]
     pool_k = given.get("pool_k")
     codes, columns = entry, sizes
     if pool_k is not None and any(scale is not None for scale in scales):
-        codes = pool_dtype(pool_k, *scales)
-    elif pool_k is not None and any(step is not None for step in steps):
-        bits = code_bits(pool_k, sizes["D"], sizes["V"], *steps)
-        codes, columns = torch.uint8, {**sizes, "D": sizes["D"] * bits // 8, "V": sizes["U"] * GROUP * bits // 8}
+        bits, codes = code_bits(pool_k, sizes["D"], *scales), pool_k.dtype
+        columns = {**sizes, "D": sizes["D"] * bits // 8, "V": sizes["V"] * bits // 8}
     return {
         name: (
             x,
@@ -40,34 +38,21 @@ def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], ent
     }
 
 
-def code_bits(pool_k: Tensor, key_dim: int, value_dim: int, k_steps: Tensor | None, v_steps: Tensor | None) -> int:
-    """Return the bits of a code of a pool with steps, for keys of ``key_dim`` numbers.
-
-    Raises:
-        ValueError: they are not 4 or 2, groups do not divide keys or values, or one side has steps and the other not.
-    """
-    if k_steps is None or v_steps is None:
-        raise ValueError("pool_k_steps and pool_v_steps: must be given together")
-    bits = 8 * pool_k.shape[-1] // key_dim
-    if pool_k.dtype != torch.uint8 or key_dim % GROUP or value_dim % GROUP or bits not in GROUPED.values():
-        raise ValueError(
-            f"pool_k is {pool_k.dtype} {list(pool_k.shape)} and has steps: must be uint8 codes of 4 or 2 bits of "
-            f"{key_dim} numbers, which groups of {GROUP} must divide, and values of {value_dim} numbers too"
-        )
-    return bits
-
-
-def pool_dtype(pool_k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> torch.dtype:
-    """Return the dtype that a pool with scales must have.
+def code_bits(pool_k: Tensor, key_dim: int, k_scale: Tensor | None, v_scale: Tensor | None) -> int:
+    """Return the bits of a code of a pool with scales, for keys of ``key_dim`` numbers.
 
     Raises:
         ValueError: as :func:`of_table`.
     """
     if k_scale is None or v_scale is None:
         raise ValueError("pool_k_scale and pool_v_scale: must be given together")
-    if pool_k.dtype not in CODES.values():
-        raise ValueError(f"pool_k is {pool_k.dtype} and has scales: must be one of {list(CODES.values())}")
-    return pool_k.dtype
+    bits = 8 * pool_k.shape[-1] / key_dim
+    if all((pool_k.dtype, bits) != (CODES[name], BITS[name]) for name in CODES):
+        raise ValueError(
+            f"pool_k is {pool_k.dtype} {list(pool_k.shape)} and has scales: keys of {key_dim} numbers must be int8 or "
+            "fp8 codes, or uint8 with 4, 3 or 2 bits a number"
+        )
+    return int(bits)
 
 
 def check_tensors(expected: Expected, device: torch.device, strided: Collection[str] = ()) -> None:

@@ -18,24 +18,25 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from kvpass.kernels.checks import check_block_layout, check_heads, code_bits, pool_dtype
-from kvpass.operands import GROUP, AppendBuffers, Attention, Blocks, SlotCache, key_groups
+from kvpass.kernels.checks import check_block_layout, check_heads, code_bits
+from kvpass.operands import AppendBuffers, Attention, Blocks, SlotCache
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
 _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_CODE_TYPES = {torch.int8: "int8_t", torch.float8_e4m3fn: "e4m3"}
-_GROUPED_TYPES = {4: "u4", 2: "u2"}
+_CODE_TYPES = {
+    (torch.int8, 8): "int8_t",
+    (torch.float8_e4m3fn, 8): "e4m3",
+    **{(torch.uint8, bits): f"levels<{bits}>" for bits in (4, 3, 2)},
+}
 
 Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of some tensors."""
 
-_ATTEND_CALL = struct.Struct("=49q2d")
-"""Fields of ``struct Call`` in decode_cpu.cpp: 23 pointers, 14 sizes, 9 strides, 3 of lines, scale, softcap."""
+_ATTEND_CALL = struct.Struct("=46q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 21 pointers, 13 sizes, 9 strides, 3 of lines, scale, softcap."""
 
 _CACHE_NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
 _SCALE_NAMES = ("pool_k_scale", "pool_v_scale")
-_STEP_NAMES = ("pool_k_steps", "pool_v_steps")
-_NO_CODES = (None,) * 4
 _BLOCK_NAMES = ("k", "v", "block", "used", "values")
 _SLOT_NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
 _POOL_NAMES = ("pool_k", "pool_v", "offsets")
@@ -112,20 +113,18 @@ def call_attend(
     line: Sequence[Tensor | None] = (None,) * 6,
     line_sizes: tuple[int, int, int] = (0, 0, 0),
     blocks: tuple[Tensor | None, Tensor | None] = (None, None),
-    codes: Sequence[Tensor | None] = _NO_CODES,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
 
     Args:
         buffers: pool_k, pool_v, offsets, tail_k, tail_v, tail_start; None for those that do not exist. Values without
             columns are the first columns of the keys.
-        sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer. Groups of keys
-            follow from the codes.
+        sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer.
         line: position, storage_order, decode_state, norm, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
         blocks: first entry and used tail slots of each row, for rows that lie in blocks of one array.
-        codes: scales of keys and values of the pool, and their steps, if it holds codes; then not with ``line`` or
-            ``blocks``.
+        scales: of keys and values of the pool, if it holds codes; then not with ``line`` or ``blocks``.
 
     Returns:
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; the row with the fault.
@@ -153,12 +152,10 @@ def call_attend(
         dtype=q.dtype,
         device="cpu",
     )
-    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out, *line, *blocks, *codes)
-    pool, steps = "", codes[2]
-    if pool_k is not None and codes[0] is not None:
-        pool = _CODE_TYPES[pool_k.dtype]
-    elif pool_k is not None and steps is not None:
-        pool = _GROUPED_TYPES[pool_k.shape[-1] * 8 // key_dim]
+    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out, *line, *blocks, *scales)
+    pool = ""
+    if pool_k is not None and scales[0] is not None:
+        pool = _CODE_TYPES[pool_k.dtype, pool_k.shape[-1] * 8 // key_dim]
     fault = attend_function(q.dtype, pool)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
@@ -171,7 +168,6 @@ def call_attend(
             value_row,
             0 if pool_k is None else pool_k.shape[0],
             *sizes,
-            0 if steps is None else steps.shape[2],
             *q_strides[:3],
             *k_strides[:3],
             *v_strides[:3],
@@ -211,7 +207,7 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     2023).
 
     All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or the pool holds codes
-    (int8 or fp8 e4m3 with scales, or of 4 or 2 bits with steps), which become numbers while they are read. q, k and v
+    with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits), which become numbers while they are read. q, k and v
     may have any strides, but are copied if the last dim is not contiguous; the buffers are contiguous.
 
     Returns:
@@ -236,19 +232,16 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     check_heads(heads, kv_heads)
     codes = dtype = q.dtype
-    k_scale, v_scale, k_steps, v_steps = of_codes = held[10:]
-    key_columns, value_columns = key_dim, stored
+    k_scale, v_scale = held[10:]
+    bits = 8
     if k_scale is not None or v_scale is not None:
-        codes = pool_dtype(pool_k, k_scale, v_scale)
-    elif k_steps is not None or v_steps is not None:
-        bits, codes = code_bits(pool_k, key_dim, value_dim, k_steps, v_steps), torch.uint8
-        key_columns, value_columns = key_dim * bits // 8, value_dim * bits // 8
+        bits, codes = code_bits(pool_k, key_dim, k_scale, v_scale), pool_k.dtype
     given = [k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start]
     expected: Layouts = [
         ((rows, kv_heads, tokens, key_dim), dtype),
         ((rows, kv_heads, tokens, value_dim), dtype),
-        ((pool_rows, entries, key_columns), codes),
-        ((pool_rows, entries, value_columns), codes),
+        ((pool_rows, entries, key_dim * bits // 8), codes),
+        ((pool_rows, entries, stored * bits // 8), codes),
         ((layers, rows, kv_heads, slots, key_dim), dtype),
         ((layers, rows, kv_heads, slots, stored), dtype),
         ((rows, layers * kv_heads + 1), torch.int32),
@@ -259,11 +252,6 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         names += _SCALE_NAMES
         given += [k_scale, v_scale]
         expected += [((pool_rows, entries), torch.float32)] * 2
-    elif k_steps is not None and v_steps is not None:
-        names += _STEP_NAMES
-        given += [k_steps, v_steps]
-        expected += [((2, pool_rows, key_groups(entries, layers * kv_heads), key_dim), dtype)]
-        expected += [((2, pool_rows, entries, value_dim // GROUP), dtype)]
     check_layout(names, given, expected)
     packed = [x.is_contiguous() for x in given[2:]]
     if not all(packed):
@@ -272,7 +260,7 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         raise ValueError("q, k, v, pool, tail, offsets and tail_start must all be on the CPU")
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
-    out, fault, row = call_attend(call, pools, sizes, codes=of_codes)
+    out, fault, row = call_attend(call, pools, sizes, scales=(k_scale, v_scale))
     if fault == InvalidCall.OFFSETS:
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
     if fault == InvalidCall.START:

@@ -16,24 +16,8 @@ INLINE void fetch_ahead(const char* from, int64_t size) {
     for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
-// Of a block of codes. k, v: the scale of each entry, for codes of 8 bits. For codes with groups: steps and minima in
-// the dtype M of entries, of keys in rows of key_dim from the group of the first entry on, of values in rows of value_dim
-// / GROUP from the first entry on; before: entries of that group that precede the block; scratch.
-template <class M>
-struct Scales {
-    const float *k, *v;
-    const M *k_step, *k_low, *v_step, *v_low;
-    int64_t before;
-    float* scratch;
-};
-
-// Room for the queries times the steps of a group, its share of their scores, steps and minima of the values of a block.
-INLINE int64_t scales_scratch(int64_t key_width, int64_t value_dim, int64_t block) {
-    return 4 * key_width + W + 2 * (block * (value_dim / GROUP) + W);
-}
-
 // Computes the scores of n entries into s[entry][query]; -inf at or past limit[query]. Returns the lane maxima. scale: one
-// number an entry for codes of 8 bits; for codes with groups what to add to each lane.
+// number an entry, for codes.
 template <class S, int R>
 INLINE vf score_block(const float* q, int64_t q_width, const S* k, const float* scale, int64_t dim, int64_t n,
                       const int64_t* limit, float cap, float* s, const char* ahead, int64_t ahead_row) {
@@ -50,18 +34,17 @@ INLINE vf score_block(const float* q, int64_t q_width, const S* k, const float* 
         for (; d + W <= dim; d += W) {
             vf key[E];
 #pragma GCC unroll 16
-            for (int e = 0; e < E; e++) key[e] = load(number(row[e], d));
+            for (int e = 0; e < E; e++) key[e] = load_at(row[e], d);
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) sum[i] = fma(key[i / R], load(q + (i % R) * q_width + d), sum[i]);
         }
-        if (PER<S> == 1 && d < dim) {
+        if (d < dim) {
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++)
-                sum[i] = fma(load_part(row[i / R] + d, dim - d), load(q + (i % R) * q_width + d), sum[i]);
+                sum[i] = fma(load_part(number(row[i / R], d), dim - d), load(q + (i % R) * q_width + d), sum[i]);
         }
         vf x = add_lanes<W>(sum);
         if constexpr (IS_CODE<S>) x *= scales<S, R>(scale + j, n - j);
-        if constexpr (PER<S> > 1) x += load(scale);
         if (cap != 0.0f) x = softcapped(x, cap);
         if (j + E > all_visible) {
             for (int i = 0; i < W; i++)
@@ -73,41 +56,11 @@ INLINE vf score_block(const float* q, int64_t q_width, const S* k, const float* 
     return highest;
 }
 
-// score_block for codes with groups: q . (code * step + low) = (q * step) . code + q . low.
-template <class S, int R, class M>
-INLINE vf score_groups(const float* q, int64_t q_width, const S* k, const Scales<M>& of, int64_t dim, int64_t n,
-                       const int64_t* limit, float cap, float* s, const char* ahead, int64_t ahead_row) {
-    float *scaled = of.scratch, *added = of.scratch + 4 * q_width;
-    const auto plus = [](vf a, vf b) { return a + b; };
-    const vi lane = numbered(LANES);
-    vf highest = splat(MINUS_INF);
-    for (int64_t j = 0, stop = GROUP - of.before, group = 0; j < n; j = stop, stop += GROUP, group++) {
-        const int64_t count = std::min(stop, n) - j;
-        vf share = {};
-        int64_t own[R];
-        for (int r = 0; r < R; r++) {
-            vf sum = {};
-            for (int64_t d = 0; d < dim; d += W) {
-                const vf x = load(q + r * q_width + d);
-                store(scaled + r * q_width + d, x * load(of.k_step + group * dim + d));
-                sum = fma(x, load(of.k_low + group * dim + d), sum);
-            }
-            share = (lane & (R - 1)) == r ? across_entries<1>(sum, plus) : share;
-            own[r] = std::min(limit[r] - j, count);
-        }
-        store(added, share);
-        highest = max(highest, score_block<S, R>(scaled, q_width, number(k, j * dim), added, dim, count, own, cap,
-                                                 s + j * R, ahead + j * ahead_row, ahead_row));
-    }
-    return highest;
-}
-
 // sum[query] = sum[query] * decay[query] + sum over entries of p[entry][query] * v[entry], for N vectors of columns from
-// column first on. step, low: for codes with groups, rows of dim / GROUP.
+// column first on.
 template <class S, int R, int N, bool PART>
 INLINE void add_columns(const float* p, const S* v, int64_t dim, int64_t n, int64_t part, const float* decay,
-                        float* sum, int64_t width, const char* ahead, int64_t ahead_row, int64_t first,
-                        const float* step, const float* low) {
+                        float* sum, int64_t width, const char* ahead, int64_t ahead_row, int64_t first) {
     constexpr int U = R * N >= 8 ? 1 : 8 / (R * N);  // entries at a time, to hide the latency of the multiply-add
     vf a[U][R][N] = {};
 #pragma GCC unroll 16
@@ -117,16 +70,12 @@ INLINE void add_columns(const float* p, const S* v, int64_t dim, int64_t n, int6
     const auto add = [&](int64_t j, vf(&b)[R][N]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
         for (int c = 0; c < N; c++) {
-            const S* at = number(v, j * dim + first + c * W);
+            const int64_t at = j * dim + first + c * W;
             vf value;
             if constexpr (PART) {
-                value = load_part(at, part);
+                value = load_part(number(v, at), part);
             } else {
-                value = load(at);
-            }
-            if constexpr (PER<S> > 1) {
-                const int64_t group = j * (dim / GROUP) + (first + c * W) / GROUP;
-                value = fma(value, splat(step[group]), splat(low[group]));
+                value = load_at(v, at);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) b[r][c] = fma(splat(p[j * R + r]), value, b[r][c]);
@@ -152,22 +101,17 @@ INLINE void add_columns(const float* p, const S* v, int64_t dim, int64_t n, int6
 }
 
 // One step of the online softmax. top and mass hold one vector per query tile; lane i belongs to query i % R. Scores
-// are also stored to weights[query * weights_width + entry], unless weights is null. of is read only if entries are
-// codes.
-template <class S, int R, class M>
-void attend_block(const float* q, int64_t q_width, const S* k, const S* v, const Scales<M>& of, int64_t key_dim,
-                  int64_t value_dim, int64_t value_row, int64_t n, const int64_t* limit, float cap, float* s, float* top,
-                  float* mass, float* sum, int64_t width, bool first, float* weights, int64_t weights_width) {
-    const int64_t key_row = first ? key_dim * sizeof(S) / PER<S> : 0;
-    const int64_t row_bytes = first ? value_dim * sizeof(S) / PER<S> : 0;
+// are also stored to weights[query * weights_width + entry], unless weights is null. k_scale and v_scale are read only
+// if entries are codes.
+template <class S, int R>
+void attend_block(const float* q, int64_t q_width, const S* k, const S* v, const float* k_scale, const float* v_scale,
+                  int64_t key_dim, int64_t value_dim, int64_t value_row, int64_t n, const int64_t* limit, float cap,
+                  float* s, float* top, float* mass, float* sum, int64_t width, bool first, float* weights,
+                  int64_t weights_width) {
+    const int64_t key_row = first ? key_dim * BITS<S> / 8 : 0, row_bytes = first ? value_dim * BITS<S> / 8 : 0;
     const char *values = (const char*)v, *next_keys = (const char*)number(k, n * key_dim);
     const vf before = load(top);
-    vf highest;
-    if constexpr (PER<S> > 1) {
-        highest = score_groups<S, R>(q, q_width, k, of, key_dim, n, limit, cap, s, values, row_bytes);
-    } else {
-        highest = score_block<S, R>(q, q_width, k, of.k, key_dim, n, limit, cap, s, values, row_bytes);
-    }
+    const vf highest = score_block<S, R>(q, q_width, k, k_scale, key_dim, n, limit, cap, s, values, row_bytes);
     if (weights)
         for (int64_t j = 0; j < n; j++)
             for (int r = 0; r < R; r++) weights[r * weights_width + j] = s[j * R + r];
@@ -177,7 +121,7 @@ void attend_block(const float* q, int64_t q_width, const S* k, const S* v, const
     for (int64_t i = 0; i < n * R; i += W) {
         const vf p = exp_nonpositive(load(s + i) - now);
         if constexpr (IS_CODE<S>) {
-            store(s + i, p * scales<S, R>(of.v + i / R, n - i / R));
+            store(s + i, p * scales<S, R>(v_scale + i / R, n - i / R));
         } else {
             store(s + i, p);
         }
@@ -187,22 +131,11 @@ void attend_block(const float* q, int64_t q_width, const S* k, const S* v, const
     store(mass, total);
     float decays[W];
     store(decays, decay);
-    float *step = nullptr, *low = nullptr;
-    if constexpr (PER<S> > 1) {
-        const int64_t count = n * (value_dim / GROUP);
-        step = of.scratch + 4 * q_width + W;
-        low = step + count + W;
-        for (int64_t i = 0; i < count; i += W) {
-            const int64_t part = std::min<int64_t>(W, count - i);
-            store(step + i, load_part(of.v_step + i, part));
-            store(low + i, load_part(of.v_low + i, part));
-        }
-    }
     int64_t d = 0;
     const auto columns = [&](auto count, auto part) {
         constexpr int N = decltype(count)::value;
         add_columns<S, R, N, decltype(part)::value>(s, v, value_row, n, value_dim - d, decays, sum + d, width,
-                                                    next_keys, d == 0 ? key_row : 0, d, step, low);
+                                                    next_keys, d == 0 ? key_row : 0, d);
         d += N * W;
     };
     constexpr int WIDEST = W == 16 || R < 4 ? 4 : 2;  // as many sums as there are registers

@@ -36,39 +36,34 @@ struct fp16 {
 struct e4m3 {
     uint8_t bits;
 };
-struct u4 {  // two codes of 4 bits, the lower bits first
-    uint8_t bits;
-};
-struct u2 {  // four codes of 2 bits
+template <int COUNT>
+struct levels {  // part of codes of COUNT bits, the lowest first, which number the levels of entry_formats.py
     uint8_t bits;
 };
 
-// Codes of 8 bits; a scale belongs to each row of them, times UNIT of what load returns.
+// Codes; a scale belongs to each row of them, times UNIT of what load returns.
 template <class S>
 constexpr bool IS_CODE = false;
 template <>
 constexpr bool IS_CODE<int8_t> = true;
 template <>
 constexpr bool IS_CODE<e4m3> = true;
+template <int COUNT>
+constexpr bool IS_CODE<levels<COUNT>> = true;
 template <class S>
 constexpr float UNIT = 1.0f;
 template <>
 constexpr float UNIT<e4m3> = 256.0f;
 
-// Numbers in one element; with several, codes of fewer bits that have steps and minima of groups. A vector of them never
-// crosses a group, and begins with an element.
 template <class S>
-constexpr int64_t PER = 1;
-template <>
-constexpr int64_t PER<u4> = 2;
-template <>
-constexpr int64_t PER<u2> = 4;
-constexpr int64_t GROUP = 32;  // as in operands.py
+constexpr int64_t BITS = 8 * sizeof(S);  // of a number
+template <int COUNT>
+constexpr int64_t BITS<levels<COUNT>> = COUNT;
 
-// Number i from p on; i is a multiple of PER.
+// Number i from p on; of levels, i is a multiple of 8.
 template <class S>
 INLINE const S* number(const S* p, int64_t i) {
-    return p + i / PER<S>;
+    return (const S*)((const char*)p + i * BITS<S> / 8);
 }
 
 template <class To, class From>
@@ -161,30 +156,59 @@ INLINE vi numbered(std::integer_sequence<int, I...>) {
     return vi{I...};
 }
 
-template <int BITS, int... I>
-INLINE vf unpack(const void* p, std::integer_sequence<int, I...>) {
-    uint32_t word[2] = {};
-    std::memcpy(word, p, W * BITS / 8);
-    const vu shift = {uint32_t(I * BITS % 32)...};
+constexpr float LEVELS2[16] = {-1.5104f, -0.4528f, 0.4528f, 1.5104f};
+constexpr float LEVELS3[16] = {-2.1520f, -1.3439f, -0.7560f, -0.2451f, 0.2451f, 0.7560f, 1.3439f, 2.1520f};
+constexpr float LEVELS4[16] = {-2.7326f, -2.0690f, -1.6181f, -1.2562f, -0.9424f, -0.6568f, -0.3881f, -0.1284f,
+                               0.1284f,  0.3881f,  0.6568f,  0.9424f,  1.2562f,  1.6181f,  2.0690f,  2.7326f};
+
+// Levels number code[i], from 0 to 15.
+INLINE vf lookup(const float* table, vu code) {
 #if defined(__AVX512F__)
-    __m512i x = _mm512_set1_epi32(int(word[0]));
-    if constexpr (BITS == 4) x = _mm512_mask_set1_epi32(x, 0xff00, int(word[1]));
-    const vf numbers = {float(I % (1 << BITS))...};  // indexed by the four lowest bits
-    return (vf)_mm512_permutexvar_ps(_mm512_srlv_epi32(x, (__m512i)shift), (__m512)numbers);
+    return (vf)_mm512_permutexvar_ps((__m512i)code, _mm512_loadu_ps(table));
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)code);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)code);
+    return (vf)_mm256_blendv_ps(low, high, (__m256)(code << 28));  // by bit 3
 #else
-    static_assert(W * BITS <= 32, "one word");
-    return __builtin_convertvector((vi)(((word[0] - vu{}) >> shift) & ((1u << BITS) - 1)), vf);
+    vf x;
+    for (int i = 0; i < W; i++) x[i] = table[code[i]];
+    return x;
 #endif
 }
 
-INLINE vf load(const u4* p) { return unpack<4>(p, LANES); }
-INLINE vf load(const u2* p) { return unpack<2>(p, LANES); }
+// Numbers i..i + W - 1 from p on. Codes of lanes 0..7 are in the first word, those of 8..15 in the second, which begins
+// as many bytes later as it can without reading on.
+template <int COUNT, int... I>
+INLINE vf load_levels(const levels<COUNT>* p, int64_t i, std::integer_sequence<int, I...>) {
+    const int64_t bit = i * COUNT;
+    constexpr int BYTES = (W * COUNT + 7) / 8 > 4 ? 4 : (W * COUNT + 7) / 8;  // of a word
+    constexpr int SECOND = W > 8 ? W * COUNT / 8 - BYTES : 0;
+    uint32_t first = 0, second = 0;
+    std::memcpy(&first, p + bit / 8, BYTES);
+    if constexpr (W > 8) std::memcpy(&second, p + bit / 8 + SECOND, BYTES);
+    const vu word = {(I < 8 ? first : second)...};
+    const vu shift = {uint32_t(I * COUNT - (I < 8 ? 0 : 8 * SECOND))...};
+    const uint32_t phase = W * COUNT % 8 ? bit % 8 : 0;
+    const float* table = COUNT == 2 ? LEVELS2 : COUNT == 3 ? LEVELS3 : LEVELS4;
+    return lookup(table, word >> (shift + phase) & ((1u << COUNT) - 1));
+}
+
+// load(number(p, i)), also of levels where i is no multiple of 8, but of W.
+template <class S>
+INLINE vf load_at(const S* p, int64_t i) {
+    return load(p + i);
+}
+
+template <int COUNT>
+INLINE vf load_at(const levels<COUNT>* p, int64_t i) {
+    return load_levels(p, i, LANES);
+}
 
 template <class S>
 INLINE vf load_part(const S* p, int64_t n) {
     S padded[W] = {};
-    std::memcpy(padded, p, n * sizeof(S));
-    return load(padded);
+    std::memcpy(padded, p, n * BITS<S> / 8);
+    return load_at(padded, 0);
 }
 
 INLINE void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }

@@ -1,7 +1,7 @@
 // Ragged decode attention on the CPU: a few new tokens against a packed pool segment and a dense tail, or one new token
 // against a cache of constant size, whose slots are reused.
 // Built by cpu.py with the compiler and the flags of Inductor, once per ENTRY (float, bf16 or fp16) and POOL, which is
-// ENTRY or the type of the codes that the pool holds (int8_t, e4m3, u4 or u2).
+// ENTRY or the type of the codes that the pool holds (int8_t, e4m3 or levels).
 //
 // The entries of all (row, KV head) units form one queue. Every thread takes an equal stretch of it, whatever the
 // lengths of the units. The parts of a unit that is split between threads are merged by log-sum-exp.
@@ -36,12 +36,11 @@ struct Call {
     float* weights;
     // For rows that lie in blocks of one array; else null. row_at: first entry of the row's block; row_used: as used.
     const int64_t *row_at, *row_used;
-    const float *pool_k_scale, *pool_v_scale;  // of each entry of the pool, if it holds codes of 8 bits
-    const void *pool_k_steps, *pool_v_steps;  // planes step and minimum of its groups, if it holds codes with groups
+    const float *pool_k_scale, *pool_v_scale;  // of each entry of the pool, if it holds codes
     int64_t rows, heads, kv_heads, tokens, key_dim, value_dim;
     int64_t value_row;  // elements from one value row of pool and tail to the next: value_dim, or key_dim in keys
     int64_t pool_rows;  // rows, or 1: then its row serves all
-    int64_t pool_entries, offset_stride, slots, used, layer, key_groups;
+    int64_t pool_entries, offset_stride, slots, used, layer;
     int64_t q_stride[3], k_stride[3], v_stride[3];  // row, head, token, in elements
     int64_t position_stride[2], width;              // row, KV head; slots of a line
     double scale, softcap;                          // softcap 0: none
@@ -62,8 +61,7 @@ struct Decoder {
     const int64_t units = c.rows * c.kv_heads;
     const int64_t key_width = rounded(c.key_dim), value_width = rounded(c.value_dim);
     const int64_t partial_size = queries * (value_width + 2 * W);
-    const int64_t codes_size = PER<P> > 1 ? rounded(scales_scratch(key_width, c.value_dim, BLOCK)) : 0;
-    const int64_t scratch_size = queries * key_width + (BLOCK * 4 + W) + 2 * partial_size + codes_size;
+    const int64_t scratch_size = queries * key_width + (BLOCK * 4 + W) + 2 * partial_size;
 
     // Unnormalised output, running maximum and mass of a part of a unit; one pair (top, mass) of vectors per tile.
     struct Partial {
@@ -180,7 +178,7 @@ struct Decoder {
                 while (from < to && !occupied(from)) from++;
                 int64_t stop = from;
                 while (stop < to && occupied(stop)) stop++;
-                attend_rows(k, v, [](int64_t) { return Scales<S>{}; }, from, stop, stop, scratch, out,
+                attend_rows(k, v, nullptr, nullptr, from, stop, stop, scratch, out,
                             weights ? weights + first : nullptr);
                 from = stop;
             }
@@ -201,48 +199,25 @@ struct Decoder {
     }
 
     // Attends entries begin..end-1 of one side (pool segment or tail); token t attends the first visible + t of them.
-    // If weights is not null, the scores are also stored there. scales_of(j): Scales of the block from entry j on.
-    template <class T, class F>
-    void attend_rows(const T* k, const T* v, F scales_of, int64_t begin, int64_t end, int64_t visible, float* scratch,
-                     Partial out, float* weights = nullptr) const {
+    // If weights is not null, the scores are also stored there. k_scale, v_scale: of the entries, read only for codes.
+    template <class T>
+    void attend_rows(const T* k, const T* v, const float* k_scale, const float* v_scale, int64_t begin, int64_t end,
+                     int64_t visible, float* scratch, Partial out, float* weights = nullptr) const {
         float* s = scratch + queries * key_width;
         for (int64_t j = begin; j < end; j += BLOCK) {
             const int64_t n = std::min<int64_t>(BLOCK, end - j);
-            const Scales<S> of = scales_of(j);
             for_tiles([&](auto r, int64_t i, int64_t tile) {
                 constexpr int R = decltype(r)::value;
                 int64_t limit[R];
                 for (int x = 0; x < R; x++) limit[x] = std::min(n, visible + (i + x) % c.tokens - j);
                 attend_block<T, R>(scratch + i * key_width, key_width, number(k, j * c.key_dim),
-                                   number(v, j * c.value_row), of, c.key_dim, c.value_dim, c.value_row, n, limit,
+                                   number(v, j * c.value_row), k_scale + j, v_scale + j, c.key_dim, c.value_dim,
+                                   c.value_row, n, limit,
                                    float(c.softcap), s, out.top + tile * W, out.mass + tile * W,
                                    out.sum + i * value_width, value_width, tile == 0,
                                    weights ? weights + i * c.width + j : nullptr, c.width);
             });
         }
-    }
-
-    // Scales of the entries of a unit's pool segment from entry j on. Its group j / GROUP is number offset / GROUP +
-    // segment + j / GROUP, as in entry_formats.py.
-    Scales<S> pool_scales(int64_t unit, int64_t j, float* scratch) const {
-        Scales<S> of{};
-        const int64_t at = pool_row(unit) + j;
-        if constexpr (IS_CODE<P>) {
-            of.k = c.pool_k_scale + at;
-            of.v = c.pool_v_scale + at;
-        }
-        if constexpr (PER<P> > 1) {
-            const int64_t number = c.layer * c.kv_heads + unit % c.kv_heads;
-            const int64_t group = row_in_pool(unit) * c.key_groups + segment(unit, 0) / GROUP + number + j / GROUP;
-            const int64_t channels = c.value_dim / GROUP;
-            of.k_step = (const S*)c.pool_k_steps + group * c.key_dim;
-            of.k_low = of.k_step + c.pool_rows * c.key_groups * c.key_dim;
-            of.v_step = (const S*)c.pool_v_steps + at * channels;
-            of.v_low = of.v_step + c.pool_rows * c.pool_entries * channels;
-            of.before = j % GROUP;
-            of.scratch = scratch + scratch_size - codes_size;
-        }
-        return of;
     }
 
     void start(int64_t unit, float* scratch, Partial out) const {
@@ -258,10 +233,9 @@ struct Decoder {
         const int64_t pool = pool_length(unit), first = c.tail_start[unit / c.kv_heads];
         const int64_t kept = pool_row(unit), slot = tail_slot(unit, first);
         attend_rows(number((const P*)c.pool_k, kept * c.key_dim), number((const P*)c.pool_v, kept * c.value_row),
-                    [&](int64_t j) { return pool_scales(unit, j, scratch); }, begin, std::min(end, pool), pool, scratch,
-                    out);
+                    c.pool_k_scale + kept, c.pool_v_scale + kept, begin, std::min(end, pool), pool, scratch, out);
         attend_rows((const S*)c.tail_k + slot * c.key_dim, (const S*)c.tail_v + slot * c.value_row,
-                    [](int64_t) { return Scales<S>{}; }, std::max(begin - pool, int64_t(0)), end - pool,
+                    nullptr, nullptr, std::max(begin - pool, int64_t(0)), end - pool,
                     used(unit / c.kv_heads) + 1 - first, scratch, out);
     }
 

@@ -20,7 +20,6 @@ from kvpass.kernels.cached_attention import (
     append_entries,
     begin_merge,
     check_call,
-    grouped_segment,
     merge_partials,
     shared_arguments,
 )
@@ -77,12 +76,12 @@ def attend_part(  # type: ignore[no-untyped-def]
     first_tile, pool_tiles, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, SV: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
-    codes_k=None, codes_v=None, k_scale=None, v_scale=None, groups=None, first_code=0, last_code=0,
-    PER: tl.constexpr = 1,
+    codes_k=None, codes_v=None, k_scale=None, v_scale=None, levels=None, first_code=0, last_code=0,
+    BITS: tl.constexpr = 8,
 ):  # fmt: skip
     """Attend entries first..last-1 of p_k and p_v and the first ``new`` new tokens, which are appended behind ``used``.
 
-    If codes_k and codes_v are given, also entries first_code..last_code-1 of these, which have scales or groups.
+    If codes_k and codes_v are given, also entries first_code..last_code-1 of these, which have scales.
     Stores the partial result of this program; the last program of KV head i_h of row i_b merges all of the head, which
     are numbered as in :func:`_merge_tiles`.
     """
@@ -101,7 +100,7 @@ def attend_part(  # type: ignore[no-untyped-def]
     if codes_k is not None:
         b_m, b_l, b_acc = absorb_entries(
             b_q, b_m, b_l, b_acc, codes_k, codes_v, D, SV, first_code, last_code, o_t, scale, softcap, D, DV, BDV,
-            BLOCK_S, False, p_k_scale=k_scale, p_v_scale=v_scale, groups=groups, PER=PER,
+            BLOCK_S, False, p_k_scale=k_scale, p_v_scale=v_scale, p_levels=levels, BITS=BITS,
         )  # fmt: skip
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S, False,
@@ -137,18 +136,14 @@ def attend_part(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=[
-        "layer", "rows", "pool_rows", "layers", "entries", "key_groups", "slots", "tokens", "num_tiles", "tail_tiles",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["layer", "rows", "pool_rows", "entries", "slots", "tokens", "num_tiles", "tail_tiles"])
 def _attend_tile(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, pool_k_steps, pool_v_steps, offsets, tiles, tile_offsets,
-    arrivals, tail_k, tail_v, tail_start, tail_used, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, pool_rows,
-    layers, entries, key_groups, slots, tokens, num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, PER: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, tiles, tile_offsets, arrivals, tail_k, tail_v,
+    tail_start, tail_used, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh,
+    stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, pool_rows, entries, slots, tokens,
+    num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr,
+    BITS: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of pool or tail and store its partial result; the last program of a KV head merges them.
 
@@ -190,28 +185,16 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         codes_v = None
         k_scale = None
         v_scale = None
-        groups = None
         first_code = 0
         last_code = 0
         if pool_k_scale is not None:
             i_row = tl.minimum(i_b, pool_rows - 1).to(tl.int64) * entries
-            codes_k = pool_k + i_row * D
-            codes_v = pool_v + i_row * SV
+            codes_k = pool_k + i_row * (D * BITS // 8)
+            codes_v = pool_v + i_row * (SV * BITS // 8)
             k_scale = pool_k_scale + i_row
             v_scale = pool_v_scale + i_row
             first_code = first
             last_code = tl.where(i_p < num_tiles, last, first)
-            first = tl.where(i_p < num_tiles, last, first)
-        if pool_k_steps is not None:
-            i_head = layer * K + i_h
-            begin = tl.load(offsets + i_b.to(tl.int64) * (layers * K + 1) + i_head)
-            codes_k, codes_v, p_k_step, p_k_low, p_v_step, p_v_low = grouped_segment(
-                pool_k, pool_v, pool_k_steps, pool_v_steps, tl.minimum(i_b, pool_rows - 1), begin, i_head, pool_rows,
-                entries, key_groups, D, DV, PER,
-            )  # fmt: skip
-            groups = (p_k_step, p_k_low, p_v_step, p_v_low)
-            first_code = first - begin
-            last_code = tl.where(i_p < num_tiles, last - begin, first_code)
             first = tl.where(i_p < num_tiles, last, first)
         i_segment = i_b * K + i_h
         p_offsets = tile_offsets + layer.to(tl.int64) * (rows * K + 1) + i_segment
@@ -222,8 +205,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
             stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
             new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, DV, SV, BDV, TAIL_TILE, BLOCK_T,
-            BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M, codes_k, codes_v, k_scale, v_scale, groups, first_code, last_code,
-            PER,
+            BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M, codes_k, codes_v, k_scale, v_scale, levels, first_code, last_code,
+            BITS,
         )  # fmt: skip
 
 
@@ -234,7 +217,7 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     ``tail_start[b] .. tail_used - 1`` and to the new tokens 0..t. One softmax, in fp32.
 
     All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16), or the pool holds codes
-    (int8 or fp8 e4m3 with scales, or of 4 or 2 bits with steps), which become numbers of that dtype as they are read.
+    with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits), which become numbers of that dtype as they are read.
     The caller must ensure that ``tail_used + T <= C``; the device is not asked. Entries beyond the last slot are not
     stored, and it is undefined whether they are attended.
 

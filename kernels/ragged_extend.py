@@ -17,7 +17,6 @@ from kvpass.kernels.cached_attention import (
     absorb_entries,
     append_entries,
     check_call,
-    grouped_segment,
     shared_arguments,
 )
 from kvpass.kernels.launch import KernelConfig, blocks, kind, launch
@@ -30,8 +29,6 @@ def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers)
     if in_parts(key_dim, value_dim):
         return f"extend {kind(dtype)}{wide_case(key_dim, value_dim)}"
     is_wide = block_dim(key_dim) + block_dim(value_dim) > 256
-    if held.pool_k_steps is not None:
-        return f"extend {kind(dtype)}{' wide' * is_wide} groups"
     if dtype == torch.float32:
         return "extend float" if held.pool_k_scale is None else "extend float codes"
     if is_wide:
@@ -39,12 +36,12 @@ def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers)
     return "extend half" if is_aligned(key_dim, value_dim) else "extend half unaligned"
 
 
-@triton.jit(do_not_specialize=["layer", "rows", "pool_rows", "layers", "entries", "key_groups", "slots", "tokens"])
+@triton.jit(do_not_specialize=["layer", "rows", "pool_rows", "layers", "entries", "slots", "tokens"])
 def _attend_queries(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, pool_k_steps, pool_v_steps, offsets, tail_k, tail_v,
-    tail_start, tail_used, sinks, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb,
-    stride_vh, stride_vt, scale, softcap, layer, rows, pool_rows, layers, entries, key_groups, slots, tokens,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, PER: tl.constexpr,
+    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, offsets, tail_k, tail_v, tail_start,
+    tail_used, sinks, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb,
+    stride_vh, stride_vt, scale, softcap, layer, rows, pool_rows, layers, entries, slots, tokens,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, BITS: tl.constexpr,
     BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Attend a block of query rows of one KV head to pool segment, tail and new tokens."""
@@ -66,27 +63,18 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     p_offsets = offsets + i_b.to(tl.int64) * (layers * K + 1) + layer * K + i_h
     i_pool = tl.minimum(i_b, pool_rows - 1)
     i_row = i_pool.to(tl.int64) * entries
-    p_pool_k = pool_k + i_row * D
-    p_pool_v = pool_v + i_row * SV
+    p_pool_k = pool_k + i_row * (D * BITS // 8)
+    p_pool_v = pool_v + i_row * (SV * BITS // 8)
     first = tl.load(p_offsets)
     last = tl.load(p_offsets + 1)
     p_k_scale = None
     p_v_scale = None
-    groups = None
     if pool_k_scale is not None:
         p_k_scale = pool_k_scale + i_row
         p_v_scale = pool_v_scale + i_row
-    if pool_k_steps is not None:
-        p_pool_k, p_pool_v, p_k_step, p_k_low, p_v_step, p_v_low = grouped_segment(
-            pool_k, pool_v, pool_k_steps, pool_v_steps, i_pool, first, layer * K + i_h, pool_rows, entries, key_groups,
-            D, DV, PER,
-        )  # fmt: skip
-        groups = (p_k_step, p_k_low, p_v_step, p_v_low)
-        last = last - first
-        first = 0
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_pool_k, p_pool_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S,
-        False, p_k_scale=p_k_scale, p_v_scale=p_v_scale, groups=groups, PER=PER,
+        False, p_k_scale=p_k_scale, p_v_scale=p_v_scale, p_levels=levels, BITS=BITS,
     )  # fmt: skip
     used = tl.load(tail_used).to(tl.int32)
     i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
@@ -137,7 +125,9 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
     check_call(call, held._asdict(), layer)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     shared = shared_arguments(call, held, layer)
-    arguments = {**shared, "sinks": sinks, "out": out}
+    arguments = {
+        **shared, "sinks": sinks, "out": out, "offsets": held.offsets, "layers": held.tail_k.shape[0],
+    }  # fmt: skip
     query_rows = heads // kv_heads * tokens
     grid = blocks(query_rows, "BLOCK_R", rows * kv_heads)
     case = _case(q.dtype, shared["D"], shared["DV"], held)

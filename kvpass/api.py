@@ -80,13 +80,12 @@ def compile(
         prefill_block: tokens of a block, at least 2. Each layer runs over a prompt in such blocks, so that their
             activations and not those of the whole prompt take memory; what is kept does not depend on it. ``"auto"``:
             on the CPU 1024 tokens over all rows of a batch, on CUDA 8192, at least 128 of each row.
-        entries: how kept entries are held: ``"model"``, in the dtype of the model; ``"int8"`` or ``"fp8"`` (e4m3), as
-            8-bit codes with one fp32 scale for the key and one for the value of each entry; ``"int4"`` or ``"int2"``,
-            as codes with a step and a minimum in the dtype of the model for each group (KIVI, arXiv:2402.02750), of 32
-            entries in a channel of the keys and of 32 channels in a value. Attention multiplies them in as it reads. A
-            budget in bytes counts codes, scales and groups. The window, tokens that are appended, and layers with a
-            sliding window stay in the dtype of the model. Not with policies that evict while decoding; groups also not
-            with recompression.
+        entries: how kept entries are held: ``"model"``, in the dtype of the model; or as codes with one fp32 scale for
+            the key and one for the value of each entry: ``"int8"`` or ``"fp8"`` (e4m3) in 8 bits, ``"rot4"``,
+            ``"rot3"`` or ``"rot2"`` in 4, 3 or 2 bits of rotated vectors (TurboQuant, arXiv:2504.19874). Attention
+            multiplies the scales in as it reads. A budget in bytes counts codes and scales. The window, tokens that are
+            appended, and layers with a sliding window stay in the dtype of the model. Not with policies that evict
+            while decoding.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
             the model's name and budget when both are left out; give them where none are published.
     Raises:

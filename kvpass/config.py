@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kvpass.operands import GROUP, GROUPED
+from kvpass.operands import BITS
 
 MAX_ENTRIES = 2**31 - 1
 """Largest prompt length, since positions are int32. A larger budget also keeps everything."""
@@ -20,11 +20,11 @@ MAX_ENTRIES = 2**31 - 1
 Block = Literal["auto"] | int
 """Tokens of a block in which a prompt is prefilled, at least 2."""
 
-EntryFormat = Literal["model", "int8", "fp8", "int4", "int2"]
-"""How the pool holds entries: in the model's dtype, as 8-bit codes with one fp32 scale for K and one for V, or as codes
-of 4 or 2 bits with a step and a minimum for each group."""
+EntryFormat = Literal["model", "int8", "fp8", "rot4", "rot3", "rot2"]
+"""How the pool holds entries: in the model's dtype, or as codes of 8, 4, 3 or 2 bits with one fp32 scale for K and one
+for V; those of 4 and fewer are of rotated vectors."""
 
-ENTRY_FORMATS: tuple[EntryFormat, ...] = ("model", "int8", "fp8", "int4", "int2")
+ENTRY_FORMATS: tuple[EntryFormat, ...] = ("model", "int8", "fp8", "rot4", "rot3", "rot2")
 
 SCALE_BYTES = 4
 
@@ -65,28 +65,21 @@ class Geometry:
         return (self.key_dim + self.stored_value_dim) * self.itemsize
 
     def pool_entry_bytes(self, entry_format: EntryFormat) -> int:
-        """Bytes of one entry of the pool, its scales included; of a group of keys its share."""
+        """Bytes of one entry of the pool, its scales included."""
         if entry_format == "model":
             return self.entry_bytes
-        numbers = self.key_dim + self.value_dim
-        if entry_format in GROUPED:
-            return numbers * GROUPED[entry_format] // 8 + 2 * self.itemsize * numbers // GROUP
-        return numbers + 2 * SCALE_BYTES
-
-    def pool_head_bytes(self, entry_format: EntryFormat) -> int:
-        """Bytes that each KV head of a layer takes in the pool besides: room for an incomplete group of keys."""
-        return 2 * self.itemsize * self.key_dim if entry_format in GROUPED else 0
+        return (self.key_dim + self.value_dim) * BITS[entry_format] // 8 + 2 * SCALE_BYTES
 
     def check_format(self, entry_format: EntryFormat) -> None:
         """Raise if the pool cannot hold entries of this shape in that format.
 
         Raises:
-            ValueError: groups do not divide a head dim.
+            ValueError: the codes of a vector do not fill whole bytes.
         """
-        if entry_format in GROUPED and (self.key_dim % GROUP or self.value_dim % GROUP):
+        if BITS.get(entry_format, 8) < 8 and (self.key_dim % 8 or self.value_dim % 8):
             raise ValueError(
-                f"entries={entry_format!r}: keys of {self.key_dim} and values of {self.value_dim} numbers do not "
-                f"divide into groups of {GROUP}; give entries='int8' or 'fp8', which have no groups"
+                f"entries={entry_format!r}: head dimensions must be multiples of 8, and keys have {self.key_dim} "
+                f"numbers, values {self.value_dim}; give entries='int8' or 'fp8'"
             )
 
     @property
@@ -186,11 +179,6 @@ class Layout:
         """Bytes of one token of which every head of these layers keeps the entry in the pool."""
         return sum(group.geometry.pool_token_bytes(entry_format) for group in self.pools)
 
-    def pool_table_bytes(self, entry_format: EntryFormat) -> int:
-        """Bytes that the pool takes besides its entries."""
-        geometries = [group.geometry for group in self.pools]
-        return sum(g.layers * g.kv_heads * g.pool_head_bytes(entry_format) for g in geometries)
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -246,7 +234,6 @@ class Budget:
         token_bytes: int,
         window: int = 0,
         pool_token_bytes: int = 0,
-        pool_table_bytes: int = 0,
     ) -> int:
         """Return entries per KV head per layer for ``prompt_length`` real tokens, window included.
 
@@ -255,7 +242,7 @@ class Budget:
         Args:
             token_bytes: of one token in a full cache, over all layers that share the budget.
             pool_token_bytes: of one token in the pool, where that differs; the window is not in the pool. 0: as
-                token_bytes. pool_table_bytes: of the pool besides its entries.
+                token_bytes.
         """
         match self.kind:
             case "entries":
@@ -265,18 +252,16 @@ class Budget:
             case "bytes":
                 left = int(self.value) - window * token_bytes
                 if pool_token_bytes and left > 0:
-                    return min(window + max(left - pool_table_bytes, 0) // pool_token_bytes, MAX_ENTRIES)
+                    return min(window + left // pool_token_bytes, MAX_ENTRIES)
                 return min(int(self.value) // token_bytes, MAX_ENTRIES)
 
-    def check(
-        self, prompt_length: int, window: int, token_bytes: int, pool_token_bytes: int = 0, pool_table_bytes: int = 0
-    ) -> int:
+    def check(self, prompt_length: int, window: int, token_bytes: int, pool_token_bytes: int = 0) -> int:
         """Return :meth:`entries`; raise if they cannot hold the window and one more entry.
 
         Raises:
             ValueError: fewer than ``window + 1`` entries, unless the whole prompt fits in them.
         """
-        entries = self.entries(prompt_length, token_bytes, window, pool_token_bytes, pool_table_bytes)
+        entries = self.entries(prompt_length, token_bytes, window, pool_token_bytes)
         if entries < min(window + 1, prompt_length):
             raise ValueError(
                 f"budget {self} is {entries} entries per KV head per layer for a prompt of {prompt_length} tokens; "

@@ -1,13 +1,14 @@
 """Operands of the ``kvpass::`` operators: the table of cache buffers, and tuples of operands.
 
 Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim (of buffers: 0 where
-values are stored in the keys only), L layers of one KV geometry, E pool slots, F groups of keys in the pool, U groups
-of channels in a value, C tail slots, W window (at least 1), P = L*K + 1 bounds of segments, S slots of a line, R slots
-of a ring, X tiles, A = B*K, Y = A + 1, G = H / K, Q rows of a decode rule.
+values are stored in the keys only), L layers of one KV geometry, E pool slots, C tail slots, W window (at least 1),
+P = L*K + 1 bounds of segments, S slots of a line, R slots of a ring, X tiles, A = B*K, Y = A + 1, G = H / K, Q rows of
+a decode rule.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -22,13 +23,13 @@ class Buffer:
 
     Attributes:
         dims: its sizes, letters of the legend or numbers, * for others. dtype: None for the dtype of keys and values.
-        packed: outside prefill it holds codes of fewer bits where the cache has an entry format other than "model";
-            of 4 or 2 bits, several in a byte.
+        packed: outside prefill it holds codes where the cache has an entry format other than "model": 8 of them in as
+            many bytes as a code has bits.
         prefill, append, evict: how graphs of the phase use it: "w" writes, "r" reads, "" not at all. append and evict
             are extend and decode, under a policy that only appends or that evicts while decoding.
         counter: the number of new tokens is added to it after each call.
-        saved: when files hold it and searches select rows of it: "always", "scaled" (codes with a scale for each
-            entry), "grouped" (codes with groups), "evicting" (policies that evict while decoding), "rows" (of them
+        saved: when files hold it and searches select rows of it: "always", "scaled" (where the pool holds
+            codes), "evicting" (policies that evict while decoding), "rows" (of them
             those whose rule has rows), "ring", "state", or "" for never.
         initial: its value before the prompt; None for any.
     """
@@ -62,7 +63,7 @@ class Buffer:
 
         They change with the prompt, and with the number of rows unless it is 1, for which there are graphs of its own.
         """
-        return {dim for dim, size in enumerate(self.sizes) if size in ("ECFSXBZAY" if rows > 1 else "ECFSX")}
+        return {dim for dim, size in enumerate(self.sizes) if size in ("ECSXBZAY" if rows > 1 else "ECSX")}
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the sizes as numbers; the pool has as many rows as the batch, unless Z is given."""
@@ -75,14 +76,27 @@ _I32, _I64, _F32, _F64 = torch.int32, torch.int64, torch.float32, torch.float64
 CODES: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
-    "int4": torch.uint8,
-    "int2": torch.uint8,
+    "rot4": torch.uint8,
+    "rot3": torch.uint8,
+    "rot2": torch.uint8,
 }
 """Dtype of the pool of each entry format but "model"."""
-GROUPED = {"int4": 4, "int2": 2}
-"""Bits of a code, of formats with groups."""
-GROUP = 32
-"""Entries of a KV head whose keys share a step and a minimum in each channel; channels of a value that share one."""
+BITS = {"int8": 8, "fp8": 8, "rot4": 4, "rot3": 3, "rot2": 2}
+"""Bits of a code of each."""
+_UPPER = {
+    2: (0.4528, 1.5104),
+    3: (0.2451, 0.7560, 1.3439, 2.1520),
+    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326),
+}
+LEVELS = {bits: (*(-level for level in reversed(upper)), *upper) for bits, upper in _UPPER.items()}
+"""Numbers that the codes 0, 1, .. of so many bits stand for, ascending."""
+
+
+@functools.cache
+def levels(bits: int, device: torch.device) -> Tensor:
+    """Return :data:`LEVELS` as fp32 ``[2^bits]``."""
+    return torch.tensor(LEVELS[bits], dtype=torch.float32, device=device)
+
 
 BUFFERS = {
     # layers that share the budget: one set for each KV geometry
@@ -90,8 +104,6 @@ BUFFERS = {
     "pool_v": Buffer("Z E V", packed=True, prefill="w", append="r", evict="w", saved="always"),
     "pool_k_scale": Buffer("Z E", _F32, append="r", saved="scaled"),
     "pool_v_scale": Buffer("Z E", _F32, append="r", saved="scaled"),
-    "pool_k_steps": Buffer("2 Z F D", append="r", saved="grouped"),
-    "pool_v_steps": Buffer("2 Z E U", append="r", saved="grouped"),
     "pool_positions": Buffer("B E", _I32, saved="always"),
     "slots": Buffer("4 B E", _I32, prefill="w", initial=-1),
     "slot_stats": Buffer("2 B E", _F32, prefill="w", initial=0),
@@ -153,8 +165,8 @@ class AppendBuffers(NamedTuple):
     A pool of one row serves all rows of the batch: several questions about one document. offsets cut the pool into
     segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA
     only: the tiles of the pool, and counters by which the last program of a KV head finds out that it is the last.
-    Scales only where the pool holds codes of 8 bits: entry e is ``pool_k[b, e] * pool_k_scale[b, e]``. Steps only
-    where it holds codes of 4 or 2, several in a byte: planes step and minimum, as :mod:`kvpass.ops.entry_formats` says.
+    Scales only where the pool holds codes: entry e is what the codes ``pool_k[b, e]`` stand for, as
+    :mod:`kvpass.ops.entry_formats` says, times ``pool_k_scale[b, e]``.
     """
 
     pool_k: Tensor
@@ -169,8 +181,6 @@ class AppendBuffers(NamedTuple):
     arrivals: Tensor | None = None
     pool_k_scale: Tensor | None = None
     pool_v_scale: Tensor | None = None
-    pool_k_steps: Tensor | None = None
-    pool_v_steps: Tensor | None = None
 
 
 class Blocks(NamedTuple):
@@ -379,11 +389,6 @@ def with_values(buffers: Held, value_dim: int) -> Held:
     return buffers._replace(pool_v=buffers.pool_k[..., :value_dim], tail_v=buffers.tail_k[..., :value_dim])
 
 
-def key_groups(entries: int, segments: int, size: int = GROUP) -> int:
-    """Return F of a pool with so many slots and segments; slots behind the last segment have groups of their own."""
-    return -(-entries // size) + segments
-
-
 def written_in(phase: str) -> set[str]:
     """Return the buffers that graphs of the phase write."""
     return {name for name, buffer in BUFFERS.items() if getattr(buffer, phase) == "w"}
@@ -397,7 +402,7 @@ def saved_buffers(*, evicts: bool, rule_rows: int = 0, entry_format: str = "mode
     """
     kinds = ["always", *(["evicting"] if evicts else []), *(["rows"] if rule_rows else [])]
     if entry_format != "model":
-        kinds.append("grouped" if entry_format in GROUPED else "scaled")
+        kinds.append("scaled")
     return [name for name, buffer in BUFFERS.items() if buffer.saved in kinds]
 
 

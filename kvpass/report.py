@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpass.cache.prompt_record import PromptRecord, layer_ids, scatter_to_layers
 from kvpass.compiler.backend import CompileRecord, rows_text
 from kvpass.config import Budget
-from kvpass.operands import GROUP, GROUPED
+from kvpass.operands import BITS
 from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
 
@@ -189,11 +189,9 @@ class Report:
                 f"a full one would hold {self.bytes_full}"
             )
         if self.prompt.entry_format != "model":
-            bits = GROUPED.get(self.prompt.entry_format, 8)
-            with_what = "a scale for key and value" if bits == 8 else f"a step and a minimum for each group of {GROUP}"
             lines.append(
-                f"entries={self.prompt.entry_format!r}: kept entries are {bits}-bit codes with {with_what}; "
-                "the window and appended tokens are in the dtype of the model"
+                f"entries={self.prompt.entry_format!r}: kept entries are {BITS[self.prompt.entry_format]}-bit codes "
+                "with a scale for key and value; the window and appended tokens are in the dtype of the model"
             )
         if self.prompt.sliding_layers:
             count = sum(len(ring.layers) for ring in self.prompt.sliding_layers)

@@ -261,13 +261,14 @@ KINDS: dict[str, tuple[Callable[[Shape, int, int], Tensor], Callable[[TimedCase]
     "uniform": (uniform_lengths, kvpass_kernel, "model"),
     "ragged": (ragged_lengths, kvpass_kernel, "model"),
     "int8": (ragged_lengths, kvpass_kernel, "int8"),
-    "int4": (ragged_lengths, kvpass_kernel, "int4"),
-    "int2": (ragged_lengths, kvpass_kernel, "int2"),
+    "rot4": (ragged_lengths, kvpass_kernel, "rot4"),
+    "rot3": (ragged_lengths, kvpass_kernel, "rot3"),
+    "rot2": (ragged_lengths, kvpass_kernel, "rot2"),
     "flashinfer": (ragged_lengths, flashinfer_kernel, "model"),
     "varlen": (ragged_lengths, varlen_kernel, "model"),
 }
 """Lengths, kernel and format of the pool of each column."""
-OURS = ("uniform", "ragged", "int8", "int4", "int2")
+OURS = ("uniform", "ragged", "int8", "rot4", "rot3", "rot2")
 BASELINES = ("ragged", "flashinfer", "varlen")
 
 
@@ -280,8 +281,6 @@ def time_decode(
     entry_format: EntryFormat = "model",
 ) -> dict[str, Any]:
     """One token through all layers, as a CUDA graph; a batch of one leaves part of its bytes in the device's own cache.
-
-    Of groups of keys, bytes count those that are full.
 
     Raises:
         RuntimeError: asked to check, and the kernel does not give what the reference gives.

@@ -159,8 +159,7 @@ class CompressedCache(Cache):
         self._budgets = lengths
         if self.budget is not None and layout.pools:
             heads = self.ranks.size
-            of_format = layout.pool_token_bytes(self.entry_format), layout.pool_table_bytes(self.entry_format)
-            sizes = [size * heads for size in (layout.token_bytes, *of_format)]
+            sizes = [size * heads for size in (layout.token_bytes, layout.pool_token_bytes(self.entry_format))]
             self._budgets = [self.budget.check(length, window, *sizes) for length in lengths]
         self.full_layers = [
             FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools

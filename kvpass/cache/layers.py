@@ -17,21 +17,21 @@ from kvpass.cache.metadata import LayersFacts
 from kvpass.cache.prompt_record import LayersRecord, entries_of
 from kvpass.config import EntryFormat, LayerGroup
 from kvpass.operands import (
+    BITS,
     BUFFERS,
     CODES,
-    GROUPED,
     AppendBuffers,
     EvictBuffers,
     PrefillBuffers,
-    key_groups,
     saved_buffers,
     with_values,
     written_in,
 )
 from kvpass.ops.cuda import index_pool
-from kvpass.ops.entry_formats import quantise, quantise_keys, quantise_values
+from kvpass.ops.entry_formats import quantise
 from kvpass.ops.evict import SLOT_POSITION, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
+from kvpass.ops.rotation import rotated
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -51,7 +51,7 @@ class FullAttentionLayers:
     Args:
         group: the layers and their geometry. policy: decides what is kept. ranks: processes that share the heads of
             the layers; the store and the geometry are of those of this process. entry_format: of the pool, from the end
-            of the prompt on; the tail is in the dtype of keys and values.
+            of the prompt on; the tail is in the dtype of keys and values, rotated with formats of 4 bits and fewer.
     Attributes:
         used: tail slots in use.
     """
@@ -60,8 +60,6 @@ class FullAttentionLayers:
     pool_v: Tensor
     pool_k_scale: Tensor
     pool_v_scale: Tensor
-    pool_k_steps: Tensor
-    pool_v_steps: Tensor
     pool_positions: Tensor
     offsets: Tensor
     tail_k: Tensor
@@ -194,25 +192,20 @@ class FullAttentionLayers:
 
     def _pack(self, reuse: BufferReuse) -> None:
         """Quantise the pool, keys first: then only one side is held twice."""
-        bits = GROUPED.get(self.entry_format)
-        for name in ("pool_k", "pool_v"):
+        bits = BITS[self.entry_format]
+        for name, tail in (("pool_k", self.tail_k), ("pool_v", self.tail_v)):
             floats: Tensor = getattr(self, name)
-            shape = (*floats.shape[:2], floats.shape[2] * (bits or 8) // 8)
+            if bits < 8:
+                floats = rotated(floats)
+                tail.copy_(rotated(tail))
+            shape = (*floats.shape[:2], floats.shape[2] * bits // 8)
             codes = reuse.empty((self.group, name, "packed"), shape, CODES[self.entry_format], floats.device)
-            if bits is None:
-                _, vars(self)[f"{name}_scale"] = quantise(floats, self.entry_format, codes)
-            elif name == "pool_k":
-                _, self.pool_k_steps = quantise_keys(floats, self.offsets, bits, codes)
-            else:
-                _, self.pool_v_steps = quantise_values(floats, bits, codes)
+            _, vars(self)[f"{name}_scale"] = quantise(floats, self.entry_format, codes)
             setattr(self, name, codes)
             del floats
 
     def as_pool(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """Return entries ``[.., D]``, ``[.., V]`` of the tail as the pool holds them, by the names of its buffers.
-
-        Not of formats with groups, which recompression would break up.
-        """
+        """Return entries ``[.., D]``, ``[.., V]`` of the tail as the pool holds them, by the names of its buffers."""
         if self.entry_format == "model":
             return {"pool_k": keys, "pool_v": values}
         k, k_scale = quantise(keys, self.entry_format)
@@ -389,10 +382,6 @@ class FullAttentionLayers:
             bits = pool.view(torch.int8) if pool.dtype.itemsize == 1 else pool  # torch fills no fp8
             bits[spare] = EMPTY if name == "pool_positions" else 0
             tensors[name] = pool
-        if self.entry_format in GROUPED:
-            groups = key_groups(held, self.offsets.shape[1] - 1)
-            tensors["pool_k_steps"] = tensors["pool_k_steps"][:, :, :groups]
-            tensors["pool_v_steps"] = tensors["pool_v_steps"][:, :, :held].masked_fill(spare[None, ..., None], 0)
         if self.evicts:
             dead = self.table[SLOT_POSITION, ..., -self.tail_k.shape[3] :] < 0
         else:
@@ -444,8 +433,7 @@ class FullAttentionLayers:
     def entry_bytes(self) -> int:
         """Bytes of the entries held, scales included."""
         g, pool = self.geometry, int(self.pool_lengths.sum())
-        tables = self.rows * g.layers * g.kv_heads * g.pool_head_bytes(self.entry_format)
-        return pool * g.pool_entry_bytes(self.entry_format) + tables + (int(self.lengths.sum()) - pool) * g.entry_bytes
+        return pool * g.pool_entry_bytes(self.entry_format) + (int(self.lengths.sum()) - pool) * g.entry_bytes
 
     @property
     def lengths(self) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.config import MAX_ENTRIES, Budget, EntryFormat, LayerGroup, Layout
-from kvpass.operands import BUFFERS, CODES, GROUP, GROUPED, RingBuffers, key_groups, saved_buffers
+from kvpass.operands import BITS, BUFFERS, CODES, RingBuffers, saved_buffers
 from kvpass.ops.evict import SLOT_POSITION
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
@@ -148,9 +148,6 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     seen = metadata.columns - start
     for i, facts in enumerate(metadata.stores):
         store = {name: tensors[f"store{i}_{name}"] for name in parts[f"store{i}_"]}
-        if metadata.entry_format in GROUPED:
-            groups = key_groups(store["pool_k"].shape[1], store["offsets"].shape[1] - 1)
-            _check_range("groups of keys", torch.tensor(store["pool_k_steps"].shape[2], device="cpu"), groups, groups)
         if rule is None:
             _check_tail(store, facts, seen)
         else:
@@ -169,9 +166,9 @@ def _shapes(
     g, codes = group.geometry, CODES.get(entry_format)
     sizes: dict[str, int] = {"B": rows, "Z": rows, "L": g.layers, "K": g.kv_heads}
     sizes |= {"D": g.key_dim, "V": g.stored_value_dim, "P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0}
-    sizes |= {"2": 2, "U": g.value_dim // GROUP}
+    sizes["2"] = 2
     sizes["Q"] = rule_rows
-    bits, found = GROUPED.get(entry_format, 8), {}
+    bits, found = BITS.get(entry_format, 8), {}
     for name in names:
         buffer, own = BUFFERS[name], sizes
         if codes and buffer.packed:

@@ -76,8 +76,7 @@ class PromptRecord:
     def bytes_kept(self, store: LayersRecord) -> Tensor:
         """Return their bytes, scales included, int64 ``[B, L, K]``."""
         g = store.group.geometry
-        pool = store.kept * g.pool_entry_bytes(self.entry_format) + g.pool_head_bytes(self.entry_format)
-        return pool + self.window[:, None, None] * g.entry_bytes
+        return store.kept * g.pool_entry_bytes(self.entry_format) + self.window[:, None, None] * g.entry_bytes
 
 
 def entries_of(offsets: Tensor, group: LayerGroup) -> Tensor:

@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 from kvpass.cache.metadata import LayersFacts
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, entries_of
 from kvpass.config import LayerGroup, Layout
-from kvpass.operands import BUFFERS, GROUP, key_groups
+from kvpass.operands import BUFFERS
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.ranks import Ranks
 
-_POOL = {name for name, buffer in BUFFERS.items() if buffer.saved and {"E", "F"} & set(buffer.sizes)}
+_POOL = {name for name, buffer in BUFFERS.items() if buffer.saved and "E" in buffer.sizes}
 
 
 def layout_of_all(layout: Layout, size: int) -> Layout:
@@ -183,16 +183,11 @@ def _moved(
         parts, bounds: this buffer and the offsets of the others. places: for each segment the pool that it is in, and
             its number there. offsets: of the pool.
     """
-    rows, is_grouped = BUFFERS[name].row_dim, "F" in BUFFERS[name].sizes
     slots = max(2, int(offsets[:, -1].max()))
-    shape = list(parts[0].shape)
-    shape[rows + 1] = key_groups(slots, len(places)) if is_grouped else slots
-    found = parts[0].new_full(shape, EMPTY if name == "pool_positions" else 0)
-    pool, *others = (x.movedim((rows, rows + 1), (0, 1)) for x in (found, *parts))
+    shape = (len(offsets), slots, *parts[0].shape[2:])
+    pool = parts[0].new_full(shape, EMPTY if name == "pool_positions" else 0)
     for row, ends in enumerate(offsets.tolist()):
         for segment, (part, number) in enumerate(places):
             first, count, other = ends[segment], ends[segment + 1] - ends[segment], int(bounds[part][row, number])
-            if is_grouped:
-                first, count, other = first // GROUP + segment, -(-count // GROUP), other // GROUP + number
-            pool[row, first : first + count] = others[part][row, other : other + count]
-    return found
+            pool[row, first : first + count] = parts[part][row, other : other + count]
+    return pool

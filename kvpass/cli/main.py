@@ -30,7 +30,7 @@ _Backend = Annotated[str, typer.Option(help="'inductor', or 'eager' to run witho
 _Device = Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")]
 _Dtype = Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")]
 _Entries = Annotated[
-    str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'int4', 'int2', or several.")
+    str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'rot4', 'rot3', 'rot2', or several.")
 ]
 
 

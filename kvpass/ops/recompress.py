@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvpass.operands import AppendBuffers, Attention, RecompressBuffers, with_values
 from kvpass.ops.entry_formats import pool_rows
+from kvpass.ops.rotation import is_rotated, rotated_back
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -78,9 +79,11 @@ def observe_held(
             segment = layer * kv_heads + head
             kept = slice(bounds[row][segment], bounds[row][segment + 1])
             live = (layer, row, head, slice(starts[row], end))
-            pool_k, pool_v = pool_rows(held, row, segment, kept)
+            pool_k, pool_v = pool_rows(held, row, kept)
             keys.append(torch.cat([pool_k.to(tail_k.dtype), tail_k[live]]))
             values.append(torch.cat([pool_v.to(tail_v.dtype), tail_v[live]]))
+            if is_rotated(held):
+                keys[head], values[head] = rotated_back(keys[head]), rotated_back(values[head])
             heads = slice(head * group, (head + 1) * group)
             own = queries[:, heads], keys[head][None, None], values[head][None, None]
             obs = Observation(*own, sinks=None if sinks is None else sinks[heads], **site)

@@ -386,7 +386,7 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
             segment = layer * kv_heads + kv_head
             kept = slice(bounds[row][segment], bounds[row][segment + 1])
             live = (layer, row, kv_head, slice(starts[row], used + t))
-            pool_k, pool_v = pool_rows(held, row, segment, kept)
+            pool_k, pool_v = pool_rows(held, row, kept)
             keys = torch.cat([pool_k.float(), tail_k[live].float()])
             values = torch.cat([pool_v.float(), tail_v[live].float()])
             heads = slice(kv_head * group, (kv_head + 1) * group)

@@ -56,6 +56,7 @@ from kvpass.operands import (
     written_in,
 )
 from kvpass.ops import evict, latents, recompress, recurrent, sliding
+from kvpass.ops.rotation import is_rotated, rotated_back, rotated_call
 from kvpass.policies import from_spec
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
@@ -116,7 +117,10 @@ def _pack(buffers: PrefillBuffers) -> None:
 
 def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
     few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP
-    return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
+    attend = implementation(call.q, impl if few else "eager").attend_cache
+    if not is_rotated(held):
+        return attend(call, held, layer)
+    return rotated_back(attend(rotated_call(call), held, layer).transpose(1, 2)).transpose(1, 2)
 
 
 def _attend_evict(call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str, ranks: Ranks) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 
 from kvpass.config import ENTRY_FORMATS, Budget, EntryFormat
-from kvpass.operands import GROUP, GROUPED
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 from kvpass.policies.cake import temperatures
 from kvpass.policies.observation import Observation
@@ -63,7 +62,7 @@ def read_rules(
     return Rules(
         resolved,
         resolve_budget(resolved, budget),
-        check_recompress(recompress, resolved, entries),
+        check_recompress(recompress, resolved),
         check_entries(entries, resolved),
     )
 
@@ -96,13 +95,13 @@ def check_entries(entries: str, policy: Policy) -> EntryFormat:
     return known
 
 
-def check_recompress(recompress: str, policy: Policy, entries: str = "model") -> Recompress:
+def check_recompress(recompress: str, policy: Policy) -> Recompress:
     """Return the recompression option if the policy can score entries after the prompt is gone.
 
     A policy that evicts while decoding needs no recompression and accepts every option.
 
     Raises:
-        ValueError: unknown name, entries in groups, or the policy keeps everything, has rules that miss the budget,
+        ValueError: unknown name, or the policy keeps everything, has rules that miss the budget,
             needs queries from before the window or the output projection, or scores a KV head by what other heads
             attend to.
     """
@@ -113,11 +112,6 @@ def check_recompress(recompress: str, policy: Policy, entries: str = "model") ->
         raise ValueError(f"recompress={recompress!r}: must be one of {', '.join(THRESHOLDS)}")
     if known == "never" or policy.decode_rule() is not None:
         return known
-    if entries in GROUPED:
-        raise ValueError(
-            f"recompress={recompress!r} with entries={entries!r}: keys share steps in groups of {GROUP} entries, which "
-            "it would break up and round again; give recompress='never', or entries='int8' or 'fp8'"
-        )
     refusal = _refusal(policy)
     if refusal:
         raise ValueError(f"recompress={recompress!r} with policy {policy.name!r}: {refusal}")

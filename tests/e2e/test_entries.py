@@ -11,20 +11,20 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.cache.serialization import read_cache_file, write_cache_file
+from kvpass.cache.serialization import read_cache_file
 from kvpass.cache.shared_heads import divided, joined
 from kvpass.errors import CacheFileError, CacheMismatchError
-from kvpass.operands import AppendBuffers
-from kvpass.ops.entry_formats import pool_rows
+from kvpass.operands import LEVELS, AppendBuffers
+from kvpass.ops.entry_formats import dequantise, pool_rows
+from kvpass.ops.rotation import rotated, rotated_back
 from kvpass.ranks import Ranks
 from numeric_checks import assert_close
 from tiny_models import left_pad, random_ids, tiny_model
 
-FORMATS = ["int8", "fp8", "int4", "int2"]
+FORMATS = ["int8", "fp8", "rot4", "rot3", "rot2"]
 QUICK = [pytest.param("int8", marks=pytest.mark.exhaustive), "fp8"]
 """Both share what these tests are of."""
-BITS = {"int4": 4, "int2": 2}
-GROUP = 32
+ROTATED = {"rot4": 4, "rot3": 3, "rot2": 2}
 WINDOW, BUDGET = 8, 20
 
 
@@ -43,15 +43,14 @@ def prompt() -> tuple[torch.Tensor, torch.Tensor]:
     return left_pad([random_ids(1, n, seed=n)[0] for n in (100, 31)])
 
 
-def rounded(entries: torch.Tensor, entry_format: str, dim: int = 0) -> torch.Tensor:
-    """Entries ``[n, D]`` of one KV head after a round trip, by the formula; groups lie along ``dim``."""
-    if entry_format in BITS:
-        most, found = 2 ** BITS[entry_format] - 1, []
-        for group in entries.split(GROUP, dim):
-            low, high = group.amin(dim, keepdim=True), group.amax(dim, keepdim=True)
-            step = (high - low) / most
-            found.append(((group - low) / step.where(step > 0, 1.0)).round().clamp(0, most) * step + low)
-        return torch.cat(found, dim)
+def rounded(entries: torch.Tensor, entry_format: str) -> torch.Tensor:
+    """Entries ``[n, D]`` of one KV head after a round trip, by the formula."""
+    if entry_format in ROTATED:
+        level = torch.tensor(LEVELS[ROTATED[entry_format]])
+        y = rotated(entries)
+        size = y.square().mean(-1, keepdim=True).sqrt()
+        near = level[(y[..., None] / size[..., None] - level).abs().argmin(-1)]
+        return rotated_back(near * (y * near).sum(-1, keepdim=True) / near.square().sum(-1, keepdim=True))
     scale = entries.abs().amax(-1, keepdim=True) / (127 if entry_format == "int8" else 448)
     scaled = entries / scale.where(scale > 0, 1.0)
     return (scaled.round() if entry_format == "int8" else scaled.to(torch.float8_e4m3fn).float()) * scale
@@ -66,22 +65,21 @@ def continuation(fast: Any, cache: Any, calls: tuple[int, ...] = (1, 1, 4, 9, 1)
     return torch.cat(logits, 1)
 
 
-MORE = [("llama", "fp8"), ("llama", "int2"), ("gemma3", "int4"), ("qwen3", "int4")]
+MORE = [("llama", "fp8"), ("llama", "rot2"), ("llama", "rot3"), ("gemma3", "rot4"), ("qwen3", "rot4")]
 
 
 def check_logits(entries: str, family: str, backend: str) -> None:
     """Logits equal those against a cache in full precision whose pool holds the rounded entries."""
     ids, mask = prompt()
-    budget = 60 if entries in BITS else BUDGET  # of several groups, and heads that keep more and less
-    packed, plain = (compiled(kind, family, backend, budget=budget) for kind in (entries, "model"))
+    packed, plain = (compiled(kind, family, backend) for kind in (entries, "model"))
     cache, other = (fast(ids, attention_mask=mask).past_key_values for fast in (packed, plain))
     assert torch.equal(cache.positions, other.positions), "what is kept depends on the entries' format"
     for store in other.full_layers:
         for row, bounds in enumerate(store.offsets.tolist()):
             for begin, end in pairwise(bounds):
-                for dim, pool in enumerate((store.pool_k, store.pool_v)):
+                for pool in (store.pool_k, store.pool_v):
                     before = pool[row, begin:end].clone()
-                    pool[row, begin:end] = rounded(before, entries, dim)
+                    pool[row, begin:end] = rounded(before, entries)
                     assert end == begin or not torch.equal(pool[row, begin:end], before)
     assert_close(family, continuation(packed, cache), continuation(plain, other), atol=2e-5)
 
@@ -91,7 +89,7 @@ def check_logits(entries: str, family: str, backend: str) -> None:
     [
         ("llama", "int8"),
         pytest.param("gemma3", "fp8", marks=pytest.mark.exhaustive),
-        ("llama", "int4"),
+        ("llama", "rot4"),
         *(pytest.param(family, entries, marks=pytest.mark.exhaustive) for family, entries in MORE),
     ],
 )
@@ -114,7 +112,7 @@ def test_a_prompt_is_answered_before_entries_are_rounded() -> None:
 @pytest.mark.parametrize("entries", [*FORMATS, "model"])
 def test_bytes(entries: str) -> None:
     fast = compiled(entries)
-    ids = random_ids(1, 400, seed=1)
+    ids = random_ids(1, 440, seed=1)
     fast.set_budget("48KiB")
     try:
         cache = fast(ids).past_key_values
@@ -123,23 +121,19 @@ def test_bytes(entries: str) -> None:
         fast.set_budget(BUDGET)
     (store,), g = cache.full_layers, cache.geometry
     full = (g.key_dim + g.value_dim) * 4
-    packed = full if entries == "model" else g.key_dim + g.value_dim + 2 * 4
-    table = 0
-    if entries in BITS:  # codes, and a step and a minimum in fp32 of each group: of a value, and of 32 keys
-        groups = (g.key_dim + g.value_dim) // GROUP
-        packed, table = (g.key_dim + g.value_dim) * BITS[entries] // 8 + 2 * 4 * groups, 2 * 4 * g.key_dim
+    packed = full if entries == "model" else (g.key_dim + g.value_dim) * ROTATED.get(entries, 8) // 8 + 2 * 4
     heads = g.layers * g.kv_heads
-    per_head = WINDOW + (48 * 1024 - heads * (WINDOW * full + table)) // (heads * packed)
+    per_head = WINDOW + (48 * 1024 - heads * WINDOW * full) // (heads * packed)
     assert int(cache.lengths.sum()) == per_head * heads
-    held = heads * (WINDOW * full + (per_head - WINDOW) * packed + table)
+    held = heads * (WINDOW * full + (per_head - WINDOW) * packed)
     assert held <= 48 * 1024 and int(report.bytes_kept.sum()) == held == store.entry_bytes
-    pool, tail = heads * ((per_head - WINDOW) * (packed + 4) + table), heads * store.tail_k.shape[3] * full
-    assert cache.nbytes == pytest.approx(pool + tail, rel=0.02)
+    pool, tail = heads * (per_head - WINDOW) * (packed + 4), heads * store.tail_k.shape[3] * full
+    assert cache.nbytes == pytest.approx(pool + tail + 4 * ids.numel(), rel=0.02)
     assert report.to_dict()["entry_format"] == entries
     assert (f"entries='{entries}'" in str(report)) == (entries != "model")
 
 
-@pytest.mark.parametrize("entries", [*QUICK, "int4", pytest.param("int2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("entries", [*QUICK, "rot3", pytest.param("rot2", marks=pytest.mark.exhaustive)])
 def test_a_file_holds_the_codes(entries: str, tmp_path: Any) -> None:
     fast, (ids, mask) = compiled(entries), prompt()
     cache = fast(ids, attention_mask=mask).past_key_values
@@ -147,14 +141,10 @@ def test_a_file_holds_the_codes(entries: str, tmp_path: Any) -> None:
     cache.save(path)
     metadata, tensors = read_cache_file(path)
     assert metadata["entry_format"] == entries
-    codes, (store,) = tensors["store0_pool_k"], cache.full_layers
-    assert codes.dtype.itemsize == 1 and codes.shape[2] == 32 * BITS.get(entries, 8) // 8
-    scales = {name for name in tensors if name.endswith(("scale", "steps"))}
-    assert scales == {f"store0_pool_{side}_{'steps' if entries in BITS else 'scale'}" for side in "kv"}
-    if entries in BITS:
-        used = sum(-(-length // GROUP) for length in store.pool_lengths[0].flatten().tolist())
-        kept = tensors["store0_pool_k_steps"][:, 0].abs().sum((0, 2)) > 0
-        assert int(kept.sum()) == used, "of groups without an entry nothing may be in a file"
+    codes = tensors["store0_pool_k"]
+    assert codes.dtype.itemsize == 1 and codes.shape[2] == 32 * ROTATED.get(entries, 8) // 8
+    scales = {name for name in tensors if name.endswith("scale")}
+    assert scales == {f"store0_pool_{side}_scale" for side in "kv"}
     loaded = kvpass.load_cache(path, fast)
     assert torch.equal(continuation(fast, loaded), continuation(fast, cache))
     with pytest.raises(CacheMismatchError, match=f"entries='{entries}', the model 'model'"):
@@ -173,19 +163,7 @@ def test_a_file_whose_codes_are_of_another_dtype_is_refused(tmp_path: Any) -> No
         kvpass.load_cache(path, compiled("fp8"))
 
 
-def test_a_file_with_too_few_groups_is_refused(tmp_path: Any) -> None:
-    fast, (ids, mask) = compiled("int4"), prompt()
-    path = tmp_path / "cache.kv"
-    cache = fast(ids, attention_mask=mask).past_key_values
-    cache.save(path)
-    metadata, tensors = read_cache_file(path)
-    tensors["store0_pool_k_steps"] = tensors["store0_pool_k_steps"][:, :, :-1].contiguous()
-    write_cache_file(path, tensors, metadata)
-    with pytest.raises(CacheFileError, match="groups of keys"):
-        kvpass.load_cache(path, fast)
-
-
-@pytest.mark.parametrize("entries", QUICK)
+@pytest.mark.parametrize("entries", [*QUICK, "rot4"])
 def test_recompression_moves_codes_as_they_are(entries: str) -> None:
     fast = compiled(entries, recompress="every_turn")
     cache = fast(random_ids(1, 60, seed=1)).past_key_values
@@ -212,8 +190,9 @@ def test_recompression_moves_codes_as_they_are(entries: str) -> None:
             assert any(torch.equal(now, old) for old in held[position]), "an entry of the pool was rounded again"
         elif position < 60:
             moved += 1
-            key = after.pool_k[0, slot].float() * after.pool_k_scale[0, slot]
-            exact = rounded(tail[:, :, position - (60 - WINDOW)], entries)
+            key = dequantise(after.pool_k[0, slot], after.pool_k_scale[0, slot], 32)
+            exact = tail[:, :, position - (60 - WINDOW)]
+            exact = rotated(rounded(rotated_back(exact), entries)) if entries in ROTATED else rounded(exact, entries)
             assert bool((key - exact).abs().amax(-1).min() <= 1e-6), "an entry of the tail was rounded otherwise"
     assert moved > 0
 
@@ -235,7 +214,7 @@ def test_rows_are_selected_and_drafts_taken_back() -> None:
     assert torch.equal(fast.generate(one, max_new_tokens=6, do_sample=False, prompt_lookup_num_tokens=3), plain)
 
 
-@pytest.mark.parametrize("entries", ["int4", pytest.param("fp8", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("entries", ["rot4", pytest.param("fp8", marks=pytest.mark.exhaustive)])
 def test_processes_divide_codes_by_heads_and_join_them(entries: str) -> None:
     """Each has the entries of its heads; joined they are the whole, bit for bit."""
     ids, mask = prompt()
@@ -246,7 +225,7 @@ def test_processes_divide_codes_by_heads_and_join_them(entries: str) -> None:
 
     def entries_of(part: Any, row: int, segment: int) -> tuple[torch.Tensor, torch.Tensor]:
         held = AppendBuffers(*(part.get(f"store0_{name}") for name in AppendBuffers._fields))
-        return pool_rows(held, row, segment, slice(*held.offsets[row, segment : segment + 2].tolist()))
+        return pool_rows(held, row, slice(*held.offsets[row, segment : segment + 2].tolist()))
 
     g = cache.layout.pools[0].geometry
     for row, layer, head in itertools.product(range(2), range(g.layers), range(g.kv_heads)):
@@ -262,15 +241,14 @@ def test_processes_divide_codes_by_heads_and_join_them(entries: str) -> None:
 
 def test_refusals() -> None:
     model = decoder("llama")
-    with pytest.raises(ValueError, match="entries='int3': must be one of model, int8, fp8, int4, int2"):
+    with pytest.raises(ValueError, match="entries='int3': must be one of model, int8, fp8, rot4, rot3, rot2"):
         kvpass.compile(model, budget=64, entries="int3")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="entries='int8' with policy 'h2o': it evicts while decoding"):
         kvpass.compile(model, policy="h2o", budget=64, entries="int8")
-    with pytest.raises(ValueError, match="recompress='every_turn' with entries='int4': keys share steps"):
-        kvpass.compile(model, budget=64, entries="int4", recompress="every_turn")
-    narrow = kvpass.compile(tiny_model("llama", layers=1), budget=20, window=8, entries="int2", backend="eager")
-    with pytest.raises(ValueError, match="entries='int2': keys of 16 and values of 16 numbers do not divide"):
-        narrow(random_ids(1, 30, seed=1))
+    odd = tiny_model("llama", layers=1, head_dim=12)
+    odd = kvpass.compile(odd, budget=20, window=8, entries="rot2", backend="eager")
+    with pytest.raises(ValueError, match="entries='rot2': head dimensions must be multiples of 8"):
+        odd(random_ids(1, 30, seed=1))
     fast = compiled("int8")
     before = fast.policy
     with pytest.raises(ValueError, match="evicts while decoding"):

@@ -224,7 +224,7 @@ def test_attending_latent_rows(dtype, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("entry_format", ["int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("entry_format", ["int8", "fp8", "rot4", "rot3", "rot2"])
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 96), (128, 128)])
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_attending_a_pool_of_codes(dtype, entry_format, dim, value_dim, tokens):
@@ -340,7 +340,7 @@ def test_cuda_keeps_and_says_what_the_cpu_does(policy):
     assert_best("answer", said, logits_before(fast, ids, said, attention_mask=mask), margin=MARGIN)
 
 
-@pytest.mark.parametrize("entries", ["int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("entries", ["int8", "fp8", "rot4", "rot3", "rot2"])
 def test_a_cache_in_fewer_bits_answers_as_its_file_does_on_the_cpu(entries, tmp_path):
     """The same codes on both: prompts that differ by rounding could have others."""
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (100, 37)])

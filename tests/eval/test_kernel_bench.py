@@ -35,7 +35,7 @@ found = bench.time_decode(shape, lengths, 1e9, check=True)
 assert found["error"] < 1e-5 and len(calls[0]) == 2
 assert found["bytes"] == (2 * 2 * 2 * 40 + 2 * 2 * 2 * 33) * 2 * 32 * 4
 assert abs(found["share_of_copy"] - found["bytes"] / 1e-3 / 1e9) < 1e-9
-for kind, bits in (("int8", 8 + 1), ("int4", 4 + 2), ("int2", 2 + 2)):  # with a scale, or step and minimum
+for kind, bits in (("int8", 8 + 1), ("rot4", 4 + 1), ("rot3", 3 + 1), ("rot2", 2 + 1)):  # with a scale
     found = bench.time_decode(shape, lengths, 1e9, True, bench.KINDS[kind][1], bench.KINDS[kind][2])
     assert found["bytes"] == 2 * 2 * 2 * (40 * 2 * 4 * bits + 33 * 2 * 32 * 4), (kind, found)
 latent = bench.Shape(layers=2, heads=4, kv_heads=1, dim=48, latent=32, dtype=torch.float32, place="cpu")

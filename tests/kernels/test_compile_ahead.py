@@ -93,8 +93,7 @@ def call_everything(
         window_statistics,
     )
     from kvpass.operands import (
-        GROUP,
-        GROUPED,
+        CODES,
         AppendBuffers,
         Attention,
         Blocks,
@@ -141,8 +140,8 @@ def call_everything(
     for count in (1, 16):
         ragged_decode.attend_ragged(site(count), held, 1)
     ragged_extend.attend_extend(site(17), held, 1)
-    for entry_format in ("int8", "fp8", "int4", "int2") if max(dims) <= 256 else ():
-        if entry_format in GROUPED and any(dim % GROUP for dim in dims):
+    for entry_format, codes in CODES.items() if max(dims) <= 256 else ():
+        if codes == torch.uint8 and any(dim % 8 for dim in dims):
             continue
         packed = entry_formats.packed(held, entry_format)
         ragged_decode.attend_ragged(site(1), packed, 1)

@@ -20,7 +20,7 @@ from torch._inductor import cpp_builder
 
 from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
-from kvpass.operands import GROUPED
+from kvpass.operands import BITS, CODES
 from numeric_checks import DecodeCase, assert_rounded, decode_case
 from pairwise import each_value, pairwise
 
@@ -82,10 +82,10 @@ def test_equals_exact_attention(dtype: torch.dtype, group: int, dims: tuple[int,
 
 
 @each_value(
-    entry_format=["int8", "fp8"],
+    entry_format=["int8", "fp8", "rot4", "rot3", "rot2"],
     dtype=[torch.float32, torch.bfloat16, torch.float16],
     group=[1, 2, 4],
-    dims=[(32, 32), (80, 64), (20, 7)],
+    dims=[(32, 32), (80, 64), (24, 8)],
     tokens=[1, 3],
     softcap=[None, 1.5],
 )
@@ -104,42 +104,14 @@ def test_a_pool_of_codes(
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
-def test_a_pool_of_codes_in_four_bits(group: int) -> None:
+@pytest.mark.parametrize("entry_format", ["rot4", "rot3", "rot2"])
+def test_a_pool_of_codes_of_few_bits(entry_format: EntryFormat, group: int) -> None:
+    """Rows that are no multiple of a vector, codes that lie across bytes."""
     lengths = [[37, 0, 5], [64, 130, 31]]
-    check(decode_case(lengths, group=group, dim=64, value_dim=96, tokens=2, start=[0, 3]).packed("int4"))
+    check(decode_case(lengths, group=group, dim=72, value_dim=96, tokens=2, start=[0, 3]).packed(entry_format))
 
 
-@pytest.mark.exhaustive
-@pairwise(
-    entry_format=["int4", "int2"],
-    dtype=[torch.float32, torch.bfloat16, torch.float16],
-    group=[1, 2, 4, 7],
-    dims=[(32, 32), (64, 128), (96, 64)],
-    tokens=[1, 3],
-    softcap=[None, 1.5],
-)
-def test_a_pool_of_codes_with_groups(
-    entry_format: EntryFormat,
-    dtype: torch.dtype,
-    group: int,
-    dims: tuple[int, int],
-    tokens: int,
-    softcap: float | None,
-) -> None:
-    case = decode_case(
-        [[37, 0, 5], [64, 130, 31]],
-        group=group,
-        dim=dims[0],
-        value_dim=dims[1],
-        tokens=tokens,
-        dtype=dtype,
-        start=[0, 3],
-        softcap=softcap,
-    )
-    check(case.packed(entry_format))
-
-
-@pytest.mark.parametrize("entry_format", ["model", "fp8", "int2"])
+@pytest.mark.parametrize("entry_format", ["model", "fp8", "rot2"])
 def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat) -> None:
     case = decode_case([[37, 0, 5], [64, 130, 31]], group=2, dim=64, tokens=2, start=[0, 3])
     if entry_format != "model":
@@ -149,29 +121,18 @@ def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_groups_cut_between_threads() -> None:
-    check(decode_case([[3000, 10, 5001], [0, 4000, 33]], group=2, dim=64, tokens=2, start=[0, 1]).packed("int4"))
-
-
-def test_steps_that_do_not_fit_the_pool_are_refused() -> None:
-    case = decode_case([[37, 0, 5]]).packed("int4")
-    assert case.pool_k_steps is not None and case.pool_v_steps is not None
-    with pytest.raises(ValueError, match="must be given together"):
-        run(replace(case, pool_v_steps=None))
-    with pytest.raises(ValueError, match="pool_k_steps has shape"):
-        run(replace(case, pool_k_steps=case.pool_k_steps[:, :, 1:].contiguous()))
-    with pytest.raises(ValueError, match="pool_v_steps has dtype"):
-        run(replace(case, pool_v_steps=case.pool_v_steps.half()))
-    with pytest.raises(ValueError, match="must be uint8 codes of 4 or 2 bits of 32 numbers"):
-        run(replace(case, pool_k=case.pool_k[..., :1].contiguous()))
+def test_codes_cut_between_threads() -> None:
+    check(decode_case([[3000, 10, 5001], [0, 4000, 33]], group=2, dim=64, tokens=2, start=[0, 1]).packed("rot4"))
 
 
 def test_scales_that_do_not_fit_the_pool_are_refused() -> None:
     case = decode_case(RAGGED)
     with pytest.raises(ValueError, match="must be given together"):
         run(replace(case.packed("int8"), pool_v_scale=None))
-    with pytest.raises(ValueError, match=r"pool_k is torch\.float32 and has scales"):
+    with pytest.raises(ValueError, match=r"pool_k is torch\.float32 .* and has scales"):
         run(replace(case, pool_k_scale=torch.zeros(2, 9), pool_v_scale=torch.zeros(2, 9)))
+    with pytest.raises(ValueError, match="keys of 32 numbers must be int8 or fp8 codes, or uint8"):
+        run(replace(case.packed("rot4"), pool_k=torch.zeros(2, 9, 1, dtype=torch.uint8)))
     packed = case.packed("fp8")
     with pytest.raises(ValueError, match="pool_v_scale has shape"):
         run(replace(packed, pool_v_scale=torch.zeros(2, 9)))
@@ -328,7 +289,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("x86-64-v2", torch.float32, "fp8", marks=pytest.mark.exhaustive),
         *(
             pytest.param(arch, torch.float32, entry_format, marks=pytest.mark.exhaustive)
-            for arch, entry_format in itertools.product(("x86-64-v2", "x86-64-v3"), ("int8", "fp8", "int4", "int2"))
+            for arch, entry_format in itertools.product(("x86-64-v2", "x86-64-v3"), CODES)
             if (arch, entry_format) != ("x86-64-v2", "fp8")
         ),
     ],
@@ -339,16 +300,18 @@ def test_narrower_instruction_sets(
     if arch == "x86-64-v3" and not torch.cpu._is_avx2_supported():
         pytest.skip("no AVX2")
     source, library = tmp_path / "decode.cpp", tmp_path / "decode.so"
-    codes = {"int8": "int8_t", "fp8": "e4m3", "int4": "u4", "int2": "u2"}
-    source.write_text(cpu.attend_source(dtype, codes.get(entry_format, "")), encoding="utf-8")
+    codes = "" if entry_format == "model" else cpu._CODE_TYPES[CODES[entry_format], BITS[entry_format]]
+    source.write_text(cpu.attend_source(dtype, codes), encoding="utf-8")
     flags = ["-std=c++20", "-O3", f"-march={arch}", "-shared", "-fPIC", "-fopenmp"]
     subprocess.run([cpp_builder.get_cpp_compiler(), *flags, str(source), "-o", str(library)], check=True)
     function = ctypes.CDLL(str(library)).kvpass_attend_decode
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     monkeypatch.setattr(cpu, "attend_function", lambda *_: function)
     for group in (1, 2, 4, 7):
-        dims = {"dim": 96, "value_dim": 64} if entry_format in GROUPED else {"dim": 80, "value_dim": 50}
-        case = decode_case(RAGGED, group=group, tokens=3, dtype=dtype, start=[0, 3], sinks=True, **dims)
+        value_dim = 40 if BITS.get(entry_format, 8) < 8 else 50
+        case = decode_case(
+            RAGGED, group=group, dim=72, value_dim=value_dim, tokens=3, dtype=dtype, start=[0, 3], sinks=True
+        )
         check(case if entry_format == "model" else case.packed(entry_format))
     if entry_format == "model":
         test_every_value_survives_and_means_round_to_even(dtype)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.config import EntryFormat
-from kvpass.operands import GROUP, AppendBuffers, Attention
-from kvpass.ops.entry_formats import dequantise, dequantise_groups, packed, unpack
+from kvpass.operands import AppendBuffers, Attention
+from kvpass.ops.entry_formats import dequantise, packed
 
 
 def assert_close(label: str, actual: Tensor, expected: Tensor, *, atol: float, rtol: float = 0.0) -> None:
@@ -155,7 +155,7 @@ def exact_attention(
     )
 
 
-OF_CODES = ("pool_k_scale", "pool_v_scale", "pool_k_steps", "pool_v_steps")
+OF_CODES = ("pool_k_scale", "pool_v_scale")
 
 
 @dataclass
@@ -181,8 +181,6 @@ class DecodeCase:
     sinks: Tensor | None = None
     pool_k_scale: Tensor | None = None
     pool_v_scale: Tensor | None = None
-    pool_k_steps: Tensor | None = None
-    pool_v_steps: Tensor | None = None
 
     def packed(self, entry_format: EntryFormat) -> DecodeCase:
         """The case with a pool of codes."""
@@ -197,8 +195,7 @@ class DecodeCase:
             tables[name] = getattr(self, name).clone()
         for name in ("pool_k", "pool_v", *OF_CODES):
             if (x := getattr(self, name)) is not None:
-                dim = 1 if name.endswith("steps") else 0
-                tables[name] = torch.cat([x.narrow(dim, 0, 1)] * copies, dim)
+                tables[name] = torch.cat([x[:1]] * copies)
         return replace(self, **tables)
 
     @property
@@ -217,20 +214,9 @@ class DecodeCase:
 
     def _floats(self, pool: Tensor, side: str) -> Tensor:
         """The pool in float64, where it holds codes."""
-        scale, steps = getattr(self, f"pool_{side}_scale"), getattr(self, f"pool_{side}_steps")
-        if steps is None:
-            return pool if scale is None else dequantise(pool, scale.double())
+        scale = getattr(self, f"pool_{side}_scale")
         size = self.q.shape[3] if side == "k" else self.v.shape[3]
-        codes, (step, lowest) = unpack(pool, pool.shape[2] * 8 // size), steps.double()
-        if side == "v":
-            return dequantise_groups(codes.unflatten(-1, (-1, GROUP)), step[..., None], lowest[..., None]).flatten(-2)
-        found = torch.full(codes.shape, torch.nan, dtype=torch.float64)
-        for row, bounds in enumerate(self.offsets.tolist()):
-            for segment, (begin, end) in enumerate(itertools.pairwise(bounds)):
-                for j, first in enumerate(range(begin, end, GROUP)):
-                    group, own = begin // GROUP + segment + j, slice(first, min(first + GROUP, end))
-                    found[row, own] = dequantise_groups(codes[row, own], step[row, group], lowest[row, group])
-        return found
+        return pool if scale is None else dequantise(pool, scale.double(), size)
 
     def exact(self, *, rounds_weights: bool = False) -> Exact:
         """Output ``[B, H, T, Dv]``, one row and KV head after another."""
@@ -238,8 +224,7 @@ class DecodeCase:
         group, used = heads // kv_heads, int(self.tail_used)
         columns, in_keys = self.v.shape[3], self.pool_v.shape[2] == 0
         stored_v, tail_v = (self.pool_k, self.tail_k) if in_keys else (self.pool_v, self.tail_v)
-        is_exact = self.pool_k_scale is None and self.pool_k_steps is None
-        roundings = rounds_weights * (1 if is_exact else 2)  # values too, when they leave their codes
+        roundings = rounds_weights * (1 if self.pool_k_scale is None else 2)  # values too, when they leave their codes
         pool_k, pool_v = self._floats(self.pool_k, "k"), self._floats(stored_v, "v")
         outs = []
         for row, head in itertools.product(range(rows), range(kv_heads)):
@@ -258,7 +243,7 @@ class DecodeCase:
                 softcap=self.softcap,
                 sinks=None if self.sinks is None else self.sinks[of_head, None],
                 rounds_weights=roundings,
-                rounds_keys=rounds_weights and self.pool_k_steps is not None,
+                rounds_keys=rounds_weights and self.pool_k.dtype == torch.uint8,
                 dtype=self.q.dtype,
             )
             outs.append(found.out)
