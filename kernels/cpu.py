@@ -32,8 +32,8 @@ _CODE_TYPES = {
 Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of some tensors."""
 
-_ATTEND_CALL = struct.Struct("=46q2d")
-"""Fields of ``struct Call`` in decode_cpu.cpp: 21 pointers, 13 sizes, 9 strides, 3 of lines, scale, softcap."""
+_ATTEND_CALL = struct.Struct("=48q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 23 pointers, 13 sizes, 9 strides, 3 of lines, scale, softcap."""
 
 _CACHE_NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
 _SCALE_NAMES = ("pool_k_scale", "pool_v_scale")
@@ -114,6 +114,7 @@ def call_attend(
     line_sizes: tuple[int, int, int] = (0, 0, 0),
     blocks: tuple[Tensor | None, Tensor | None] = (None, None),
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    rotations: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
 
@@ -124,7 +125,8 @@ def call_attend(
         line: position, storage_order, decode_state, norm, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
         blocks: first entry and used tail slots of each row, for rows that lie in blocks of one array.
-        scales: of keys and values of the pool, if it holds codes; then not with ``line`` or ``blocks``.
+        scales: of keys and values of the pool, if it holds codes; then not with ``line`` or ``blocks``. rotations: as
+            of :func:`attend_cache`.
 
     Returns:
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; the row with the fault.
@@ -152,7 +154,23 @@ def call_attend(
         dtype=q.dtype,
         device="cpu",
     )
-    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out, *line, *blocks, *scales)
+    tensors = (
+        q,
+        k,
+        v,
+        pool_k,
+        pool_v,
+        offsets,
+        tail_k,
+        tail_v,
+        tail_start,
+        sinks,
+        out,
+        *line,
+        *blocks,
+        *scales,
+        *rotations,
+    )
     pool = ""
     if pool_k is not None and scales[0] is not None:
         pool = _CODE_TYPES[pool_k.dtype, pool_k.shape[-1] * 8 // key_dim]
@@ -198,7 +216,12 @@ def _stored_columns(values: Tensor, key_dim: int, value_dim: int) -> int:
     return 0 if values.shape[-1] == 0 and value_dim <= key_dim else value_dim
 
 
-def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
+def attend_cache(
+    call: Attention,
+    held: AppendBuffers,
+    layer: int,
+    rotations: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
     """Append the new entries of one layer to its tail, then attend pool segment and tail.
 
     New token t of row b attends to ``pool[b, offsets[b, layer*K + head] : offsets[b, layer*K + head + 1]]`` and to the
@@ -209,6 +232,10 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or the pool holds codes
     with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits), which become numbers while they are read. q, k and v
     may have any strides, but are copied if the last dim is not contiguous; the buffers are contiguous.
+
+    Args:
+        rotations: of q and k, and of v and outputs, where the cache is rotated and the call is not: for each the
+            signs, fp32 ``[D]``, and behind them the cosine transform, as :mod:`kvpass.ops.rotation` has them.
 
     Returns:
         [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
@@ -260,7 +287,7 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         raise ValueError("q, k, v, pool, tail, offsets and tail_start must all be on the CPU")
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
-    out, fault, row = call_attend(call, pools, sizes, scales=(k_scale, v_scale))
+    out, fault, row = call_attend(call, pools, sizes, scales=(k_scale, v_scale), rotations=rotations)
     if fault == InvalidCall.OFFSETS:
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
     if fault == InvalidCall.START:

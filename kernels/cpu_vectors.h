@@ -186,7 +186,11 @@ INLINE vf load_levels(const levels<COUNT>* p, int64_t i, std::integer_sequence<i
     uint32_t first = 0, second = 0;
     std::memcpy(&first, p + bit / 8, BYTES);
     if constexpr (W > 8) std::memcpy(&second, p + bit / 8 + SECOND, BYTES);
-    const vu word = {(I < 8 ? first : second)...};
+#if defined(__AVX512F__)
+    const vu word = (vu)_mm512_mask_set1_epi32(_mm512_set1_epi32(int(first)), 0xff00, int(second));
+#else
+    const vu word = first - vu{};  // eight lanes or fewer
+#endif
     const vu shift = {uint32_t(I * COUNT - (I < 8 ? 0 : 8 * SECOND))...};
     const uint32_t phase = W * COUNT % 8 ? bit % 8 : 0;
     const float* table = COUNT == 2 ? LEVELS2 : COUNT == 3 ? LEVELS3 : LEVELS4;

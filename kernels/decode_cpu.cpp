@@ -37,6 +37,7 @@ struct Call {
     // For rows that lie in blocks of one array; else null. row_at: first entry of the row's block; row_used: as used.
     const int64_t *row_at, *row_used;
     const float *pool_k_scale, *pool_v_scale;  // of each entry of the pool, if it holds codes
+    const float *rotate_k, *rotate_v;  // parts of the rotations of q and k, and of v and outputs; null: none
     int64_t rows, heads, kv_heads, tokens, key_dim, value_dim;
     int64_t value_row;  // elements from one value row of pool and tail to the next: value_dim, or key_dim in keys
     int64_t pool_rows;  // rows, or 1: then its row serves all
@@ -105,12 +106,50 @@ struct Decoder {
         return (const S*)c.v + unit / c.kv_heads * c.v_stride[0] + unit % c.kv_heads * c.v_stride[1] + t * c.v_stride[2];
     }
 
+    // Rotates a vector in place, or back. parts: of ops/rotation.py, dim signs and the cosine transform of what is left.
+    static void rotate(float* x, const float* parts, int64_t dim, bool back) {
+        const int64_t odd = dim / (dim & -dim);
+        const float* cosines = parts + dim;
+        if (!back)
+            for (int64_t d = 0; d < dim; d++) x[d] *= parts[d];
+        if (odd > 1) {
+            thread_local std::vector<float> before;
+            before.assign(x, x + dim);
+            for (int64_t i = 0; i < dim; i++) {
+                const int64_t own = i % odd, first = i - own;
+                x[i] = 0.0f;
+                for (int64_t j = 0; j < odd; j++) x[i] += cosines[back ? j * odd + own : own * odd + j] * before[first + j];
+            }
+        }
+        for (int64_t stride = odd; stride < dim; stride *= 2)
+            for (int64_t first = 0; first < dim; first += 2 * stride)
+                for (int64_t i = first; i < first + stride; i++) {
+                    const float sum = x[i] + x[i + stride], difference = x[i] - x[i + stride];
+                    x[i] = sum;
+                    x[i + stride] = difference;
+                }
+        if (back)
+            for (int64_t d = 0; d < dim; d++) x[d] *= parts[d];
+    }
+
+    // Copies a row, rotated where there are parts.
+    static void copy_row(const S* from, const float* parts, int64_t dim, S* to) {
+        if (!parts) {
+            std::memcpy(to, from, dim * sizeof(S));
+            return;
+        }
+        thread_local std::vector<float> row;
+        row.resize(dim);
+        for (int64_t d = 0; d < dim; d++) row[d] = load_part(from + d, 1)[0];
+        rotate(row.data(), parts, dim, false);
+        for (int64_t d = 0; d < dim; d++) round_to(row[d], to + d);
+    }
+
     void put(void* keys, void* values, int64_t slot, int64_t unit, int64_t t) const {
         const int64_t row = unit / c.kv_heads, head = unit % c.kv_heads;
-        std::memcpy((S*)keys + slot * c.key_dim,
-                    (const S*)c.k + row * c.k_stride[0] + head * c.k_stride[1] + t * c.k_stride[2],
-                    c.key_dim * sizeof(S));
-        std::memcpy((S*)values + slot * c.value_row, new_value(unit, t), c.value_dim * sizeof(S));
+        copy_row((const S*)c.k + row * c.k_stride[0] + head * c.k_stride[1] + t * c.k_stride[2], c.rotate_k, c.key_dim,
+                 (S*)keys + slot * c.key_dim);
+        copy_row(new_value(unit, t), c.rotate_v, c.value_dim, (S*)values + slot * c.value_row);
     }
 
     void append() const {
@@ -195,6 +234,7 @@ struct Decoder {
             int64_t d = 0;
             for (; d + W <= c.key_dim; d += W) store(q + i * key_width + d, load(from + d) * float(c.scale));
             if (d < c.key_dim) store(q + i * key_width + d, load_part(from + d, c.key_dim - d) * float(c.scale));
+            if (c.rotate_k) rotate(q + i * key_width, c.rotate_k, c.key_dim, false);
         }
     }
 
@@ -258,6 +298,7 @@ struct Decoder {
                         store(sum + d, p == 0 ? load(from + d) * weight : load(sum + d) + load(from + d) * weight);
                 }
                 S* out = (S*)c.out + ((row * c.tokens + i % c.tokens) * c.heads + query_head) * c.value_dim;
+                if (c.rotate_v) rotate(sum, c.rotate_v, c.value_dim, true);
                 for (int64_t d = 0; d < c.value_dim; d++) round_to(sum[d] / mass, out + d);
                 if (c.weights) {
                     float* weights = c.weights + (unit * group + i) * c.width;

@@ -18,23 +18,38 @@ from kvpass.operands import AppendBuffers, Attention
 
 
 @functools.cache
-def rotation(dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return an orthogonal matrix ``[dim, dim]``; ``x @ rotation`` rotates rows.
+def parts(dim: int) -> tuple[Tensor, Tensor]:
+    """Return what the rotation of vectors of ``dim`` numbers is made of, fp64.
 
-    Signs, then the Kronecker product of a Hadamard matrix (of the largest power of two that divides dim) and a cosine
-    transform (of what is left: 3 of 96). The signs are the bits of SHAKE-128 of "kvpass". Files depend on them: another
-    matrix is another format.
+    First they are multiplied with ``signs`` ``[dim]``: the bits of SHAKE-128 of "kvpass", over the root of two^n, the
+    largest power of two that divides dim. Then come a cosine transform ``[odd, odd]`` of each ``odd = dim / two^n``
+    neighbours (3 for 96), and a Hadamard transform over these. Files depend on it: another rotation is another format.
     """
     odd = dim // (dim & -dim)
+    hashed = int.from_bytes(hashlib.shake_128(b"kvpass").digest(-(-dim // 8)), "little")
+    size = math.sqrt(odd / dim)
+    signs = [size * (1.0 - 2.0 * (hashed >> i & 1)) for i in range(dim)]
     i, j = torch.meshgrid(*[torch.arange(odd, dtype=torch.float64, device="cpu")] * 2, indexing="ij")
-    matrix = torch.cos(math.pi / odd * (j + 0.5) * i) * math.sqrt(2 / odd)
-    matrix[0] = math.sqrt(1 / odd)
-    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu") / math.sqrt(2)
+    cosines = torch.cos(math.pi / odd * (j + 0.5) * i) * math.sqrt(2 / odd)
+    cosines[0] = math.sqrt(1 / odd)
+    return torch.tensor(signs, dtype=torch.float64, device="cpu"), cosines
+
+
+@functools.cache
+def rotation(dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the rotation as an orthogonal matrix ``[dim, dim]``; ``x @ rotation`` rotates rows."""
+    signs, matrix = parts(dim)
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu")
     while len(matrix) < dim:
         matrix = torch.kron(two, matrix)
-    hashed = int.from_bytes(hashlib.shake_128(b"kvpass").digest(-(-dim // 8)), "little")
-    signs = torch.tensor([1.0 - 2.0 * (hashed >> i & 1) for i in range(dim)], dtype=torch.float64, device="cpu")
     return (matrix * signs).T.contiguous().to(device, dtype)
+
+
+@functools.cache
+def rotation_parts(key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Return :func:`parts` of keys and of values, fp32, each in one tensor, for C++ kernels: they rotate as they read."""
+    k, v = (torch.cat([x.flatten() for x in parts(dim)]).float() for dim in (key_dim, value_dim))
+    return k, v
 
 
 def is_rotated(held: AppendBuffers) -> bool:

@@ -21,6 +21,7 @@ from torch._inductor import cpp_builder
 from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
 from kvpass.operands import BITS, CODES
+from kvpass.ops.rotation import rotated_back, rotated_call, rotation_parts
 from numeric_checks import DecodeCase, assert_rounded, decode_case
 from pairwise import each_value, pairwise
 
@@ -118,6 +119,20 @@ def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat) -> None:
         case = case.packed(entry_format)
     apart, shared = (case.with_pool_of_first_row(rows) for rows in (2, 1))
     assert torch.equal(run(shared), run(apart))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotations_in_the_kernel(dtype: torch.dtype) -> None:
+    """As if queries and new rows were rotated before, and outputs rotated back after."""
+    case = decode_case(RAGGED, group=3, dim=72, value_dim=40, tokens=2, start=[0, 3], dtype=dtype).packed("rot3")
+    apart, own = (replace(case, tail_k=case.tail_k.clone(), tail_v=case.tail_v.clone()) for _ in range(2))
+    expected = rotated_back(cpu.attend_cache(rotated_call(apart.call), apart.held, apart.layer))
+    found = cpu.attend_cache(own.call, own.held, own.layer, rotation_parts(72, 40))
+    eps = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    assert torch.allclose(found.float(), expected.float(), atol=eps)
+    for name in ("tail_k", "tail_v"):
+        written = [getattr(case, name)[case.layer, :, :, 5:7].float() for case in (own, apart)]
+        assert torch.allclose(*written, atol=eps)
 
 
 @pytest.mark.usefixtures("threads")
