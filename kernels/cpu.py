@@ -154,29 +154,14 @@ def call_attend(
         dtype=q.dtype,
         device="cpu",
     )
-    tensors = (
-        q,
-        k,
-        v,
-        pool_k,
-        pool_v,
-        offsets,
-        tail_k,
-        tail_v,
-        tail_start,
-        sinks,
-        out,
-        *line,
-        *blocks,
-        *scales,
-        *rotations,
-    )
+    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out)
+    pointers = (*tensors, *line, *blocks, *scales, *rotations)
     pool = ""
     if pool_k is not None and scales[0] is not None:
         pool = _CODE_TYPES[pool_k.dtype, pool_k.shape[-1] * 8 // key_dim]
     fault = attend_function(q.dtype, pool)(
         _ATTEND_CALL.pack(
-            *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
+            *[0 if tensor is None else tensor.data_ptr() for tensor in pointers],
             rows,
             heads,
             kv_heads,

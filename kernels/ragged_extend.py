@@ -33,6 +33,8 @@ def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers)
         return "extend float" if held.pool_k_scale is None else "extend float codes"
     if is_wide:
         return "extend half wide"
+    if held.pool_k.dtype == torch.uint8:
+        return "extend half levels"
     return "extend half" if is_aligned(key_dim, value_dim) else "extend half unaligned"
 
 

@@ -47,7 +47,7 @@ def rotation(dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def rotation_parts(key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Return :func:`parts` of keys and of values, fp32, each in one tensor, for C++ kernels: they rotate as they read."""
+    """Return :func:`parts` of keys and of values, fp32, each in one tensor: C++ kernels rotate by them."""
     k, v = (torch.cat([x.flatten() for x in parts(dim)]).float() for dim in (key_dim, value_dim))
     return k, v
 

@@ -182,7 +182,7 @@ def test_every_figure_is_saved_when_it_is_there_and_a_failure_loses_no_other(com
     )
     status, result = command()
     assert status == 0 and result["complete"]
-    assert len(saved) == 2 * 5 + 2 + 2 + 2 + 1 and all(not json.loads(text)["complete"] for text in saved[:-1])
+    assert len(saved) == 2 * 6 + 2 + 2 + 2 + 1 and all(not json.loads(text)["complete"] for text in saved[:-1])
     assert list(json.loads(saved[0])["decode"][0]) == ["batch", "uniform"]
     assert [record["ragged_over_uniform"] for record in result["decode"][:2]] == [1.0, 1.0]
     assert [list(record) for record in result["decode"][2:]] == [["batch", "rows", "ragged"]] * 2
