@@ -139,7 +139,7 @@ def test_two_processes_compress_again_what_one_device_does(policy, two, folder_o
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("entries", ["int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("entries", ["int8", "fp8", "rot4", "rot2"])
 def test_entries_in_fewer_bits_are_the_same(entries, two, folder_of):
     compare(two, folder_of("llama", head_dim=32), "lava", entries=entries)
 
@@ -161,7 +161,7 @@ def test_compiled_code_keeps_the_same(family, regions, two, folder_of):
     ("family", "policy", "given"),
     [
         ("llama", "lava", {}),
-        ("llama", "lava", {"entries": "int4"}),
+        ("llama", "lava", {"entries": "rot4"}),
         ("llama", "h2o", {}),
         ("llama", "tova", {}),
         ("llama", "r_kv", {}),

@@ -231,7 +231,7 @@ def test_rows_of_questions_continue_copies_of_a_cache_of_one_row(model, fast):
     "options",
     [
         {"backend": "inductor"},
-        *(pytest.param({"entries": name}, marks=pytest.mark.exhaustive) for name in ("int4", "fp8")),
+        *(pytest.param({"entries": name}, marks=pytest.mark.exhaustive) for name in ("rot4", "fp8")),
     ],
     ids=lambda x: next(iter(x.values())),
 )
