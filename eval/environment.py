@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,16 @@ def _cpu_name() -> str:
     lines = listing.read_text().splitlines() if listing.is_file() else []
     named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def conditions(result: Mapping[str, Any]) -> str:
+    """Say on what a result was measured: of its ``machine`` and ``versions``."""
+    found, used = result["machine"], result["versions"]
+    copies = f", copies at {found['copy_bandwidth'] / 1e9:.0f} GB/s" if "copy_bandwidth" in found else ""
+    return (
+        f"{found.get('name', found['cpu'])}, {found['threads']} threads, {found['capability']}{copies}; "
+        f"torch {used['torch']}, transformers {used['transformers']}."
+    )
 
 
 def save_json(path: Path, result: Any) -> None:

@@ -56,23 +56,30 @@ def fitting_table(header: Sequence[str], rows: Cells, *, spare: Sequence[str], *
 class Tables:
     """Tables with a title each, and what is to be said of all: prints in a terminal, or as Markdown.
 
+    Names and cells may have a second line.
+
     Attributes:
         tables: title, names of columns and cells of each. notes: paragraphs. left: columns aligned to the left.
+        spare: columns that a narrow terminal has no room for, the first ones first; Markdown has them all.
     """
 
     tables: Sequence[tuple[str, Sequence[str], Cells]]
-    notes: Sequence[str]
+    notes: Sequence[str] = ()
     left: int = 1
+    spare: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        style: dict[str, Any] = {"left": self.left, "title_justify": "left"} | ({"padding": 0} if self.spare else {})
         for title, header, rows in self.tables:
-            yield rich_table(header, rows, left=self.left, title=title, title_justify="left")
+            yield fitting_table(header, rows, spare=self.spare, title=title or None, **style)
         yield from map(Text, self.notes)
 
     def markdown(self) -> str:
-        parts = [
-            f"**{title}**\n\n{markdown_table(header, rows, left=self.left)}" for title, header, rows in self.tables
-        ]
+        parts = []
+        for title, header, rows in self.tables:
+            cells = [[cell.replace("\n", " (") + ")" * ("\n" in cell) for cell in row] for row in rows]
+            names = [" ".join(name.split()) for name in header]
+            parts.append(f"**{title}**\n\n" * bool(title) + markdown_table(names, cells, left=self.left))
         return "\n".join([*parts, "\n\n".join(self.notes), ""])
 
 

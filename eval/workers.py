@@ -13,9 +13,6 @@ import torch
 if TYPE_CHECKING:
     from kvpass.eval.records import Record
 
-MOST_DEATHS = 5
-"""How often in a row workers may die before one of them has answered a share."""
-
 _ANSWER: Callable[[Share], list[Record]] | None = None
 """Answers a share in this process, if it is a worker."""
 
@@ -32,35 +29,24 @@ def answer_in_processes(
 ) -> Iterator[list[Record]]:
     """Yield the records of each share when it is answered, in any order.
 
-    If a worker is killed, all begin anew, with what is not answered yet.
-
     Args:
         begin: called once in each worker with the number of workers begun before it; returns what answers a share.
         most: workers at a time.
     Raises:
-        RuntimeError: workers died five times in a row.
+        RuntimeError: a worker died.
     """
-    waiting, deaths = dict(enumerate(shares)), 0
-    context = multiprocessing.get_context("spawn")
-    while waiting:
-        workers = min(most, len(waiting))
-        pool = ProcessPoolExecutor(workers, context, _start, (begin, workers, context.Value("i", 0)))
-        try:
-            futures = {pool.submit(_answer, share): number for number, share in waiting.items()}
-            for future in as_completed(futures):
-                records = future.result()
-                del waiting[futures[future]]
-                deaths = 0
-                yield records
-        except BrokenProcessPool:
-            deaths += 1
-            if deaths == MOST_DEATHS:
-                raise RuntimeError(
-                    f"workers={most}: they died {deaths} times in a row before they answered anything, "
-                    "mostly for want of memory; take fewer"
-                ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+    workers, context = min(most, len(shares)), multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _start, (begin, workers, context.Value("i", 0)))
+    try:
+        for future in as_completed([pool.submit(_answer, share) for share in shares]):
+            yield future.result()
+    except BrokenProcessPool:
+        raise RuntimeError(
+            f"workers={most}: one died, mostly for want of memory; the same command goes on where it stopped, perhaps "
+            "with fewer"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _start(begin: Callable[[int], Callable[[Share], list[Record]]], workers: int, started: Any) -> None:

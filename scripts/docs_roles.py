@@ -1,4 +1,4 @@
-"""Shows the roles of docstrings (``:class:`X```, ``:meth:`Y```) as code; mkdocstrings reads Markdown."""
+"""Shows docstrings' roles (``:class:`X```, ``:meth:`Y```) as code and policies' options as plain defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ def without_roles(text: str) -> str:
 
 
 class Roles(griffe.Extension):
-    """Rewrites every docstring before it is parsed."""
+    """Rewrites every docstring and every option of a policy before mkdocstrings reads them."""
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        value = attr.value
+        if isinstance(value, griffe.ExprCall) and value.canonical_path.endswith(".option"):
+            attr.value = value.arguments[0]
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import GenerationConfig, Qwen3ForCausalLM
 
-from kvpass.eval.needle.model import IDS, POSITIONS, Shape, build, tokenizer
+from needle_model import IDS, POSITIONS, Shape, build, tokenizer
 from training_text import LONGEST_LIST, Kind, Mix, TrainingText
 
 _WARMUP, _LOG_EVERY, _SAVE_EVERY = 30, 10, 50

@@ -28,14 +28,12 @@ from kvpass.compiler.blocks import tokens_of
 from kvpass.eval.bench.measure import Meter
 from kvpass.eval.bench.settings import BenchSettings, build, find_model
 from kvpass.eval.bench.systems import Kvpass
-from kvpass.eval.environment import machine, versions
+from kvpass.eval.environment import conditions, machine, versions
 from kvpass.eval.tables import Tables
 from kvpass.progress import progress_bar
 
 START_TOKENS = 256
 """Prompt of a start: so short that what it takes to run does not matter beside compilation."""
-BATCHES = (1, 2, 3, 7)
-"""Rows of a start's batches, one after another in one process."""
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RECORDED = "device window budget backend seed".split()
 _MIB = 2**20
@@ -344,12 +342,3 @@ def _memory_table(result: Result) -> _Table:
         rows.append([*cells, *figures])
     named = f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']}"
     return f"{named}: memory of a prompt beside the model", header, rows
-
-
-def conditions(result: Result) -> str:
-    """Return on what a result was measured."""
-    found, used = result["machine"], result["versions"]
-    return (
-        f"{found.get('name', found['cpu'])}, {found['threads']} threads, {found['capability']}; torch {used['torch']}, "
-        f"transformers {used['transformers']}."
-    )

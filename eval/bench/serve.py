@@ -14,8 +14,9 @@ from unittest import mock
 
 from rich.console import Console
 
-from kvpass.eval.bench.processes import Result, conditions, header_of, in_new_process
+from kvpass.eval.bench.processes import Result, header_of, in_new_process
 from kvpass.eval.bench.settings import BenchSettings, build
+from kvpass.eval.environment import conditions
 from kvpass.eval.tables import Tables
 from kvpass.progress import progress_bar
 

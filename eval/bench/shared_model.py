@@ -21,8 +21,9 @@ from transformers.utils import logging
 
 from kvpass.adapt.tensor_parallel import check_heads
 from kvpass.eval.bench.measure import Meter, spread
-from kvpass.eval.bench.processes import Result, conditions, header_of
+from kvpass.eval.bench.processes import Result, header_of
 from kvpass.eval.bench.settings import WARM_UP_STEPS, BenchSettings, build
+from kvpass.eval.environment import conditions
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.tables import Tables
 from kvpass.progress import progress_bar

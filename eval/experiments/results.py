@@ -16,7 +16,7 @@ from rich.progress import track
 
 from kvpass import builtin
 from kvpass.compiler.backend import Compiler
-from kvpass.eval.bench.report import markdown as bench_markdown
+from kvpass.eval.bench.report import show
 from kvpass.eval.bench.run import Bench, BenchSettings
 from kvpass.eval.environment import fingerprint, machine, source_digest, versions
 from kvpass.eval.experiments.curve import curve_settings, curve_table, default_policies, draw_curve
@@ -175,7 +175,7 @@ Random weights: this is about speed and bytes, not about answers. Policies that 
 (`cake`, `h2o`, `tova`, `streaming_llm`) score their entries at every step, so they decode slower. `r_kv` and
 `triattention` do so once in `buffer` steps.
 
-{bench_markdown(costs)}
+{show(costs).markdown()}
 """
 
 

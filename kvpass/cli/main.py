@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 _DIVIDED = ("ask", "compress", "eval")
 """Commands whose model the processes of ``torchrun`` share."""
 
+_MODEL = "'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name."
 _Backend = Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")]
 _Device = Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")]
 _Dtype = Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")]
@@ -90,9 +92,7 @@ def main(
 
 @app.command()
 def demo(
-    model: Annotated[
-        str, typer.Argument(help="'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name.")
-    ] = "builtin",
+    model: Annotated[str, typer.Argument(help=_MODEL)] = "builtin",
     document: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Text file to ask about, instead of a made-up text."),
@@ -109,23 +109,12 @@ def demo(
     backend: _Backend = "inductor",
 ) -> None:
     """Hide facts in a long text and ask a model for them, or ask about a document, with full and compressed caches."""
+    given = locals()
     _import_libraries()
-    from kvpass.compiler.backend import check_compiler
     from kvpass.eval.experiments.demo import Demo, DemoSettings
 
     with _bad_values():
-        compiler = check_compiler("backend", backend)
-        settings = DemoSettings(
-            model=model,
-            document=document,
-            question=question,
-            tokens=tokens,
-            facts=facts,
-            seed=seed,
-            output=output,
-            backend=compiler,
-        )
-        checked = Demo(settings)
+        checked = Demo(DemoSettings(**_read(DemoSettings, given)))
         _make_folder("output", output.parent)
     checked.run(Console())
 
@@ -174,7 +163,6 @@ def bench(
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything measured to this file.")] = (
         None
     ),
-    plots: Annotated[Path | None, typer.Option(help="Folder for pictures of time and memory against context.")] = None,
     start: Annotated[
         str,
         typer.Option(
@@ -214,6 +202,7 @@ def bench(
     ] = False,
 ) -> None:
     """Time prefill and decode of kvpass and other caches at equal bytes."""
+    given = locals() | {"batches": batches or ("1,2,3,7" if start else "1")}
     _import_libraries()
     if tune:
         from kvpass.eval.bench.tune import tune as tune_kernels
@@ -221,63 +210,32 @@ def bench(
         with _interruptible("nothing is written before the end"), _bad_values():
             Console().print(f"written: {tune_kernels(Console())}", highlight=False)
         return
-    from kvpass.compiler.backend import check_compiler
-    from kvpass.eval.bench.processes import BATCHES, PrefillMemory, Start
-    from kvpass.eval.bench.report import plot, tables
+    from kvpass.eval.bench.processes import PrefillMemory, Start
+    from kvpass.eval.bench.report import show
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.bench.serve import Serve
     from kvpass.eval.bench.shared_model import SharedModel
     from kvpass.eval.environment import save_json
-    from kvpass.eval.policy_spec import parse_policies, typed
-    from kvpass.policies.rules import check_format
     from kvpass.progress import progress_console
-    from kvpass.report import import_figure
 
     kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
-    checked: Bench | Start | PrefillMemory | SharedModel | Serve
-    others = {"start": start, "prefill_memory": prefill_memory, "serve": serve}
-    others |= {"tensor_parallel": tensor_parallel}
-    instead = [name for name, chosen in others.items() if chosen]
+    others: dict[str, Callable[[BenchSettings], Start | PrefillMemory | SharedModel | Serve]] = {
+        "start": lambda settings: Start(settings, _numbers("start", start)),
+        "prefill_memory": PrefillMemory,
+        "serve": lambda settings: Serve(settings, requests, cache_mib),
+        "tensor_parallel": lambda settings: SharedModel(settings, tensor_parallel),
+    }
+    instead = [name for name in others if given[name]]
     with _interruptible(anew), _bad_values():
         if len(instead) > 1:
             raise ValueError(f"{' and '.join(instead)}: measure one of them at a time")
         if instead and entries != "model":
             raise ValueError(f"entries={entries!r}: {instead[0]} measures entries='model' alone")
-        if instead and plots is not None:
-            raise ValueError(f"plots={str(plots)!r}: there are none of {instead[0]}")
-        settings = BenchSettings(
-            model=model,
-            device=device,
-            dtype=dtype,
-            contexts=_numbers("contexts", contexts),
-            batches=_numbers("batches", batches) or (BATCHES if start else (1,)),
-            budget=typed(budget),
-            window=window,
-            policies=parse_policies(policies),
-            entries=tuple(map(check_format, _names(entries))),
-            systems=None if systems is None else _names(systems),
-            new_tokens=new_tokens,
-            repeats=repeats,
-            backend=check_compiler("backend", backend),
-            shared_prompt=shared_prompt,
-            warm_cache=warm_cache,
-            seed=seed,
-        )
-        if start:
-            checked = Start(settings, _numbers("start", start))
-        elif tensor_parallel:
-            checked = SharedModel(settings, tensor_parallel)
-        elif serve:
-            checked = Serve(settings, requests, cache_mib)
-        else:
-            checked = PrefillMemory(settings) if prefill_memory else Bench(settings)
-        if plots is not None:
-            import_figure()
-        for option, folder in (("json", json_path and json_path.parent), ("plots", plots)):
-            if folder is not None:
-                _make_folder(option, folder)
-    console = Console()
+        settings = BenchSettings(**_read(BenchSettings, given))
+        checked = others[instead[0]](settings) if instead else Bench(settings)
+        if json_path is not None:
+            _make_folder("json", json_path.parent)
 
     def save(result: dict[str, Any]) -> None:
         if json_path is not None:
@@ -285,15 +243,15 @@ def bench(
 
     with _interruptible(anew):
         result = checked.run(progress_console(), save)
-    console.print(tables(result) if isinstance(checked, Bench) else checked.shown(result))
-    written = [*(plot([result], plots) if plots is not None else []), *([json_path] if json_path is not None else [])]
-    for path in written:
-        console.print(f"written: {path}", highlight=False)
+    console = Console()
+    console.print(show(result))
+    if json_path is not None:
+        console.print(f"written: {json_path}", highlight=False)
 
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name.")],
+    model: Annotated[str, typer.Argument(help=_MODEL)],
     tasks: Annotated[
         str, typer.Option(help="Tasks, or groups of them (ruler, longbench), separated by commas.")
     ] = "multi_needle",
@@ -303,9 +261,9 @@ def evaluate(
     budgets: Annotated[
         str, typer.Option(help="Budgets, separated by commas: entries (64), share of the prompt (0.1), bytes ('4MiB').")
     ] = "0.125,0.25",
-    scope: Annotated[str, typer.Option(help="'prompt' (question-aware), 'context' (question-agnostic), or both.")] = (
-        "prompt,context"
-    ),
+    scopes: Annotated[
+        str, typer.Option("--scope", help="'prompt' (question-aware), 'context' (question-agnostic), or both.")
+    ] = "prompt,context",
     samples: Annotated[int, typer.Option(help="Samples of each task.")] = 20,
     length: Annotated[int, typer.Option(help="Longest prompt in tokens; longer ones lose their middle.")] = 2048,
     data_dir: Annotated[
@@ -328,37 +286,14 @@ def evaluate(
     device: _Device = "cpu",
 ) -> None:
     """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
+    given = locals()
     _import_libraries()
-    from kvpass.compiler.backend import check_compiler
-    from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.eval.records import results_table
     from kvpass.eval.run import EvalSettings, Evaluation
-    from kvpass.policies.rules import check_format
     from kvpass.progress import progress_console
 
     with _interruptible(_goes_on(output)), _bad_values():
-        checked = Evaluation(
-            EvalSettings(
-                model=model,
-                tasks=_names(tasks),
-                policies=parse_policies(policies),
-                budgets=tuple(typed(text) for text in _names(budgets)),
-                scopes=_names(scope),
-                entries=tuple(map(check_format, _names(entries))),
-                samples=samples,
-                length=length,
-                data_dir=data_dir,
-                output=output,
-                seed=seed,
-                batch=batch,
-                workers=workers,
-                num_uncompressed_tokens=num_uncompressed_tokens,
-                chat=chat,
-                backend=check_compiler("backend", backend),
-                dtype=dtype,
-                device=device,
-            )
-        )
+        checked = Evaluation(EvalSettings(**_read(EvalSettings, given)))
         _make_folder("output", output)
     with _interruptible(_goes_on(output)):
         rows = checked.run(progress_console())
@@ -375,7 +310,7 @@ def curve(
     length: Annotated[int, typer.Option(help="Prompt length in tokens.")] = 512,
     budgets: Annotated[str | None, typer.Option(help="Budgets, separated by commas; 3 to 50 % by default.")] = None,
     policies: Annotated[str | None, typer.Option(help="Policies as in 'kvpass eval'; all by default.")] = None,
-    scope: Annotated[str, typer.Option(help="'prompt', 'context' or both.")] = "prompt,context",
+    scopes: Annotated[str, typer.Option("--scope", help="'prompt', 'context' or both.")] = "prompt,context",
     output: Annotated[Path, typer.Option(help="Folder for picture, table and samples; a rerun goes on there.")] = (
         Path("kvpass-curve")
     ),
@@ -384,38 +319,17 @@ def curve(
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 25,
     backend: Annotated[str, typer.Option(help="'eager', or 'inductor', which compiles each policy first.")] = "eager",
     dtype: Annotated[str, typer.Option(help="'auto' (fp32), 'float32', 'bfloat16' or 'float16'.")] = "auto",
-    model: Annotated[
-        str, typer.Option(help="'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name.")
-    ] = "builtin",
-    task: Annotated[str, typer.Option(help="A task of 'kvpass eval'.")] = "multi_needle",
+    model: Annotated[str, typer.Option(help=_MODEL)] = "builtin",
+    tasks: Annotated[str, typer.Option("--task", help="A task of 'kvpass eval'.")] = "multi_needle",
 ) -> None:
     """Draw accuracy against budget for all policies, with the question in the compressed prompt and after it."""
+    given = locals()
     _import_libraries()
-    from kvpass.compiler.backend import check_compiler
     from kvpass.eval.experiments.curve import curve_settings, draw_curve
-    from kvpass.eval.policy_spec import parse_policies, typed
-    from kvpass.eval.run import Evaluation
-    from kvpass.policies.rules import check_format
+    from kvpass.eval.run import EvalSettings, Evaluation
 
     with _interruptible(_goes_on(output)), _bad_values():
-        given: dict[str, Any] = {
-            "samples": samples,
-            "length": length,
-            "scopes": _names(scope),
-            "entries": tuple(map(check_format, _names(entries))),
-            "output": output,
-            "seed": seed,
-            "batch": batch,
-            "backend": check_compiler("backend", backend),
-            "dtype": dtype,
-            "model": model,
-            "tasks": (task,),
-        }
-        if budgets is not None:
-            given["budgets"] = tuple(typed(text) for text in _names(budgets))
-        if policies is not None:
-            given["policies"] = parse_policies(policies)
-        checked = Evaluation(curve_settings(**given))
+        checked = Evaluation(curve_settings(**_read(EvalSettings, given)))
         _make_folder("output", output)
     with _interruptible(_goes_on(output)):
         draw_curve(checked, Console())
@@ -453,7 +367,7 @@ def compress(
     output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the compressed cache goes to.")],
     model: Annotated[
         str,
-        typer.Option(envvar="KVPASS_MODEL", help="'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name."),
+        typer.Option(envvar="KVPASS_MODEL", help=_MODEL),
     ] = "builtin",
     policy: Annotated[
         str, typer.Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")
@@ -563,6 +477,26 @@ def policies() -> None:
 
 def _goes_on(folder: Path) -> str:
     return f"the same command goes on; the samples finished so far are in {str(folder)!r}"
+
+
+def _read(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments of a command that are fields of its settings and not None, their texts parsed."""
+    from kvpass.compiler.backend import check_compiler
+    from kvpass.eval.policy_spec import parse_policies, typed
+    from kvpass.policies.rules import check_format
+
+    parsers: dict[str, Callable[[str], Any]] = {
+        "backend": partial(check_compiler, "backend"),
+        "batches": partial(_numbers, "batches"),
+        "budget": typed,
+        "budgets": lambda text: tuple(map(typed, _names(text))),
+        "contexts": partial(_numbers, "contexts"),
+        "entries": lambda text: tuple(map(check_format, _names(text))),
+        "policies": parse_policies,
+        **dict.fromkeys(("scopes", "systems", "tasks"), _names),
+    }
+    names = [field.name for field in dataclasses.fields(settings) if given.get(field.name) is not None]
+    return {name: parsers[name](given[name]) if name in parsers else given[name] for name in names}
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -8,15 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.axes import Axes
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import kvpass
 from kvpass.eval.bench import measure as bench_measure
-from kvpass.eval.bench import report as bench_report
 from kvpass.eval.bench import run as bench
 from kvpass.eval.bench.measure import scoring_time, weight_bytes
+from kvpass.eval.bench.report import show
 from kvpass.eval.bench.run import Bench, BenchSettings
 from kvpass.eval.bench.settings import build, find_model
 from kvpass.eval.bench.systems import HfEager, HfStatic, Kvpass, has_kvpress
@@ -102,9 +101,7 @@ def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, m
     assert eager == {"name": "hf-eager", "failure": "CUDA out of memory. Tried to allocate 9 GiB."}
     assert "hf-eager" not in lava["decode_speedup"] and lava["decode_speedup"]["full"] > 0
     assert full["same_tokens_as_hf_eager"] is None
-    console = Console(record=True, width=100, quiet=True)
-    console.print(bench_report.tables(result))
-    text = bench_report.markdown(result)
+    text = show(result).markdown()
     assert "| hf-eager | failed |" in text
     assert "hf-eager: CUDA out of memory. Tried to allocate 9 GiB." in text
 
@@ -155,37 +152,6 @@ def test_a_system_that_failed_keeps_no_cache_while_others_run(micro, monkeypatch
     with pytest.raises(RuntimeError, match="hf-eager: RuntimeError: no"):
         Bench(settings(micro)).run(quiet(), lambda result: held.append([cache() for cache in caches]))
     assert held and all(cache is None for at_once in held for cache in at_once) and len(held[-1]) == 1
-
-
-def test_a_picture_has_what_several_results_say_of_one_context(tmp_path, monkeypatch):
-    lines = []
-    draw = Axes.errorbar
-
-    def watched(self, x, y, *, label, yerr, **style):
-        lines.append((label, y, yerr))
-        return draw(self, x, y, label=label, yerr=yerr, **style)
-
-    monkeypatch.setattr(Axes, "errorbar", watched)
-
-    def result(*systems):
-        records = [
-            {
-                "name": name,
-                "failure": failure,
-                "decode_ms": {"q1": ms - 0.5, "median": ms, "q3": ms + 1},
-                "cache_bytes": ms * 2**20,
-            }
-            for name, ms, failure in systems
-        ]
-        model = {"name": "tiny", "dtype": "float32"}
-        return {"model": model, "runs": [{"context": 64, "batch": 1, "systems": records}]}
-
-    first = result(("full", 2.0, None), ("lava", 1.0, None), ("tova", 9.0, "no"))
-    pictures = bench_report.plot([first, result(("lava", 4.0, None), ("cake", 3.0, None))], tmp_path)
-    assert [path.name for path in pictures] == ["ms-per-token-batch1.png", "memory-batch1.png"]
-    drawn = [("full", [2.0]), ("lava", [4.0]), ("cake", [3.0])]
-    assert [line[:2] for line in lines] == drawn * 2
-    assert [line[2] for line in lines] == [[[0.5], [1.0]]] * 3 + [[[0.0], [0.0]]] * 3
 
 
 def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, monkeypatch):

@@ -152,7 +152,6 @@ def test_policies_lists_every_registered_policy_with_its_options():
         (("bench", "--backend", "jit"), "backend='jit': must be one of inductor, eager"),
         (("bench", "--start", "4,0"), "start=4,0: must be one or more numbers of layers >= 1"),
         (("bench", "--start", "4", "--prefill-memory"), "start and prefill_memory: measure one of them at a time"),
-        (("bench", "--start", "4", "--plots", "p"), "plots='p': there are none of start"),
         (("bench", "--serve", "--start", "4"), "start and serve: measure one of them at a time"),
         (("bench", "--serve", "--requests", "0"), "requests=0: must be >= 1"),
         (("bench", "--serve", "--policies", "h2o"), "evicts while decoding"),
@@ -195,7 +194,7 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     result = invoke(
         "bench", "--model", micro, "--contexts", "96,64", "--budget", 24, "--window", 8, "--policies", "lava",
         "--systems", "hf-eager,hf-static,full", "--new-tokens", 4, "--repeats", 2, "--backend", "eager",
-        "--json", out, "--plots", tmp_path / "plots",
+        "--json", out,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
@@ -242,8 +241,6 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     for name in systems:
         assert re.search(rf"^ *{name} ", result.output, re.MULTILINE)
     assert "…" not in result.output
-    for picture in ("ms-per-token-batch1.png", "memory-batch1.png"):
-        assert (tmp_path / "plots" / picture).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +248,6 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     [
         (("demo", "--output", "map.png"), "output"),
         (("bench", "--model", "tiny", "--json", "out.json"), "json"),
-        (("bench", "--model", "tiny", "--plots", "plots"), "plots"),
         (("eval", "builtin", "--samples", "1", "--output", "answers"), "output"),
         (("curve", "--samples", "1", "--output", "curve"), "output"),
         (("results", "--samples", "1", "--work", "work", "--output", "docs"), "output"),
@@ -262,7 +258,7 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
 def test_a_folder_that_cannot_be_made_is_refused_alike_by_every_command(words, option, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("a document")
-    names = {"--output", "--json", "--plots", "--work"}
+    names = {"--output", "--json", "--work"}
     placed = [blocked / word if before in names else word for before, word in zip(("", *words), words, strict=False)]
     result = invoke(*[blocked if word == "file" else word for word in placed])
     assert result.exit_code == 2, result.output

@@ -1,11 +1,10 @@
-"""The stages of scripts/gpu-check, with commands that need no GPU: limits, what is kept, what is left out."""
+"""The stages of scripts/gpu-check, with commands that need no GPU: limits, and what is kept."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,8 @@ def gpu_check():
 def test_what_is_complete_and_of_the_present_code_is_kept(gpu_check, tmp_path, monkeypatch):
     stages = {"writes": (60, f"-S -c {WRITE} {{}}"), "fails": (60, "-S -c raise(SystemExit(3))")}
     assert gpu_check.run(stages, tmp_path, 100) == {"writes": "passed", "fails": "failed"}
-    assert json.loads((tmp_path / "fails.json").read_text()) == {"complete": False, "exit_status": 3, "said": ""}
+    fails = json.loads((tmp_path / "gpu-check.json").read_text())["stages"]["fails"]
+    assert (fails["status"], fails["said"]) == ("failed", "")
     assert gpu_check.run(stages, tmp_path, 100) == {"writes": "kept", "fails": "failed"}
     other = {"writes": (60, f"-S -c {WRITE} {{}} more")}
     assert gpu_check.run(other, tmp_path, 100) == {"writes": "passed"}
@@ -37,21 +37,11 @@ def test_what_is_complete_and_of_the_present_code_is_kept(gpu_check, tmp_path, m
 def test_a_stage_that_is_out_of_time_is_ended_and_the_rest_is_not_begun(gpu_check, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "LEAST", 1)
     stages = {"slow": (60, "-S -c __import__('time').sleep(100)"), "late": (60, f"-S -c {WRITE} {{}}")}
-    begun = time.monotonic()
     assert gpu_check.run(stages, tmp_path, 1.5) == {"slow": "out of time", "late": "not run"}
-    assert time.monotonic() - begun < 60
-
-
-def test_results_are_copied_without_what_was_compiled(gpu_check, tmp_path, monkeypatch):
-    folder, out = tmp_path / "2026-01-01-gpu", tmp_path / "out"
-    (folder / "compiled").mkdir(parents=True)
-    monkeypatch.setenv("OUT", str(out))
-    gpu_check.run({"writes": (60, f"-S -c {WRITE} {{}}")}, folder, 100)
-    assert {path.name for path in (out / folder.name).iterdir()} == {"made-by.json", "writes.json", "writes.log"}
 
 
 def test_the_stages_name_files_that_are_there_and_the_first_ones_fit_in_a_call(gpu_check):
-    assert sum(limit for limit, _ in list(gpu_check.STAGES.values())[:3]) <= 530
+    assert sum(limit for limit, _ in list(gpu_check.STAGES.values())[:2]) <= 530
     for _, words in gpu_check.STAGES.values():
         assert all((SCRIPT.parents[1] / word).exists() for word in words.split() if word.endswith(".py"))
 

@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvpass.eval.bench import kernels as kernel_bench
 from kvpass.eval.bench.kernels import Shape, prompt_figures, prompt_run, ragged_lengths, uniform_lengths
+from kvpass.eval.bench.report import show
 
 CPU = Shape(layers=2, heads=4, kv_heads=2, dim=32, dtype=torch.float32, place="cpu")
 LATENT = Shape(layers=2, heads=4, kv_heads=1, dim=48, latent=32, dtype=torch.float32, place="cpu")
@@ -35,9 +35,9 @@ found = bench.time_decode(shape, lengths, 1e9, check=True)
 assert found["error"] < 1e-5 and len(calls[0]) == 2
 assert found["bytes"] == (2 * 2 * 2 * 40 + 2 * 2 * 2 * 33) * 2 * 32 * 4
 assert abs(found["share_of_copy"] - found["bytes"] / 1e-3 / 1e9) < 1e-9
-for kind, bits in (("int8", 8 + 1), ("rot4", 4 + 1), ("rot3", 3 + 1), ("rot2", 2 + 1)):  # with a scale
-    found = bench.time_decode(shape, lengths, 1e9, True, bench.KINDS[kind][1], bench.KINDS[kind][2])
-    assert found["bytes"] == 2 * 2 * 2 * (40 * 2 * 4 * bits + 33 * 2 * 32 * 4), (kind, found)
+for entry_format, bits in (("int8", 8 + 1), ("rot4", 4 + 1), ("rot3", 3 + 1), ("rot2", 2 + 1)):  # and scale
+    found = bench.time_decode(shape, lengths, 1e9, True, entry_format)
+    assert found["bytes"] == 2 * 2 * 2 * (40 * 2 * 4 * bits + 33 * 2 * 32 * 4), (entry_format, found)
 latent = bench.Shape(layers=2, heads=4, kv_heads=1, dim=48, latent=32, dtype=torch.float32, place="cpu")
 found = bench.time_decode(latent, bench.ragged_lengths(latent, 2, 40), 1e9, check=True)
 assert found["error"] < 1e-5 and found["bytes"] == (2 * 2 * 40 + 2 * 2 * 33) * 48 * 4, found
@@ -76,7 +76,8 @@ def test_a_prompt_is_compressed_by_the_operators_of_the_package(monkeypatch):
         compress, attend = prompt_run(shape, 160, "lava")
         compress()
         assert attend().shape == (1, 4, 160, 32)
-    records = prompt_figures(CPU, (160,))
+    records = []
+    assert len(list(prompt_figures(records, CPU, (160,)))) == 2
     assert [record["policy"] for record in records] == ["lava", "cake"]
     for record in records:
         assert record["added_ms"] > 0
@@ -84,100 +85,29 @@ def test_a_prompt_is_compressed_by_the_operators_of_the_package(monkeypatch):
         assert "aten::scaled_dot_product_attention" not in record["parts_ms"]
 
 
-def paged_attention(q, keys, values, sequences, scale):
-    """Of each sequence of ``[N, G, D]``: its pages and how many entries they hold."""
-    outs = []
-    for queries, (pages, count) in zip(q, sequences, strict=True):
-        k, v = (pool[pages].flatten(0, 2)[:count] for pool in (keys, values))
-        outs.append((queries @ k.T * scale).softmax(-1) @ v)
-    return torch.stack(outs)
-
-
-def varlen_attn(
-    q, keys, values, bounds_q, bounds_k, max_q, max_k, *, seqused_k, block_table, enable_gqa=False, scale=None
-):  # fmt: skip
-    assert bounds_q.tolist() == list(range(len(q) + 1)) and bounds_k is None and enable_gqa
-    assert (max_q, max_k) == (1, int(seqused_k.max())) and block_table.dtype == seqused_k.dtype == torch.int32
-    pages = [row[: -(-count // keys.shape[1])] for row, count in zip(block_table, seqused_k.tolist(), strict=True)]
-    return paged_attention(q, keys, values, list(zip(pages, seqused_k.tolist(), strict=True)), scale)
-
-
-class PagedDecode:
-    """FlashInfer's wrapper, as far as the bench uses it."""
-
-    def __init__(self, workspace, layout, use_tensor_cores):
-        assert layout == "NHD" and not workspace.any()
-
-    def plan(self, bounds, pages, last, heads, kv_heads, dim, size, *, q_data_type, kv_data_type, sm_scale):
-        assert bounds.dtype == pages.dtype == last.dtype == torch.int32 and kv_heads == 1
-        whole = (bounds.diff() - 1) * size
-        self.sequences = [
-            (pages[first:end], int(count))
-            for first, end, count in zip(bounds[:-1], bounds[1:], whole + last, strict=True)
-        ]
-        assert last.min() >= 1 and last.max() <= size
-        self.scale = sm_scale
-
-    def run(self, q, cache):
-        return paged_attention(q, *cache, self.sequences, self.scale)
-
-
 @pytest.fixture
-def small(monkeypatch):
-    """Budgets and pages of the CPU, a clock that stands, no other libraries."""
-    monkeypatch.setattr(kernel_bench, "BUDGET", 96)
-    monkeypatch.setattr(kernel_bench, "VARLEN_PAGE", 24)
-    monkeypatch.setattr(kernel_bench, "WORKSPACE_BYTES", 8)
-    monkeypatch.setattr(kernel_bench, "WORST_ERROR", 1e-5)
-    monkeypatch.setattr(kernel_bench, "time_graph", lambda function: 1e-3 + 0 * len(function()))
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=PagedDecode))
-    return monkeypatch
-
-
-def test_baselines_read_the_entries_of_the_ragged_cache_in_pages(small):
-    figures = kernel_bench.decode_figures(CPU, 1e9, ("flashinfer", "varlen"), (3,))
-    for kind in ("flashinfer", "varlen"):
-        assert figures[0][kind]["error"] < 1e-5, figures
-        assert figures[0][kind]["bytes"] == (3 * 2 * 2 * 64 + 3 * 2 * 2 * 33) * 2 * 32 * 4
-
-
-def test_a_baseline_that_is_not_there_is_named_and_the_others_are_measured(small):
-    small.setitem(sys.modules, "flashinfer", None)
-    small.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, k, v: None)
-    figures = kernel_bench.decode_figures(CPU, 1e9, ("flashinfer", "varlen"), (1,))
-    assert figures[0]["flashinfer"]["failure"].startswith("ModuleNotFoundError: import of flashinfer halted")
-    assert figures[0]["varlen"] == {
-        "failure": f"ImportError: varlen_attn of torch {torch.__version__} takes no block_table"
-    }
-
-
-@pytest.fixture
-def command(small, tmp_path):
-    """The command on the CPU, with the eager reference for kernels and a few sizes."""
-    kinds = dict(kernel_bench.KINDS)
-    for kind in kernel_bench.OURS:
-        kinds[kind] = (kinds[kind][0], lambda case: case.reference, kinds[kind][2])
-    small.setattr(kernel_bench, "KINDS", kinds)
-    small.setattr(torch.cuda, "is_available", lambda: True)
-    small.setattr(kernel_bench, "Shape", lambda **options: CPU)
-    small.setattr(kernel_bench, "LATENT", LATENT)
-    small.setattr(kernel_bench, "LATENT_PROMPTS", (160,))
-    small.setattr(kernel_bench, "copy_bandwidth", lambda device: 1e9)
-    small.setattr(kernel_bench.decode_figures, "__defaults__", (kernel_bench.OURS, (1, 2), lambda figures: None))
-    small.setattr(kernel_bench.prompt_figures, "__defaults__", ((160,), lambda figures: None))
+def command(monkeypatch, tmp_path):
+    """The command on the CPU: a few sizes, the eager reference for the kernel, a clock that stands."""
+    changes = {
+        "BUDGET": 96, "WORST_ERROR": 1e-5, "BATCHES": (1, 2), "PROMPTS": (160,), "LATENT_PROMPTS": (160,),
+        "LATENT": LATENT, "Shape": lambda: CPU, "decode_kernel": lambda case: case.reference,
+        "time_graph": lambda function: 1e-3 + 0 * len(function()), "copy_bandwidth": lambda device: 1e9,
+    }  # fmt: skip
+    for name, value in changes.items():
+        monkeypatch.setattr(kernel_bench, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     path = tmp_path / "out.json"
 
-    def run(*words):
-        status = kernel_bench.main(["--json", str(path), *words])
+    def run():
+        status = kernel_bench.main(["--json", str(path)])
         return status, json.loads(path.read_text())
 
     return run
 
 
-def test_every_figure_is_saved_when_it_is_there_and_a_failure_loses_no_other(command, small, capsys):
+def test_every_figure_is_saved_when_it_is_there_and_a_failure_loses_no_other(command, monkeypatch, capsys):
     saved, save = [], kernel_bench.save_json
-    small.setattr(
+    monkeypatch.setattr(
         kernel_bench, "save_json", lambda path, result: (saved.append(json.dumps(result)), save(path, result))
     )
     status, result = command()
@@ -188,26 +118,19 @@ def test_every_figure_is_saved_when_it_is_there_and_a_failure_loses_no_other(com
     assert [list(record) for record in result["decode"][2:]] == [["batch", "rows", "ragged"]] * 2
     assert [record.get("rows") for record in result["prefill"]] == [None, None, "latent", "latent"]
 
-    kinds = kernel_bench.KINDS
-
     def broken(case):
-        raise RuntimeError("no such kernel\nmore")
+        if not bool((case.held.offsets.diff(dim=1) == 64).all()):
+            raise RuntimeError("no such kernel\nmore")
+        return case.reference
 
-    small.setattr(kernel_bench, "KINDS", {**kinds, "ragged": (kinds["ragged"][0], broken, "model")})
+    monkeypatch.setattr(kernel_bench, "decode_kernel", broken)
     status, result = command()
     assert status == 1 and not result["complete"]
     assert result["decode"][1]["ragged"] == {"failure": "RuntimeError: no such kernel"}
     assert result["decode"][1]["uniform"]["us_per_layer"] > 0 and len(result["prefill"]) == 4
     assert "kernel_bench: ragged, batch 2: RuntimeError: no such kernel" in capsys.readouterr().err
-    (_, decode), _ = kernel_bench.tables(result)
-    assert decode[0][3:5] == ["failed", "-"] and decode[0][-1] == "-"
-
-
-def test_a_baseline_may_fail_and_the_result_is_complete(command, small):
-    small.setitem(sys.modules, "flashinfer", None)
-    status, result = command("--baselines")
-    assert status == 0 and result["complete"] and "prefill" not in result
-    assert "failure" in result["decode"][0]["flashinfer"] and result["decode"][0]["varlen"]["us_per_layer"] > 0
+    row = show(result).tables[0][2][0]
+    assert row[3:5] == ["failed", "-"] and row[-1] == "-"
 
 
 def test_without_a_gpu_the_command_says_so(tmp_path, capsys):

@@ -11,9 +11,9 @@ import pytest
 
 from kvpass.eval.needle import text as needle_text
 from kvpass.eval.needle import words as needle_words
-from kvpass.eval.needle.model import tokenizer
 from kvpass.eval.needle.text import TASKS, Question, Task, sample
 from kvpass.eval.needle.words import HELD_OUT_NAMES, SEEN_NAMES, is_held_out, vocabulary
+from needle_model import tokenizer
 from train_needle import STAGES
 from training_text import Kind, Mix, TrainingText
 

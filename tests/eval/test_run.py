@@ -6,7 +6,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -175,25 +174,21 @@ def test_workers_write_what_one_process_writes(tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kills", [1, 20])
-def test_workers_that_are_killed_leave_what_one_process_writes(tmp_path, monkeypatch, kills):
-    options = {"samples": 6 * kills, "batch": 1, "policies": parse_policies("full,snapkv:window=8"), "budgets": (0.5,)}
+def test_a_run_whose_worker_was_killed_goes_on_and_writes_what_one_process_writes(tmp_path, monkeypatch):
+    options = {"samples": 6, "batch": 1, "policies": parse_policies("full,snapkv:window=8"), "budgets": (0.5,)}
     once = Evaluation(settings(tmp_path / "once", **options)).run(quiet())
     monkeypatch.setattr(run, "SHARE_BATCHES", 1)
-    add, killed = RecordFile.add, []
+    add = RecordFile.add
 
     def kill(self, record):
         add(self, record)
-        if len(killed) < kills and len(self.records) % 3 == 0:
-            worker = random.choice(multiprocessing.active_children())
+        for worker in multiprocessing.active_children():
             worker.kill()
-            killed.append(worker)
 
-    monkeypatch.setattr(RecordFile, "add", kill)
-    rows = Evaluation(settings(tmp_path / "twice", **options, workers=2)).run(quiet())
-    assert len(killed) == kills
-    assert rows == once
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="workers=2: one died"):
+        patch.setattr(RecordFile, "add", kill)
+        Evaluation(settings(tmp_path / "twice", **options, workers=2)).run(quiet())
+    assert Evaluation(settings(tmp_path / "twice", **options, workers=2)).run(quiet()) == once
     written = [sorted((tmp_path / folder / "samples.jsonl").read_bytes().splitlines()) for folder in ("once", "twice")]
     assert written[0] == written[1]
 
@@ -202,9 +197,9 @@ def died(*_):
     os._exit(1)
 
 
-def test_workers_that_only_die_end_the_run(tmp_path, monkeypatch):
+def test_workers_that_die_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "_start", died)
-    with pytest.raises(RuntimeError, match="workers=2: they died 5 times in a row"):
+    with pytest.raises(RuntimeError, match="workers=2: one died, mostly for want of memory"):
         Evaluation(settings(tmp_path, workers=2)).run(quiet())
 
 

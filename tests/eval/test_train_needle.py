@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvpass.eval.needle.model import Shape, build, tokenizer
 from kvpass.eval.needle.text import sample
 from kvpass.eval.needle.words import vocabulary
+from needle_model import Shape, build, tokenizer
 from train_needle import STAGES, Run, Stage, batch, set_cross_entropy
 from training_text import Kind, Mix
 
