@@ -51,13 +51,6 @@ def test_a_fresh_process_answers_as_the_live_cache_does(document, tmp_path):
     assert fresh.stdout.strip() == live[1]
 
 
-def test_the_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path):
-    long = " ".join(["the old farmer carried the lamp near the river ."] * 60)
-    Document.compress(long, model="builtin", policy="lava", budget=0.5, backend="eager").save(tmp_path / "doc.kv")
-    loaded = Document.load(tmp_path / "doc.kv", backend="eager")
-    assert loaded.cache.nbytes < (tmp_path / "doc.kv").stat().st_size < 1.01 * loaded.cache.nbytes
-
-
 def test_the_bytes_of_a_document_are_checked_once(document, tmp_path, monkeypatch):
     path = tmp_path / "doc.kv"
     document.save(path)
