@@ -16,7 +16,7 @@ CALL = {"max_new_tokens": 4, "do_sample": False}
 def test_adapter_merged_in_the_original_counts_once():
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    tuned = peft.get_peft_model(tiny_model("llama"), settings).eval()
+    tuned = peft.get_peft_model(tiny_model("llama", layers=1), settings).eval()
     fast = kvpass.compile(tuned.get_base_model(), policy="full", backend="eager")
     before, document = fast(IDS).logits, fast.compress(IDS)
     tuned.merge_adapter()
@@ -26,7 +26,7 @@ def test_adapter_merged_in_the_original_counts_once():
 
 
 def test_dropout_in_training_mode_is_named():
-    model = tiny_model("llama")
+    model = tiny_model("llama", layers=1)
     mlp = model.model.layers[0].mlp
     mlp.down_proj = nn.Sequential(mlp.down_proj, nn.Dropout(0.5))
     with pytest.raises(kvpass.UnsupportedAttentionError, match="dropout in training mode"):
@@ -35,7 +35,7 @@ def test_dropout_in_training_mode_is_named():
 
 def test_weights_of_torchao_run_in_the_default_backend():
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    model = tiny_model("llama")
+    model = tiny_model("llama", layers=1)
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     expected = model.generate(IDS, **CALL)
     assert torch.equal(kvpass.compile(model, policy="full").generate(IDS, **CALL), expected)
