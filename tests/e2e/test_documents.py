@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import kvpass
 from kvpass.cache.serialization import read_cache_file
 from kvpass.cli.documents import Document
 from kvpass.cli.main import app
@@ -23,6 +24,23 @@ FRESH = "import sys; from kvpass.cli.main import app; app(sys.argv[1:])"
 
 def invoke(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def captured_once():
+    """The built-in model, captured once for every document and command of this process."""
+    original, made = kvpass.compile, {}
+
+    def compiled(model, *, policy, backend, budget=None, **options):
+        key = backend, model.dtype
+        if key not in made:
+            made[key] = original(model, policy="full", backend=backend)
+        made[key].set_policy(policy, budget, **options)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvpass, "compile", compiled)
+        yield
 
 
 @pytest.fixture(scope="module")
