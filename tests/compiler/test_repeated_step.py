@@ -89,7 +89,7 @@ def test_the_next_step_has_what_was_replaced():
 def test_another_dtype_is_refused():
     fast, cache = begun(tiny_model("llama", layers=1))
     fast.to(torch.float64)
-    with pytest.raises(kvpass.CacheMismatchError):
+    with pytest.raises(kvpass.CacheMismatchError, match=r"of torch.float32 was handed to a model of torch.float64"):
         step(fast, cache)
 
 

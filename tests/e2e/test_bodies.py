@@ -33,7 +33,7 @@ def hidden(model, inputs):
     "family", quick(["llama", "gemma3", "deepseek_v3", "llama4", "lfm2", "qwen3_next"], ["llama", "gemma3", "lfm2"])
 )
 def test_body_called_alone_reads_its_mask(family, padded):
-    model = tiny_model(family)
+    model = tiny_model(family, layers=2)
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids = padded["input_ids"][:1]
     before = fast(ids).logits
@@ -46,7 +46,7 @@ def test_body_called_alone_reads_its_mask(family, padded):
 
 
 def test_body_takes_a_mask_of_its_own():
-    model = tiny_model("llama")
+    model = tiny_model("llama", layers=1)
     fast = kvpass.compile(model, policy="full", backend="eager")
     mask = torch.full((1, 1, 9, 9), float("-inf")).triu(1)
     mask[..., 4:, 3] = float("-inf")
@@ -55,7 +55,7 @@ def test_body_takes_a_mask_of_its_own():
 
 
 def test_configuration_names_the_users_attention_and_makes_plain_models(padded, tmp_path):
-    model = tiny_model("llama")
+    model = tiny_model("llama", layers=1)
     fast = kvpass.compile(model, policy="full", backend="eager")
     fast(padded["input_ids"][:1])
     assert fast.config._attn_implementation == model.config._attn_implementation == "sdpa"
@@ -70,7 +70,7 @@ def test_configuration_names_the_users_attention_and_makes_plain_models(padded, 
 
 
 def test_body_is_plain_while_another_thread_captures(padded):
-    model = tiny_model("llama")
+    model = tiny_model("llama", layers=1)
     expected = hidden(model, padded)
     real = padded["attention_mask"].bool()
     with ThreadPoolExecutor(2) as threads:
@@ -82,7 +82,7 @@ def test_body_is_plain_while_another_thread_captures(padded):
 
 
 def test_body_compiled_by_the_user_reads_its_mask(padded):
-    model = tiny_model("llama")
+    model = tiny_model("llama", layers=1)
     fast = kvpass.compile(model, policy="full", backend="eager")
     fast(padded["input_ids"][:1])
     body = torch.compile(fast.model, backend="eager")
@@ -94,7 +94,7 @@ def test_body_compiled_by_the_user_reads_its_mask(padded):
 
 @pytest.mark.parametrize("policy", quick(["lava", "tova"], ["lava"]))
 def test_default_device_of_torch_is_not_the_models(policy, tmp_path):
-    model, ids = tiny_model("llama"), random_ids(2, 40)
+    model, ids = tiny_model("llama", layers=1), random_ids(2, 40)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     expected = kvpass.compile(model, policy=policy, budget=36, backend="eager")(ids, mask).logits

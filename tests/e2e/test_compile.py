@@ -76,10 +76,9 @@ def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch, 
 
 
 def test_compiled_and_eager_backends_keep_the_same_and_agree():
-    model = tiny_model("llama", layers=1)
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (70, 40)])
     outs = [
-        kvpass.compile(model, budget=20, window=8, backend=backend)(ids, attention_mask=mask)
+        compiled_once("llama", layers=1, budget=20, window=8, backend=backend)[1](ids, attention_mask=mask)
         for backend in ("eager", "inductor")
     ]
     assert torch.equal(outs[0].past_key_values.positions, outs[1].past_key_values.positions)

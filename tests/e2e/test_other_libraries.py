@@ -1,4 +1,4 @@
-"""Adapters and quantised weights of other libraries; skipped where a library is not installed."""
+"""Modules that other libraries changed: adapters, quantised weights, dropout; skipped where one is not installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import kvpass
-from tiny_models import random_ids, tiny_model
+from tiny_models import VOCABULARY, random_ids, tiny_model
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
@@ -48,3 +48,26 @@ def test_weights_quantised_by_torchao_work_in_compiled_code(config):
     torchao.quantize_(model, getattr(torchao, config)())
     fast = kvpass.compile(model, policy="full")
     assert torch.equal(fast.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+
+
+IDS = torch.randint(2, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(0))
+
+
+def test_adapter_merged_in_the_original_counts_once():
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(tiny_model("llama", layers=1), settings).eval()
+    fast = kvpass.compile(tuned.get_base_model(), policy="full", backend="eager")
+    before, document = fast(IDS).logits, fast.compress(IDS)
+    tuned.merge_adapter()
+    torch.testing.assert_close(fast(IDS).logits, before, atol=1e-4, rtol=0)
+    with pytest.raises(kvpass.CacheMismatchError, match="adapters"):
+        fast.generate(IDS[:, :3], past_key_values=document, **GREEDY)
+
+
+def test_dropout_in_training_mode_is_named():
+    model = tiny_model("llama", layers=1)
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = nn.Sequential(mlp.down_proj, nn.Dropout(0.5))
+    with pytest.raises(kvpass.UnsupportedAttentionError, match="dropout in training mode"):
+        kvpass.compile(model, policy="full", backend="eager")(IDS)

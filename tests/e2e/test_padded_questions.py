@@ -41,10 +41,10 @@ def questions(seed):
 @pytest.mark.parametrize(("family", "options"), CASES, ids=lambda x: x if isinstance(x, str) else list(x.values())[-1])
 def test_padded_questions_get_the_answers_of_each_question_alone(family, options, side):
     if "entries" in options:
-        model = tiny_model(family)
+        model = tiny_model(family, layers=2)
         fast = kvpass.compile(model, backend="eager", **options)
     else:
-        model, fast = compiled_once(family, backend="eager", **options)
+        model, fast = compiled_once(family, layers=2, backend="eager", **options)
     document, asked = random_ids(1, 40), questions(5)
     cache = fast.compress(document)
     ids, mask = padded(asked, side)
@@ -60,7 +60,7 @@ def test_padded_questions_get_the_answers_of_each_question_alone(family, options
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_padded_turns_have_the_logits_of_each_row_alone(family, tmp_path):
-    model, fast = compiled_once(family, backend="eager", policy="lava", budget=UNLIMITED)
+    model, fast = compiled_once(family, layers=2, backend="eager", policy="lava", budget=UNLIMITED)
     document = random_ids(1, 40)
     cache, seen, columns = fast.compress(document, reusable=False), [document[0]] * len(LENGTHS), torch.ones(4, 40)
     for turn, side in enumerate(("right", "left", "right")):
@@ -90,7 +90,7 @@ def test_padded_turns_have_the_logits_of_each_row_alone(family, tmp_path):
 
 
 def test_rows_that_ended_early_go_on_in_the_next_turn():
-    model, fast = compiled_once("llama", backend="eager", policy="lava", budget=UNLIMITED)
+    model, fast = compiled_once("llama", layers=2, backend="eager", policy="lava", budget=UNLIMITED)
     prompt, answer = random_ids(3, 40), random_ids(3, 5, seed=1)
     mask = torch.ones(3, 52, dtype=torch.int64)
     mask[0, 42:45] = mask[1, 44:46] = 0  # the answers have 2, 4 and 5 tokens; one column of row 1 is among the new
@@ -112,7 +112,7 @@ def test_rows_that_ended_early_go_on_in_the_next_turn():
 
 @pytest.mark.parametrize(("family", "options"), CASES[1:4], ids=["ring", "state", "evicting"])
 def test_answers_that_were_overwritten_cannot_be_taken_back(family, options):
-    _, fast = compiled_once(family, backend="eager", **options)
+    _, fast = compiled_once(family, layers=2, backend="eager", **options)
     cache = fast(random_ids(2, 40)).past_key_values
     fast(random_ids(2, 5, seed=1), past_key_values=cache)
     mask = torch.ones(2, 48, dtype=torch.int64)

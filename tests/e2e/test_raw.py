@@ -105,14 +105,13 @@ def test_blocks_of_a_prompt_change_nothing(block, numbered):
 @pytest.mark.parametrize(
     ("decoder", "compiler"),
     [
-        (False, "eager"),
         (True, "eager"),
         # the repeat is gone by then
         pytest.param(True, "inductor", marks=pytest.mark.exhaustive),
         pytest.param(False, "inductor", marks=pytest.mark.exhaustive),
     ],
     indirect=["decoder"],
-    ids=["grouped-eager", "repeated-eager", "repeated-inductor", "grouped-inductor"],
+    ids=["repeated-eager", "repeated-inductor", "grouped-inductor"],
 )
 def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(decoder, compiler):
     options = {"policy": "lava", "budget": 10**6, "window": 8, "compiler": compiler}

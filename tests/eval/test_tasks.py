@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import os
 import re
+import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from kvpass.eval.tasks import GROUPS, Sample, encode, find_tasks, registry
+from kvpass.eval.prompt import SEPARATOR, Prompt, pad, split_at_separator, without_separator
+from kvpass.eval.runner import rounds
+from kvpass.eval.tasks import GROUPS, Sample, encode, find_tasks, longbench, registry
 from kvpass.eval.tasks.needle import DEPTHS, LENGTHS, NAMES, move_fact
 from pairwise import each_value
 
@@ -155,3 +163,215 @@ def test_moving_a_fact_changes_its_place_alone():
     text = "a b . the code of x is 1 . c d . e f ."
     assert move_fact(text, "the code of x is", 0.0) == "the code of x is 1 . a b . c d . e f ."
     assert move_fact(text, "the code of x is", 1.0) == "a b . c d . e f . the code of x is 1 ."
+
+
+NEEDLE = re.compile(r"A magic (number|uuid) of (\S+) is (\S+)\.")
+UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+NIAH = {  # name: needles (None: all of the text), answers, form of keys and values
+    "niah_single_1": (1, 1, r"[a-z-]+", r"\d{7}"),
+    "niah_single_2": (1, 1, r"[a-z-]+", r"\d{7}"),
+    "niah_single_3": (1, 1, r"[a-z-]+", UUID),
+    "niah_multikey_1": (4, 1, r"[a-z-]+", r"\d{7}"),
+    "niah_multikey_2": (None, 1, r"[a-z-]+", r"\d{7}"),
+    "niah_multikey_3": (None, 1, UUID, UUID),
+    "niah_multivalue": (4, 4, r"[a-z-]+", r"\d{7}"),
+    "niah_multiquery": (4, 4, r"[a-z-]+", r"\d{7}"),
+}
+
+
+@pytest.mark.parametrize("name", NIAH)
+def test_the_answers_are_what_the_needles_say_of_the_keys_asked_for(pieces, name):
+    count, answers, key_form, value_form = NIAH[name]
+    for sample in registry()[name].samples(pieces, 1500, 4, 0):
+        needles = NEEDLE.findall(sample.context)
+        assert len(needles) == count or (count is None and len(needles) > 15)
+        values = [value for _, _, value in needles]
+        assert len(set(values)) == len(values)
+        for _, key, value in needles:
+            assert re.fullmatch(key_form, key)
+            assert re.fullmatch(value_form, value)
+        asked = {key for _, key, _ in needles if re.search(rf"\b{key}\b", sample.question)}
+        said = {value for _, key, value in needles if key in asked}
+        assert said == set(sample.answers)
+        assert len(sample.answers) == answers
+        assert all(key in sample.answer_prefix for key in asked)
+        assert not any(value in sample.question + sample.answer_prefix for value in said)
+
+
+def test_needles_lie_all_over_the_text(pieces):
+    samples = registry()["niah_single_2"].samples(pieces, 1000, 40, 0)
+    places = [sample.context.index("A magic number") / len(sample.context) for sample in samples]
+    assert sum(place < 0.3 for place in places) > 5
+    assert sum(place > 0.7 for place in places) > 5
+
+
+def test_the_chain_of_variables_has_the_value_and_no_other_does(pieces):
+    for sample in registry()["vt"].samples(pieces, 1500, 4, 0):
+        (value,) = re.findall(r"value (\d{5})", sample.question)
+        known: dict[str, str] = {}
+        for left, right in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", sample.context):
+            known[left] = known.get(right, right)
+        assert len(known) == 10  # the worked example has five more
+        assert {name for name, number in known.items() if number == value} == set(sample.answers)
+        example = sample.context.split("\n\nFollow")[0]
+        assert all(name in example.rsplit(":", 1)[1].split() for name, number in known.items() if number != value)
+
+
+@pytest.mark.parametrize(("tokens", "often", "seldom"), [(1024, 6, 1), (4096, 30, 3)])
+def test_common_words_occur_as_often_as_in_ruler(pieces, tokens, often, seldom):
+    (sample,) = registry()["cwe"].samples(pieces, tokens, 1, 0)
+    listed = re.findall(r"(\d+)\. (\w+)", sample.context.split("\n\n")[-1])
+    assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
+    counts = Counter(word for _, word in listed)
+    assert {word for word, count in counts.items() if count == often} == set(sample.answers)
+    assert len(sample.answers) == 10
+    assert set(counts.values()) == {often, seldom}
+
+
+def test_frequent_words_fall_with_the_square_of_the_rank(pieces):
+    (sample,) = registry()["fwe"].samples(pieces, 4096, 1, 0)
+    counts = Counter(re.findall(r"\.\.\.|\b[a-z]{6}\b", sample.context.split("frequent? ")[1])).most_common()
+    assert counts[0][0] == "..."
+    assert tuple(word for word, _ in counts[1:4]) == sample.answers
+    assert counts[3][1] > counts[4][1]
+    assert counts[0][1] / counts[1][1] == pytest.approx(4, rel=0.05)
+    assert counts[0][1] / counts[2][1] == pytest.approx(9, rel=0.05)
+
+
+DATA = os.environ.get("KVPASS_DATA_DIR")
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A data folder with made-up rows: one data set plain, one compressed, one with two questions."""
+    place = tmp_path / "longbench"
+    place.mkdir()
+    row = {"input": "who?", "context": "A fox.", "answers": ["fox", "a fox"], "length": 2, "all_classes": None}
+    (place / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"input": "what?"}) + "\n")
+    with gzip.open(place / "trec.jsonl.gz", "wt") as file:
+        file.write(json.dumps(row | {"answers": ["Food"], "all_classes": ["Food", "Date"]}) + "\n")
+    return tmp_path
+
+
+def test_longbench_rows_become_the_prompt_of_the_harness_cut_behind_the_context(words, folder):
+    task = registry(folder)["longbench_hotpotqa"]
+    first, second = task.samples(words, 512, 9, 0)
+    assert first.context == second.context
+    assert first.context.startswith("Answer the question based on the given passages. Only give me the answer")
+    assert first.context.endswith("The following are given passages.\nA fox.")
+    assert first.question.endswith("\n\nQuestion: who?\nAnswer:")
+    assert second.question == first.question.replace("who?", "what?")
+    assert (first.id, first.answers, first.max_new_tokens) == ("0", ("fox", "a fox"), 32)
+    assert len(task.samples(words, 512, 1, 0)) == 1
+    assert task.chat
+    assert task.metric("A FOX!", first) == 1.0
+
+
+def test_every_data_set_of_the_harness_has_one_border_between_context_and_question():
+    assert len(longbench.NAMES) == 21
+    for name in longbench.NAMES:
+        config = longbench.harness_task(name)
+        assert config["doc_to_text"].count("{{context}}") == 1 and config["task"] == f"longbench_{name}"
+        assert set(re.findall(r"{{(\w+)}}", config["doc_to_text"])) <= {"context", "question"}
+
+
+def test_longbench_classes_reach_the_metric_and_few_shot_prompts_are_not_chats(words, folder):
+    task = registry(folder)["longbench_trec"]
+    (sample,) = task.samples(words, 512, 9, 0)
+    assert not task.chat
+    assert task.metric("\nFood\nDate", sample) == 1.0
+    assert task.metric("Food or Date", sample) == 0.5
+
+
+def test_what_is_not_in_the_folder_is_asked_of_the_hub(words, folder, monkeypatch):
+    asked = []
+    row = {"question": "who?", "context": "A fox.", "answers": ["fox"], "length": 2, "all_classes": None}
+
+    def load_dataset(repository, name, split):
+        asked.append((repository, name, split))
+        if name == "lcc":
+            raise ConnectionError("no net")
+        return [row, row, row]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    samples = registry(folder)["longbench_musique"].samples(words, 512, 2, 0)
+    assert [sample.question.split("Question: ")[1] for sample in samples] == ["who?\nAnswer:"] * 2
+    assert asked == [("Xnhyacinth/LongBench", "musique", "test")]
+    with pytest.raises(ValueError, match="data set 'lcc': not in data_dir, and not on the hub: no net"):
+        registry(folder)["longbench_lcc"].samples(words, 512, 2, 0)
+
+
+@pytest.mark.skipif(DATA is None, reason="KVPASS_DATA_DIR does not name a folder with the official rows")
+@pytest.mark.parametrize("dataset", longbench.NAMES)
+def test_official_rows_become_prompts_that_lose_their_middle(words, dataset):
+    assert DATA is not None
+    if not list(Path(DATA, "longbench").glob(f"{dataset}.jsonl*")):
+        pytest.skip(f"{DATA} has no {dataset}")
+    task = registry(Path(DATA))[f"longbench_{dataset}"]
+    for sample in task.samples(words, 512, 2, 0):
+        whole, cut = encode(words, sample, chat=True), encode(words, sample, chat=True, limit=512)
+        assert len(cut) == min(512, len(whole))
+        assert cut.ids[:256] == whole.ids[:256]
+        assert cut.ids[-256:] == whole.ids[-256:]
+        assert sample.answers
+        assert 0.0 <= task.metric(sample.answers[0], sample) <= 1.0
+        assert task.metric("", sample) == 0.0
+
+
+TWENTY = tuple(range(20))
+
+
+@pytest.mark.parametrize(
+    ("left", "limit", "truncation", "ids", "head"),
+    [
+        (3, 20, "left", TWENTY, 17),
+        (3, 8, "left", TWENTY[12:], 5),
+        (3, 8, "middle", (*TWENTY[:4], *TWENTY[16:]), 5),
+        (3, 9, "middle", (*TWENTY[:4], *TWENTY[15:]), 6),
+        (7, 9, "middle", (*TWENTY[:4], *TWENTY[15:]), 4),  # the question loses its first two tokens
+        (18, 9, "middle", (*TWENTY[:4], *TWENTY[15:]), 2),
+        (20, 9, "middle", (*TWENTY[:4], *TWENTY[15:]), 0),
+        (10, 9, "left", TWENTY[11:], 0),
+        (0, 9, "left", TWENTY[11:], 9),
+        (5, 1, "middle", TWENTY[19:], 0),
+    ],
+)
+def test_a_cut_keeps_the_ends_and_the_border_between_the_same_tokens(left, limit, truncation, ids, head):
+    prompt = Prompt(TWENTY, left)
+    cut = prompt.cut(limit, truncation)
+    assert cut.ids == ids
+    assert cut.head == ids[:head] == tuple(token for token in ids if token in prompt.head)
+    assert cut.rest == ids[head:]
+
+
+def test_head_and_rest_of_short_prompts():
+    assert (Prompt((1, 2), 5).head, Prompt((1, 2), 5).rest, len(Prompt((1, 2), 5))) == ((), (1, 2), 2)
+    assert (Prompt((1, 2), 0).head, Prompt((1, 2), 0).rest) == ((1, 2), ())
+
+
+def test_a_scope_moves_the_border():
+    prompt = Prompt((1, 2, 3, 4), 2)
+    assert prompt.scoped("context", 1) == prompt
+    assert prompt.scoped("prompt", 1).rest == (4,)
+    assert prompt.scoped("prompt", 0).head == (1, 2, 3, 4)
+
+
+def test_padding():
+    ids, mask = pad([(1, 2, 3), (4,)], "left", 9)
+    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert pad([(1, 2, 3), (4,)], "right", 9)[0].tolist() == [[1, 2, 3], [4, 9, 9]]
+    assert pad([(4,)], "left", 9, columns=3)[0].tolist() == [[9, 9, 4]]
+    assert pad([(1, 2)], "left", 9, columns=1)[1].equal(torch.ones(1, 2, dtype=torch.int64))
+
+
+def test_every_prompt_is_in_one_round_with_others_of_its_kind_beside_the_row_it_continues():
+    lengths = [1, 2, 1, 1, 1]
+    assert list(rounds([[0, 2, 4], [1, 3]], lengths, 3)) == [([0, 0, 0], [0, 2, 4]), ([1], [3]), ([1], [1])]
+
+
+def test_the_last_separator_counts():
+    text = f"one{SEPARATOR} two three{SEPARATOR} four"
+    assert split_at_separator(text) == ("one two three", " four")
+    assert without_separator(text) == "one two three four"

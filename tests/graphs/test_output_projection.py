@@ -55,7 +55,7 @@ def results_of_projections(model, ids):
 
 @pytest.mark.parametrize("family", quick(sorted(FAMILIES.keys() - UNFOUND - SLIDING), ["llama", "gpt2", "bloom"]))
 def test_attention_times_the_projection_given_is_what_the_layer_adds(family, judged):
-    model, fast = compiled_once(family, policy="criticalkv", budget=24, window=8, backend="eager")
+    model, fast = compiled_once(family, layers=2, policy="criticalkv", budget=24, window=8, backend="eager")
     ids = random_ids(1, 40)
     fast(ids)
     wanted = results_of_projections(model, ids)
@@ -70,7 +70,7 @@ def test_attention_times_the_projection_given_is_what_the_layer_adds(family, jud
 
 @pytest.mark.parametrize("family", quick(sorted(UNFOUND), UNFOUND - set(LATENT)))
 def test_a_model_without_one_is_refused_and_works_with_another_policy(family):
-    _, fast = compiled_once(family, policy="criticalkv", budget=24, window=8, backend="eager")
+    _, fast = compiled_once(family, layers=2, policy="criticalkv", budget=24, window=8, backend="eager")
     with pytest.raises(kvpass.UnsupportedAttentionError, match="needs the output projection of the layer"):
         fast(random_ids(1, 40))
     fast.set_policy("snapkv", 24, window=8)
@@ -81,7 +81,7 @@ def test_a_model_without_one_is_refused_and_works_with_another_policy(family):
 @pytest.mark.skipif("qwen3_next" not in HYBRIDS, reason="transformers without this family")
 @pytest.mark.parametrize("family", quick(["qwen3_next", "qwen3_5", "qwen3_5_moe"], ["qwen3_next"]))
 def test_gated_attention_times_the_projection_given_is_what_the_layer_adds(family, judged):
-    model, gates, results = tiny_model(family), [], []
+    model, gates, results = tiny_model(family, layers=2), [], []
     fast = kvpass.compile(model, policy="criticalkv", budget=24, window=8, backend="eager")
     ids = random_ids(1, 40)
     fast(ids)
@@ -148,9 +148,9 @@ def test_another_module_is_compressed_if_its_linear_layer_reads_attention_at_mos
 
 def test_one_token_and_a_whole_graph_know_it_too():
     ids = random_ids(2, 50)
-    blocks = kvpass.compile(tiny_model("gpt2"), policy="criticalkv", budget=24, window=8, backend="eager")
+    blocks = kvpass.compile(tiny_model("gpt2", layers=1), policy="criticalkv", budget=24, window=8, backend="eager")
     whole = kvpass.compile(
-        tiny_model("gpt2"), policy="criticalkv", budget=24, window=8, backend="eager", compile_regions=False
+        tiny_model("gpt2", layers=1), policy="criticalkv", budget=24, window=8, backend="eager", compile_regions=False
     )
     assert torch.equal(blocks(ids).past_key_values.positions, whole(ids).past_key_values.positions)
     assert_close("logits", blocks(ids[:, :1]).logits, whole(ids[:, :1]).logits, atol=1e-5)

@@ -1,11 +1,23 @@
-"""KVPASS_DISABLE_PASSES leaves out graph passes by name."""
+"""Passes over the captured graph, one at a time: their order, one token, attributes, linear layers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.nn import functional as F
 
 import kvpass
+from kvpass.graphs.canonical import find_sites
+from kvpass.graphs.decompose_linear import decompose_linear_pass
+from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.fx_utils import target_name
+from kvpass.graphs.one_token import one_token_pass
+from kvpass.graphs.specialize_attributes import specialize_attributes_pass
+from kvpass.torch_compat import FakeTensorMode
+from numeric_checks import assert_close
 from tiny_models import random_ids, tiny_model
 
 
@@ -29,3 +41,102 @@ def test_a_pass_that_does_not_exist_is_refused(monkeypatch):
     monkeypatch.setenv("KVPASS_DISABLE_PASSES", "find_atention")
     with pytest.raises(ValueError, match=r"KVPASS_DISABLE_PASSES: \['find_atention'\] are no passes"):
         compiled()(random_ids(1, 40))
+
+
+def test_recording_one_token_leaves_the_number_of_rows_open():
+    """``polar``, of complex rotary embeddings, makes a constant of it unless it is recorded as Dynamo does."""
+    shapes, graph = ShapeEnv(), Graph()
+    mode = FakeTensorMode(shape_env=shapes)
+    rows = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    angles = mode.from_tensor(torch.randn(3, 4), symbolic_context=rows)
+    node = graph.placeholder("angles")
+    graph.output(graph.call_function(torch.polar, (node, node)))
+    assert one_token_pass(GraphModule({}, graph), inputs=[angles], mode=mode) == 1
+    assert not shapes.guards
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, eps=0.01)
+        self.drop = nn.Dropout(0.1)
+        self.scale = 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.norm(x))[:, None]
+        return F.scaled_dot_product_attention(y, y, y, is_causal=True, scale=self.scale)
+
+
+def test_float_attributes_are_numbers_again_and_guarded() -> None:
+    scales: list[float] = []
+
+    def backend(gm, _):
+        assert specialize_attributes_pass(gm) == 0
+        copied = gm.graph.python_code("self").src
+        assert "item" not in copied and "0.01" in copied
+        find_attention_pass(gm)
+        scales.extend(site.scale for site in find_sites(gm))
+        gm.recompile()
+        return gm.forward
+
+    torch._dynamo.reset()
+    module = Scaled().eval()
+    fast = torch.compile(module, backend=backend, fullgraph=True, dynamic=True)
+    x = torch.randn(2, 11, 8)
+    with torch.no_grad():
+        for module.scale in (0.3, 0.3, 0.7):
+            torch.testing.assert_close(fast(x), module(x))
+    assert scales == [0.3, 0.7]
+
+
+def test_floats_made_from_sizes_are_no_reason_to_start_again(capture, inputs) -> None:
+    _, counts = capture(lambda ids, positions: ids * positions.shape[1] ** 0.5, inputs(), [specialize_attributes_pass])
+    assert counts == [0]
+
+
+def capture(module, x):
+    """What the pass does to the graph of ``module(x)``: changed calls, calls of linear left, and the result."""
+    seen = []
+
+    def backend(gm, example_inputs):
+        changed = decompose_linear_pass(gm)
+        gm.graph.lint()
+        gm.recompile()
+        seen.append((changed, sum(target_name(node) == "linear" for node in gm.graph.nodes)))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        result = torch.compile(module, backend=backend, fullgraph=True)(x)
+    return *seen[0], result
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_row_becomes_a_reduction_with_the_same_result(bias):
+    module = torch.nn.Sequential(torch.nn.Linear(24, 40, bias=bias), torch.nn.GELU(), torch.nn.Linear(40, 8, bias=bias))
+    x = torch.randn(1, 1, 24)
+    changed, left, result = capture(module, x)
+    assert (changed, left) == (2, 0)
+    assert_close("result", result, module(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 24), (1, 3, 24), (24,)])
+def test_only_a_single_row_is_changed(shape):
+    changed, left, _ = capture(torch.nn.Linear(24, 40), torch.randn(shape))
+    assert changed + left == 1 and changed == (shape == (24,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_multiplied_and_added_in_fp32(dtype):
+    module, x = torch.nn.Linear(512, 40).to(dtype), torch.randn(1, 1, 512).to(dtype)
+    changed, left, result = capture(module, x)
+    assert (changed, left) == (1, 0)
+    assert result.dtype == dtype
+    exact = torch.nn.functional.linear(x.double(), module.weight.double(), module.bias.double())
+    torch.testing.assert_close(result, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def test_large_weights_keep_their_library_call():
+    module = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False), torch.nn.Linear(48, 2**17, bias=False))
+    changed, left, _ = capture(module, torch.randn(1, 1, 64))
+    assert (changed, left) == (1, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +18,7 @@ from kvpass.policies import POLICIES, resolve
 from kvpass.policies.lava import Lava
 from kvpass.policies.observation import Observation
 from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention, observe
+from pairwise import quick
 from tiny_models import HEAD_MAP, left_pad, random_ids, tiny_model
 
 LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
@@ -88,13 +91,20 @@ def state(policy, entries, tail=TOKENS):
     )
 
 
+@functools.cache
+def attended(backend, layer):
+    """Output and log-sum-exp of the prompt in a layer: the same under every policy."""
+    return backend.attend_prompt(Attention(*site(layer), 0.3), STARTS)
+
+
 def prefill(backend, policy, entries):
     """Outputs of all layers and the packed state."""
     buffers, outputs = state(policy, entries), []
     for layer in range(LAYERS):
         call = Attention(*site(layer), 0.3)
         asked = PolicyInputs(WEIGHT, TURNS, buffers.entries)
-        out, *seen = observe(backend, call, STARTS, STARTS, layer, LAYERS, policy, asked)
+        out, lse = attended(backend, layer)
+        seen = backend.score_layer(call, lse, STARTS, STARTS, layer, LAYERS, policy, asked)
         backend.cascade_step(buffers, Candidates(call.k, call.v, *seen, STARTS), layer, policy)
         outputs.append(out)
     backend.pack(buffers)
@@ -170,6 +180,13 @@ RAGGED = torch.tensor([0, 9, 32, 33, 35])
 """First real columns; 28, 19, 1, 0 and 0 evictable entries, the last row shorter than the window."""
 
 
+@functools.cache
+def attended_ragged(ops):
+    """Output and log-sum-exp of one prompt in rows of different padding."""
+    call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
+    return ops.attend_prompt(call, RAGGED)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -190,8 +207,11 @@ def test_rows_of_different_padding_are_judged_together_as_each_alone(name, optio
     assert policy.takes_padded_rows == (name not in apart)
     call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
     asked = PolicyInputs(WEIGHT, TURNS, torch.full((len(RAGGED),), 9), replayed=call.k.norm(dim=-1))
-    expected = observe(reference, call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
-    found = observe(device, call, RAGGED, RAGGED, 0, LAYERS, policy, asked)
+    found, expected = (
+        (out, *ops.score_layer(call, lse, RAGGED, RAGGED, 0, LAYERS, policy, asked))
+        for ops in (device, reference)
+        for out, lse in [attended_ragged(ops)]
+    )
     for what, one, other in zip(("output", "scores", "stats", "weight"), found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4, msg=lambda text, what=what: f"{what}: {text}")
 
@@ -225,16 +245,6 @@ def test_paddings_do_not_multiply_the_operators_of_judging(name, monkeypatch):
     one, two, four = (operators_of_judging(s, policy, monkeypatch) for s in ([9] * 4, [0, 0, 0, 9], [0, 3, 5, 9]))
     assert two == four
     assert four <= 2 * one
-
-
-MOST_OPERATORS = {"cake": 46, "h2o": 26, "lava": 43, "snapkv": 23, "streaming_llm": 27, "vatp": 40}
-"""ATen operators by which a layer's prompt is scored, beside attention and our kernels; views count too."""
-
-
-@pytest.mark.parametrize("name", sorted(OWN_SCORES))
-def test_scoring_takes_no_more_operators_than_it_did(name, monkeypatch):
-    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
-    assert operators_of_judging([0] * 4, policy, monkeypatch) <= MOST_OPERATORS[name]
 
 
 def test_a_score_of_ones_own_never_sees_padding():
@@ -277,7 +287,7 @@ def test_any_strides(tokens):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 11])
+@pytest.mark.parametrize("tokens", quick([1, 3, 11], [1, 11]))
 def test_attending_the_cache_answers_and_appends_the_same(tokens):
     policy = resolve("lava", window=WINDOW)
     _, buffers = prefill(reference, policy, entries=6)

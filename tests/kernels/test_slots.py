@@ -311,7 +311,7 @@ def test_a_segment_longer_than_its_part_of_a_line() -> None:
 
 
 @pytest.mark.parametrize("way", LOSERS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 2**32),
     width=st.sampled_from([1, 2, 7, 64, 300]),

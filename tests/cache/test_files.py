@@ -1,9 +1,11 @@
-"""Saving where things go wrong: processes that are killed, full disks, links, permissions, names, other savers."""
+"""Files of caches without a model: damage, forged headers, killed savers, full disks, links, permissions, names."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import resource
 import stat
@@ -13,11 +15,252 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import kvpass
 from kvpass.cache import replace_file
+from kvpass.cache import serialization as cache_file
 from kvpass.cache.serialization import read_cache_file, write_cache_file
 from tiny_models import random_ids, tiny_model
+
+METADATA = {"model": {"name": 'a "sha256":"x" b'}, "numbers": [1, 2.5, None]}
+
+
+@pytest.fixture
+def written(tmp_path):
+    path = tmp_path / "cache.kv"
+    write_cache_file(path, some_tensors(), METADATA)
+    return path
+
+
+def some_tensors():
+    return {
+        "half": torch.randn(3, 4).half(),
+        "bfloat": torch.randn(2, 0, 5).bfloat16(),
+        "view": torch.arange(40, dtype=torch.int32).view(5, 8)[:, ::2],
+        "odd": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "scalar": torch.tensor(7),
+    }
+
+
+def bits(tensor):
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
+
+
+def test_everything_comes_back_bit_for_bit_in_storages_of_its_own(written):
+    torch.manual_seed(0)
+    expected = some_tensors()
+    torch.manual_seed(0)
+    write_cache_file(written, some_tensors(), METADATA)
+    metadata, found = read_cache_file(written)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype
+        assert tensor.shape == expected[name].shape and torch.equal(bits(tensor), bits(expected[name]))
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    assert metadata == {**METADATA, "format": cache_file.FORMAT}
+
+
+def test_every_byte_of_the_file_counts(written):
+    whole = written.read_bytes()
+    for place in range(len(whole)):
+        written.write_bytes(whole[:place] + bytes([whole[place] ^ 0x20]) + whole[place + 1 :])
+        with pytest.raises(kvpass.CacheFileError, match=r"cache\.kv (is|has|holds)"):
+            read_cache_file(written)
+    for length in range(len(whole)):
+        written.write_bytes(whole[:length])
+        with pytest.raises(kvpass.CacheFileError, match=r"cache\.kv (is|has|holds)"):
+            read_cache_file(written)
+    written.write_bytes(whole + b"\0")
+    with pytest.raises(kvpass.CacheFileError):
+        read_cache_file(written)
+    written.write_bytes(whole)
+    read_cache_file(written)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "no cache file"),
+        (b"\x08\0\0\0\0\0\0\0[1, 2,3]", "header cannot be read"),
+        (b"\x02\0\0\0\0\0\0\0{}", "states no checksum"),
+        (b"\x02\0\0\0\0\0\0\0\xff\xff", "header cannot be read"),
+        (b"\xff\xff\xff\xff\xff\xff\xff\xff{}", "no cache file"),
+        (b"PK\x03\x04 a pickled thing of torch.save", "no cache file"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, reason):
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    with pytest.raises(kvpass.CacheFileError, match=reason):
+        read_cache_file(path)
+
+
+def test_a_safetensors_file_that_is_no_cache_is_refused(tmp_path, written):
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(3)}, path)
+    with pytest.raises(kvpass.CacheFileError, match="states no checksum"):
+        read_cache_file(path)
+    save_file({"weight": torch.ones(3)}, path, {"sha256": "0" * 64})
+    with pytest.raises(kvpass.CacheFileError, match="damaged"):
+        read_cache_file(path)
+
+
+def test_a_newer_format_is_refused_with_both_versions(tmp_path, monkeypatch):
+    path = tmp_path / "cache.kv"
+    monkeypatch.setattr(cache_file, "FORMAT", 3)
+    write_cache_file(path, {}, {"kvpass_version": "9.9"})
+    monkeypatch.undo()
+    with pytest.raises(
+        kvpass.CacheFileError, match=r"format 3, written by kvpass 9\.9; this kvpass reads formats up to 1"
+    ):
+        read_cache_file(path)
+
+
+# -- headers that somebody made up, with a right checksum -------------------------------------------------------------
+
+
+BLANK = b"0" * 64
+
+
+HUGE = 10**30
+
+
+def seal(header, data=b""):
+    """A file of these bytes with the checksum that it should have; the header has ``BLANK`` in its place."""
+    whole = len(header).to_bytes(8, "little") + header + data
+    return whole.replace(BLANK, hashlib.sha256(whole).hexdigest().encode(), 1)
+
+
+def of_text(metadata, tensors=""):
+    """A header whose metadata is this text, before the description of tensors."""
+    own = json.dumps({"kvpass": metadata, "sha256": BLANK.decode()}, separators=(",", ":"))
+    return f'{{"__metadata__":{own}{tensors}}}'.encode()
+
+
+def of_tensors(*described):
+    return of_text('{"format": 1}', "".join(f',"t{i}":{text}' for i, text in enumerate(described)))
+
+
+def one(dtype="F32", shape="[1]", offsets="[0,4]"):
+    return f'{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}'
+
+
+HEADERS = {
+    "no object": b'["sha256":"' + BLANK + b'"]',
+    "a list": json.dumps([{"sha256": BLANK.decode()}], separators=(",", ":")).encode(),
+    "no text for metadata": b'{"__metadata__":{"kvpass":1,"sha256":"' + BLANK + b'"}}',
+    "metadata twice": b'{"__metadata__":{"a":"b"},"__metadata__":{"kvpass":"{}","sha256":"' + BLANK + b'"}}',
+    "no metadata": b'{"__metadata__":{"sha256":"' + BLANK + b'"}}',
+    "no JSON": of_text("format"),
+    "a list as metadata": of_text("[1]"),
+    "a number as metadata": of_text("1"),
+    "empty metadata": of_text("{}"),
+    "a format that is a bool": of_text('{"format": true}'),
+    "a format that is a text": of_text('{"format": "1"}'),
+    "a format that is no int": of_text('{"format": 1.0}'),
+    "a format of null": of_text('{"format": null}'),
+    "format 0": of_text('{"format": 0}'),
+    "a negative format": of_text('{"format": -1}'),
+    "a later format": of_text('{"format": 2}'),
+    "an endless format": of_text('{"format": 1e999}'),
+    "a format of 5000 digits": of_text('{"format": ' + "1" * 5000 + "}"),
+    "a name twice": of_text('{"format": 2, "format": 1}'),
+    "a name twice, deeper": of_text('{"format": 1, "notes": {"a": [{"b": 1, "b": 2}]}}'),
+    "NaN": of_text('{"format": 1, "columns": NaN}'),
+    "infinity": of_text('{"format": 1, "columns": -Infinity}'),
+    "a number beyond every float": of_text('{"format": 1, "columns": 1e999}'),
+    "half a pair of surrogates": of_text('{"format": 1, "notes": {"a": "\\ud800"}}'),
+    "half a pair in a name": of_text('{"format": 1, "\\udfff": 1}'),
+    "lists in lists": of_text('{"format": 1, "notes": ' + "[" * 10**5 + "]" * 10**5 + "}"),
+    "objects in objects": of_text('{"format": 1, "notes": ' + '{"a":' * 10**5 + "1" + "}" * 10**6),
+    "lists in lists in the header": of_text("{}", ',"x":' + "[" * 10**5 + "]" * 10**5),
+    "something behind it": of_text('{"format": 1} 2'),
+    "bytes that are no text": of_text("{}").replace(b"{}", b"\xff\xfe"),
+    "surrogates as bytes": of_text("{}").replace(b"{}", b'{\\"\xed\xa0\x80\\":1}'),
+    "UTF-16": of_text("{}").decode().encode("utf-16"),
+    "a mark of UTF-8 before it": b"\xef\xbb\xbf" + of_text("{}"),
+}
+
+
+DATA = bytes(4)
+
+
+ENTRIES = {
+    "an unknown dtype": of_tensors(one("Q4")),
+    "a dtype that no cache has": of_tensors(one(), one("C64", "[0]", "[4,4]")),
+    "the checksum elsewhere": b'{"a":{"sha256":"' + BLANK + b'","data_offsets":[0,4]}}',
+    "a dtype in lower case": of_tensors(one("f32")),
+    "a list as dtype": of_tensors(one().replace('"F32"', "[]")),
+    "a tensor twice": of_tensors(one()).replace(b'"t0"', b'"t1":{},"t1"'),
+    "the same bytes twice": of_tensors(one(), one()),
+    "bytes that overlap": of_tensors(
+        one("F16", "[1]", "[0,2]"), one("F16", "[1]", "[1,3]"), one("F16", "[1]", "[2,4]")
+    ),
+    "bytes of nobody": of_tensors(one("F16", "[1]", "[2,4]")),
+    "a gap": of_tensors(one("F16", "[0]", "[0,0]"), one("F16", "[1]", "[2,4]")),
+    "the end before the beginning": of_tensors(one(offsets="[8,4]", shape="[-1]")),
+    "an offset below 0": of_tensors(one(offsets="[-4,4]", shape="[2]")),
+    "an offset that is no int": of_tensors(one(offsets="[0,4.0]")),
+    "an offset that is a bool": of_tensors(one(offsets="[false,4]")),
+    "an offset that is a text": of_tensors(one(offsets='["0",4]')),
+    "three offsets": of_tensors(one(offsets="[0,4,4]")),
+    "no offsets": of_tensors('{"dtype":"F32","shape":[1]}'),
+    "no shape": of_tensors('{"dtype":"F32","data_offsets":[0,4]}'),
+    "an offset beyond the file": of_tensors(one(offsets="[0,400]", shape="[100]")),
+    "a huge offset": of_tensors(one(offsets=f"[0,{HUGE}]", shape=f"[{HUGE // 4}]")),
+    "more elements than bytes": of_tensors(one(shape="[2]")),
+    "fewer elements than bytes": of_tensors(one(shape="[0]")),
+    "a shape below 0": of_tensors(one(shape="[-1,-1]")),
+    "a shape of floats": of_tensors(one(shape="[1.0]")),
+    "a shape of bools": of_tensors(one(shape="[true]")),
+    "a shape of null": of_tensors(one(shape="null")),
+    "a shape that overflows": of_tensors(one(), one(shape=f"[{2**62},{2**62},0]", offsets="[4,4]")),
+    "a shape of huge numbers": of_tensors(one(), one(shape=f"[{HUGE},0]", offsets="[4,4]")),
+    "a text as entry": of_tensors('"F32"'),
+    "null as entry": of_tensors("null"),
+}
+
+
+@pytest.mark.parametrize("case", [*HEADERS, *ENTRIES])
+def test_headers_and_metadata_of_every_odd_kind_are_refused(tmp_path, case):
+    path = tmp_path / "cache.kv"
+    path.write_bytes(seal(HEADERS[case]) if case in HEADERS else seal(ENTRIES[case], DATA))
+    with pytest.raises(kvpass.CacheFileError):
+        read_cache_file(path)
+
+
+@pytest.mark.parametrize("header", [of_text('{"format": 1}'), of_tensors(one(shape=str([1] * 10**4)))])
+def test_a_file_that_is_in_order_and_no_cache_is_refused(fast, tmp_path, header):
+    path = tmp_path / "cache.kv"
+    path.write_bytes(seal(header, DATA if b"F32" in header else b""))
+    with pytest.raises(kvpass.CacheFileError, match="holds no cache"):
+        kvpass.load_cache(path, fast)
+
+
+def test_the_library_safetensors_reads_what_is_written_and_what_it_writes_is_read(written):
+    """Files of versions that wrote with the library stay readable."""
+    metadata, tensors = read_cache_file(written)
+    found = load_file(written)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(bits(found[name]), bits(tensor)) for name, tensor in tensors.items())
+    save_file(tensors, written, {"kvpass": json.dumps(metadata, sort_keys=True), "sha256": BLANK.decode()})
+    older = written.read_bytes()
+    end = 8 + int.from_bytes(older[:8], "little")
+    written.write_bytes(seal(older[8:end], older[end:]))
+    assert read_cache_file(written)[0] == metadata
+    assert all(torch.equal(bits(x), bits(tensors[name])) for name, x in read_cache_file(written)[1].items())
+
+
+def test_the_same_header_with_good_entries_is_read(tmp_path):
+    path = tmp_path / "cache.kv"
+    path.write_bytes(
+        seal(of_tensors(one("F16", "[]", "[2,4]"), one("F16", "[0,7]", "[2,2]"), one("F16", "[1]", "[0,2]")), DATA)
+    )
+    metadata, tensors = read_cache_file(path)
+    assert metadata == {"format": 1}
+    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == {"t0": [], "t1": [0, 7], "t2": [1]}
+
 
 # Only these modules of kvpass, not what kvpass/__init__.py imports: a child starts in a second or less.
 CHILD = """
@@ -122,8 +365,12 @@ def mode_of(path):
 
 
 @pytest.fixture(scope="module")
-def cache():
-    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=1), policy="full", backend="eager")
+def fast():
+    return kvpass.compile(tiny_model("llama", num_hidden_layers=1), policy="full", backend="eager")
+
+
+@pytest.fixture(scope="module")
+def cache(fast):
     return fast(random_ids(1, 400)).past_key_values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import accelerate
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import kvpass
 from numeric_checks import assert_close
+from pairwise import quick
 from tiny_models import FAMILIES, compiled_once, random_ids, tiny_model
 
 SAMPLE = ["llama", "gemma3"]
@@ -81,8 +83,13 @@ def test_an_evicting_cache_is_not_called_interrupted_when_nothing_ran():
     fast(token, past_key_values=cache)
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("wrapper", ["model", "forward", "nn.Module.compile"])
+@pytest.mark.parametrize(
+    ("wrapper", "fullgraph"),
+    quick(
+        [*itertools.product(["model", "forward", "nn.Module.compile"], [False, True])],
+        [("model", True), ("forward", False), ("nn.Module.compile", False)],
+    ),
+)
 def test_torch_compile_around_a_compiled_model_changes_nothing(wrapper, fullgraph):
     model, plain = compiled_once("llama", layers=1, **OPTIONS)
     fast = kvpass.compile(model, **OPTIONS)
@@ -130,7 +137,13 @@ def compiled_layer_forwards(model):
 
 @pytest.mark.parametrize(
     "change",
-    [compiled_forward, forward_compiled_twice, hooks_taken_off_again, hooks_that_move_nothing, compiled_layer_forwards],
+    quick(
+        [
+            *(compiled_forward, forward_compiled_twice, compiled_layer_forwards),
+            *(hooks_taken_off_again, hooks_that_move_nothing),
+        ],
+        [forward_compiled_twice, hooks_that_move_nothing, compiled_layer_forwards],
+    ),
 )
 def test_a_replaced_forward_that_changes_nothing_is_left_out_of_the_copy(change):
     model = tiny_model("llama", layers=1)

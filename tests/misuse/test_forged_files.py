@@ -1,20 +1,68 @@
-"""Cache files that somebody made up, with a right checksum: refused by one kind of exception, before they are used."""
+"""Files that somebody made up, with a right checksum: refused before they are used, and by ``kvpass ask``."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import kvpass
 from kvpass.cache.serialization import read_cache_file, write_cache_file
-from tiny_models import random_ids, tiny_model
+from kvpass.cli import documents
+from kvpass.cli.main import app
+from tiny_models import left_pad, random_ids, tiny_model
 
-BLANK = b"0" * 64
+REFUSED = (kvpass.CacheFileError, kvpass.CacheMismatchError)
+
+
+class Base:
+    """A model, a good file of it, and what is in the file."""
+
+    def __init__(self, folder, family, policy, budget, **changes):
+        model = tiny_model(family, **changes)
+        self.fast = kvpass.compile(model, policy=policy, budget=budget, window=8, backend="eager")
+        ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (50, 31)])
+        cache = self.fast(ids, attention_mask=mask).past_key_values
+        cache = self.fast(random_ids(2, 3), past_key_values=cache).past_key_values
+        self.path = folder / "cache.kv"
+        cache.save(self.path, notes={"model": "builtin", "dtype": "auto"})
+        self.metadata, self.tensors = read_cache_file(self.path)
+
+    def load(self, metadata=None, tensors=None):
+        """What a file of these parts gives, the good file's own where None."""
+        write_cache_file(self.path, self.tensors if tensors is None else tensors, metadata or self.metadata)
+        return kvpass.load_cache(self.path, self.fast)
+
+    def refuses(self, what, metadata=None, tensors=None):
+        try:
+            self.load(metadata, tensors)
+        except REFUSED:
+            return
+        pytest.fail(f"a file was loaded: {what}")
+
+
+@pytest.fixture(scope="session")
+def appending(tmp_path_factory):
+    """Pool, tail, a ring, and a padded row."""
+    return Base(
+        tmp_path_factory.mktemp("appending"),
+        "gemma3",
+        "lava",
+        20,
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+
+
+@pytest.fixture(scope="session")
+def evicting(tmp_path_factory):
+    """Pool, tail, and the table by which decoding evicts."""
+    return Base(tmp_path_factory.mktemp("evicting"), "llama", "h2o", 0.5, num_hidden_layers=2)
+
+
 HUGE = 10**30
 REMOVED = object()
 NEW = random_ids(2, 3)
@@ -268,139 +316,103 @@ def test_entries_of_another_layout_or_dtype_are_refused_by_the_model(appending, 
         fast(NEW[:1], past_key_values=kvpass.load_cache(tmp_path / "cache.kv", fast))
 
 
-# -- the file around them ---------------------------------------------------------------------------------------------
+# -- kvpass ask: it loads no model that the file chooses, and believes nothing else of it -----------------------------
 
 
-def seal(header, data=b""):
-    """A file of these bytes with the checksum that it should have; the header has ``BLANK`` in its place."""
-    whole = len(header).to_bytes(8, "little") + header + data
-    return whole.replace(BLANK, hashlib.sha256(whole).hexdigest().encode(), 1)
+@pytest.fixture
+def ask(appending, tmp_path, monkeypatch):
+    """Ask a file with these parts; the models that were loaded come back with the output."""
+    loaded = []
+
+    def load_model(name, **options):
+        loaded.append(name)
+        raise ValueError("loaded")
+
+    monkeypatch.setattr(documents, "load_model", load_model)
+    monkeypatch.delenv("KVPASS_MODEL", raising=False)
+
+    def run(*words, **metadata):
+        path = tmp_path / "doc.kv"
+        write_cache_file(path, appending.tensors, {**appending.metadata, **metadata})
+        result = CliRunner().invoke(app, ["ask", str(path), "why", *words])
+        assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
+        assert result.output.count("\n") == 1 and result.output.startswith("error: "), result.output
+        assert all(char.isprintable() for char in result.output[:-1])
+        return loaded, result.output
+
+    return run
 
 
-def of_text(metadata, tensors=""):
-    """A header whose metadata is this text, before the description of tensors."""
-    own = json.dumps({"kvpass": metadata, "sha256": BLANK.decode()}, separators=(",", ":"))
-    return f'{{"__metadata__":{own}{tensors}}}'.encode()
+@pytest.mark.parametrize(
+    "name", ["someone/else", "gpt2", "https://example.org/x", "../nowhere", "", "a" * 5000, "x\0y", "\x1b[31mred\n"]
+)
+def test_a_file_does_not_choose_what_is_downloaded(ask, name):
+    loaded, output = ask(notes={"model": name, "dtype": "auto"})
+    assert loaded == [] and "kvpass ask FILE QUESTION --model NAME" in output
 
 
-def of_tensors(*described):
-    return of_text('{"format": 1}', "".join(f',"t{i}":{text}' for i, text in enumerate(described)))
+def test_a_model_that_fetches_nothing_or_that_the_user_names_is_loaded(ask, tmp_path, monkeypatch):
+    notes = {"model": "someone/else", "dtype": "auto"}
+    assert ask(notes={**notes, "model": "builtin"})[0][-1:] == ["builtin"]
+    assert ask(notes={**notes, "model": str(tmp_path)})[0][-1:] == [str(tmp_path)]
+    assert ask("--model", "someone/else", notes=notes)[0][-1:] == ["someone/else"]
+    monkeypatch.setenv("KVPASS_MODEL", "mine/own")
+    assert ask(notes=notes)[0][-1:] == ["mine/own"]
+    assert ask("--model", "builtin", notes=notes)[0][-1:] == ["builtin"]
 
 
-def one(dtype="F32", shape="[1]", offsets="[0,4]"):
-    return f'{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}'
+def test_a_message_quotes_no_control_character_of_a_file(ask):
+    _, output = ask(format=2, kvpass_version="\x1b[31m\nred\u202e")
+    assert r"written by kvpass \x1b[31m\nred\u202e" in output
 
 
-HEADERS = {
-    "no object": b'["sha256":"' + BLANK + b'"]',
-    "a list": json.dumps([{"sha256": BLANK.decode()}], separators=(",", ":")).encode(),
-    "no text for metadata": b'{"__metadata__":{"kvpass":1,"sha256":"' + BLANK + b'"}}',
-    "metadata twice": b'{"__metadata__":{"a":"b"},"__metadata__":{"kvpass":"{}","sha256":"' + BLANK + b'"}}',
-    "no metadata": b'{"__metadata__":{"sha256":"' + BLANK + b'"}}',
-    "no JSON": of_text("format"),
-    "a list as metadata": of_text("[1]"),
-    "a number as metadata": of_text("1"),
-    "empty metadata": of_text("{}"),
-    "a format that is a bool": of_text('{"format": true}'),
-    "a format that is a text": of_text('{"format": "1"}'),
-    "a format that is no int": of_text('{"format": 1.0}'),
-    "a format of null": of_text('{"format": null}'),
-    "format 0": of_text('{"format": 0}'),
-    "a negative format": of_text('{"format": -1}'),
-    "a later format": of_text('{"format": 2}'),
-    "an endless format": of_text('{"format": 1e999}'),
-    "a format of 5000 digits": of_text('{"format": ' + "1" * 5000 + "}"),
-    "a name twice": of_text('{"format": 2, "format": 1}'),
-    "a name twice, deeper": of_text('{"format": 1, "notes": {"a": [{"b": 1, "b": 2}]}}'),
-    "NaN": of_text('{"format": 1, "columns": NaN}'),
-    "infinity": of_text('{"format": 1, "columns": -Infinity}'),
-    "a number beyond every float": of_text('{"format": 1, "columns": 1e999}'),
-    "half a pair of surrogates": of_text('{"format": 1, "notes": {"a": "\\ud800"}}'),
-    "half a pair in a name": of_text('{"format": 1, "\\udfff": 1}'),
-    "lists in lists": of_text('{"format": 1, "notes": ' + "[" * 10**5 + "]" * 10**5 + "}"),
-    "objects in objects": of_text('{"format": 1, "notes": ' + '{"a":' * 10**5 + "1" + "}" * 10**6),
-    "lists in lists in the header": of_text("{}", ',"x":' + "[" * 10**5 + "]" * 10**5),
-    "something behind it": of_text('{"format": 1} 2'),
-    "bytes that are no text": of_text("{}").replace(b"{}", b"\xff\xfe"),
-    "surrogates as bytes": of_text("{}").replace(b"{}", b'{\\"\xed\xa0\x80\\":1}'),
-    "UTF-16": of_text("{}").decode().encode("utf-16"),
-    "a mark of UTF-8 before it": b"\xef\xbb\xbf" + of_text("{}"),
-}
-DATA = bytes(4)
-ENTRIES = {
-    "an unknown dtype": of_tensors(one("Q4")),
-    "a dtype that no cache has": of_tensors(one(), one("C64", "[0]", "[4,4]")),
-    "the checksum elsewhere": b'{"a":{"sha256":"' + BLANK + b'","data_offsets":[0,4]}}',
-    "a dtype in lower case": of_tensors(one("f32")),
-    "a list as dtype": of_tensors(one().replace('"F32"', "[]")),
-    "a tensor twice": of_tensors(one()).replace(b'"t0"', b'"t1":{},"t1"'),
-    "the same bytes twice": of_tensors(one(), one()),
-    "bytes that overlap": of_tensors(
-        one("F16", "[1]", "[0,2]"), one("F16", "[1]", "[1,3]"), one("F16", "[1]", "[2,4]")
-    ),
-    "bytes of nobody": of_tensors(one("F16", "[1]", "[2,4]")),
-    "a gap": of_tensors(one("F16", "[0]", "[0,0]"), one("F16", "[1]", "[2,4]")),
-    "the end before the beginning": of_tensors(one(offsets="[8,4]", shape="[-1]")),
-    "an offset below 0": of_tensors(one(offsets="[-4,4]", shape="[2]")),
-    "an offset that is no int": of_tensors(one(offsets="[0,4.0]")),
-    "an offset that is a bool": of_tensors(one(offsets="[false,4]")),
-    "an offset that is a text": of_tensors(one(offsets='["0",4]')),
-    "three offsets": of_tensors(one(offsets="[0,4,4]")),
-    "no offsets": of_tensors('{"dtype":"F32","shape":[1]}'),
-    "no shape": of_tensors('{"dtype":"F32","data_offsets":[0,4]}'),
-    "an offset beyond the file": of_tensors(one(offsets="[0,400]", shape="[100]")),
-    "a huge offset": of_tensors(one(offsets=f"[0,{HUGE}]", shape=f"[{HUGE // 4}]")),
-    "more elements than bytes": of_tensors(one(shape="[2]")),
-    "fewer elements than bytes": of_tensors(one(shape="[0]")),
-    "a shape below 0": of_tensors(one(shape="[-1,-1]")),
-    "a shape of floats": of_tensors(one(shape="[1.0]")),
-    "a shape of bools": of_tensors(one(shape="[true]")),
-    "a shape of null": of_tensors(one(shape="null")),
-    "a shape that overflows": of_tensors(one(), one(shape=f"[{2**62},{2**62},0]", offsets="[4,4]")),
-    "a shape of huge numbers": of_tensors(one(), one(shape=f"[{HUGE},0]", offsets="[4,4]")),
-    "a text as entry": of_tensors('"F32"'),
-    "null as entry": of_tensors("null"),
+POLICIES = {
+    "unknown": {"policy": "evil"},
+    "none": {},
+    "a list": [],
+    "a number": 5,
+    "a name that is a list": {"policy": ["lava"]},
+    "an unknown option": {"policy": "lava", "evil": 1},
+    "an argument of the function": {"policy": "lava", "self": 1},
+    "a window of a text": {"policy": "lava", "window": "8"},
+    "a window below 0": {"policy": "lava", "window": -8},
+    "a huge window": {"policy": "lava", "window": HUGE},
+    "a huge kernel": {"policy": "lava", "kernel_size": 10**9 + 1},
+    "an even kernel": {"policy": "lava", "kernel_size": 4},
+    "a bool for a kernel": {"policy": "lava", "kernel_size": True},
+    "an unknown pool": {"policy": "lava", "pool": ["max"]},
+    "a number beyond every float": {"policy": "cake", "tau1": 10**400, "tau2": 1.0},
+    "no temperatures": {"policy": "cake"},
+    "NaN": {"policy": "cake", "tau1": float("nan"), "tau2": 1.0},
+    "sinks beyond every position": {"policy": "streaming_llm", "sinks": HUGE},
+    "one that has no budget": {"policy": "full"},
 }
 
 
-@pytest.mark.parametrize("case", [*HEADERS, *ENTRIES])
-def test_headers_and_metadata_of_every_odd_kind_are_refused(tmp_path, case):
-    path = tmp_path / "cache.kv"
-    path.write_bytes(seal(HEADERS[case]) if case in HEADERS else seal(ENTRIES[case], DATA))
-    with pytest.raises(kvpass.CacheFileError):
-        read_cache_file(path)
+@pytest.mark.parametrize("case", POLICIES)
+def test_a_forged_policy_is_refused_before_anything_is_loaded(ask, case):
+    loaded, output = ask(policy=json.dumps(POLICIES[case]))
+    assert loaded == [] and "policy" in output
 
 
-@pytest.mark.parametrize("header", [of_text('{"format": 1}'), of_tensors(one(shape=str([1] * 10**4)))])
-def test_a_file_that_is_in_order_and_no_cache_is_refused(appending, tmp_path, header):
-    path = tmp_path / "cache.kv"
-    path.write_bytes(seal(header, DATA if b"F32" in header else b""))
-    with pytest.raises(kvpass.CacheFileError, match="holds no cache"):
-        kvpass.load_cache(path, appending.fast)
+@pytest.mark.parametrize(
+    "spec", ["", "{", "[" * 10**5, '{"policy": "lava", "window": 1e999}', "lava", "\x1b]0;title\x07"]
+)
+def test_a_policy_that_is_no_spec_is_refused_before_anything_is_loaded(ask, spec):
+    loaded, output = ask(policy=spec)
+    assert loaded == [] and "policy" in output
 
 
-def test_the_same_header_with_good_entries_is_read(tmp_path):
-    path = tmp_path / "cache.kv"
-    path.write_bytes(
-        seal(of_tensors(one("F16", "[]", "[2,4]"), one("F16", "[0,7]", "[2,2]"), one("F16", "[1]", "[0,2]")), DATA)
-    )
-    metadata, tensors = read_cache_file(path)
-    assert metadata == {"format": 1}
-    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == {"t0": [], "t1": [0, 7], "t2": [1]}
+@pytest.mark.parametrize(
+    "notes", [{}, {"model": "builtin"}, {"model": 1, "dtype": "auto"}, {"model": "builtin", "dtype": ["auto"]}]
+)
+def test_notes_that_are_no_document_are_refused_before_anything_is_loaded(ask, notes):
+    loaded, output = ask(notes=notes)
+    assert loaded == [] and "names no model" in output
 
 
-def test_the_library_safetensors_reads_what_is_written_and_what_it_writes_is_read(base, tmp_path):
-    """Files of versions that wrote with the library stay readable."""
-    path = tmp_path / "cache.kv"
-    write_cache_file(path, base.tensors, base.metadata)
-    found = load_file(path)
-    assert found.keys() == base.tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in base.tensors.items())
-    save_file(base.tensors, path, {"kvpass": json.dumps(base.metadata, sort_keys=True), "sha256": BLANK.decode()})
-    older = path.read_bytes()
-    path.write_bytes(
-        seal(older[8 : 8 + int.from_bytes(older[:8], "little")], older[8 + int.from_bytes(older[:8], "little") :])
-    )
-    loaded, own = kvpass.load_cache(path, base.fast), base.load()
-    assert torch.equal(loaded.positions, own.positions)
-    assert torch.equal(*(base.fast(NEW, past_key_values=cache).logits for cache in (loaded, own)))
+def test_a_forged_dtype_is_refused(appending, tmp_path):
+    path = tmp_path / "doc.kv"
+    write_cache_file(path, appending.tensors, {**appending.metadata, "notes": {"model": "builtin", "dtype": "float8"}})
+    result = CliRunner().invoke(app, ["ask", str(path), "why", "--backend", "eager"])
+    assert result.exit_code == 2 and "dtype='float8': must be one of" in result.output

@@ -1,0 +1,654 @@
+"""What is refused, and in what words: models, options, calls, arguments of generate; nothing is lost by it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BatchEncoding,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    GenerationMixin,
+    MambaConfig,
+    OpenAIGPTConfig,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrOCRConfig,
+    TrOCRForCausalLM,
+    XLMConfig,
+    XLNetConfig,
+)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mamba import MambaForCausalLM
+
+import kvpass
+from numeric_checks import assert_close
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+
+IDS = random_ids(1, 40)
+TOKEN = IDS[:, :1]
+NAMES_OF_THE_CACHE = ("past_key_values", "cache")
+RIGHT_PADDED = torch.ones(1, 40).tril(29)
+TINY = {"vocab_size": 128, "hidden_size": 16, "num_hidden_layers": 1}
+SMALL = {"layers": 2, "policy": "lava", "window": 8, "backend": "eager"}
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+
+
+@pytest.fixture
+def tight():
+    return compiled_once(budget=16, **SMALL)[1]
+
+
+@pytest.fixture
+def model():
+    return compiled_once(budget=16, **SMALL)[0]
+
+
+@pytest.mark.skipif(Version(transformers.__version__) >= Version("5.22"), reason="make test-versions has older ones")
+@pytest.mark.parametrize(
+    "family", ["lfm2", "lfm2_moe", "bamba", "falcon_h1", "zamba2", "qwen3_next", "qwen3_5", "jamba"]
+)
+def test_hybrids_name_the_version_that_they_need(family):
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"needs transformers >= 5\.22; here is 5\.\d+\.\d+$"):
+        kvpass.compile(tiny_model(family), policy="full")
+
+
+def test_a_rotary_embedding_that_takes_no_frequencies_by_row_is_refused(monkeypatch):
+    def forward(self, x, position_ids):  # as before transformers 5.23
+        angles = (self.inv_freq[None, :, None].expand(len(position_ids), -1, 1) @ position_ids[:, None].float()).mT
+        return torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ValueError, match=r"LlamaRotaryEmbedding does not take frequencies .* transformers >= 5\.23"):
+        kvpass.compile(tiny_model("llama", layers=1, rope_parameters=dynamic), budget=100)
+
+
+def test_contract_7_a_decoder_that_is_no_single_graph_is_refused():
+    branching = tiny_model("llama", num_hidden_layers=1)
+    branching.model.norm.forward = lambda x: x if x.sum() > 0 else -x
+    place = r"one graph: test_refusals.py, line \d+, `branching.model.norm.forward = .*`: Data-dependent branching"
+    with pytest.raises(ValueError, match=place) as refused:
+        kvpass.compile(branching, budget=100, backend="eager")(random_ids(1, 40))
+    assert "\n" not in str(refused.value) and "Explanation" in str(refused.value.__cause__)
+
+
+def test_contract_7_a_layer_without_attention_is_refused():
+    model = tiny_model("llama", num_hidden_layers=2)
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"found 1 attention ops in 1 modules .* of 2 layers"):
+        kvpass.compile(model, budget=100, backend="eager")(random_ids(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 32}, r"budget=32: must be at least window \+ 1 = 33"),
+        ({"budget": "1O24"}, "budget='1O24': cannot read as bytes; write a number and one of B, kB, "),
+        ({"budget": "0.2"}, r"for the fraction of each prompt that is kept pass a float, budget=0\.2"),
+        ({"budget": "64"}, "a text is bytes and needs a unit, as in '512MiB'; for entries pass an int, budget=64"),
+        ({"budget": 1024.0}, r"a float is the fraction of the prompt kept and must be in \(0, 1\]"),
+        ({"budget": 0}, "budget=0"),
+        ({"budget": -5}, "budget=-5"),
+        ({"budget": float("nan")}, "budget=nan"),
+        ({"budget": "lots"}, "budget='lots'"),
+        ({"budget": "12 parsecs"}, "budget='12 parsecs'"),
+        ({"budget": True}, "budget=True"),
+        ({"budget": None}, "budget=None"),
+        ({"policy": "full", "budget": 100}, "keeps everything"),
+        ({"policy": "lavaa"}, "policy='lavaa': did you mean 'lava'\\? Must be one of ada_pyramidkv, "),
+        ({"windw": 3}, "windw=3: not an option of policy 'lava'; did you mean 'window'"),
+        ({"kernelsize": 5}, r"not an option of policy 'lava'; did you mean 'kernel_size'\? its options are window, "),
+        ({"budjet": 5}, "budjet=5: .* did you mean 'budget'"),
+        ({"xyz": 5}, "xyz=5: not an option of policy 'lava'; its options are window, parity"),
+        (
+            {"policy": "cake"},
+            "no published CAKE temperatures .* give both as options, for instance tau1=1.6, tau2=0.4 \\(publ",
+        ),
+        ({"policy": "cake", "tau1": 1.0}, "tau2=None: .* give both temperatures as options, for instance tau1=1.6"),
+        ({"window": -1}, "window=-1"),
+        ({"kernel_size": 4}, "kernel_size=4"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+    ],
+    ids=str,
+)
+def test_contract_10_bad_options_name_value_and_range(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        kvpass.compile(model, **{"budget": 100, **options})
+
+
+def test_contract_10_models_that_cannot_be_compiled_are_refused(model, tight):
+    with pytest.raises(ValueError, match="already compiled"):
+        kvpass.compile(tight, budget=100)
+    with pytest.raises(ValueError, match="training mode"):
+        kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=100).train()(random_ids(1, 40))
+    for wish in ("output_hidden_states", "output_attentions"):
+        wishful = tiny_model("gpt2", **{wish: True})
+        with pytest.raises(ValueError, match=f"config.{wish}=True"):
+            kvpass.compile(wishful, budget=100)
+    with pytest.raises(ValueError, match=r"config.output_router_logits=True"):
+        kvpass.compile(tiny_model("mixtral", output_router_logits=True), budget=100)
+    t5 = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        kvpass.compile(T5ForConditionalGeneration(t5).eval(), budget=100)
+    with pytest.raises(ValueError, match=r"is a name: load it .*from_pretrained\('folder/gpt2'\)"):
+        kvpass.compile(Path("folder/gpt2"), budget=100)
+    with pytest.raises(ValueError, match=r"LlamaModel is no causal language model: .*AutoModelForCausalLM.from_pre"):
+        kvpass.compile(tiny_model("llama").model, budget=100)
+    bert = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"is_decoder=False, .* needs is_decoder=True"):
+        kvpass.compile(BertLMHeadModel(bert).eval(), budget=100, backend="eager")(random_ids(1, 40) % 50)
+    trocr = TrOCRConfig(vocab_size=50, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)
+    with pytest.raises(ValueError, match="TrOCRForCausalLM is not supported: its forward has no argument logits_to_k"):
+        kvpass.compile(TrOCRForCausalLM(trocr).eval(), budget=100)
+
+
+def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
+    ids, embeds = random_ids(2, 40), torch.zeros(2, 40, 64)
+    cache = tight(ids).past_key_values
+    token = random_ids(2, 1, seed=3)
+    expected = tight(token, past_key_values=tight(ids).past_key_values).logits
+    foreign = DynamicCache(config=model.config)
+    model(ids, past_key_values=foreign)
+    bad = [
+        ({"input_ids": token[:1], "past_key_values": cache}, "1 rows"),
+        ({"input_ids": token, "past_key_values": cache, "attention_mask": torch.ones(2, 3)}, r"\[2, 41\]"),
+        ({"input_ids": ids, "attention_mask": torch.ones(2, 41)}, r"\[2, 40\]"),
+        ({"input_ids": ids, "attention_mask": torch.zeros(2, 40)}, "no real token"),
+        ({"input_ids": ids, "past_key_values": foreign}, "DynamicCache"),
+        ({"input_ids": ids, "past_key_values": EncoderDecoderCache(foreign, DynamicCache())}, "Cache"),
+        ({"input_ids": None}, "input_ids=None"),
+        ({"input_ids": torch.empty(1, 0, dtype=torch.int64)}, r"\[1, 0\]: must be \[B, T\] with B, T >= 1$"),
+        ({"input_ids": ids[0]}, r"\[40\]: must be \[B, T\] with B, T >= 1, use input_ids\[None\]"),
+        ({"input_ids": ids.float()}, r"torch.float32: .* use input_ids.long\(\)"),
+        ({"input_ids": ids.bool()}, r"torch.bool: .* use input_ids.long\(\)"),
+        ({"input_ids": token.float(), "past_key_values": cache}, "torch.float32"),
+        ({"input_ids": ids.to("meta")}, r"on meta, but the model is on cpu: use input_ids.to\(model.device\)"),
+        ({"input_ids": token.to("meta"), "past_key_values": cache}, "on meta, but the model is on cpu"),
+        ({"input_ids": ids.tolist()}, "of type list: must be a tensor of token ids"),
+        ({"input_ids": BatchEncoding({"input_ids": ids})}, r"of type BatchEncoding: .* model\(\*\*inputs\)"),
+        (
+            {"inputs_embeds": ids},
+            r"inputs_embeds of torch.int64 \[2, 40\]: must be floating numbers \[B, T, D\]",
+        ),
+        ({"inputs_embeds": [1.0]}, "inputs_embeds of list: must be floating numbers"),
+        ({"inputs_embeds": embeds.to("meta")}, "inputs_embeds on meta, but the model is on cpu"),
+        ({"input_ids": ids, "inputs_embeds": embeds}, "input_ids and inputs_embeds are two forms of one prompt"),
+        (
+            {"inputs_embeds": embeds[:, :1], "past_key_values": cache},
+            "only as a prompt: .* new tokens as input_ids",
+        ),
+        ({"inputs_embeds": embeds[..., :5]}, "the decoder fails on an input of 40 tokens"),
+        ({"input_ids": ids, "labels": ids}, "'labels' is not supported: .* compute it from the logits"),
+        ({"input_ids": ids, "token_type_ids": ids}, "return_token_type_ids=False"),
+        ({"input_ids": ids, "speed": 3}, "'speed' is not supported: a kvpass model takes input_ids"),
+        ({"input_ids": ids, "output_attentions": True}, "output_attentions.* use the uncompiled model"),
+        ({"input_ids": ids, "logits_to_keep": -1}, "logits_to_keep=-1"),
+        ({"input_ids": ids, "position_ids": torch.zeros(2, 3, dtype=torch.int64)}, "position_ids"),
+    ]
+    for call, message in bad:
+        with pytest.raises(ValueError, match=message):
+            tight(**call)
+        assert cache.get_seq_length() == 40
+    assert_close("logits", tight(token, past_key_values=cache).logits, expected, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"inputs": BatchEncoding({"input_ids": random_ids(1, 40)})}, r"of type BatchEncoding: .* model\(\*\*inputs\)"),
+        ({"input_ids": random_ids(1, 40).float()}, "torch.float32: token ids must be int64"),
+        ({"inputs": random_ids(1, 40)[0]}, r"of shape \[40\]"),
+        (
+            {"inputs_embeds": torch.zeros(40, 64)},
+            r"inputs_embeds of torch.float32 \[40, 64\]: must be floating numbers \[B, T, D\]",
+        ),
+        ({"inputs": random_ids(1, 40), "token_type_ids": random_ids(1, 40)}, "return_token_type_ids=False"),
+        ({"inputs": random_ids(1, 40), "output_attentions": True}, "'output_attentions' .* use the uncompiled model"),
+    ],
+    ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
+)
+def test_contract_10_generate_takes_token_ids(tight, call, message):
+    with pytest.raises(ValueError, match=message):
+        tight.generate(**call, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (OpenAIGPTConfig(vocab_size=128, n_embd=32, n_layer=1, n_head=4), "adds a bias"),
+        pytest.param(
+            XLMConfig(vocab_size=128, emb_dim=32, n_layers=1, n_heads=4), "not causal", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            XLNetConfig(vocab_size=128, d_model=32, n_layer=1, n_head=4, d_inner=32),
+            "relates tokens to tokens",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=lambda given: getattr(given, "model_type", None),
+)
+def test_generate_refuses_a_family_for_the_same_reason_as_forward(config, reason):
+    fast = kvpass.compile(AutoModelForCausalLM.from_config(config).eval(), policy="full", backend="eager")
+    for call in (fast, lambda ids: fast.generate(ids, max_new_tokens=2, do_sample=False)):
+        with pytest.raises(kvpass.UnsupportedAttentionError, match=reason):
+            call(random_ids(1, 5))
+
+
+def test_contract_10_a_fraction_too_small_for_the_prompt_is_refused(model):
+    fast = kvpass.compile(model, budget=0.1, window=8, backend="eager")
+    with pytest.raises(ValueError, match=r"window \+ 1 = 9"):
+        fast(random_ids(1, 40))
+    assert fast(random_ids(1, 200)).past_key_values.lengths.sum() == 20 * 4
+
+
+def test_an_uncompiled_model_refuses_the_cache_of_a_compiled_one(model, tight):
+    ids = random_ids(1, 40)
+    cache = tight(ids).past_key_values
+    calls = [
+        lambda: model(ids[:, :3], past_key_values=cache),
+        lambda: model(ids[:, :1], past_key_values=cache),
+        lambda: model(ids[:, :1], past_key_values=cache, attention_mask=torch.zeros(1, 1, 1, 41)),
+        lambda: model.generate(ids[:, :3], past_key_values=cache, max_new_tokens=2),
+        lambda: model.generate(torch.cat([ids, ids], 1), past_key_values=cache, max_new_tokens=2),
+    ]
+    for call in calls:
+        with pytest.raises(
+            kvpass.CacheMismatchError, match=r"given to an uncompiled model: .* give the whole text and no"
+        ):
+            call()
+    assert cache.get_seq_length() == 40
+    assert tight(ids[:, :1], past_key_values=cache).logits.isfinite().all()
+
+
+def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_path):
+    tight = kvpass.compile(model, budget=16, window=8, backend="eager")
+    ids, token = random_ids(2, 40), random_ids(2, 1, seed=3)
+    cache = tight(ids).past_key_values
+    refusals = {
+        "LlamaForCausalLM cannot be pickled, .* save the original model, and call kvpass.compile again after it": tight,
+        "a CompressedCache cannot be pickled: use cache.save": cache,
+    }
+    for message, value in refusals.items():
+        for pickled in (value, {"held": value}):
+            with pytest.raises(pickle.PicklingError, match=message):
+                torch.save(pickled, tmp_path / "pickled.pt")
+            with pytest.raises(pickle.PicklingError, match=message):
+                pickle.dumps(pickled)
+
+    torch.save(tight.state_dict(), tmp_path / "weights.pt")
+    expected = tight(token, past_key_values=copy.deepcopy(cache)).logits
+    assert cache.get_seq_length() == 40
+    assert torch.equal(tight(token, past_key_values=copy.copy(cache).clone()).logits, expected)
+    for twin in (copy.copy(tight), copy.deepcopy(tight)):
+        assert type(twin) is type(tight)
+        assert torch.equal(twin(token, past_key_values=twin(ids).past_key_values).logits, expected)
+    assert all(map(torch.equal, copy.deepcopy(tight).parameters(), tight.parameters()))
+
+
+@torch.no_grad()
+def test_positions_of_several_axes_are_named():
+    fast = kvpass.compile(tiny_model("llama", layers=1), policy="full", backend="eager")
+    with pytest.raises(ValueError, match=r"shape \[4, 1, 20\]: must be \[1, 20\]; .*M-RoPE"):
+        fast(random_ids(1, 20), position_ids=torch.arange(20).expand(4, 1, -1))
+
+
+# -- what to do: a message for every mistake of a newcomer ------------------------------------------------------------
+
+
+def bert():
+    return BertForMaskedLM(BertConfig(**TINY, num_attention_heads=2, intermediate_size=16)).eval()
+
+
+def mamba():
+    return MambaForCausalLM(MambaConfig(**TINY, state_size=4)).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: "gpt2", "load it with transformers.AutoModelForCausalLM.from_pretrained('gpt2') and give what it"),
+        (lambda: tiny_model("llama").train(), "the model is in training mode; call model.eval() first"),
+        (bert, "BertForMaskedLM is no causal language model: it has no head that predicts the next token; if its"),
+        (
+            lambda: torch.nn.Linear(2, 2),
+            "takes a transformers model; for any other decoder use torch.compile(module, ba",
+        ),
+        (
+            mamba,
+            "(node MambaForCausalLM): it has recurrent layers and no attention, so no KV cache that could be compr",
+        ),
+    ],
+    ids=["name", "training", "encoder", "module", "no attention"],
+)
+def test_models(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kvpass.compile(make(), budget=100)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"input_ids": "how are you?"}, 'must be a tensor of token ids, such as tokenizer(text, return_tensors="pt")'),
+        ({"input_ids": IDS, "attention_mask": RIGHT_PADDED}, 'make the batch with tokenizer.padding_side = "left"'),
+        (
+            {"inputs_embeds": torch.zeros(1, 64)},
+            "inputs_embeds of torch.float32 [1, 64]: must be floating numbers [B, T, D] with B, T >= 1",
+        ),
+        ({"input_ids": IDS, "past_key_values": "doc.kv"}, "of type str: must be a kvpass.CompressedCache, or None for"),
+    ],
+    ids=["text", "right-padding", "inputs_embeds", "file-as-cache"],
+)
+def test_calls_of_forward_generate_and_compress(tight, call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tight(**call)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tight.generate(**call, max_new_tokens=2)
+    if set(call) <= {"input_ids", "attention_mask"}:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            tight.compress(**call)
+
+
+def test_the_cache_is_taken_by_both_of_its_names_but_not_by_two_at_once(tight):
+    cache = tight.compress(IDS)
+    assert torch.equal(tight(TOKEN, cache=cache).logits, tight(TOKEN, past_key_values=cache).logits)
+    answers = [tight.generate(TOKEN, max_new_tokens=3, do_sample=False, **{name: cache}) for name in NAMES_OF_THE_CACHE]
+    assert torch.equal(*answers)
+    for call in (tight, tight.generate):
+        with pytest.raises(ValueError, match="past_key_values and cache are two names of one argument"):
+            call(TOKEN, **dict.fromkeys(NAMES_OF_THE_CACHE, cache))
+
+
+def test_a_text_is_no_prompt_of_kvpass_generate():
+    with pytest.raises(ValueError, match="must be a tensor of token ids, such as tokenizer"):
+        kvpass.generate(torch.nn.Identity(), "how are you?", max_new_tokens=2)
+
+
+def test_a_cache_of_another_policy_or_budget_is_not_said_to_be_of_another_model(tight, model):
+    cache = tight(IDS).past_key_values
+    refusals = []
+
+    def refused(subject):
+        for call in (subject, lambda ids, **given: subject.generate(ids, max_new_tokens=2, **given)):
+            with pytest.raises(kvpass.CacheMismatchError) as error:
+                call(TOKEN, past_key_values=cache)
+            refusals.append(str(error.value))
+        assert refusals.pop() == refusals[-1]
+
+    tight.set_budget(20)
+    refused(tight)
+    tight.set_policy("snapkv", 16, window=8)
+    refused(tight)
+    tight.set_policy("lava", 16, window=9, pool="avg")
+    refused(tight)
+    refused(kvpass.compile(model, policy="tova", budget=16, backend="eager"))
+    refused(kvpass.compile(tiny_model("llama", num_hidden_layers=2, seed=1), budget=16, window=8, backend="eager"))
+    budget, policy = "cache's budget (model.set_budget)", "cache's policy (model.set_policy)"
+    assert refusals == [
+        f"the cache has budget 16, the model 20: give the model the {budget}, or prefill the prompt again",
+        f"the cache has policy 'lava', the model 'snapkv': give the model the {policy}, or prefill the prompt again",
+        f"the cache has policy 'lava' with pool='max', window=8, the model 'lava' with pool='avg', window=9: give the "
+        f"model the {policy}, or prefill the prompt again",
+        f"the cache has policy 'lava', the model 'tova': give the model the {policy}, or prefill the prompt again",
+        "the cache was filled by another model, with weights of its own: continue it with that model, or prefill the "
+        "prompt again",
+    ]
+    tight.set_policy("lava", 16, window=8)
+    assert tight(TOKEN, past_key_values=cache).past_key_values.columns == 41
+
+
+def test_a_cache_of_transformers_is_refused_and_not_replaced(tight, model):
+    """The empty one that generate makes by default is its own affair; one that the user holds would stay empty."""
+    filled = DynamicCache(config=model.config)
+    model(IDS, past_key_values=filled)
+    empty = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)]
+    for call in (tight, lambda ids, **given: tight.generate(ids, max_new_tokens=2, **given)):
+        with pytest.raises(
+            kvpass.CacheMismatchError, match=r"DynamicCache with 40 tokens; .* the whole text and no cache"
+        ):
+            call(TOKEN, past_key_values=filled)
+        for cache in empty:
+            with pytest.raises(ValueError, match=rf"an empty {type(cache).__name__}, and would stay .* leave it out"):
+                call(IDS, past_key_values=cache)
+    for asked in (
+        {"cache_implementation": "static"},
+        {"cache_implementation": "quantized"},
+        {"generation_config": GenerationConfig(cache_implementation="static")},
+    ):
+        with pytest.raises(ValueError, match=r"'cache_implementation' is not supported: .* leave it out"):
+            tight.generate(IDS, max_new_tokens=2, **asked)
+
+
+@pytest.mark.parametrize("budget", [10**30, f"{10**30}GB"])
+def test_a_budget_beyond_every_prompt_keeps_everything(budget):
+    _, tight = compiled_once(budget=budget, **SMALL)
+    assert int(tight(IDS).past_key_values.lengths.sum()) == 40 * 4
+
+
+# -- inputs that compiled code would take for others ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_positions_that_fall_back_or_jump_are_refused(tight, use_cache):
+    ids = random_ids(2, 40)
+    counted = torch.arange(40)
+    packed = torch.cat([torch.arange(25), torch.arange(15)])
+    gap = torch.where(counted < 30, counted, counted + 5)
+    for positions, message in ((packed, "row 1 goes from 24 to 0"), (gap, "row 1 goes from 29 to 35")):
+        rows = torch.stack([counted, positions])
+        with pytest.raises(ValueError, match=f"position_ids: {message}.*packed sequences"):
+            tight(ids, position_ids=rows, use_cache=use_cache)
+    with pytest.raises(ValueError, match="row 0 goes from 24 to 0"):
+        tight(ids, position_ids=packed[None], use_cache=use_cache)
+
+
+def test_ascending_positions_are_taken_from_any_start_and_padding_may_have_any():
+    model, fast = compiled_once(budget=100, **SMALL)
+    ids = random_ids(1, 40)
+    later = torch.arange(7, 47)[None]
+    assert_close("at 7", fast(ids, position_ids=later).logits, model(ids, position_ids=later).logits, atol=1e-4)
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 23)])
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    given = fast(ids, attention_mask=mask, position_ids=positions).logits
+    assert torch.equal(given[mask.bool()], fast(ids, attention_mask=mask).logits[mask.bool()])
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_mask_that_hides_columns_of_the_prompt_is_refused(tight, tokens):
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 23)])
+    cache = tight(ids, attention_mask=mask).past_key_values
+    new = random_ids(2, tokens, seed=1)
+    right = torch.cat([mask, torch.ones_like(new)], 1)
+    expected = tight(new, past_key_values=cache.clone(), attention_mask=right).logits
+    for row, columns, message in ((0, slice(5, 20), "row 0 hides"), (1, slice(30, 31), "row 1 hides")):
+        hiding = right.clone()
+        hiding[row, columns] = 0
+        with pytest.raises(kvpass.CacheMismatchError, match=message):
+            tight(new, past_key_values=cache, attention_mask=hiding)
+    with pytest.raises(kvpass.CacheMismatchError, match="row 1 hides other columns"):
+        tight(new, past_key_values=cache, attention_mask=torch.ones_like(right))
+    empty = right.clone()
+    empty[0, 40:] = 0
+    with pytest.raises(ValueError, match="row 0 has no real new token"):
+        tight(new, past_key_values=cache, attention_mask=empty)
+    assert torch.equal(tight(new, past_key_values=cache, attention_mask=right).logits, expected)
+
+
+def test_ids_beyond_the_embedding_are_refused_and_the_cache_is_as_it_was(tight):
+    ids = random_ids(1, 40)
+    cache = tight(ids).past_key_values
+    expected = tight(random_ids(1, 1), past_key_values=cache.clone()).logits
+    for wrong in (128, -1, 10**12):
+        for tokens in (1, 4):
+            new = random_ids(1, tokens)
+            new[0, -1] = wrong
+            with pytest.raises(ValueError, match=f"input_ids has the value {wrong}, .*embed_tokens.* 128 rows"):
+                tight(new, past_key_values=cache)
+        bad = ids.clone()
+        bad[0, 7] = wrong
+        with pytest.raises(ValueError, match=f"input_ids has the value {wrong}"):
+            tight(bad)
+    assert torch.equal(tight(random_ids(1, 1), past_key_values=cache).logits, expected)
+
+
+class Learned(nn.Module):
+    """A decoder of one layer with a table of positions that the caller looks up in."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.positions = nn.Embedding(50, 16), nn.Parameter(torch.randn(64, 16))
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 50)
+
+    def forward(self, ids, where):
+        x = self.tokens(ids) + self.positions[where]
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + out.transpose(1, 2).flatten(2))
+
+
+def test_a_raw_module_runs_only_in_a_session_and_is_not_given_numbers_beyond_its_tables():
+    options = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager"}
+    decoder = torch.compile(Learned(), backend="kvpass", options=options, fullgraph=True, dynamic=True)
+    ids = random_ids(1, 40) % 50
+    with torch.no_grad(), pytest.raises(RuntimeError, match=re.escape("runs inside `with kvpass.session():`")):
+        decoder(ids, torch.arange(40)[None])
+    with torch.no_grad(), kvpass.session() as session:
+        decoder(ids, torch.arange(40)[None])
+        token = torch.tensor([[3]])
+        for wrong, where, message in ((50, 40, "ids has the value 50"), (3, 64, "where has the value 64, .* 64 rows")):
+            with pytest.raises(ValueError, match=message):
+                decoder(token * 0 + wrong, torch.tensor([[where]]))
+        decoder(token, torch.tensor([[40]]))
+        assert session.cache.columns == 41 and session.calls == 2
+    with torch.no_grad(), kvpass.session() as session:
+        decoder(ids, torch.arange(40)[None] - 64)  # a negative index counts from the end of the table
+        assert session.cache.columns == 40
+
+
+@pytest.mark.exhaustive
+def test_ids_beyond_the_embedding_do_not_end_the_process():
+    """With several threads an exception of compiled code cannot be caught: it ends the process.
+
+    The check is that of the test above: it is made before any compiler's code is called.
+    """
+    code = f"""
+import sys
+sys.path.append({str(SUPPORT)!r})
+import kvpass
+from tiny_models import random_ids, tiny_model
+fast = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=64)
+ids = random_ids(2, 300)
+fast(ids)
+ids[0, 5], ids[1, 250] = 1000, 5000
+try:
+    fast(ids)
+except ValueError as error:
+    print("refused", error)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("refused input_ids has the value 5000")
+
+
+# -- arguments of generate: each works as in transformers, or is refused by its name ----------------------------------
+
+
+WORK = {
+    *("self", "inputs", "generation_config", "kwargs", "logits_processor", "stopping_criteria", "streamer"),
+    *("prefix_allowed_tokens_fn", "synced_gpus", "assistant_model"),
+    *("negative_prompt_ids", "negative_prompt_attention_mask"),
+    *("use_model_defaults",),
+}
+REFUSED = {
+    "custom_generate": "x/y",
+    "assistant_tokenizer": object(),
+    "token_healing": True,
+    "assistant_early_exit": 2,
+    "cache_implementation": "paged",
+}
+
+
+def test_every_named_argument_is_known():
+    assert set(inspect.signature(GenerationMixin.generate).parameters) - WORK - REFUSED.keys() == set()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_argument_is_refused_by_its_name(tight, name):
+    with pytest.raises(ValueError, match=name):
+        tight.generate(random_ids(1, 20), max_new_tokens=2, **{name: REFUSED[name]})
+
+
+@pytest.mark.parametrize("name", ["generate_batch", "init_continuous_batching"])
+def test_continuous_batching_is_refused(tight, name):
+    with pytest.raises(ValueError, match="continuous batching"):
+        getattr(tight, name)([[1, 2, 3]])
+
+
+def test_stop_strings_end_an_answer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    plain = tiny_model("llama", vocab_size=len(alphabet))
+    fast = kvpass.compile(plain, policy="full", backend="eager")
+    prompt, call = tokenizer("the quick brown fox", return_tensors="pt").input_ids, {"max_new_tokens": 12}
+    answer = plain.generate(prompt, **call, do_sample=False)[0, prompt.shape[1] :]
+    stop = next(letter for letter in map(tokenizer.decode, answer[3:, None]) if letter.isascii())
+    call |= {"tokenizer": tokenizer, "stop_strings": [stop], "do_sample": False}
+    expected = plain.generate(prompt, **call)
+    assert expected.shape[1] < prompt.shape[1] + 12
+    assert torch.equal(fast.generate(prompt, **call), expected)
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(3, 40), (3, 42), (3, 60), (43, 40), (43, 50)])
+def test_mask_of_another_length_is_refused(tight, tokens, columns):
+    cache = tight.compress(random_ids(1, 40))
+    with pytest.raises(ValueError, match="attention_mask of shape"):
+        tight.generate(random_ids(1, tokens), attention_mask=torch.ones(1, columns), past_key_values=cache)
+
+
+def test_pad_token_inside_a_prompt_is_named(tight):
+    ids = random_ids(2, 20)
+    ids[1, 7] = tight.generation_config.pad_token_id
+    with pytest.raises(ValueError, match=r"row 1 has the pad token \(0\)"):
+        tight.generate(ids, max_new_tokens=2)
+    assert tight.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2).shape == (2, 22)
+
+
+def test_report_after_guidance_is_of_the_prompt(tight):
+    tight.generate(
+        random_ids(1, 40), guidance_scale=1.5, negative_prompt_ids=random_ids(1, 12), max_new_tokens=2, do_sample=False
+    )
+    assert tight.report().prompt_lengths.tolist() == [40]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda c: c[0], list, lambda c: c.layers[0].keys, lambda c: c.max_cache_len, lambda c: c.max_batch_size],
+)
+def test_cache_read_as_layers_says_what_to_read(tight, read):
+    cache = tight(random_ids(1, 20)).past_key_values
+    with pytest.raises(kvpass.CacheMismatchError, match=r"read cache\.positions"):
+        read(cache)
