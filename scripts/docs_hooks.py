@@ -132,6 +132,8 @@ def _made(policy: type[kvpass.Policy]) -> kvpass.Policy:
         return policy(tau1=tau1, tau2=tau2)  # type: ignore[call-arg]
     if policy.name == "duo_attention":
         return policy(head_map=((1.0,),))  # type: ignore[call-arg]
+    if policy.name == "kvzap":
+        return policy(weights="FILE")  # type: ignore[call-arg]
     return policy()
 
 
@@ -195,7 +197,7 @@ def policy_page(name: str, policy: type[kvpass.Policy], results: list[Table], *,
     rows = []
     for field in dataclasses.fields(policy):
         about = _linked(known.get(field.name, "")) or "see above"
-        required = field.name in ("tau1", "tau2", "head_map") and name in ("cake", "duo_attention")
+        required = field.name in ("tau1", "tau2", "head_map", "weights") and name in ("cake", "duo_attention", "kvzap")
         default = "required" if required else f"`{field.default!r}`"
         rows.append([f"`{field.name}`", _type_text(hints[field.name]), default, about.replace("|", "\\|")])
     heads, layers, rule = _splits(policy)
