@@ -14,6 +14,7 @@ from kvpass.version import __version__
 if TYPE_CHECKING:
     from kvpass.api import compile, load_cache
     from kvpass.cache.cache import CompressedCache
+    from kvpass.calibration.fit import Calibration, calibrate
     from kvpass.config import Budget
     from kvpass.errors import CacheFileError, CacheMismatchError, UnsupportedAttentionError
     from kvpass.frontends.attention import attention
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "kvpass.api": ("compile", "load_cache"),
     "kvpass.cache.cache": ("CompressedCache",),
+    "kvpass.calibration.fit": ("Calibration", "calibrate"),
     "kvpass.config": ("Budget",),
     "kvpass.errors": ("CacheFileError", "CacheMismatchError", "UnsupportedAttentionError"),
     "kvpass.frontends.attention": ("attention",),
@@ -43,6 +45,7 @@ __all__ = [
     "Budget",
     "CacheFileError",
     "CacheMismatchError",
+    "Calibration",
     "CompressedCache",
     "OutputLoss",
     "Plan",
@@ -52,6 +55,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_output_loss",
+    "calibrate",
     "compile",
     "generate",
     "load_cache",

@@ -141,9 +141,11 @@ def _compiled(
         ranks=ranks,
     )
     recurrent = adapted.recurrent
+    identity = ModelFingerprint(compiled, adapted.divided)
+    identity.check_policy(rules.policy)
     compiled._kvpass = Runtime(
         rules=rules,
-        identity=ModelFingerprint(compiled, adapted.divided),
+        identity=identity,
         device=adapted.device,
         captures=CaptureCache(phases, None if recurrent is None else recurrent.arguments),
         attention=None if recurrent is None else recurrent.attention,

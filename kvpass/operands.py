@@ -293,7 +293,7 @@ class PolicyInputs(NamedTuple):
     on. frequencies: inverse frequencies of the rotary embedding ``[D / 2]``. entries: evictable entries per KV head per
     layer of each row, int64 ``[B]``. summed: attention summed over all
     rows, fp32 ``[B, H, N]``. replayed: the most attention of a replay, fp32 ``[B, K, N]``. rule_rows: of
-    :class:`EvictBuffers`; those of the layer are written.
+    :class:`EvictBuffers`; those of the layer are written. entered: the policy's ``token_scores``, fp32 ``[B, K, N]``.
     """
 
     projection: Tensor | None = None
@@ -302,14 +302,15 @@ class PolicyInputs(NamedTuple):
     summed: Tensor | None = None
     replayed: Tensor | None = None
     rule_rows: Tensor | None = None
+    entered: Tensor | None = None
 
     def of(self, layer: int, rows: slice, column: int) -> PolicyInputs:
         """Return the same for some rows of the batch, from a column on; of ``rule_rows`` those of the layer."""
         entries = None if self.entries is None else self.entries[rows]
-        by_column = (self.summed, self.replayed)
-        summed, replayed = (None if x is None else x[rows, :, column:] for x in by_column)
+        by_column = (self.summed, self.replayed, self.entered)
+        summed, replayed, entered = (None if x is None else x[rows, :, column:] for x in by_column)
         rule_rows = None if self.rule_rows is None else self.rule_rows[layer, rows]
-        return self._replace(entries=entries, summed=summed, replayed=replayed, rule_rows=rule_rows)
+        return self._replace(entries=entries, summed=summed, replayed=replayed, rule_rows=rule_rows, entered=entered)
 
 
 NO_POLICY_INPUTS = PolicyInputs()

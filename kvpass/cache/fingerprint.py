@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpass.errors import CacheMismatchError
+from kvpass.policies.base import Policy
 
 SAMPLES = 256
 """Evenly spaced elements of each tensor that the digest of the weights reads."""
@@ -114,6 +115,15 @@ class ModelFingerprint:
             "weights": weights_digest(self._model, self._whole),
         }
 
+    def check_policy(self, policy: Policy) -> None:
+        """Raise ValueError if the policy's options are made for another model; all processes must call it together."""
+        wanted = policy.made_for()
+        if wanted is not None and wanted != weights_digest(self._model, self._whole, rounded=True):
+            raise ValueError(
+                f"policy {policy.name!r} was given a file that was made for another model, or for this one with other "
+                "weights: make one with 'kvpass calibrate'"
+            )
+
     def check(self, described: Mapping[str, Any]) -> None:
         """Compare this model with the fingerprint that :meth:`describe` made.
 
@@ -173,11 +183,12 @@ def reference(owner: Fingerprint) -> Callable[[], Tensor | tuple[str, ...] | Non
     return weakref.ref(known) if isinstance(known, Tensor) else lambda: known
 
 
-def weights_digest(model: nn.Module, whole: Mapping[str, Any]) -> str:
+def weights_digest(model: nn.Module, whole: Mapping[str, Any], *, rounded: bool = False) -> str:
     """Return SHA-256 over name, shape, dtype and about ``SAMPLES`` elements of each checkpoint tensor.
 
     Args:
-        whole: weights of which the model has a part, by name; one at a time is gathered.
+        whole: weights of which the model has a part, by name; one at a time is gathered. rounded: of floating elements
+            as bf16, so that the digest is the same in fp32 and in bf16.
     """
     found = hashlib.sha256()
     for name, tensor in _checkpoint(model):
@@ -185,7 +196,8 @@ def weights_digest(model: nn.Module, whole: Mapping[str, Any]) -> str:
             tensor = whole[name].full_tensor()
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(flat.numel() // SAMPLES, 1)].contiguous().cpu()
-        found.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+        sample = sample.bfloat16() if rounded and sample.is_floating_point() else sample
+        found.update(f"{name} {list(tensor.shape)} {sample.dtype}\n".encode())
         found.update(sample.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 

@@ -357,6 +357,35 @@ def results(
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="'smollm2-135m', a .gguf file, or a folder or hub name.")],
+    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the maps go to.")],
+    texts: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder with .txt files to fit on; generated texts if not."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Longest piece of text; about the length to be compressed.")] = 1000,
+    ridge: Annotated[float, typer.Option(help="Added to the diagonal of the system that is solved.")] = 30.0,
+    dtype: _Dtype = "auto",
+    device: _Device = "cpu",
+) -> None:
+    """Fit the maps of policy 'kvzap' for a model: from what enters attention to KVzip+'s scores."""
+    _import_libraries()
+    from kvpass.calibration.fit import calibrate as fit
+    from kvpass.loading import load_model
+
+    with _interruptible("nothing is written; the same command begins again"), _bad_values():
+        read = None if texts is None else [_text(path) for path in sorted(texts.glob("*.txt"))]
+        _make_folder("output", output.parent)
+        made = fit(*load_model(model, dtype=dtype, device=device), texts=read, tokens=tokens, ridge=ridge)
+        made.save(output)
+    Console().print(
+        f"R2 {float(made.r2.mean()):.2f} in texts held out, lowest of a layer {float(made.r2.mean(1).min()):.2f}"
+    )
+    Console().print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
+
+
+@app.command()
 def compress(
     document: Annotated[
         Path,

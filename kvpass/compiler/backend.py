@@ -213,11 +213,14 @@ class PhaseCompiler:
                 made = self._in_blocks(captured, inputs, call)
             except CannotSplitError as reason:
                 why_not = str(reason)
-        if made is None and phase == "prefill" and cache.policy.reads_replays and not call.one_token_prompt:
-            raise ValueError(
-                f"policy {cache.policy.name!r} replays a prompt layer by layer, and this decoder is not split into "
-                f"layers: {why_not or 'compile_regions=False rules that out'}"
-            )
+        if made is None and phase == "prefill" and not call.one_token_prompt:
+            policy = cache.policy
+            needs = "replays a prompt" if policy.reads_replays else "scores tokens" if policy.scores_tokens else None
+            if needs is not None:
+                raise ValueError(
+                    f"policy {policy.name!r} {needs} layer by layer, and this decoder is not split into "
+                    f"layers: {why_not or 'compile_regions=False rules that out'}"
+                )
         appends = phase != "prefill" and not call.observed and cache.policy.decode_rule() is None
         made = made or (captured.appending.get(phase) if appends else None) or self._rewritten(captured, inputs, call)
         if appends:  # no policy is part of it

@@ -232,7 +232,7 @@ class BlockedPrefill:
         for layer in self.split.layers:
             if self.places[layer.site.layer].ring:
                 continue
-            if policy.weighs_replays:
+            if policy.weighs_replays or policy.scores_tokens:
                 entering = layer.site.attention_input
                 assert entering is layer.entering
             if policy.reads_projection:
@@ -254,12 +254,12 @@ class _LayerCall(NamedTuple):
 
     Attributes:
         attention: keys and values of all tokens, queries of the last ones. lse: log-sum-exp of these queries, where it
-            was computed. norms: L2 norm of a tensor of the layer for each token, fp32 ``[B, T]``, where asked for.
+            was computed. entered: what each of the given functions of what enters attention gave.
     """
 
     attention: Attention
     lse: Tensor | None
-    norms: Tensor | None
+    entered: list[Tensor]
 
 
 class _PromptRun:
@@ -302,7 +302,7 @@ class _PromptRun:
         num_queries: int,
         results_from: int = 0,
         behind: Attention | None = None,
-        norms_of: Node | None = None,
+        of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
         on_block: Callable[[Attention, Tensor | None], None] | None = None,
     ) -> _LayerCall:
         """Run a layer, block by block.
@@ -310,12 +310,14 @@ class _PromptRun:
         Args:
             edges: where blocks begin, and the end. num_queries: how many of the last queries are returned.
             results_from: the first token of which the results of the layer are needed; earlier ones only give keys and
-                values. behind: keys and values that these tokens follow. norms_of: node whose norms are returned.
+                values. behind: keys and values that these tokens follow. of_entering: functions of what
+                enters attention, ``[B, T, hidden]``; their results, with tokens along the last axis, are returned.
             on_block: called with the attention of each block and its log-sum-exp.
         """
         site, n, seen = layer.site, self.tokens, self.seen
         queries, lses = _TokenBuffer(n - num_queries, n), _TokenBuffer(n - num_queries, n)
-        keys, values, norms = _TokenBuffer(0, seen + n), _TokenBuffer(0, seen + n), list[Tensor]()
+        keys, values = _TokenBuffer(0, seen + n), _TokenBuffer(0, seen + n)
+        entered: list[list[Tensor]] = [[] for _ in of_entering]
         if behind is not None:
             keys.put(0, behind.k)
             values.put(0, behind.v)
@@ -325,9 +327,11 @@ class _PromptRun:
             keys.put(seen + first, k)
             values.put(seen + first, v)
             queries.put(first, q)
-            if norms_of is not None:
-                x = self._part(norms_of, first, end, made)
-                norms.append(torch.linalg.vector_norm(x.float(), dim=-1).view(len(q), -1))
+            if of_entering:
+                assert layer.entering is not None
+                x = self._part(layer.entering, first, end, made)
+                for function, found in zip(of_entering, entered, strict=True):
+                    found.append(function(x.view(len(q), -1, x.shape[-1])))
             sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
             expansion = None if site.up is None else Expansion(self._part(site.up, first, end, made), site.nope)
             call = Attention(q, keys.before(seen + end), values.before(seen + end), site.scale, site.softcap, sinks)
@@ -349,7 +353,7 @@ class _PromptRun:
         return _LayerCall(
             absorbed(call._replace(q=queries.before(n)), expansion),
             lses.before(n) if lses.began else None,
-            torch.cat(norms, 1) if norms else None,
+            [torch.cat(found, -1) for found in entered],
         )
 
     def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
@@ -551,7 +555,16 @@ class _Prompt(_PromptRun):
         summing = not place.ring and any(policy.sums_columns for policy, _ in self.fills)
         on_block = add_sums if summing else None
         num_queries = 0 if place.ring else max(self._rows_read(policy) for policy, _ in self.fills)
-        call, lse, _ = self.attend(layer, edges, num_queries=num_queries, results_from=results_from, on_block=on_block)
+        scoring = [] if place.ring else [number for number, fill in enumerate(self.fills) if fill.policy.scores_tokens]
+        call, lse, scored = self.attend(
+            layer,
+            edges,
+            num_queries=num_queries,
+            results_from=results_from,
+            of_entering=[self._token_scores(self.fills[number].policy, layer.site, place) for number in scoring],
+            on_block=on_block,
+        )
+        entered = dict(zip(scoring, scored, strict=True))
         replayed: dict[int, Tensor] = {}
         for behind in self.behind:
             with record_function("kvpass::replay"):
@@ -566,7 +579,9 @@ class _Prompt(_PromptRun):
                 continue
             rows = self._rows_read(fill.policy)
             policy_inputs = self._policy_inputs(layer.site, fill.policy)._replace(
-                summed=summed[0] if fill.policy.sums_columns else None, replayed=replayed.get(number)
+                summed=summed[0] if fill.policy.sums_columns else None,
+                replayed=replayed.get(number),
+                entered=entered.get(number),
             )
             own = call._replace(q=call.q[:, :, num_queries - rows :])
             self._score_and_select(
@@ -587,13 +602,13 @@ class _Prompt(_PromptRun):
         value_norms = projected_norms(prompt.v, self._projection(layer.site), 2) if weighed else None
         for replay, parts in behind.turns:
             replay.known.update({node: self.known[node] for node in self.states})
-            call, _, all_norms = replay.attend(
+            call, _, entered = replay.attend(
                 layer,
                 replay.edges,
                 num_queries=0 if place.ring else replay.tokens,
                 results_from=replay.tokens if is_last else 0,
                 behind=prompt,
-                norms_of=layer.entering if weighed else None,
+                of_entering=[_norms] if weighed else [],
             )
             if place.ring:
                 continue
@@ -601,7 +616,7 @@ class _Prompt(_PromptRun):
                 own = slice(0, part.ids.shape[1])
                 queries, keys = call.q[rows, :, own], call.k[rows, :, self.tokens :][:, :, own]
                 for weighs, most in found.items():
-                    norms = all_norms[rows, own] if weighs and all_norms is not None else None
+                    norms = entered[0][rows, own] if weighs else None
                     seen = Replayed(part.first, part.last, part.sinks, queries, keys, norms)
                     worth = value_norms[rows, :, column:] if weighs and value_norms is not None else None
                     paid = most_attended(prompt.k[rows, :, column:], [seen], *call[3:], value_norms=worth)
@@ -621,6 +636,11 @@ class _Prompt(_PromptRun):
         candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
         with record_function("kvpass::cascade_step"):
             self.ops.cascade_step(buffers, candidates.stored_in(buffers), place.layer, policy, self.ranks)
+
+    def _token_scores(self, policy: Policy, site: Site, place: Place) -> Callable[[Tensor], Tensor]:
+        """Return the policy's function of what enters attention."""
+        kv_heads = int(recorded(site.k).shape[1])
+        return lambda x: policy.token_scores(x, place.layer, place.layers, kv_heads, self.ranks)
 
     def _policy_inputs(self, site: Site, policy: Policy) -> PolicyInputs:
         """Return of what the policy asks for the tensors of the model."""
@@ -651,6 +671,11 @@ class _Prompt(_PromptRun):
         """How many of the last queries a policy judges by."""
         rows = self.tokens if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
         return min(rows, self.tokens)
+
+
+def _norms(x: Tensor) -> Tensor:
+    """L2 norm of each token, fp32."""
+    return torch.linalg.vector_norm(x.float(), dim=-1)
 
 
 def _buffers(kind: Any, place: Place, fill: Fill) -> Any:

@@ -20,6 +20,7 @@ PolicyName = Literal[
     "h2o",
     "keydiff",
     "knorm",
+    "kvzap",
     "kvzip",
     "kvzip_plus",
     "lagkv",

@@ -620,6 +620,7 @@ class CompressedModel(_Base):
             entries=self._kvpass.rules.entry_format,
         )
         check_divided(rules.policy, self._kvpass.ranks)
+        self._kvpass.identity.check_policy(rules.policy)
         return rules
 
     def report(self, cache: CompressedCache | None = None) -> Report:

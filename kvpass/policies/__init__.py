@@ -24,6 +24,7 @@ from kvpass.policies.expected_attention import ExpectedAttention
 from kvpass.policies.h2o import H2O
 from kvpass.policies.keydiff import KeyDiff
 from kvpass.policies.knorm import Knorm
+from kvpass.policies.kvzap import KVzap
 from kvpass.policies.kvzip import KVzip, KVzipPlus
 from kvpass.policies.lagkv import LagKV
 from kvpass.policies.lava import Lava, LavaNoHead, LavaPyramid, LavaUniform
@@ -182,6 +183,7 @@ for _policy in (
     KeyDiff,
     LagKV,
     Knorm,
+    KVzap,
     KVzip,
     KVzipPlus,
     RKV,

@@ -19,6 +19,7 @@ from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import Parity, check_int, check_literal, check_options, option
 from kvpass.policies.replay import Replay
+from kvpass.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,9 @@ class Policy(ABC):
     weighs_replays: ClassVar[bool] = False
     """Whether what it reads of replays is weighed by norms; it then also says ``reads_projection``. What enters
     attention must be found in the model, which is else refused."""
+    scores_tokens: ClassVar[bool] = False
+    """Whether it defines :meth:`token_scores` and reads ``obs.token_scores``. What enters attention must be found in
+    the model, which is else refused."""
     needs_question: ClassVar[bool] = True
     """Whether its score follows what the prompt asks, so that it is poor where the question is not yet known."""
     of_one_model: ClassVar[bool] = False
@@ -124,6 +128,25 @@ class Policy(ABC):
             ids: tokens of prompts of one length, int64 ``[B, N]``, without padding.
         """
         return ()
+
+    def token_scores(self, x: Tensor, layer: int, num_layers: int, kv_heads: int, ranks: Ranks) -> Tensor:
+        """Return numbers that depend on each token alone, fp32 ``[B, K, T]``, for policies that say ``scores_tokens``.
+
+        It is called for blocks of tokens; ``obs.token_scores`` has them together.
+
+        Args:
+            x: what enters the attention layer, ``[B, T, hidden]``; anything in padding. layer, num_layers: as in
+                :class:`~kvpass.policies.observation.Observation`. kv_heads: of this process. ranks: processes that
+                share the heads.
+        """
+        raise NotImplementedError(f"policy {self.name!r} says scores_tokens and does not define token_scores")
+
+    def made_for(self) -> str | None:
+        """Return the digest of the weights of the model that its options are made for; None: not known, or any.
+
+        ``kvpass.compile`` and ``set_policy`` refuse another model.
+        """
+        return None
 
     def decode_rule(self) -> DecodeRule | None:
         """Return the rule for eviction while decoding; None: tokens are only appended."""

@@ -102,6 +102,7 @@ class Observation:
         frequencies: inverse frequencies of the rotary embedding ``[D / 2]``, given to policies that say
             ``reads_rotation``; channels j and ``j + D / 2`` turn by ``position * frequencies[j]``.
         replayed: :attr:`replayed_attention`, given to policies that say ``reads_replays``.
+        entered: :attr:`token_scores`, given to policies that say ``scores_tokens``.
         entries: evictable entries per KV head per layer on average, int64 ``[B]``: the budget without the window. None
             when a cache is compressed again.
         rule_rows: rows of the policy's decode rule after the prompt, fp32 ``[B, K, G, rows, D]``, where the cache holds
@@ -129,6 +130,7 @@ class Observation:
     replayed: Tensor | None = None
     entries: Tensor | None = None
     rule_rows: Tensor | None = None
+    entered: Tensor | None = None
     ranks: Ranks = ONE_PROCESS
 
     def all_heads(self, x: Tensor) -> Tensor:
@@ -182,6 +184,17 @@ class Observation:
         if self.replayed is None:
             raise ValueError("replays of the prompt are needed and not given")
         return self.replayed
+
+    @property
+    def token_scores(self) -> Tensor:
+        """What :meth:`kvpass.policies.base.Policy.token_scores` gives of the prompt, fp32 ``[B, K, N]``.
+
+        Raises:
+            ValueError: it is not given.
+        """
+        if self.entered is None:
+            raise ValueError("what enters attention is needed and not given")
+        return self.entered
 
     @property
     def positions(self) -> Tensor:

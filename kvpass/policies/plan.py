@@ -18,6 +18,7 @@ from kvpass.policies.observation import Observation, projected_norms
 from kvpass.policies.options import check_float
 from kvpass.policies.replay import Replayed, most_attended
 from kvpass.policies.scheduler import best_over_layers
+from kvpass.ranks import ONE_PROCESS
 
 Layers = Tensor | Sequence[Tensor]
 
@@ -73,6 +74,7 @@ def plan(
     output_weights: Layers | None = None,
     rope_frequencies: Layers | None = None,
     replays: Sequence[Replayed] = (),
+    entering: Layers | None = None,
     **options: object,
 ) -> Plan:
     """Return what a policy keeps of a prompt and while decoding, by the code compiled models use.
@@ -93,10 +95,11 @@ def plan(
             ``[L, D / 2]``; channels j and ``j + D / 2`` of queries and keys turn together.
         replays: for policies that read them, queries ``[L, B, H, T, D]`` and keys ``[L, B, K, T, D]`` of what runs
             behind the prompt; for those that weigh them also norms ``[L, B, T]``.
+        entering: for policies that score tokens by it, what enters the attention layers, ``[L, B, N, hidden]``.
     Raises:
         ValueError: unknown policy or option, option or budget out of range, shapes that do not fit together, a value
-            that is not finite, ``R < window``, ``N = 0``, no ``output_weights``, ``rope_frequencies`` or ``replays``
-            where the policy reads them.
+            that is not finite, ``R < window``, ``N = 0``, no ``output_weights``, ``rope_frequencies``, ``replays`` or
+            ``entering`` where the policy reads them.
     """
     chosen = resolve(policy, **options)
     q, k, v = _stack("queries", queries), _stack("keys", keys), _stack("values", values)
@@ -109,9 +112,10 @@ def plan(
     check_float("scale", factor, 0.0, open_low=True)
     attended = _attended(chosen, replays, q, k, v, projections, factor)
     parsed, entries = _entries(chosen, budget, k, v)
+    entered = _entered(chosen, entering, k)
     given = [
-        PolicyInputs(weight, turns, entries.expand(batch), replayed=most)
-        for weight, turns, most in zip(projections, frequencies, attended, strict=True)
+        PolicyInputs(weight, turns, entries.expand(batch), replayed=most, entered=found)
+        for weight, turns, most, found in zip(projections, frequencies, attended, entered, strict=True)
     ]
 
     rows = []
@@ -286,6 +290,18 @@ def _frequencies(policy: Policy, given: Layers | None, q: Tensor) -> Sequence[Te
         if 2 * frequencies.numel() != dim or frequencies.dim() != 1:
             raise ValueError(f"rope_frequencies[{layer}].shape={tuple(frequencies.shape)}: must be [{dim} / 2]")
     return found
+
+
+def _entered(policy: Policy, given: Layers | None, k: Tensor) -> Sequence[Tensor | None]:
+    """Return the scores of tokens by what enters each layer, None for each if the policy has none."""
+    layers, batch, kv_heads, length, _ = k.shape
+    if not policy.scores_tokens:
+        return [None] * layers
+    found = _of_layers(policy, "input", "entering", "B, N, hidden", given, layers)
+    for layer, x in enumerate(found):
+        if x.dim() != 3 or x.shape[:2] != (batch, length):
+            raise ValueError(f"entering[{layer}].shape={tuple(x.shape)}: must be [{batch}, {length}, hidden]")
+    return [policy.token_scores(x, layer, layers, kv_heads, ONE_PROCESS) for layer, x in enumerate(found)]
 
 
 def _of_layers(policy: Policy, what: str, name: str, shape: str, given: Layers | None, layers: int) -> Sequence[Tensor]:

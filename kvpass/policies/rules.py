@@ -129,6 +129,8 @@ def _refusal(policy: Policy) -> str | None:
         return "its score turns queries back by their position, and only a prompt has queries of all its tokens"
     if policy.reads_replays:
         return "it runs the prompt once more behind all its entries, which are no longer there"
+    if policy.scores_tokens:
+        return "its score reads what enters attention, which only a prompt has at hand"
     if policy.compares_layers:
         return "it compares the scores of all layers, which is done in a prompt only"
     if policy.only_prompts:

@@ -106,6 +106,11 @@ REFUSALS = [
         'vLLM prefills it once: use another policy, such as "keydiff"',
     ),
     Refusal(
+        "policies that score tokens by what enters attention",
+        lambda _, settings: settings.policy.scores_tokens,
+        'an attention layer of vLLM does not know it: use another policy, such as "keydiff"',
+    ),
+    Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
         "leave --speculative-config out",

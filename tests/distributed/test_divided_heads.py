@@ -27,6 +27,7 @@ from kvpass.policies.observation import projected_norms
 from kvpass.policies.plan import plan
 from kvpass.policies.replay import Replayed, most_attended
 from kvpass.ranks import ONE_PROCESS, Ranks, digest
+from tiny_models import kvzap_file
 
 SIZE, LAYERS, ROWS, KV_HEADS, GROUP, TOKENS, DIM, BUDGET = 2, 3, 2, 4, 2, 60, 8, 21
 NUMBERS = tuple(range(LAYERS))
@@ -35,12 +36,15 @@ OPTIONS = {
     "pyramidkv": {"shape": "entropy"},
     "duo_attention": {"head_map": torch.rand(LAYERS, KV_HEADS).tolist(), "sinks": 3},
     "criticalkv": {"base": "ada_snapkv", "epsilon": 0.1},
+    "kvzap": {"weights": kvzap_file(LAYERS, KV_HEADS, 10), "split": "file"},
     "expected_attention": {"head_split": "adaptive"},
 }
 WEIGHTS = torch.randn(LAYERS, 12, KV_HEADS * GROUP * DIM, generator=torch.Generator().manual_seed(1))
 """Output projections."""
 TURNS = (0.2 ** torch.arange(DIM // 2)).expand(LAYERS, -1)
 """Inverse frequencies of the rotary embeddings."""
+ENTERING = torch.randn(LAYERS, ROWS, TOKENS, 10, generator=torch.Generator().manual_seed(2))
+"""What enters attention."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ def recorded(
         norms = projected_norms(v[layer], weights[layer], 2) if policy.weighs_replays else None
         most = most_attended(call.k, [replayed(call.q, call.k)], call.scale, value_norms=norms)
         asked = PolicyInputs(weights[layer], TURNS[layer], buffers.entries, replayed=most)
+        if policy.scores_tokens:
+            asked = asked._replace(entered=policy.token_scores(ENTERING[layer], layer, LAYERS, heads, ranks))
         seen = reference.score_layer(call, None, start, start, layer, LAYERS, policy, asked, ranks)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)
@@ -152,6 +158,7 @@ def sent_of_a_prompt(name: str, evictable: int) -> int:
         "criticalkv": heads * evictable,
         "defensivekv": heads * (evictable + 2),
         "layer_defensivekv": heads * (evictable + 2) + 8 * slots,
+        "kvzap": 8 * slots,
         "kvzip": 8 * slots,
         "kvzip_plus": 8 * slots,
         "expected_attention": heads,
@@ -173,7 +180,12 @@ def test_threads_keep_together_what_one_keeps(name, padding, parity):
         assert torch.equal(found, kept(policy, q, k, v, start, ONE_PROCESS))
     else:
         budget = BUDGET if policy.needs_budget else None
-        given = {"output_weights": WEIGHTS, "rope_frequencies": TURNS, "replays": [replayed(q, k)]}
+        given = {
+            "output_weights": WEIGHTS,
+            "rope_frequencies": TURNS,
+            "replays": [replayed(q, k)],
+            "entering": ENTERING,
+        }
         assert torch.equal(found, plan(policy, q, k, v, budget=budget, **given).keep)
 
 

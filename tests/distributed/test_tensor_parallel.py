@@ -18,6 +18,7 @@ import kvpass
 import tiny_models
 from divided_model import (
     IDS,
+    KVZAP,
     WINDOW,
     agree_on_arguments,
     agree_on_captures,
@@ -35,7 +36,7 @@ from divided_model import (
 from kvpass.adapt.latent_attention import attend_latents
 from kvpass.cli.documents import Document
 from processes import Processes
-from tiny_models import tiny_model
+from tiny_models import tiny_model, write_kvzap
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -83,6 +84,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
             if "k_norm" in name:  # else all keys have one norm but for rounding, which knorm would sort them by
                 torch.nn.init.normal_(weight)
         model.save_pretrained(made)
+        full = layers - (family == "gemma3")
+        write_kvzap(made / KVZAP, full, kv_heads, model.config.hidden_size)
         return made
 
     return folder

@@ -164,10 +164,14 @@ def test_a_float64_model_keeps_what_it_keeps_in_float32(policy, window):
 @pytest.mark.parametrize("parity", ["paper", "code"])
 @pytest.mark.parametrize(
     "policy",
-    [name for name, kind in sorted(kvpass.POLICIES.items()) if not (name in {*RULES, "full"} or kind.reads_replays)],
+    [
+        name
+        for name, kind in sorted(kvpass.POLICIES.items())
+        if not (name in {*RULES, "full"} or kind.reads_replays or kind.scores_tokens)
+    ],
 )
 def test_a_compiled_prefill_keeps_what_plan_says(monkeypatch, policy, parity):
-    """test_replays.py has those that replay."""
+    """test_replays.py has those that replay, test_kvzap.py the one that reads what enters attention."""
     calls = recording(monkeypatch)
     options = {"window": 8, "parity": parity}
     if kvpass.POLICIES[policy].of_one_model:

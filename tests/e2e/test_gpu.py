@@ -30,6 +30,7 @@ STARTS = torch.tensor([0, 9, 120])
 OPTIONS = {
     "cake": {"tau1": 1.0, "tau2": 1.0},
     "duo_attention": {"head_map": HEAD_MAP, "sinks": 3},
+    "kvzap": {"weights": "never read"},
     "vatp": {"indicator": "scissorhands"},
 }
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

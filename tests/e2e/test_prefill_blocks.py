@@ -16,7 +16,7 @@ from kvpass.compiler import backend
 from kvpass.policies import POLICIES
 from numeric_checks import assert_close
 from pairwise import each_value, quick
-from tiny_models import FAMILIES, HEAD_MAP, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import FAMILIES, HEAD_MAP, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
 WHOLE = 10**6
 TAUS = {"tau1": 1.5, "tau2": 0.7}
@@ -24,6 +24,7 @@ OPTIONS = {
     "cake": TAUS,
     "duo_attention": {"head_map": HEAD_MAP, "sinks": 3},
     "full": {"budget": None},
+    "kvzap": {"weights": kvzap_file()},
     "vatp": {"indicator": "scissorhands"},
 }
 UNUSUAL = ["gpt_oss", "bloom", "diffllama", "deepseek_v3", "gpt2"]

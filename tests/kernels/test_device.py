@@ -25,6 +25,7 @@ LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
 OPTIONS = {
     "cake": {"tau1": 1.0, "tau2": 1.0},
     "duo_attention": {"head_map": HEAD_MAP, "sinks": 3},
+    "kvzap": {"weights": "never read"},
     "vatp": {"indicator": "scissorhands"},
 }
 STARTS = torch.tensor([0, 9, 9])
@@ -207,6 +208,7 @@ def test_rows_of_different_padding_are_judged_together_as_each_alone(name, optio
     assert policy.takes_padded_rows == (name not in apart)
     call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
     asked = PolicyInputs(WEIGHT, TURNS, torch.full((len(RAGGED),), 9), replayed=call.k.norm(dim=-1))
+    asked = asked._replace(entered=call.k.mean(-1))
     found, expected = (
         (out, *ops.score_layer(call, lse, RAGGED, RAGGED, 0, LAYERS, policy, asked))
         for ops in (device, reference)

@@ -43,6 +43,7 @@ HEADS = KV_HEADS * GROUP
 OPTIONS = {
     "cake": {"tau1": 1.0, "tau2": 1.0},
     "duo_attention": {"head_map": HEAD_MAP},
+    "kvzap": {"weights": "never read"},
     "vatp": {"indicator": "scissorhands"},
 }
 STARTS = torch.tensor([0, 9, 9])
@@ -95,6 +96,7 @@ def test_a_prefill_up_to_its_packed_pool(
         on_device(DIM // 2),
         on_device(ROWS, dtype=torch.int64),
         replayed=on_device(ROWS, KV_HEADS, TOKENS),
+        entered=on_device(ROWS, KV_HEADS, TOKENS),
     )
     out, scores, stats, weight = observe(device, call, STARTS, first, 1, LAYERS, policy, asked)
     assert ("_prefill_kernel" in launched) == (dtype == torch.float32)

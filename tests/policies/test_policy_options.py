@@ -27,7 +27,8 @@ TAUS = {"tau1": 1.0, "tau2": 1.0}
 
 
 def needed(name: str) -> dict[str, object]:
-    return {"cake": dict(TAUS), "duo_attention": {"head_map": [[0.5, 1.0], [0.2, 0.0]]}}.get(name, {})
+    head_map = [[0.5, 1.0], [0.2, 0.0]]
+    return {"cake": dict(TAUS), "duo_attention": {"head_map": head_map}, "kvzap": {"weights": "FILE"}}.get(name, {})
 
 
 @pytest.mark.parametrize("name", [*POLICIES])
@@ -75,7 +76,7 @@ BAD_OPTIONS = [
     *(("gamma", bad, ["cake"]) for bad in (-1, math.inf, None)),
     *((tau, bad, ["cake", "snapkv", "h2o"]) for tau in TAUS for bad in (0, -1.0, math.inf, True)),
     ("tau1", None, ["cake"]),
-    ("sinks", -1, ["streaming_llm", "vatp", "duo_attention", "expected_attention", "lagkv", *REPLAYING]),
+    ("sinks", -1, ["streaming_llm", "vatp", "duo_attention", "expected_attention", "lagkv", "kvzap", *REPLAYING]),
     ("base", "lava", ["criticalkv"]),
     *(("first_stage", bad, ["criticalkv"]) for bad in (-0.1, 1.1, math.nan)),
     *(("epsilon", bad, ["criticalkv", "expected_attention"]) for bad in (-1, math.inf)),
@@ -101,6 +102,7 @@ BAD_OPTIONS = [
     *(("buffer", bad, ["r_kv", "triattention"]) for bad in (0, 2.0, True)),
     *(("head_map", bad, ["duo_attention"]) for bad in ((), [[]], [[1.0], [1.0, 0.5]], 3, None)),
     *(("statistics", bad, ["triattention"]) for bad in (3, "")),
+    *(("weights", bad, ["kvzap"]) for bad in (3, "", None)),
     ("aggregate", "sum", ["triattention"]),
     ("longest", 0, ["triattention"]),
 ]

@@ -30,6 +30,8 @@ from kvpass.report import Report
 from tiny_models import left_pad, random_ids
 
 WINDOW = 8
+KVZAP = "kvzap.safetensors"
+"""Maps of policy ``kvzap``, beside the model."""
 IDS, MASK = left_pad([random_ids(1, 90)[0], random_ids(1, 77, seed=1)[0]])
 TURNS = (random_ids(2, 5, seed=2), random_ids(2, 3, seed=3))
 GIVEN: dict[str, Any] = {"policy": "lava", "budget": 24, "window": WINDOW}
@@ -82,7 +84,8 @@ def with_policy(folder: Path, policy: str, **given: Any) -> Any:
     if policy == "full":
         fast.set_policy(policy)
     else:
-        fast.set_policy(policy, 24, window=WINDOW, **OPTIONS.get(policy, {}))
+        own = {"weights": str(folder / KVZAP)} if policy == "kvzap" else OPTIONS.get(policy, {})
+        fast.set_policy(policy, 24, window=WINDOW, **own)
     return fast
 
 

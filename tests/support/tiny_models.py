@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo.pgo
 import transformers
 from packaging.version import Version
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -35,6 +38,27 @@ LLAMA_LIKE = {
 }
 HEAD_MAP = ((0.1, 0.8), (0.7, 0.3), (0.8, 0.5))
 """A head map of its layers and KV heads."""
+_FILES = tempfile.TemporaryDirectory(prefix="kvpass-tests-")
+
+
+def write_kvzap(path: str | Path, layers: int = 3, kv_heads: int = 2, hidden: int = 64) -> None:
+    """Write random maps of policy ``kvzap``, of no model in particular, with shares of heads."""
+    generator = torch.Generator().manual_seed(7)
+    tensors = {"head_shares": torch.rand(layers, kv_heads, generator=generator)}
+    for layer in range(layers):
+        tensors[f"module_list.{layer}.weight"] = torch.randn(kv_heads, hidden, generator=generator)
+        tensors[f"module_list.{layer}.bias"] = torch.randn(kv_heads, generator=generator)
+    save_file(tensors, path)
+
+
+@functools.cache
+def kvzap_file(layers: int = 3, kv_heads: int = 2, hidden: int = 64) -> str:
+    """Return the path of a file of :func:`write_kvzap`; by default it fits models of ``LLAMA_LIKE``."""
+    path = Path(_FILES.name, f"{layers}-{kv_heads}-{hidden}.safetensors")
+    write_kvzap(path, layers, kv_heads, hidden)
+    return str(path)
+
+
 _FALCON = {
     **_COMMON,
     "hidden_size": 64,

@@ -13,7 +13,9 @@ OUTPUT_PROJECTION = "policies that read the output projection of a layer"
 ROTARY_EMBEDDING = "policies that read the rotary embedding"
 CRITICALKV = Settings.read({"kvpass": {"policy": "criticalkv", "budget": 64, "room": 8}})
 REPLAYS = "policies that replay the prompt"
+TOKEN_SCORES = "policies that score tokens by what enters attention"
 ZIP = Settings.read({"kvpass": {"policy": "kvzip", "budget": 64, "room": 8}})
+ZAP = Settings.read({"kvpass": {"policy": "kvzap", "weights": "FILE", "budget": 129, "room": 8}})
 EXPECTED = Settings.read({"kvpass": {"policy": "expected_attention", "budget": 64, "room": 8}})
 
 
@@ -28,11 +30,18 @@ class OwnDivisible(Own):
 OWN, OWN_DIVISIBLE = (Settings(kind(), 64, 8) for kind in (Own, OwnDivisible))
 
 OWN_DIVIDED = "tensor parallelism with a policy of your own"
-WITH_POLICY = {OUTPUT_PROJECTION: CRITICALKV, ROTARY_EMBEDDING: EXPECTED, REPLAYS: ZIP, OWN_DIVIDED: OWN}
+WITH_POLICY = {
+    OUTPUT_PROJECTION: CRITICALKV,
+    ROTARY_EMBEDDING: EXPECTED,
+    REPLAYS: ZIP,
+    TOKEN_SCORES: ZAP,
+    OWN_DIVIDED: OWN,
+}
 FAULTS = {
     OUTPUT_PROJECTION: {},
     ROTARY_EMBEDDING: {},
     REPLAYS: {},
+    TOKEN_SCORES: {},
     "the second model runner": {"use_v2_model_runner": True},
     "chunked prefill": {"scheduler_config.enable_chunked_prefill": True},
     "prefix caching": {"cache_config.enable_prefix_caching": True},

@@ -1,0 +1,1 @@
+"""Fits the maps of policy ``kvzap`` for a model, on texts."""

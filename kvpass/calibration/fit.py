@@ -1,0 +1,323 @@
+"""``kvpass.calibrate``: fits what enters attention to the log of KVzip+'s scores (KVzap, arXiv 2601.07891).
+
+Each text runs once, as ``[header, text; request to repeat it, text]`` in the model's chat template. In each layer, y is
+the log of the score of :class:`kvpass.policies.kvzip.KVzipPlus`: the most attention that the repetition pays an entry,
+weighed by norms. Only sums over tokens of ``x x'`` and ``x y'`` are held, in fp64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from kvpass.cache.fingerprint import weights_digest
+from kvpass.calibration.texts import generated_texts
+from kvpass.frontends.arguments import check_model
+from kvpass.frontends.attention import kvpass_attention
+from kvpass.frontends.transformers import CompressedModel
+from kvpass.policies.kvzap import MODEL, SHARES
+from kvpass.policies.observation import projected_norms
+from kvpass.policies.options import check_float, check_int
+from kvpass.policies.replay import Replayed, most_attended
+from kvpass.progress import progress_bar, progress_console
+
+_NAME = "kvpass_calibration"
+_REQUEST = "\n\nRepeat the previous context exactly."
+_MARK = "\ufffckvpass text\ufffc"
+_SKIPPED = 4
+"""First tokens, which attention pays whatever they say."""
+_LEAST = 1e-12
+"""Least score of which the log is taken."""
+_HELD_OUT = 4
+"""Of so many pieces of text one is not fitted, but tells R2."""
+_PLANNED = 0.25
+"""Part of the entries that KVzip+ keeps where shares of heads are counted."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Maps fitted for a model: what :func:`calibrate` returns, to be saved for ``weights`` of policy ``kvzap``.
+
+    Attributes:
+        weight: ``[L, K, hidden]``, layers under the budget. bias: ``[L, K]``. head_shares: of the entries that KVzip+
+            keeps at a quarter, the part of each head, mean over the fitted texts, ``[L, K]``. r2: share of the variance
+            that is explained in texts that were held out, ``[L, K]``. model, texts: digests. fitted: tokens.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    head_shares: Tensor
+    r2: Tensor
+    model: str
+    texts: str
+    fitted: int
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file, whose maps have the names of NVIDIA's files."""
+        tensors = {SHARES: self.head_shares, "r2": self.r2}
+        for layer, (weight, bias) in enumerate(zip(self.weight, self.bias, strict=True)):
+            tensors |= {f"module_list.{layer}.weight": weight, f"module_list.{layer}.bias": bias}
+        told = {MODEL: self.model, "kvpass_texts": self.texts, "fitted_tokens": str(self.fitted)}
+        save_file({name: x.float().contiguous().cpu() for name, x in tensors.items()}, path, metadata=told)
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    texts: Sequence[str] | None = None,
+    tokens: int = 1000,
+    ridge: float = 30.0,
+) -> Calibration:
+    """Fit the maps of policy ``kvzap`` for a model: ``kvpass.calibrate(model, tokenizer).save("kvzap.safetensors")``.
+
+    Each piece of text runs through the model once, twice its length. The model does not change.
+
+    Args:
+        model: a decoder of transformers, in eval mode, not compiled by kvpass.
+        texts: what to fit on, as mixed as what will be compressed; None: generated ones. Eight pieces or more.
+        tokens: of a piece; longer texts are cut into several. Scores depend on it: about the length to be compressed.
+        ridge: added to the diagonal of ``x x'``, summed over tokens.
+    Raises:
+        ValueError: an argument is out of range, too little text, or a model whose attention layers are not called
+            through transformers' interface.
+    """
+    if isinstance(model, CompressedModel):
+        raise ValueError(f"{type(model).__name__} is compiled by kvpass; calibrate the original model")
+    check_model(model)
+    check_int("tokens", tokens, 32)
+    check_float("ridge", ridge, 0.0, open_low=True)
+    if not type(model)._can_set_attn_implementation():
+        raise ValueError(f"{type(model).__name__} does not call attention through transformers' interface")
+    pieces = _pieces(tokenizer, generated_texts() if texts is None else texts, tokens)
+    held_out = pieces[_HELD_OUT - 1 :: _HELD_OUT]
+    fitted = [piece for number, piece in enumerate(pieces) if number % _HELD_OUT != _HELD_OUT - 1]
+    if not held_out:
+        raise ValueError(f"texts: {len(pieces)} pieces of {tokens} tokens; at least {_HELD_OUT} are needed")
+    sums, told = list[_Sums](), list[_Told]()
+    shares = list[Tensor]()
+    with _observed(model) as run, progress_bar(progress_console()) as progress:
+        task = progress.add_task("calibrate", total=len(pieces))
+        for piece in fitted:
+            seen = run(piece)
+            sums = sums or [_Sums.of(layer) for layer in seen]
+            for layer, of_layer in zip(seen, sums, strict=True):
+                of_layer.add(layer)
+            shares.append(_shares(torch.stack([layer.y for layer in seen])))
+            progress.advance(task)
+        maps = [of_layer.solve(ridge) for of_layer in sums]
+        for piece in held_out:
+            seen = run(piece)
+            told = told or [_Told.of(layer) for layer in seen]
+            for layer, found, fit in zip(seen, told, maps, strict=True):
+                found.add(layer.y, layer.x @ fit[0].T + fit[1])
+            progress.advance(task)
+    return Calibration(
+        weight=torch.stack([weight for weight, _ in maps]),
+        bias=torch.stack([bias for _, bias in maps]),
+        head_shares=torch.stack(shares).mean(0),
+        r2=torch.stack([found.r2 for found in told]),
+        model=weights_digest(model, {}, rounded=True),
+        texts=hashlib.sha256(repr(pieces).encode()).hexdigest(),
+        fitted=int(sums[0].count),
+    )
+
+
+class Piece(NamedTuple):
+    """Token ids of a piece of text: what stands before it, itself, what asks to repeat it; then it comes again."""
+
+    header: list[int]
+    text: list[int]
+    request: list[int]
+
+    @property
+    def first(self) -> int:
+        """Tokens at the begin that are not fitted: what stands before the text, at least four."""
+        return max(len(self.header), _SKIPPED)
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.header + self.text
+
+    @property
+    def replay(self) -> list[int]:
+        return self.request + self.prompt[self.first :]
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], tokens: int) -> list[Piece]:
+    """Return texts in pieces of so many tokens; what is left of a text, and shorter ones, from a quarter of it on."""
+    if tokenizer.chat_template is None:
+        bos = tokenizer.bos_token_id
+        header, request = [] if bos is None else [bos], _ids(tokenizer, _REQUEST + "\n\n")
+    else:
+        asked = [{"role": "user", "content": _MARK + _REQUEST}]
+        told = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+        header, request = (_ids(tokenizer, part) for part in told.split(_MARK))
+    found = []
+    for text in texts:
+        ids = _ids(tokenizer, text)
+        parts = [ids[first : first + tokens] for first in range(0, len(ids), tokens)]
+        found += [Piece(header, part, request) for part in parts if 4 * len(part) >= tokens]
+    return found
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+class _Layer(NamedTuple):
+    """Tokens of a text in one layer: what enters attention ``[N, hidden]``, log of the score ``[N, K]``; fp64."""
+
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class _Sums:
+    """Sums over tokens, of one layer."""
+
+    count: int
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    xy: Tensor
+
+    @classmethod
+    def of(cls, layer: _Layer) -> _Sums:
+        hidden, heads = layer.x.shape[1], layer.y.shape[1]
+        zeros = layer.x.new_zeros
+        return cls(0, zeros(hidden), zeros(heads), zeros(hidden, hidden), zeros(hidden, heads))
+
+    def add(self, layer: _Layer) -> None:
+        self.count += len(layer.x)
+        self.x += layer.x.sum(0)
+        self.y += layer.y.sum(0)
+        self.xx.addmm_(layer.x.T, layer.x)
+        self.xy.addmm_(layer.x.T, layer.y)
+
+    def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
+        """Return weight ``[K, hidden]`` and bias ``[K]``; the bias is not penalised."""
+        x, y = self.x / self.count, self.y / self.count
+        centred = self.xx - self.count * torch.outer(x, x)
+        centred.diagonal().add_(ridge)
+        weight = torch.linalg.solve(centred, self.xy - self.count * torch.outer(x, y)).T
+        return weight, y - weight @ x
+
+
+@dataclass
+class _Told:
+    """Squared errors and variance in held-out texts, of one layer."""
+
+    count: int
+    error: Tensor
+    y: Tensor
+    yy: Tensor
+
+    @classmethod
+    def of(cls, layer: _Layer) -> _Told:
+        return cls(0, *layer.y.new_zeros(3, layer.y.shape[1]))
+
+    def add(self, y: Tensor, predicted: Tensor) -> None:
+        self.count += len(y)
+        self.error += (y - predicted).square().sum(0)
+        self.y += y.sum(0)
+        self.yy += y.square().sum(0)
+
+    @property
+    def r2(self) -> Tensor:
+        return 1 - self.error / (self.yy - self.y.square() / self.count).clamp(min=1e-12)
+
+
+def _shares(y: Tensor) -> Tensor:
+    """Return of the best quarter of all entries the part that is of each head, ``[L, K]``, from y ``[L, N, K]``."""
+    count = max(int(_PLANNED * y.numel()), 1)
+    best = torch.zeros(y.numel(), dtype=torch.float64, device=y.device)
+    best[y.flatten().topk(count).indices] = 1
+    return best.view(y.shape).sum(1) / count
+
+
+class _Call(NamedTuple):
+    """An attention call whose output projection is still to be called."""
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class _Observer:
+    """Sees attention calls of a model, what the linear layer before each reads, and the linear layer behind it.
+
+    Attributes:
+        piece: the text that runs. layers: what was found in it, of layers without a sliding window.
+    """
+
+    def __init__(self) -> None:
+        self.piece: Piece | None = None
+        self.layers: list[_Layer] = []
+        self._read: Tensor | None = None
+        self._call: _Call | None = None
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **given: Any
+    ) -> tuple[Tensor, None]:
+        """Attention of transformers' interface."""
+        if given.get("sliding_window") is None:
+            assert self._read is not None
+            scale = given.get("scaling") or q.shape[-1] ** -0.5
+            self._call = _Call(self._read, q, k, v, scale, given.get("softcap"), given.get("s_aux"))
+        return kvpass_attention(module, q, k, v, mask, **given)
+
+    def see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Hook before a linear layer."""
+        if self._call is not None:
+            weight: Any = module.weight
+            self.layers.append(self._observe(self._call, weight.T if isinstance(module, Conv1D) else weight))
+            self._call = None
+        self._read = args[0]
+
+    def _observe(self, call: _Call, projection: Tensor) -> _Layer:
+        assert self.piece is not None
+        first, n = self.piece.first, len(self.piece.prompt)
+        norms = torch.linalg.vector_norm(call.x[:, n:].float(), dim=-1)
+        replay = Replayed(first, n, first, call.q[:, :, n:], call.k[:, :, n:], norms)
+        worth = projected_norms(call.v[:, :, :n], projection, 2)
+        most = most_attended(call.k[:, :, :n], [replay], call.scale, call.softcap, call.sinks, value_norms=worth)
+        return _Layer(call.x[0, first:n].double(), most[0, :, first:].T.double().clamp(min=_LEAST).log())
+
+
+@contextmanager
+def _observed(model: PreTrainedModel) -> Iterator[Any]:
+    """Give a function that runs a piece of text and returns a :class:`_Layer` of each layer under the budget."""
+    observer, before = _Observer(), model.config._attn_implementation
+    AttentionInterface.register(_NAME, observer.attend)
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+    hooks = [module.register_forward_pre_hook(observer.see) for module in linear]
+    model.set_attn_implementation(_NAME)
+    try:
+        yield partial(_run, model, observer)
+    finally:
+        model.set_attn_implementation(before)
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.inference_mode()
+def _run(model: PreTrainedModel, observer: _Observer, piece: Piece) -> list[_Layer]:
+    observer.piece, observer.layers = piece, []
+    model(torch.tensor([piece.prompt + piece.replay], device=model.device), use_cache=False, logits_to_keep=1)
+    return observer.layers

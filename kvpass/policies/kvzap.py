@@ -1,0 +1,189 @@
+"""KVzap: a small fitted map tells from a token alone how much a repetition of the text would attend to it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from kvpass.policies.base import Policy
+from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
+from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
+from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.options import check_choice, check_int, check_path, option
+from kvpass.policies.scheduler import invert
+from kvpass.ranks import Ranks
+
+SHARES, MODEL = "head_shares", "kvpass_model"
+"""Names in our files: the tensor of head shares, and the metadata with the digest of the model's weights."""
+_LEAST_SHARE = 1e-6
+_WANTED = (
+    "must hold for each layer one linear map, module_list.0.weight and module_list.0.bias and so on, or two, "
+    "module_list.0.0 and module_list.0.2, as 'kvpass calibrate' and nvidia/KVzap-* have them"
+)
+
+
+class Surrogate(NamedTuple):
+    """Contents of a file: maps from what enters attention to the log of KVzip+'s scores.
+
+    Attributes:
+        layers: for each layer under the budget one linear map, or two with a GELU between them: weight ``[out, in]``
+            and bias ``[out]``, the last with K rows; fp32. head_shares: share of the entries for each head,
+            ``[L, K]``. model: digest of the weights of the model that it was fitted for. The last two are None in
+            NVIDIA's files.
+    """
+
+    layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...]
+    head_shares: Tensor | None
+    model: str | None
+
+    def check(self, path: str, layers: int, kv_heads: int, hidden: int | None = None) -> None:
+        """Raise ValueError unless it is of so many layers and KV heads, and of tokens of so many numbers."""
+        found = len(self.layers), len(self.layers[0][-1][1]), self.layers[0][0][0].shape[1]
+        if found != (layers, kv_heads, found[2] if hidden is None else hidden):
+            raise ValueError(
+                f"weights={path!r}: of {found[0]} layers of {found[1]} KV heads and tokens of {found[2]} numbers, but "
+                f"the model has {layers} layers of {kv_heads} KV heads under the budget"
+                + ("" if hidden is None else f" and tokens of {hidden} numbers")
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVzap(Policy):
+    """Keep what a fitted map says a repetition of the text would attend to: KVzap (arXiv 2601.07891).
+
+    The score of a token in a KV head is ``W x + b`` of what enters the attention layer for it (or
+    ``W2 gelu(W1 x + b1) + b2``). The map is fitted to the log of :class:`KVzipPlus`'s score, so it asks for no replay,
+    and no later token changes the score of an earlier one. The best scores of all layers and heads stay, the first
+    ``sinks`` tokens before others, and the newest ``window``.
+
+    Departures: the paper keeps what is above a threshold, and protects no first tokens; here the budget is met exactly,
+    and the fit leaves the first tokens out. While decoding new tokens are only appended.
+
+    Args:
+        window: newest tokens, always kept.
+        weights: file of ``kvpass calibrate``, or file or folder of a published model (``nvidia/KVzap-*``).
+        sinks: first tokens, kept before others.
+        split: what competes: ``"layers"`` all entries, ``"heads"`` those of a layer, ``"none"`` those of a head, or
+            ``"file"``: those of a head, which keeps its share by the file (``kvpass calibrate`` writes shares).
+    """
+
+    name: ClassVar[str] = "kvzap"
+    query_rows = 0
+    needs_question: ClassVar[bool] = False
+    of_one_model: ClassVar[bool] = True
+    scores_tokens: ClassVar[bool] = True
+
+    window: int = 128
+    weights: str | None = option(None, check_path)
+    sinks: int = option(4, check_int, 0)
+    split: Literal["layers", "heads", "none", "file"] = option(
+        "layers", check_choice, ("layers", "heads", "none", "file")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights is None:
+            raise ValueError("weights=None: must be a file of 'kvpass calibrate' for this model, or nvidia/KVzap-*")
+
+    def made_for(self) -> str | None:
+        return self._surrogate(torch.device("cpu")).model
+
+    def _surrogate(self, device: torch.device) -> Surrogate:
+        assert self.weights is not None
+        found = surrogate_of(self.weights, device)
+        if self.split == "file" and found.head_shares is None:
+            raise ValueError(f"weights={self.weights!r}: holds no head shares for split='file'; take another split")
+        return found
+
+    def token_scores(self, x: Tensor, layer: int, num_layers: int, kv_heads: int, ranks: Ranks) -> Tensor:
+        found = self._surrogate(x.device)
+        found.check(str(self.weights), num_layers, kv_heads * ranks.size, x.shape[2])
+        *inner, (weight, bias) = found.layers[layer]
+        x = x.float()
+        for first, offset in inner:
+            x = gelu(x @ first.T + offset)
+        scores = x @ ranks.local_shard(weight, 0).T + ranks.local_shard(bias, 0)
+        return scores.transpose(1, 2)
+
+    @takes_padding
+    def score(self, obs: Observation) -> Tensor:
+        positions = obs.positions[..., : obs.evictable]
+        highest = torch.finfo(torch.float32).max / (positions + 2).clamp(min=1)
+        if obs.length == 1:  # a prompt of one token keeps it
+            return highest.expand(*obs.keys.shape[:2], -1)
+        scores = obs.token_scores[..., : obs.evictable]
+        first = positions < self.sinks
+        if self.split == "file":
+            ordered = torch.where(first, highest, scores).masked_fill(positions < 0, float("-inf"))
+            scores = self._by_shares(ordered, obs)
+        return torch.where(first, highest, scores)
+
+    def _by_shares(self, scores: Tensor, obs: Observation) -> Tensor:
+        """Return scores by which each head gets its share: entry r of a head has ``share / (r + 1 / 2)``.
+
+        The best of these over all heads are as many of each as its share says (Sainte-Lague's rule), and what a head
+        has no entries for goes to the others.
+        """
+        found = self._surrogate(scores.device)
+        found.check(str(self.weights), obs.num_layers, obs.kv_heads * obs.ranks.size)
+        assert found.head_shares is not None
+        share = obs.ranks.local_shard(found.head_shares[obs.layer], 0).clamp(min=_LEAST_SHARE)
+        place = invert(scores.argsort(dim=2, descending=True, stable=True))
+        return share[:, None] / (place + 0.5)
+
+    def heads(self) -> HeadSplit:
+        return UniformHeads() if self.split == "none" else AdaptiveHeads(0.0)
+
+    def layers(self) -> LayerSplit:
+        return GlobalLayers() if self.split in ("layers", "file") else UniformLayers(self.parity)
+
+
+def surrogate_of(path: str, device: torch.device) -> Surrogate:
+    """Return the contents of a file, or of ``model.safetensors`` in a folder, on a device.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    file = Path(path, "model.safetensors") if Path(path).is_dir() else Path(path)
+    try:
+        found = os.stat(file)
+        return _loaded(str(file), found.st_mtime_ns, found.st_size, device)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"weights={path!r}: cannot be read: {error}") from None
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(path: str, changed: int, size: int, device: torch.device) -> Surrogate:
+    """Return the contents of a file, which is read again when it has changed."""
+    with safe_open(path, "pt", device=str(device)) as file:
+        tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (no mapping)
+        model = (file.metadata() or {}).get(MODEL)
+    shares, _ = tensors.pop(SHARES, None), tensors.pop("r2", None)
+    parts = [""] if "module_list.0.weight" in tensors else ["0.", "2."]
+    names = [
+        [(f"module_list.{layer}.{part}weight", f"module_list.{layer}.{part}bias") for part in parts]
+        for layer in range(max(len(tensors) // (2 * len(parts)), 1))
+    ]
+    if tensors.keys() != {name for layer in names for pair in layer for name in pair}:
+        raise ValueError(f"weights={path!r}: {_WANTED}")
+    layers = tuple(tuple((tensors[weight], tensors[bias]) for weight, bias in layer) for layer in names)
+    shapes = {tuple(tuple(x.shape) for pair in layer for x in pair) for layer in layers}
+    heads = layers[0][-1][1].shape
+    if len(shapes) > 1 or not _fit(layers[0]) or (shares is not None and shares.shape != (len(layers), *heads)):
+        raise ValueError(f"weights={path!r}: shapes do not fit together; it {_WANTED}")
+    return Surrogate(layers, shares, model)
+
+
+def _fit(maps: tuple[tuple[Tensor, Tensor], ...]) -> bool:
+    """Whether each map takes what the one before it gives."""
+    each = all(weight.dim() == 2 and bias.shape == weight.shape[:1] for weight, bias in maps)
+    return each and all(after.shape[1] == before.shape[0] for (before, _), (after, _) in pairwise(maps))

@@ -1,0 +1,185 @@
+"""``kvpass.calibrate``: y against a brute force and the scores of kvzip_plus, the fit against another solver."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import kvpass
+from kvpass.calibration import fit
+from kvpass.calibration.texts import generated_texts
+from kvpass.policies import resolve
+from kvpass.policies.kvzip import KVzipPlus
+from tiny_models import random_ids, tiny_model
+
+PIECE = fit.Piece([3, 4, 5], random_ids(1, 30, seed=1)[0].tolist(), [9, 8])
+
+
+class Letters:
+    """A tokenizer of one token a character."""
+
+    chat_template = None
+    bos_token_id = 1
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [ord(char) % 120 + 3 for char in text]}
+
+
+class Chat(Letters):
+    chat_template = "one"
+
+    def apply_chat_template(self, messages, **_: object) -> str:
+        return f"<user>{messages[0]['content']}<answer>"
+
+
+def layers_of(model, piece: fit.Piece) -> list[fit._Layer]:
+    with fit._observed(model) as run:
+        return run(piece)
+
+
+def brute_force(model, piece: fit.Piece) -> list[tuple[Tensor, Tensor]]:
+    """What enters attention and y, token by token from transformers' attention weights and cached values."""
+    n, first, found = len(piece.prompt), piece.first, []
+    entered: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, given: entered.append(given["hidden_states"][0]), with_kwargs=True
+        )
+    with torch.no_grad():
+        out = model(torch.tensor([piece.prompt + piece.replay]), output_attentions=True, use_cache=True)
+        for layer, (attention, x) in enumerate(zip(out.attentions, entered, strict=True)):
+            values = out.past_key_values.layers[layer].values[0]
+            if values.shape[1] < n:
+                continue  # a sliding window
+            weight, heads = model.model.layers[layer].self_attn.o_proj.weight, attention.shape[1]
+            dim, group = values.shape[2], heads // len(values)
+            y = torch.full((n - first, len(values)), -torch.inf)
+            for head in range(heads):
+                for i in range(first, n):
+                    worth = (weight[:, head * dim : (head + 1) * dim] @ values[head // group, i]).norm()
+                    paid = (attention[0, head, n:, i] * worth / x[n:].norm(dim=-1)).max().log()
+                    y[i - first, head // group] = torch.maximum(y[i - first, head // group], paid)
+            found.append((x[first:n], y))
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gpt_oss"])
+def test_y_is_the_most_that_the_repetition_pays(family):
+    """olmo2 does not normalise what enters attention; gpt_oss has sinks, and a first layer with a sliding window."""
+    given = {"layers": 2} if family != "gpt_oss" else {}
+    wanted = brute_force(tiny_model(family, attn_implementation="eager", **given), PIECE)
+    found = layers_of(tiny_model(family, **given), PIECE)
+    for layer, (x, y) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(layer.x.float(), x, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(layer.y.float(), y, atol=1e-3, rtol=1e-4)
+    assert len(found) == 2
+
+
+def test_y_is_the_log_of_the_scores_of_kvzip_plus(monkeypatch):
+    scores: list[Tensor] = []
+    score = KVzipPlus.score
+
+    def record(policy, obs):
+        scores.append(obs.replayed_attention)
+        return score(policy, obs)
+
+    monkeypatch.setattr(KVzipPlus, "score", record)
+    model = tiny_model("qwen2", layers=2)
+    policy = resolve("kvzip_plus", sinks=PIECE.first, prompt_ids=PIECE.request)
+    kvpass.compile(model, policy=policy, budget=10, backend="eager").compress(torch.tensor([PIECE.prompt]))
+    for layer, found in zip(layers_of(model, PIECE), scores, strict=True):
+        torch.testing.assert_close(layer.y.T.float(), found[0, :, PIECE.first :].log(), atol=1e-3, rtol=1e-4)
+
+
+def test_the_maps_are_those_of_least_squares_and_r2_is_of_other_texts():
+    model, texts = tiny_model("llama", layers=2), [text[:200] for text in generated_texts(words=60, rounds=2)]
+    made = kvpass.calibrate(model, Letters(), texts=texts, tokens=90, ridge=2.0)
+    pieces = fit._pieces(Letters(), texts, 90)
+    fitted = [piece for number, piece in enumerate(pieces) if number % 4 != 3]
+    seen = [layers_of(model, piece) for piece in fitted]
+    other = [layers_of(model, piece) for piece in pieces[3::4]]
+    assert made.fitted == sum(len(piece.prompt) - piece.first for piece in fitted)
+    for layer in range(2):
+        x, y = (torch.cat([run[layer][part] for run in seen]) for part in (0, 1))
+        x, y, mean_x, mean_y = x - x.mean(0), y - y.mean(0), x.mean(0), y.mean(0)
+        stacked = torch.cat([x, 2.0**0.5 * torch.eye(x.shape[1], dtype=x.dtype)])  # ridge as further rows
+        wanted = torch.linalg.lstsq(stacked, torch.cat([y, y.new_zeros(x.shape[1], y.shape[1])])).solution.T
+        torch.testing.assert_close(made.weight[layer], wanted, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(made.bias[layer], mean_y - wanted @ mean_x, atol=1e-6, rtol=1e-5)
+        x, y = (torch.cat([run[layer][part] for run in other]) for part in (0, 1))
+        error = (y - x @ made.weight[layer].T - made.bias[layer]).square().sum(0)
+        torch.testing.assert_close(made.r2[layer], 1 - error / (y - y.mean(0)).square().sum(0))
+    best = torch.zeros(2, 2)
+    for run in seen:
+        y = torch.stack([layer.y.T for layer in run])
+        threshold = y.flatten().sort(descending=True).values[y.numel() // 4]
+        best += (y > threshold).sum(2) / (y > threshold).sum() / len(seen)
+    torch.testing.assert_close(made.head_shares.float(), best, atol=1e-2, rtol=0)
+
+
+def test_a_file_serves_its_model_in_other_dtypes_and_no_other_model(tmp_path):
+    model, path = tiny_model("llama"), tmp_path / "kvzap.safetensors"
+    before = model.config._attn_implementation
+    made = kvpass.calibrate(model, Chat(), texts=generated_texts(words=100, rounds=1), tokens=64)
+    made.save(path)
+    assert model.config._attn_implementation == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    with safe_open(path, "pt") as file:
+        told = file.metadata()
+        assert torch.equal(file.get_tensor("r2"), made.r2.float())
+    assert (told["kvpass_model"], told["kvpass_texts"]) == (made.model, made.texts)
+    given = {"policy": "kvzap", "budget": 20, "window": 4, "backend": "eager", "weights": str(path)}
+    for split in ("layers", "file"):
+        for dtype in (torch.float32, torch.bfloat16):
+            fast = kvpass.compile(copy.deepcopy(model).to(dtype), split=split, **given)
+            assert int(fast.compress(random_ids(1, 50)).lengths.sum()) == 3 * 2 * 20
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.mul_(1.1)
+    with pytest.raises(ValueError, match="'kvzap' was given a file that was made for another model"):
+        kvpass.compile(other, **given)
+    fast = kvpass.compile(other, policy="full", backend="eager")
+    with pytest.raises(ValueError, match="made for another model"):
+        fast.set_policy("kvzap", 20, window=4, weights=str(path))
+
+
+def test_pieces_have_the_chat_template_around_them_and_its_request_behind():
+    (piece, last), text = fit._pieces(Chat(), ["x" * 70], 50), Letters()("x")["input_ids"]
+    assert (piece.text, last.text) == (text * 50, text * 20)
+    assert piece.header == Letters()("<user>")["input_ids"]
+    assert piece.request == Letters()("\n\nRepeat the previous context exactly.<answer>")["input_ids"]
+    assert (piece.first, piece.replay) == (6, piece.request + piece.text)
+    (plain,) = fit._pieces(Letters(), ["x" * 50, "x" * 5], 50)
+    assert (plain.header, plain.first) == ([1], 4)
+    assert plain.replay == plain.request + plain.text[3:]
+
+
+def test_generated_texts_are_the_same_in_every_run_and_small():
+    texts = generated_texts()
+    assert texts == generated_texts() and len(set(texts)) == 25
+    assert sum(map(len, texts)) < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"texts": ["too short"]}, "0 pieces of 1000 tokens; at least 4"),
+        ({"ridge": 0}, "ridge=0"),
+        ({"tokens": 5}, "tokens=5"),
+    ],
+)
+def test_contract_10_what_cannot_be_fitted_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        kvpass.calibrate(tiny_model("llama", layers=1), Letters(), **given)
+
+
+def test_contract_10_a_compiled_model_and_one_beside_the_interface_are_refused():
+    with pytest.raises(ValueError, match="does not call attention through transformers' interface"):
+        kvpass.calibrate(tiny_model("bloom", layers=1), Letters())
+    fast = kvpass.compile(tiny_model("llama", layers=1), policy="full", backend="eager")
+    with pytest.raises(ValueError, match="compiled by kvpass"):
+        kvpass.calibrate(fast, Letters())

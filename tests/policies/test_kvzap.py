@@ -1,0 +1,205 @@
+"""kvzap: kept sets against the maps by hand, both layouts of files, what is refused."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import kvpass
+from kvpass.policies.plan import plan
+from tiny_models import VOCABULARY, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
+
+LAYERS, KV_HEADS, HIDDEN, WINDOW, SINKS, BUDGET = 3, 2, 64, 5, 3, 12
+
+
+def entering(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """What enters the attention of each layer, ``[N, hidden]``."""
+    found: list[Tensor] = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, given: found.append(given["hidden_states"][0]), with_kwargs=True
+        )
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def published(path, *, inner: int | None) -> nn.ModuleDict:
+    """Write a file as NVIDIA does: the state of a module list of linear layers, or of pairs of them."""
+    torch.manual_seed(3)
+
+    def one() -> nn.Module:
+        if inner is None:
+            return nn.Linear(HIDDEN, KV_HEADS)
+        return nn.Sequential(nn.Linear(HIDDEN, inner), nn.GELU(), nn.Linear(inner, KV_HEADS))
+
+    maps = nn.ModuleDict({"module_list": nn.ModuleList(one() for _ in range(LAYERS))})
+    save_file(maps.state_dict(), path)
+    return maps
+
+
+def kept_by(scores: Tensor, split: str, shares: Tensor | None = None) -> Tensor:
+    """Keep mask ``[L, K, N]``: sinks, the newest, and the best of all, of a layer or of a head."""
+    n = scores.shape[2]
+    keep = torch.zeros(scores.shape, dtype=torch.bool)
+    keep[..., n - WINDOW :] = True
+    keep[..., :SINKS] = True
+    rest = scores[..., SINKS : n - WINDOW]
+    each = min(BUDGET, n) - WINDOW - SINKS
+    if each <= 0:
+        return torch.ones_like(keep) if n <= BUDGET else keep
+    if split == "file":  # one entry after the other, to the head that is furthest from its share
+        order = rest.argsort(dim=2, descending=True, stable=True)
+        counts = torch.full(shares.shape, float(SINKS))
+        for _ in range(each * LAYERS * KV_HEADS):
+            left = counts - SINKS < rest.shape[2]
+            layer, head = divmod(int(torch.where(left, shares / (counts + 0.5), -1).argmax()), KV_HEADS)
+            keep[layer, head, SINKS + order[layer, head, int(counts[layer, head]) - SINKS]] = True
+            counts[layer, head] += 1
+        return keep
+    groups = {"layers": 0, "heads": 1, "none": 2}[split]
+    flat = rest.flatten(groups) if groups < 2 else rest
+    count = each * rest.shape[:2].numel() // max(flat.shape[:-1].numel(), 1)
+    best = torch.zeros(flat.shape, dtype=torch.bool).scatter(-1, flat.topk(count, -1).indices, True)
+    keep[..., SINKS : n - WINDOW] = best.view(rest.shape)
+    return keep
+
+
+@pytest.mark.parametrize(
+    ("split", "kind"),
+    [*product(["layers", "heads", "none"], ["ours", "linear", "mlp"]), ("file", "ours")],  # NVIDIA's have no shares
+)
+def test_padded_rows_in_blocks_keep_what_the_maps_say_by_hand(split, kind, tmp_path):
+    path = tmp_path / "model.safetensors"
+    if kind == "ours":
+        path = kvzap_file()
+        maps = [nn.Linear(HIDDEN, KV_HEADS) for _ in range(LAYERS)]
+        nn.ModuleDict({"module_list": nn.ModuleList(maps)}).load_state_dict(load_file(path), strict=False)
+    else:
+        maps = published(path, inner=None if kind == "linear" else 24)["module_list"]
+    given = {"weights": str(tmp_path if kind == "mlp" else path)}
+    model, fast = compiled_once("llama", layers=LAYERS, policy="full", budget=None, backend="eager")
+    fast.set_policy("kvzap", BUDGET, window=WINDOW, sinks=SINKS, split=split, **given)
+    prompts = [torch.randperm(VOCABULARY)[None, :tokens] for tokens in (41, 19)]  # equal tokens have equal scores
+    fast.prefill_block = 8
+    try:
+        cache = fast.compress(*left_pad([ids[0] for ids in prompts]))
+    finally:
+        fast.prefill_block = "auto"
+    shares = load_file(path)["head_shares"] if kind == "ours" else None
+    for row, ids in enumerate(prompts):
+        with torch.no_grad():
+            scores = torch.stack([one(x).T for one, x in zip(maps, entering(model, ids), strict=True)])
+        wanted = kept_by(scores, split, shares)
+        found = torch.zeros_like(wanted)
+        for layer in range(LAYERS):
+            for head in range(KV_HEADS):
+                positions = cache.positions[row, layer, head]
+                found[layer, head, positions[positions >= 0]] = True
+        assert torch.equal(found, wanted)
+        x = torch.stack(entering(model, ids))[:, None]
+        q, k, v = torch.randn(3, LAYERS, 1, KV_HEADS, ids.shape[1], 4)
+        options = {"window": WINDOW, "sinks": SINKS, "split": split, **given}
+        assert torch.equal(plan("kvzap", q, k, v, budget=BUDGET, entering=x, **options).keep[:, 0], wanted)
+
+
+def test_what_is_kept_is_decoded_and_saved_and_a_token_alone_is_a_prompt(tmp_path):
+    model = tiny_model("llama", layers=LAYERS)
+    given = {"policy": "kvzap", "budget": BUDGET, "window": WINDOW, "weights": kvzap_file(), "backend": "eager"}
+    fast = kvpass.compile(model, **given)
+    cache = fast.compress(random_ids(1, 40))
+    cache.save(tmp_path / "document.kv")
+    loaded = kvpass.load_cache(tmp_path / "document.kv", fast)
+    ids = random_ids(1, 3, seed=4)
+    assert torch.equal(*(fast(ids, past_key_values=one).logits for one in (cache, loaded)))
+    fast.set_policy("kvzap", 1, window=0, weights=kvzap_file())
+    assert int(fast.compress(random_ids(1, 1)).lengths.sum()) == LAYERS * KV_HEADS
+
+
+def test_one_prefill_fills_caches_of_it_and_of_others():
+    fast = kvpass.compile(tiny_model("llama", layers=LAYERS), policy="full", backend="eager", prefill_block=16)
+    options = {"weights": kvzap_file(), "window": 4}
+    conditions = [
+        (kvpass.policies.resolve("kvzap", **options), 10),
+        (kvpass.policies.resolve("kvzip_plus"), 10),
+        (kvpass.policies.resolve("kvzap", split="file", **options), 14),
+    ]
+    ids = random_ids(2, 50)
+    for (policy, budget), cache in zip(conditions, fast.compress_each(ids, conditions=conditions), strict=True):
+        fast.set_policy(policy, budget)
+        assert torch.equal(cache.positions, fast.compress(ids).positions)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 64), (3, 1, 64), (3, 2, 32)])
+def test_contract_10_a_file_of_another_shape_is_refused_and_the_model_goes_on(shape):
+    _, fast = compiled_once("llama", layers=LAYERS, policy="full", budget=None, backend="eager")
+    fast.set_policy("kvzap", BUDGET, window=WINDOW, weights=kvzap_file(*shape))
+    numbers = f"of {shape[0]} layers of {shape[1]} KV heads and tokens of {shape[2]} numbers"
+    with pytest.raises(ValueError, match=f"{numbers}, but the model has 3 layers of 2 KV heads .* tokens of 64"):
+        fast.compress(random_ids(1, 30))
+    fast.set_policy("kvzap", BUDGET, window=WINDOW, weights=kvzap_file())
+    assert int(fast.compress(random_ids(1, 30)).lengths.sum()) == BUDGET * LAYERS * KV_HEADS
+
+
+def test_contract_10_what_is_no_file_of_maps_is_refused(tmp_path):
+    tensors = load_file(kvzap_file())
+    bad = {
+        "text": None,
+        "gap": {name: x for name, x in tensors.items() if not name.startswith("module_list.1.")},
+        "no bias": {name: x for name, x in tensors.items() if name != "module_list.2.bias"},
+        "other": {"statistics": torch.ones(2)},
+        "layers that differ": {**tensors, "module_list.1.weight": torch.ones(KV_HEADS, 3)},
+        "bias": {**tensors, "module_list.0.bias": torch.ones(5)},
+        "shares": {**tensors, "head_shares": torch.ones(LAYERS, KV_HEADS + 1)},
+        "inner": {
+            "module_list.0.0.weight": torch.ones(8, HIDDEN),
+            "module_list.0.0.bias": torch.ones(8),
+            "module_list.0.2.weight": torch.ones(KV_HEADS, 9),
+            "module_list.0.2.bias": torch.ones(KV_HEADS),
+        },
+    }
+    _, fast = compiled_once("llama", layers=LAYERS, policy="full", budget=None, backend="eager")
+    for name, held in bad.items():
+        path = tmp_path / f"{name}.safetensors"
+        if held is None:
+            path.write_text("no safetensors")
+        else:
+            save_file(held, path)
+        with pytest.raises(ValueError, match="weights="):
+            fast.set_policy("kvzap", BUDGET, weights=str(path), window=WINDOW)
+    with pytest.raises(ValueError, match=r"weights='gone': cannot be read"):
+        fast.set_policy("kvzap", BUDGET, weights="gone", window=WINDOW)
+    published(tmp_path / "linear.safetensors", inner=None)
+    with pytest.raises(ValueError, match="holds no head shares"):
+        fast.set_policy("kvzap", BUDGET, weights=str(tmp_path / "linear.safetensors"), window=WINDOW, split="file")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"recompress": "every_turn"}, "what enters attention"), ({"entries": "int8"}, None)],
+)
+def test_recompression_is_refused_and_fewer_bits_are_not(given, said):
+    call = {"policy": "kvzap", "budget": BUDGET, "window": WINDOW, "weights": kvzap_file(), "backend": "eager", **given}
+    if said is None:
+        kvpass.compile(tiny_model("llama", layers=LAYERS), **call).compress(random_ids(1, 30))
+    else:
+        with pytest.raises(ValueError, match=said):
+            kvpass.compile(tiny_model("llama", layers=LAYERS), **call)
+
+
+def test_a_decoder_that_is_one_graph_and_a_plan_without_inputs_are_refused():
+    call = {"policy": "kvzap", "budget": BUDGET, "window": WINDOW, "weights": kvzap_file(), "backend": "eager"}
+    fast = kvpass.compile(tiny_model("llama", layers=LAYERS), compile_regions=False, **call)
+    with pytest.raises(ValueError, match="scores tokens layer by layer"):
+        fast.compress(random_ids(1, 30))
+    q, k, v = torch.randn(3, LAYERS, 1, KV_HEADS, 30, 4)
+    with pytest.raises(ValueError, match=r"pass entering="):
+        plan("kvzap", q, k, v, budget=BUDGET, window=WINDOW, weights=kvzap_file())
