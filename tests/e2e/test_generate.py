@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import re
-import threading
 import weakref
 
 import pytest
@@ -15,8 +14,6 @@ import transformers
 from packaging.version import Version
 from transformers import (
     GenerationConfig,
-    StoppingCriteria,
-    TextIteratorStreamer,
     pipeline,
 )
 
@@ -47,8 +44,6 @@ def test_the_original_is_untouched_and_every_tensor_is_shared(model, fast):
     [
         {"do_sample": False},
         {"do_sample": True, "temperature": 1.3, "top_k": 20},
-        {"do_sample": True, "num_return_sequences": 3},
-        {"do_sample": False, "num_beams": 3},
         {"do_sample": False, "repetition_penalty": 1.5},
         {"do_sample": False, "output_scores": True, "return_dict_in_generate": True},
     ],
@@ -343,53 +338,15 @@ def test_a_mixture_of_experts_is_captured_for_any_logits_to_keep(monkeypatch, tm
     assert len(symbols) == 3 and len(set(symbols)) == 1, "the prompt length is a symbol, and in none logits_to_keep"
 
 
-@functools.cache
-def builtin_compiled():
-    """The built-in model, its compiled copy, and the tokenizer; a test sets the budget."""
-    model, tokenizer = builtin.load()
-    return model, kvpass.compile(model, budget=1.0, backend="eager"), tokenizer
-
-
-def test_a_streamer_and_stopping_criteria_work():
-    _, fast, tokenizer = builtin_compiled()
-    fast.set_budget(48)
-    inputs = tokenizer(CHAIN, return_tensors="pt")
-    inputs.pop("token_type_ids", None)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-    thread = threading.Thread(
-        target=fast.generate, kwargs={**inputs, "max_new_tokens": 5, "do_sample": False, "streamer": streamer}
-    )
-    thread.start()
-    streamed = "".join(streamer)
-    thread.join()
-    whole = fast.generate(**inputs, max_new_tokens=5, do_sample=False)
-    assert streamed.split() == tokenizer.decode(whole[0, inputs["input_ids"].shape[1] :]).split()
-
-    class AfterThree(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= inputs["input_ids"].shape[1] + 3)
-
-    stopped = fast.generate(**inputs, max_new_tokens=50, do_sample=False, stopping_criteria=[AfterThree()])
-    assert torch.equal(stopped, whole[:, : stopped.shape[1]]) and stopped.shape[1] == inputs["input_ids"].shape[1] + 3
-    assert whole.shape[1] > stopped.shape[1]
-
-
 def test_the_text_generation_pipeline_works_unmodified():
-    model, fast, tokenizer = builtin_compiled()
-    fast.set_budget(10**6)
+    model, tokenizer = builtin.load(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    fast = kvpass.compile(model, budget=10**6, backend="eager")
     answers = [
         pipeline("text-generation", model=subject, tokenizer=tokenizer)(CHAIN, max_new_tokens=5, do_sample=False)
         for subject in (model, fast)
     ]
     assert answers[0] == answers[1]
     assert fast.report().prompt_lengths.tolist() == [len(tokenizer(CHAIN).input_ids)]
-
-
-def test_prompts_of_one_token_and_shorter_than_the_window(model, fast):
-    for tokens in (1, 2, 7, 8, 9):
-        ids = random_ids(2, tokens, seed=tokens)
-        expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)
-        assert torch.equal(fast.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
 
 
 def test_inference_mode_and_grad_mode_give_the_same_without_recompiling(fast):
@@ -404,19 +361,6 @@ def test_inference_mode_and_grad_mode_give_the_same_without_recompiling(fast):
     with torch.inference_mode():
         fast(token, past_key_values=first.past_key_values)
     assert len(fast.report().compiled) - graphs <= 1
-
-
-def test_two_interleaved_generations_do_not_mix(tight):
-    a, b = random_ids(1, 40, seed=1), random_ids(1, 52, seed=2)
-    alone = [tight.generate(ids, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :] for ids in (a, b)]
-    outs = [tight(ids, logits_to_keep=1) for ids in (a, b)]
-    tokens = [[out.logits[:, -1:].argmax(-1)] for out in outs]
-    for _ in range(NEW - 1):
-        for i, out in enumerate(outs):
-            step = tight(tokens[i][-1], past_key_values=out.past_key_values)
-            tokens[i].append(step.logits[:, -1:].argmax(-1))
-    for i in range(2):
-        assert torch.equal(torch.cat(tokens[i], 1), alone[i])
 
 
 def test_a_tuple_is_returned_where_one_is_asked_for(tight):

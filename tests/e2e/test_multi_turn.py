@@ -34,10 +34,9 @@ DIVIDE_OTHERS = {"lava_nohead", "lava_pyramid", "lava_uniform", "ada_pyramidkv"}
 
 
 def compiled(family="llama", policy="lava", **options):
-    """A model and its compiled copy, both shared with other tests: two layers of full attention."""
-    layers = 2 if family == "llama" else None
+    """A model and its compiled copy, shared with other tests: two layers, one with a ring in gemma3 and gpt_oss."""
     given = {"budget": BUDGET, "window": WINDOW, "backend": "eager", **options}
-    return compiled_once(family, layers=layers, policy=policy, **given)
+    return compiled_once(family, layers=2, policy=policy, **given)
 
 
 def shapes(model):

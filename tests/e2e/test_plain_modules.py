@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import kvpass
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
-from pairwise import quick
+from pairwise import quick, quick_rows
 from tiny_models import left_pad, random_ids, raw
 
 VOCABULARY, LONGEST = 128, 96
@@ -198,7 +198,7 @@ def greedy_without_cache(model, ids, steps):
 
 @pytest.mark.parametrize(
     ("decoder", "compiler"),
-    quick(
+    quick_rows(
         [*itertools.product(MODELS, ["eager", "inductor"])],  # the oracle below has the other models
         [("minimal GPT, fused", "eager"), ("sliced rotary", "eager")],
     ),

@@ -29,7 +29,7 @@ def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(model
     with pytest.raises(ValueError, match="no prompt yet with its policy and budget"):
         fast.report()
     after = fast(ids).past_key_values
-    expected = kvpass.compile(model, budget=24, window=8, backend="eager")(ids).past_key_values
+    expected = compiled_once("llama", layers=2, budget=24, window=8, backend="eager")[1](ids).past_key_values
     assert torch.equal(after.positions, expected.positions) and after.lengths.sum() == 24 * 4
     assert fast.report().budget == fast.budget and len(fast.report().compiled) == 2
     with pytest.raises(kvpass.CacheMismatchError):
@@ -120,8 +120,8 @@ def test_budget_of_a_call_is_that_of_a_model_compiled_with_it(model, tmp_path):
         fast(token, past_key_values=plain)
 
 
-def test_rules_set_during_a_call_do_not_change_it(model):
-    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
+def test_rules_set_during_a_call_do_not_change_it():
+    _, fast = compiled_once("llama", layers=2, budget=16, window=8, backend="eager")
     ids = random_ids(1, 60)
     expected = fast.generate(ids, max_new_tokens=6)
     settings = iter([lambda: fast.set_budget(24), lambda: fast.set_policy("snapkv", 20, window=6)] * 3)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import kvpass
 from numeric_checks import assert_close
-from pairwise import quick
+from pairwise import quick, quick_rows
 from tiny_models import FAMILIES, compiled_once, random_ids, tiny_model
 
 SAMPLE = ["llama", "gemma3"]
@@ -85,7 +85,7 @@ def test_an_evicting_cache_is_not_called_interrupted_when_nothing_ran():
 
 @pytest.mark.parametrize(
     ("wrapper", "fullgraph"),
-    quick(
+    quick_rows(
         [*itertools.product(["model", "forward", "nn.Module.compile"], [False, True])],
         [("model", True), ("forward", False), ("nn.Module.compile", False)],
     ),

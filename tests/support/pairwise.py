@@ -44,10 +44,12 @@ def _parametrize(axes: dict[str, Sequence[Any]], sample: Collection[tuple[int, .
 
 
 def quick(values: Sequence[Any], chosen: Collection[Any]) -> list[Any]:
-    """Values of one parameter, or tuples of several; those that are not chosen are marked ``exhaustive``."""
+    """Values of one parameter, those that are not chosen marked ``exhaustive``."""
     assert all(one in values for one in chosen), "a chosen value is not among the values"
-    return [value if value in chosen else _rest(value) for value in values]
+    return [value if value in chosen else pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
-def _rest(value: Any) -> Any:
-    return pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.exhaustive)
+def quick_rows(rows: Sequence[tuple[Any, ...]], chosen: Collection[tuple[Any, ...]]) -> list[Any]:
+    """The same of several parameters, a value of each in a row."""
+    assert all(one in rows for one in chosen), "a chosen row is not among the rows"
+    return [row if row in chosen else pytest.param(*row, marks=pytest.mark.exhaustive) for row in rows]
