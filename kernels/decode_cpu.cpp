@@ -132,6 +132,13 @@ struct Decoder {
             for (int64_t d = 0; d < dim; d++) x[d] *= parts[d];
     }
 
+    // to = from * factor, in fp32; up to the end of a vector.
+    static void widen(const S* from, int64_t dim, float factor, float* to) {
+        int64_t d = 0;
+        for (; d + W <= dim; d += W) store(to + d, load(from + d) * factor);
+        if (d < dim) store(to + d, load_part(from + d, dim - d) * factor);
+    }
+
     // Copies a row, rotated where there are parts.
     static void copy_row(const S* from, const float* parts, int64_t dim, S* to) {
         if (!parts) {
@@ -139,8 +146,8 @@ struct Decoder {
             return;
         }
         thread_local std::vector<float> row;
-        row.resize(dim);
-        for (int64_t d = 0; d < dim; d++) row[d] = load_part(from + d, 1)[0];
+        row.resize(rounded(dim));
+        widen(from, dim, 1.0f, row.data());
         rotate(row.data(), parts, dim, false);
         for (int64_t d = 0; d < dim; d++) round_to(row[d], to + d);
     }
@@ -231,9 +238,7 @@ struct Decoder {
         for (int64_t i = 0; i < queries; i++) {
             const S* from = (const S*)c.q + row * c.q_stride[0] + (head * group + i / c.tokens) * c.q_stride[1] +
                             i % c.tokens * c.q_stride[2];
-            int64_t d = 0;
-            for (; d + W <= c.key_dim; d += W) store(q + i * key_width + d, load(from + d) * float(c.scale));
-            if (d < c.key_dim) store(q + i * key_width + d, load_part(from + d, c.key_dim - d) * float(c.scale));
+            widen(from, c.key_dim, float(c.scale), q + i * key_width);
             if (c.rotate_k) rotate(q + i * key_width, c.rotate_k, c.key_dim, false);
         }
     }

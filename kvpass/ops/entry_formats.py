@@ -38,26 +38,27 @@ def quantise(x: Tensor, entry_format: EntryFormat, codes: Tensor | None = None) 
         codes = torch.empty(*x.shape[:-1], x.shape[-1] * bits // 8, dtype=CODES[entry_format], device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     for block, code, factor in zip(x.split(_BLOCK, -2), codes.split(_BLOCK, -2), scale.split(_BLOCK, -1), strict=True):
-        values = block.float()
-        if bits < 8:
-            of_block, found = _nearest_levels(values, bits)
-            code.copy_(pack(of_block, bits))
-            factor.copy_(found)
-            continue
-        largest = _LARGEST[codes.dtype]
-        factor.copy_(values.abs().amax(-1) / largest)
-        scaled = (values / factor.where(factor != 0, 1.0)[..., None]).clamp(-largest, largest)
-        code.copy_(scaled.round() if codes.dtype == torch.int8 else scaled)
+        own, found = _in_steps(block.float(), codes.dtype) if bits == 8 else _nearest_levels(block.float(), bits)
+        code.copy_(own)
+        factor.copy_(found)
     return codes, scale
 
 
+def _in_steps(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return codes of 8 bits ``[.., E, D]``, still in fp32, and scales ``[.., E]`` of floats in fp32."""
+    largest = _LARGEST[dtype]
+    scale = x.abs().amax(-1) / largest
+    scaled = (x / scale.where(scale != 0, 1.0)[..., None]).clamp(-largest, largest)
+    return scaled.round() if dtype == torch.int8 else scaled, scale
+
+
 def _nearest_levels(y: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 ``[.., E, D]`` and scales ``[.., E]`` of rotated vectors, fp32."""
+    """Return codes in bytes ``[.., E, D * bits / 8]`` and scales ``[.., E]`` of rotated vectors in fp32."""
     found = levels(bits, y.device)
     size = y.square().mean(-1, keepdim=True).sqrt()
     codes = torch.bucketize(y / size.where(size != 0, 1.0), (found[1:] + found[:-1]) / 2)
     near = found[codes]
-    return codes.to(torch.uint8), (y * near).sum(-1) / near.square().sum(-1)
+    return pack(codes, bits), (y * near).sum(-1) / near.square().sum(-1)
 
 
 def dequantise(codes: Tensor, scale: Tensor, dim: int) -> Tensor:
@@ -73,7 +74,7 @@ def _shifts(count: int, step: int, device: torch.device) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return codes uint8 ``[.., D]`` as bytes ``[.., D * bits / 8]``: each 8 codes are ``bits`` bytes."""
+    """Return codes ``[.., D]``, of any int dtype, as bytes ``[.., D * bits / 8]``: each 8 codes are ``bits`` bytes."""
     words = (codes.unflatten(-1, (-1, 8)).int() << _shifts(8, bits, codes.device)).sum(-1, dtype=torch.int32)
     return ((words[..., None] >> _shifts(bits, 8, codes.device)) & 255).flatten(-2).to(torch.uint8)
 

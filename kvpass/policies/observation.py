@@ -80,6 +80,13 @@ def projected_norms(values: Tensor, projection: Tensor, order: int) -> Tensor:
     return norms
 
 
+def _given(x: Tensor | None, what: str) -> Tensor:
+    """Return it, or raise ValueError: ``what``, with its verb, is needed and not given."""
+    if x is None:
+        raise ValueError(f"{what} needed and not given")
+    return x
+
+
 @dataclass(frozen=True, eq=False)
 class Observation:
     """One attention op after prefill.
@@ -168,9 +175,7 @@ class Observation:
         Raises:
             ValueError: it is not given.
         """
-        if self.entries is None:
-            raise ValueError("the budget is needed and not given")
-        return self.entries
+        return _given(self.entries, "the budget is")
 
     @property
     def replayed_attention(self) -> Tensor:
@@ -181,9 +186,7 @@ class Observation:
         Raises:
             ValueError: the replays are not given.
         """
-        if self.replayed is None:
-            raise ValueError("replays of the prompt are needed and not given")
-        return self.replayed
+        return _given(self.replayed, "replays of the prompt are")
 
     @property
     def token_scores(self) -> Tensor:
@@ -192,9 +195,7 @@ class Observation:
         Raises:
             ValueError: it is not given.
         """
-        if self.entered is None:
-            raise ValueError("what enters attention is needed and not given")
-        return self.entered
+        return _given(self.entered, "what enters attention is")
 
     @property
     def positions(self) -> Tensor:
@@ -213,9 +214,8 @@ class Observation:
         Raises:
             ValueError: the frequencies are not given.
         """
-        if self.frequencies is None:
-            raise ValueError("the frequencies of the rotary embedding are needed and not given")
-        angles = positions.float()[:, None] * self.frequencies.float()  # fp32, as models have them
+        frequencies = _given(self.frequencies, "the frequencies of the rotary embedding are")
+        angles = positions.float()[:, None] * frequencies.float()  # fp32, as models have them
         return angles.cos(), angles.sin()
 
     def unrotated_queries(self, kv_head: int, first: int) -> Tensor:
@@ -330,6 +330,5 @@ class Observation:
         Raises:
             ValueError: the output projection is not given.
         """
-        if self.projection is None:
-            raise ValueError("the output projection is needed and not given")
-        return projected_norms(self.values, self.projection, 1).unflatten(1, (self.kv_heads, -1)).mean(2)
+        projection = _given(self.projection, "the output projection is")
+        return projected_norms(self.values, projection, 1).unflatten(1, (self.kv_heads, -1)).mean(2)

@@ -77,7 +77,7 @@ def plan(
     entering: Layers | None = None,
     **options: object,
 ) -> Plan:
-    """Return what a policy keeps of a prompt and while decoding, by the code compiled models use.
+    """Return what a policy keeps of a prompt and while decoding, by the same policy, in a loop of its own.
 
     Every row of the batch is decided on its own and gets the same result as alone.
 
