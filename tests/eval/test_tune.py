@@ -45,10 +45,11 @@ def test_a_row_is_written_beside_the_others(tmp_path: Path, monkeypatch: pytest.
     after = json.loads(copy.read_text())
     assert after["measured"] == {"89": "a device"}
     assert list(after["cases"]["decode half"]) == ["80", "89", "90", "100"]
-    monkeypatch.setattr(module, "TABLE", copy)
     module.table.cache_clear()
-    found = [module.pinned("decode half", arch) for arch in (80, 89, 90)]
-    module.table.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "TABLE", copy)
+        found = [module.pinned("decode half", arch) for arch in (80, 89, 90)]
+    module.table.cache_clear()  # after the patch: tests that follow in this process read the table of the repository
     assert found == [module.pinned("decode half", 80), START, module.pinned("decode half", 90)]
     for content in (before, after):
         content["cases"].pop("decode half")
