@@ -104,7 +104,7 @@ class EvalSettings:
             raise ValueError(f"output={str(self.output)!r}: is a file, must be a folder")
         if not self.budgets and any(spec.resolve().needs_budget for spec in self.policies):
             raise ValueError("budgets='': name at least one budget")
-        check_formats(self.entries, self.policies)
+        check_formats(self.entries)
         for spec in self.policies:
             for budget in self.budgets_of(spec):
                 resolve_budget(spec.resolve(), budget)

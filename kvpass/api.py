@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpass.adapt.copied import AdaptedCopy, adapted_copy
-from kvpass.adapt.latent_attention import attends_latents
+from kvpass.adapt.copied import adapted_copy
 from kvpass.adapt.offload import offload_device
 from kvpass.adapt.tensor_parallel import check_divided, ranks_of
 from kvpass.adapt.wrappers import check_weights
@@ -80,12 +79,11 @@ def compile(
         prefill_block: tokens of a block, at least 2. Each layer runs over a prompt in such blocks, so that their
             activations and not those of the whole prompt take memory; what is kept does not depend on it. ``"auto"``:
             on the CPU 1024 tokens over all rows of a batch, on CUDA 8192, at least 128 of each row.
-        entries: how kept entries are held: ``"model"``, in the dtype of the model; or as codes with one fp32 scale for
+        entries: how entries are held: ``"model"``, in the dtype of the model; or as codes with one fp32 scale for
             the key and one for the value of each entry: ``"int8"`` or ``"fp8"`` (e4m3) in 8 bits, ``"rot4"``,
             ``"rot3"`` or ``"rot2"`` in 4, 3 or 2 bits of rotated vectors (TurboQuant, arXiv:2504.19874). Attention
-            multiplies the scales in as it reads. A budget in bytes counts codes and scales. The window, tokens that are
-            appended, and layers with a sliding window stay in the dtype of the model. Not with policies that evict
-            while decoding.
+            multiplies the scales in as it reads. A budget in bytes counts codes and scales. The tokens of an answer are
+            held so too. Layers with a sliding window stay in the dtype of the model.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
             the model's name and budget when both are left out; give them where none are published.
     Raises:
@@ -127,7 +125,7 @@ def _compiled(
     rules = read(model_name=str(model.config.name_or_path))
     uses_our_attention = type(model)._can_set_attn_implementation()
     adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
-    _check_adapted(adapted, rules)
+    check_divided(rules.policy, adapted.heads)
     compiled = adapted.model
     compiled.__class__ = compressed_class(type(model))
     if uses_our_attention:
@@ -154,16 +152,6 @@ def _compiled(
         expanded=adapted.expanded,
     )
     return compiled
-
-
-def _check_adapted(adapted: AdaptedCopy, rules: Rules) -> None:
-    """Raise ValueError if the copy cannot be compiled with these rules."""
-    check_divided(rules.policy, adapted.heads)
-    if rules.entry_format != "model" and any(map(attends_latents, adapted.model.modules())):
-        raise ValueError(
-            f"entries={rules.entry_format!r}: {type(adapted.model).__name__} caches latent rows, which have no format "
-            "of fewer bits yet; give entries='model'"
-        )
 
 
 def load_cache(

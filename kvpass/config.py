@@ -21,12 +21,14 @@ Block = Literal["auto"] | int
 """Tokens of a block in which a prompt is prefilled, at least 2."""
 
 EntryFormat = Literal["model", "int8", "fp8", "rot4", "rot3", "rot2"]
-"""How the pool holds entries: in the model's dtype, or as codes of 8, 4, 3 or 2 bits with one fp32 scale for K and one
-for V; those of 4 and fewer are of rotated vectors."""
+"""How a cache holds entries when the prompt has been read: in the model's dtype, or as codes of 8, 4, 3 or 2 bits with
+one fp32 scale for K and one for V; those of 4 and fewer are of rotated vectors."""
 
 ENTRY_FORMATS: tuple[EntryFormat, ...] = ("model", "int8", "fp8", "rot4", "rot3", "rot2")
 
 SCALE_BYTES = 4
+MOST_CODES_ON_CUDA = 256
+"""Widest vectors of codes that kernels on CUDA read."""
 
 _BYTE_UNITS = {
     "b": 1,
@@ -64,18 +66,24 @@ class Geometry:
         """Bytes of one entry: one key row and its value row of one KV head."""
         return (self.key_dim + self.stored_value_dim) * self.itemsize
 
-    def pool_entry_bytes(self, entry_format: EntryFormat) -> int:
-        """Bytes of one entry of the pool, its scales included."""
+    def entry_bytes_as(self, entry_format: EntryFormat) -> int:
+        """Bytes of one entry in that format, its scales included."""
         if entry_format == "model":
             return self.entry_bytes
-        return (self.key_dim + self.value_dim) * BITS[entry_format] // 8 + 2 * SCALE_BYTES
+        scales = 1 if self.values_in_keys else 2
+        return (self.key_dim + self.stored_value_dim) * BITS[entry_format] // 8 + scales * SCALE_BYTES
 
-    def check_format(self, entry_format: EntryFormat) -> None:
-        """Raise if the pool cannot hold entries of this shape in that format.
+    def check_format(self, entry_format: EntryFormat, device: torch.device) -> None:
+        """Raise if a cache on this device cannot hold entries of this shape in that format.
 
         Raises:
-            ValueError: the codes of a vector do not fill whole bytes.
+            ValueError: the codes of a vector do not fill whole bytes, or no kernel reads them.
         """
+        if entry_format != "model" and device.type == "cuda" and max(self.key_dim, self.value_dim) > MOST_CODES_ON_CUDA:
+            raise ValueError(
+                f"entries={entry_format!r}: keys have {self.key_dim} numbers, values {self.value_dim}, and kernels on "
+                f"CUDA read codes of at most {MOST_CODES_ON_CUDA}; give entries='model'"
+            )
         if BITS.get(entry_format, 8) < 8 and (self.key_dim % 8 or self.value_dim % 8):
             raise ValueError(
                 f"entries={entry_format!r}: head dimensions must be multiples of 8, and keys have {self.key_dim} "
@@ -87,9 +95,9 @@ class Geometry:
         """Bytes of one token in a full cache of these attention ops."""
         return self.layers * self.kv_heads * self.entry_bytes
 
-    def pool_token_bytes(self, entry_format: EntryFormat) -> int:
-        """Bytes of one token of which every head keeps the entry in the pool."""
-        return self.layers * self.kv_heads * self.pool_entry_bytes(entry_format)
+    def token_bytes_as(self, entry_format: EntryFormat) -> int:
+        """The same in that format."""
+        return self.layers * self.kv_heads * self.entry_bytes_as(entry_format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +183,9 @@ class Layout:
         """Bytes of one token in a full cache of the layers that have a budget."""
         return sum(group.geometry.token_bytes for group in self.pools)
 
-    def pool_token_bytes(self, entry_format: EntryFormat) -> int:
-        """Bytes of one token of which every head of these layers keeps the entry in the pool."""
-        return sum(group.geometry.pool_token_bytes(entry_format) for group in self.pools)
+    def token_bytes_as(self, entry_format: EntryFormat) -> int:
+        """The same in that format."""
+        return sum(group.geometry.token_bytes_as(entry_format) for group in self.pools)
 
 
 @dataclass(frozen=True)
@@ -228,21 +236,13 @@ class Budget:
             "or bytes such as '512MiB'"
         )
 
-    def entries(
-        self,
-        prompt_length: int,
-        token_bytes: int,
-        window: int = 0,
-        pool_token_bytes: int = 0,
-    ) -> int:
+    def entries(self, prompt_length: int, token_bytes: int) -> int:
         """Return entries per KV head per layer for ``prompt_length`` real tokens, window included.
 
         At most :data:`MAX_ENTRIES`: a larger budget keeps everything.
 
         Args:
-            token_bytes: of one token in a full cache, over all layers that share the budget.
-            pool_token_bytes: of one token in the pool, where that differs; the window is not in the pool. 0: as
-                token_bytes.
+            token_bytes: of one token of which every head keeps the entry, over all layers that share the budget.
         """
         match self.kind:
             case "entries":
@@ -250,18 +250,15 @@ class Budget:
             case "fraction":
                 return math.floor(self.value * prompt_length + 1e-9)  # 0.29 * 100 is less than 29
             case "bytes":
-                left = int(self.value) - window * token_bytes
-                if pool_token_bytes and left > 0:
-                    return min(window + left // pool_token_bytes, MAX_ENTRIES)
                 return min(int(self.value) // token_bytes, MAX_ENTRIES)
 
-    def check(self, prompt_length: int, window: int, token_bytes: int, pool_token_bytes: int = 0) -> int:
+    def check(self, prompt_length: int, window: int, token_bytes: int) -> int:
         """Return :meth:`entries`; raise if they cannot hold the window and one more entry.
 
         Raises:
             ValueError: fewer than ``window + 1`` entries, unless the whole prompt fits in them.
         """
-        entries = self.entries(prompt_length, token_bytes, window, pool_token_bytes)
+        entries = self.entries(prompt_length, token_bytes)
         if entries < min(window + 1, prompt_length):
             raise ValueError(
                 f"budget {self} is {entries} entries per KV head per layer for a prompt of {prompt_length} tokens; "

@@ -209,7 +209,7 @@ class BenchSettings:
             raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
         if not self.batches or min(self.batches) < 1:
             raise ValueError(f"batches={','.join(map(str, self.batches))}: must be one or more numbers >= 1")
-        check_formats(self.entries, self.policies)
+        check_formats(self.entries)
         for spec in self.policies:
             policy = spec.with_window(self.window).resolve()
             if policy.needs_budget:

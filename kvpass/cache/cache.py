@@ -153,14 +153,13 @@ class CompressedCache(Cache):
 
     def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device, groups: Sequence[int]) -> None:
         for group in layout.pools:
-            group.geometry.check_format(self.entry_format)
+            group.geometry.check_format(self.entry_format, device)
         n, window = self._prompt_columns, self.policy.window
         lengths = [n - column for column in self.start.tolist()]
         self._budgets = lengths
         if self.budget is not None and layout.pools:
-            heads = self.ranks.size
-            sizes = [size * heads for size in (layout.token_bytes, layout.pool_token_bytes(self.entry_format))]
-            self._budgets = [self.budget.check(length, window, *sizes) for length in lengths]
+            token_bytes = layout.token_bytes_as(self.entry_format) * self.ranks.size
+            self._budgets = [self.budget.check(length, window, token_bytes) for length in lengths]
         self.full_layers = [
             FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools
         ]
@@ -202,11 +201,14 @@ class CompressedCache(Cache):
         Raises:
             CacheMismatchError: the cache has others.
         """
-        held = self.full_layers[0].tail_k if self.full_layers else self.sliding_layers[0].ring_k
-        if held.dtype != dtype:
-            raise CacheMismatchError(
-                f"{self!r} of {held.dtype} was handed to a model of {dtype}: prefill the prompt again"
-            )
+        in_floats = [ring.ring_k for ring in self.sliding_layers]
+        if self.entry_format == "model":
+            in_floats += [store.tail_k for store in self.full_layers]
+        for held in in_floats:
+            if held.dtype != dtype:
+                raise CacheMismatchError(
+                    f"{self!r} of {held.dtype} was handed to a model of {dtype}: prefill the prompt again"
+                )
         self._check_layout(layout)
         turns = [turn.buffers._asdict() for turn in self._recompressions] or [{}] * len(self.full_layers)
         state = self._state(
@@ -627,16 +629,12 @@ class CompressedCache(Cache):
         if not self.ranks.several:
             write_cache_file(path, tensors, metadata.to_dict())
             return
-        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        codes = torch.float8_e4m3fn  # pickle, by which processes send them, does not read it: sent as bits
-        own = {name: (x.view(torch.int8) if x.dtype == codes else x).cpu() for name, x in tensors.items()}
-        parts = self.ranks.gather_to_first((own, metadata.stores))
+        parts = self.ranks.gather_to_first(({name: x.cpu() for name, x in tensors.items()}, metadata.stores))
 
         def write() -> None:
             stores = joined_facts([facts for _, facts in parts])
             whole = replace(metadata, layout=layout_of_all(layout, len(parts)), stores=stores)
-            held = [{name: x.view(dtypes[name]) for name, x in part.items()} for part, _ in parts]
-            write_cache_file(path, joined(held, layout), whole.to_dict())
+            write_cache_file(path, joined([part for part, _ in parts], layout), whole.to_dict())
 
         self.ranks.first_does(write)
 

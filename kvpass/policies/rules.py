@@ -63,7 +63,7 @@ def read_rules(
         resolved,
         resolve_budget(resolved, budget),
         check_recompress(recompress, resolved),
-        check_entries(entries, resolved),
+        check_format(entries),
     )
 
 
@@ -77,22 +77,6 @@ def check_format(entries: str) -> EntryFormat:
         if entries == known:
             return known
     raise ValueError(f"entries={entries!r}: must be one of {', '.join(ENTRY_FORMATS)}")
-
-
-def check_entries(entries: str, policy: Policy) -> EntryFormat:
-    """Return the entry format if the policy's cache can have it.
-
-    Raises:
-        ValueError: unknown name, or the policy evicts while decoding.
-    """
-    known = check_format(entries)
-    if known != "model" and policy.decode_rule() is not None:
-        raise ValueError(
-            f"entries={entries!r} with policy {policy.name!r}: it evicts while decoding, and new entries take the "
-            "slots of evicted ones in full precision; give entries='model' or, where the policy has it, "
-            "evict_during_decode=False"
-        )
-    return known
 
 
 def check_recompress(recompress: str, policy: Policy) -> Recompress:
