@@ -24,7 +24,7 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.blocks import BlockedPrefill, Fill, lengths_allowed, nothing_seen, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_parts
-from kvpass.compiler.transactions import Call, Phase
+from kvpass.compiler.step import Call, Phase
 from kvpass.config import Layout
 from kvpass.graphs.bind_state import (
     add_state_placeholders,

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvpass.compiler.backend import PhaseCompiler, Runner, rows_text
-from kvpass.compiler.repeated_step import GraphCall, RepeatedStep, given_places
-from kvpass.compiler.transactions import Call, Phase
+from kvpass.compiler.step import Call, GraphCall, Phase, RepeatedStep, given_places
 from kvpass.graphs.bind_state import backend_mode, fake_inputs, input_named, placeholders
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import recorded

@@ -36,7 +36,7 @@ from kvpass.compiler.backend import PhaseCompiler, check_compiler
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import Capture, check_length
 from kvpass.compiler.parts import check_regions
-from kvpass.compiler.transactions import append, continued, prefill
+from kvpass.compiler.step import append, continued, prefill
 from kvpass.config import Block, Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.padding import first_real_column

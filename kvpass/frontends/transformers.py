@@ -27,7 +27,7 @@ from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import CaptureCache
-from kvpass.compiler.transactions import Call, append, continued, prefill
+from kvpass.compiler.step import Call, append, continued, prefill
 from kvpass.config import Block, Budget
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import (
