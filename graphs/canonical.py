@@ -16,10 +16,8 @@ from torch.fx import GraphModule, Node
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.config import Geometry, LayerGroup, Layout, StateShape
 from kvpass.errors import UnsupportedAttentionError
-from kvpass.graphs.attention_input import attention_input
 from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
-from kvpass.graphs.output_projection import OutputProjection, output_projection
-from kvpass.graphs.rotary_embedding import rotary_frequencies
+from kvpass.graphs.model_parts import OutputProjection, attention_input, output_projection, rotary_frequencies
 from kvpass.operands import Attention
 
 SITE = torch.ops.kvpass.site.default

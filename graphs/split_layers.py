@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.attention_input import attention_input
 from kvpass.graphs.bind_state import append_input, input_named, placeholders
 from kvpass.graphs.canonical import (
     ABSORBED_QUERY,
@@ -53,6 +52,7 @@ from kvpass.graphs.fx_utils import (
     symbols_of,
 )
 from kvpass.graphs.insert_nodes import insert_function
+from kvpass.graphs.model_parts import attention_input
 from kvpass.graphs.split import CannotSplitError, Part, make_parts
 
 _MANY = 1024
