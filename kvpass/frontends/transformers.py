@@ -39,6 +39,7 @@ from kvpass.frontends.arguments import (
     check_generate,
     check_generate_mask,
     check_ids,
+    said,
     unsupported_argument,
 )
 from kvpass.frontends.options import BudgetLike, PolicyName
@@ -154,6 +155,7 @@ class CompressedModel(_Base):
 
     _kvpass: Runtime
 
+    @dynamo_disable  # the decoder is compiled inside, also if the user wraps the model in torch.compile
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -190,30 +192,6 @@ class CompressedModel(_Base):
             ValueError: an argument is unsupported, or does not fit the cache, which is then unchanged.
         """
         cache = cache_argument({"past_key_values": past_key_values, "cache": cache})
-        output = self._forward(
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            cache,
-            logits_to_keep,
-            use_cache is not False,
-            kwargs,
-        )
-        return output.to_tuple() if return_dict is False else output
-
-    @dynamo_disable  # the decoder is compiled inside, also if the user wraps the model in torch.compile
-    def _forward(
-        self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Cache | None,
-        logits_to_keep: int,
-        use_cache: bool,
-        kwargs: dict[str, Any],
-    ) -> CausalLMOutputWithPast:
         runtime = self._kvpass
 
         def checked() -> Tensor:
@@ -255,8 +233,8 @@ class CompressedModel(_Base):
             }
 
         one_token = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] == 1
-        ranks = ONE_PROCESS if one_token else runtime.captures.compiler.ranks
-        text = run_on_all_ranks(ranks, "a call of the model", checked, facts)
+        ranks = runtime.captures.compiler.ranks
+        text = checked() if one_token else run_on_all_ranks(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
             assert cache is None or isinstance(cache, CompressedCache)
             if cache is not None and not cache.is_empty:
@@ -265,8 +243,9 @@ class CompressedModel(_Base):
                 cache = _new_cache(runtime) if cache is None else cache
                 logits = _prefill(self, cache, text, attention_mask, position_ids, logits_to_keep)
                 runtime.last_prompt = cache.record
-        held: dict[str, Any] = {CACHE: cache if use_cache else None}
-        return CausalLMOutputWithPast(logits=logits, **held)
+        held: dict[str, Any] = {CACHE: None if use_cache is False else cache}
+        output = CausalLMOutputWithPast(logits=logits, **held)
+        return output.to_tuple() if return_dict is False else output
 
     def generate(
         self,
@@ -668,12 +647,7 @@ def _cache_is_default(kwargs: Mapping[str, Any], *configs: Any) -> bool:
 
 def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
     """Return how many tokens ``generate`` may add to ``tokens`` ids; 0 where only its own default says so."""
-
-    def said(name: str) -> int | None:
-        values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in values if isinstance(value, int)), None)
-
-    new, length = said("max_new_tokens"), said("max_length")
+    new, length = (said(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
     return max(new if new is not None else (length or 0) - tokens, 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -40,13 +41,14 @@ def drafts(model: Any, kind: str) -> dict[str, Any]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each call of a kvpass model."""
     counted: list[int] = []
-    forward = CompressedModel._forward
+    forward = CompressedModel.forward
 
-    def counting(self: Any, input_ids: torch.Tensor, *rest: Any) -> Any:
+    @functools.wraps(forward)
+    def counting(self: Any, input_ids: torch.Tensor, **rest: Any) -> Any:
         counted.append(input_ids.shape[1])
-        return forward(self, input_ids, *rest)
+        return forward(self, input_ids, **rest)
 
-    monkeypatch.setattr(CompressedModel, "_forward", counting)
+    monkeypatch.setattr(CompressedModel, "forward", counting)
     return counted
 
 
