@@ -20,10 +20,10 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.metadata import CacheMetadata
 from kvpass.cache.serialization import read_cache_file, typed
-from kvpass.compiler.backend import Compiler, PhaseCompiler, check_compiler
+from kvpass.compiler.backend import COMPILERS, Compiler, PhaseCompiler
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.parts import Regions, check_regions
-from kvpass.config import Block, EntryFormat
+from kvpass.config import Block, EntryFormat, one_of
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.captured import attend_in_captures
@@ -120,7 +120,7 @@ def _compiled(
     if isinstance(model, CompressedModel):
         raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
     check_model(model)
-    compiler, regions = check_compiler("backend", backend), check_regions(compile_regions)
+    compiler, regions = one_of("backend", backend, COMPILERS), check_regions(compile_regions)
     check_weights(model, compiler)
     if regions is False and offload_device(model) is not None:
         raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
@@ -226,19 +226,11 @@ def restore_cache(
         raise CacheMismatchError(
             f"the cache has policy {metadata.policy}, the model {rules.policy.spec}: set it with model.set_policy"
         )
-    if metadata.budget != rules.budget and not metadata.own_budget:
-        raise CacheMismatchError(
-            f"the cache has budget {metadata.budget}, the model {rules.budget}: set it with model.set_budget"
-        )
-    if metadata.entry_format != rules.entry_format:
-        raise CacheMismatchError(
-            f"the cache has entries={metadata.entry_format!r}, the model {rules.entry_format!r}: compile the "
-            "model with the cache's entries"
-        )
     try:
         cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.ranks)
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
+    cache.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
     cache = cache.to(model.device if device is None else device)
     cache.reuse = runtime.captures.compiler.memory(cache.device)  # of copies, where the cache is reusable
     return cache

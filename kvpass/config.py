@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,21 @@ for V; those of 4 and fewer are of rotated vectors."""
 ENTRY_FORMATS: tuple[EntryFormat, ...] = ("model", "int8", "fp8", "rot4", "rot3", "rot2")
 
 SCALE_BYTES = 4
+
+T = TypeVar("T")
+
+
+def one_of(name: str, value: object, choices: Iterable[T]) -> T:
+    """Return the choice that the value of an argument is.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, choices))}")
+
 
 _BYTE_UNITS = {
     "b": 1,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvpass.compiler.backend import Compiler
-from kvpass.config import EntryFormat
+from kvpass.config import EntryFormat, one_of
 from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
 from kvpass.eval.policy_spec import PolicySpec, check_formats, with_format
 from kvpass.fetch import PACKAGES
@@ -201,12 +201,11 @@ class BenchSettings:
         for name in ("window", "new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device={self.device!r}: must be one of cpu, cuda")
+        one_of("device", self.device, ("cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda': this machine has no CUDA device")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        if self.dtype is not None:
+            one_of("dtype", self.dtype, DTYPES)
         if not self.batches or min(self.batches) < 1:
             raise ValueError(f"batches={','.join(map(str, self.batches))}: must be one or more numbers >= 1")
         check_formats(self.entries, self.policies)

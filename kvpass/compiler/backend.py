@@ -71,18 +71,6 @@ norms and activations into them; with the second, the products for q, k and v ar
 launches a layer of llama instead of 13."""
 
 
-def check_compiler(option: str, name: str) -> Compiler:
-    """Return the compiler of that name, given by the user as ``option``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for known in COMPILERS:
-        if name == known:
-            return known
-    raise ValueError(f"{option}={name!r}: must be one of {', '.join(COMPILERS)}")
-
-
 def rows_text(rows: int) -> str:
     """Return for how many rows a graph is compiled that a call of so many needs: "1 row", or "2 or more rows"."""
     return "1 row" if rows == 1 else "2 or more rows"

@@ -32,12 +32,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import GraphFingerprint
-from kvpass.compiler.backend import PhaseCompiler, check_compiler
+from kvpass.compiler.backend import COMPILERS, PhaseCompiler
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import Capture, check_length
 from kvpass.compiler.parts import check_regions
 from kvpass.compiler.step import append, continued, prefill
-from kvpass.config import Block, Budget
+from kvpass.config import Block, Budget, one_of
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.padding import first_real_column
 from kvpass.graphs.bind_state import backend_mode, placeholders, size_reader
@@ -119,7 +119,7 @@ def kvpass_backend(
     """
     given = dict(options or {})
     budget, cuda_graphs = given.pop("budget", None), given.pop("cuda_graphs", True)
-    compiler = check_compiler("compiler", given.pop("compiler", "inductor"))
+    compiler = one_of("compiler", given.pop("compiler", "inductor"), COMPILERS)
     regions = check_regions(given.pop("compile_regions", "auto"))
     block = check_block(given.pop("prefill_block", "auto"), regions)
     policy = check_registered(resolve(given.pop("policy", "lava"), **given))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvpass.config import ENTRY_FORMATS, Budget, EntryFormat
+from kvpass.config import ENTRY_FORMATS, Budget, EntryFormat, one_of
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 from kvpass.policies.cake import temperatures
 from kvpass.policies.observation import Observation
@@ -67,25 +67,13 @@ def read_rules(
     )
 
 
-def check_format(entries: str) -> EntryFormat:
-    """Return the entry format of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for known in ENTRY_FORMATS:
-        if entries == known:
-            return known
-    raise ValueError(f"entries={entries!r}: must be one of {', '.join(ENTRY_FORMATS)}")
-
-
 def check_entries(entries: str, policy: Policy) -> EntryFormat:
     """Return the entry format if the policy's cache can have it.
 
     Raises:
         ValueError: unknown name, or the policy evicts while decoding.
     """
-    known = check_format(entries)
+    known = one_of("entries", entries, ENTRY_FORMATS)
     if known != "model" and policy.decode_rule() is not None:
         raise ValueError(
             f"entries={entries!r} with policy {policy.name!r}: it evicts while decoding, and new entries take the "
@@ -105,11 +93,7 @@ def check_recompress(recompress: str, policy: Policy) -> Recompress:
             needs queries from before the window or the output projection, or scores a KV head by what other heads
             attend to.
     """
-    for known in THRESHOLDS:
-        if recompress == known:
-            break
-    else:
-        raise ValueError(f"recompress={recompress!r}: must be one of {', '.join(THRESHOLDS)}")
+    known = one_of("recompress", recompress, THRESHOLDS)
     if known == "never" or policy.decode_rule() is not None:
         return known
     refusal = _refusal(policy)
