@@ -7,8 +7,9 @@ Each attention op is one ``kvpass::site`` node, numbered in order of execution; 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -213,7 +214,7 @@ def groups_of(gm: GraphModule, layout: Layout) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Place:
+class SiteLocation:
     """Where the KV entries of an attention op are stored.
 
     Attributes:
@@ -226,13 +227,17 @@ class Place:
     layer: int
     layers: int
 
+    def buffers(self, kind: Any, state: Mapping[str, Any]) -> Any:
+        """Return a tuple of buffers of that kind, out of the cache's state by name; None where it has no such one."""
+        return kind(*(state.get(f"{self.prefix}_{name}") for name in kind._fields))
 
-def places_of(layout: Layout) -> dict[int, Place]:
+
+def site_locations(layout: Layout) -> dict[int, SiteLocation]:
     """Return where the KV entries of each attention op are stored, by its index in execution order."""
     found = {}
     for ring, groups in ((False, layout.pools), (True, layout.rings)):
         for index, group in enumerate(groups):
             for position, layer in enumerate(group.layers):
                 prefix = f"{'ring' if ring else 'store'}{index}"
-                found[layer] = Place(ring, prefix, position, len(group.layers))
+                found[layer] = SiteLocation(ring, prefix, position, len(group.layers))
     return found

@@ -82,15 +82,11 @@ def output_projection(site: Node) -> OutputProjection | None:
 
 
 def _is_gated(product: Node, x: Node) -> bool:
-    """Whether the node is ``x`` times a gate, of the shape of ``x``."""
+    """Whether the node is ``x`` times a gate of its shape: a sigmoid or SiLU, perhaps reshaped or of another dtype."""
     if target_name(product) not in ("mul", "mul_") or shape_of(product) != shape_of(x):
         return False
-    return any(isinstance(factor, Node) and _is_gate(factor) for factor in product.args if factor is not x)
-
-
-def _is_gate(node: Node) -> bool:
-    """Whether the node is a sigmoid or SiLU, with any reshapes and changes of dtype behind it."""
-    return target_name(_through(node, (*_RESHAPES, *_COPIES, "to", "type_as"))) in _GATES
+    factors = (factor for factor in product.args if factor is not x and isinstance(factor, Node))
+    return any(target_name(_through(gate, (*_RESHAPES, *_COPIES, "to", "type_as"))) in _GATES for gate in factors)
 
 
 def _order(node: Node) -> tuple[int, ...] | None:

@@ -52,12 +52,11 @@ from kvpass.graphs.fx_utils import (
     shape_of,
     source_of,
 )
-from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.graphs.verify.length_guards import fixed_length, longest_length
 from kvpass.graphs.verify.offset_positions import counts_positions
 from kvpass.graphs.verify.same_capture import is_same_decoder, value_of
 from kvpass.graphs.verify.self_check import check_reduced_inputs_pass
-from kvpass.graphs.verify.table_ends import table_end
+from kvpass.graphs.verify.tables import input_lookups, table_end
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 from kvpass.torch_compat import eval_frame
 
