@@ -161,35 +161,10 @@ def _check_options(kind: type[Policy], options: dict[str, object]) -> None:
 
 
 for _policy in (
-    Full,
-    Lava,
-    LavaUniform,
-    LavaPyramid,
-    LavaNoHead,
-    SnapKV,
-    PyramidKV,
-    AdaSnapKV,
-    AdaPyramidKV,
-    Cake,
-    CriticalKV,
-    DefensiveKV,
-    LayerDefensiveKV,
-    DuoAttention,
-    ExpectedAttention,
-    H2O,
-    Tova,
-    StreamingLLM,
-    Vatp,
-    KeyDiff,
-    LagKV,
-    Knorm,
-    KVzap,
-    KVzip,
-    KVzipPlus,
-    RKV,
-    TriAttention,
-    Random,
-):
+    Full, Lava, LavaUniform, LavaPyramid, LavaNoHead, SnapKV, PyramidKV, AdaSnapKV, AdaPyramidKV, Cake, CriticalKV,
+    DefensiveKV, LayerDefensiveKV, DuoAttention, ExpectedAttention, H2O, Tova, StreamingLLM, Vatp, KeyDiff, LagKV,
+    Knorm, KVzap, KVzip, KVzipPlus, RKV, TriAttention, Random,
+):  # fmt: skip
     register_policy(_policy)
 
 

@@ -50,7 +50,7 @@ def attention_weights(logits: Tensor, hidden: Tensor, softcap: float | None, sin
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def with_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return ``x`` ``[..., D]`` with channels j and ``j + D / 2`` as a pair multiplied by ``(cos + i sin)[..., j]``."""
     real, imaginary = x.chunk(2, -1)
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
@@ -223,7 +223,7 @@ class Observation:
 
         They are turned back by their position in the row, which must have no padding: exact to the rounding of the
         queries. A factor in the model's cos and sin (YaRN) stays in them, and a position of the first token other than
-        0 stays as a rotation; rotated forward again, both are as the model has them.
+        0 stays as a rotation; with RoPE applied again, both are as the model has them.
 
         Raises:
             ValueError: rows before the R given queries are needed, or the frequencies are not given.
@@ -232,7 +232,7 @@ class Observation:
         self._check_rows(first, offset)
         heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
         cos, sin = self.rotation(torch.arange(first, self.length, device=self.keys.device))
-        return rotated(self.queries[:, heads, first - offset :].float(), cos, -sin)
+        return with_rope(self.queries[:, heads, first - offset :].float(), cos, -sin)
 
     def _check_rows(self, first: int, offset: int) -> None:
         if first < offset:

@@ -106,16 +106,22 @@ def plan(
     _check_prompt(chosen, q, k, v)
     if decode is not None:
         _check_decode(decode, q, k, v)
-    batch, kv_heads, dim = k.shape[1], k.shape[2], k.shape[4]
-    projections, frequencies = _projections(chosen, output_weights, q, v), _frequencies(chosen, rope_frequencies, q)
+    layers, batch, kv_heads, length, dim = k.shape
+    features = q.shape[2] * v.shape[4]
+    projections = _of_layers(chosen, layers, "output_weights", ("hidden", features), output_weights)
+    frequencies = _of_layers(chosen, layers, "rope_frequencies", (dim // 2,), rope_frequencies)
+    hidden = _of_layers(chosen, layers, "entering", (batch, length, "hidden"), entering)
     factor = dim**-0.5 if scale is None else scale
     check_float("scale", factor, 0.0, open_low=True)
     attended = _attended(chosen, replays, q, k, v, projections, factor)
     parsed, entries = _entries(chosen, budget, k, v)
-    entered = _entered(chosen, entering, k)
+    scored = [
+        None if x is None else chosen.token_scores(x, layer, layers, kv_heads, ONE_PROCESS)
+        for layer, x in enumerate(hidden)
+    ]
     given = [
         PolicyInputs(weight, turns, entries.expand(batch), replayed=most, entered=found)
-        for weight, turns, most, found in zip(projections, frequencies, attended, entered, strict=True)
+        for weight, turns, most, found in zip(projections, frequencies, attended, scored, strict=True)
     ]
 
     rows = []
@@ -268,50 +274,33 @@ def _entries(
     return parsed, torch.tensor([max(entries - policy.window, 0)], device=k.device)
 
 
-def _projections(policy: Policy, given: Layers | None, q: Tensor, v: Tensor) -> Sequence[Tensor | None]:
-    """Return the output projection of each layer, None for each if the policy does not read it."""
-    layers, features = q.shape[0], q.shape[2] * v.shape[4]
-    if not policy.reads_projection:
+_READ_BY = {
+    "output_weights": ("reads_projection", "output projection"),
+    "rope_frequencies": ("reads_rotation", "rotary embedding"),
+    "entering": ("scores_tokens", "input"),
+}
+"""Arguments of :func:`plan` with a tensor for each layer: what policies say that read it, and what it is."""
+
+
+def _of_layers(
+    policy: Policy, layers: int, name: str, shape: Sequence[int | str], given: Layers | None
+) -> Sequence[Tensor | None]:
+    """Return a tensor of each layer, all finite, that the policy reads; None for each if it does not.
+
+    Args:
+        shape: of each; a text stands for any size.
+    """
+    says, what = _READ_BY[name]
+    if not getattr(policy, says):
         return [None] * layers
-    weights = _of_layers(policy, "output projection", "output_weights", "hidden, H * Dv", given, layers)
-    for layer, weight in enumerate(weights):
-        if weight.dim() != 2 or weight.shape[1] != features or weight.shape[0] == 0:
-            raise ValueError(f"output_weights[{layer}].shape={tuple(weight.shape)}: must be [hidden, {features}]")
-    return weights
-
-
-def _frequencies(policy: Policy, given: Layers | None, q: Tensor) -> Sequence[Tensor | None]:
-    """Return the rotary frequencies of each layer, None for each if the policy does not read them."""
-    layers, dim = q.shape[0], q.shape[4]
-    if not policy.reads_rotation:
-        return [None] * layers
-    found = _of_layers(policy, "rotary embedding", "rope_frequencies", f"{dim} / 2", given, layers)
-    for layer, frequencies in enumerate(found):
-        if 2 * frequencies.numel() != dim or frequencies.dim() != 1:
-            raise ValueError(f"rope_frequencies[{layer}].shape={tuple(frequencies.shape)}: must be [{dim} / 2]")
-    return found
-
-
-def _entered(policy: Policy, given: Layers | None, k: Tensor) -> Sequence[Tensor | None]:
-    """Return the scores of tokens by what enters each layer, None for each if the policy has none."""
-    layers, batch, kv_heads, length, _ = k.shape
-    if not policy.scores_tokens:
-        return [None] * layers
-    found = _of_layers(policy, "input", "entering", "B, N, hidden", given, layers)
-    for layer, x in enumerate(found):
-        if x.dim() != 3 or x.shape[:2] != (batch, length):
-            raise ValueError(f"entering[{layer}].shape={tuple(x.shape)}: must be [{batch}, {length}, hidden]")
-    return [policy.token_scores(x, layer, layers, kv_heads, ONE_PROCESS) for layer, x in enumerate(found)]
-
-
-def _of_layers(policy: Policy, what: str, name: str, shape: str, given: Layers | None, layers: int) -> Sequence[Tensor]:
-    """Return a tensor of each layer, all finite, that the policy reads."""
     if given is None or len(given) != layers:
         count = "none" if given is None else len(given)
-        raise ValueError(
-            f"policy {policy.name!r} reads the {what} of each layer: pass {name}=[{layers}, {shape}]; {count} given"
-        )
+        sizes = ", ".join(map(str, [layers, *shape]))
+        raise ValueError(f"policy {policy.name!r} reads the {what} of each layer: pass {name}=[{sizes}]; {count} given")
     for layer, tensor in enumerate(given):
+        wrong = (size != found for size, found in zip(shape, tensor.shape, strict=False) if isinstance(size, int))
+        if tensor.dim() != len(shape) or tensor.numel() == 0 or any(wrong):
+            raise ValueError(f"{name}[{layer}].shape={tuple(tensor.shape)}: must be [{', '.join(map(str, shape))}]")
         _check_finite(f"{name}[{layer}]", tensor)
     return list(given)
 
