@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpass.adapt.copied import AdaptedCopy, adapted_copy
+from kvpass.adapt.copied import adapted_copy
 from kvpass.adapt.latent_attention import attends_latents
 from kvpass.adapt.offload import offload_device
 from kvpass.adapt.tensor_parallel import check_divided, ranks_of
@@ -26,7 +26,7 @@ from kvpass.compiler.parts import Regions, check_regions
 from kvpass.config import Block, EntryFormat, one_of
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends.arguments import check_model
-from kvpass.frontends.captured import attend_in_captures
+from kvpass.frontends.attention import attend_in_captures
 from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
 from kvpass.policies import Policy
@@ -126,44 +126,34 @@ def _compiled(
         raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
     rules = read(model_name=str(model.config.name_or_path))
     uses_our_attention = type(model)._can_set_attn_implementation()
-    adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
-    _check_adapted(adapted, rules)
-    compiled = adapted.model
+    compiled, adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
+    check_divided(rules.policy, adapted.heads)
+    if rules.entry_format != "model" and any(map(attends_latents, compiled.modules())):
+        raise ValueError(
+            f"entries={rules.entry_format!r}: {type(model).__name__} caches latent rows, which have no format of fewer "
+            "bits yet; give entries='model'"
+        )
     compiled.__class__ = compressed_class(type(model))
     if uses_our_attention:
         attend_in_captures(compiled)
+    recurrent, attention = adapted.recurrent, adapted.attention
     phases = PhaseCompiler(
         compiler=compiler,
-        layers=adapted.attention_layers,
+        layers=model.config.get_text_config().num_hidden_layers if attention is None else len(attention),
         regions=regions,
         cuda_graphs=cuda_graphs,
         on_host=adapted.on_host,
         ranks=ranks,
     )
-    recurrent = adapted.recurrent
     identity = ModelFingerprint(compiled, adapted.divided)
     identity.check_policy(rules.policy)
     compiled._kvpass = Runtime(
         rules=rules,
-        identity=identity,
-        device=adapted.device,
         captures=CaptureCache(phases, None if recurrent is None else recurrent.arguments),
-        attention=None if recurrent is None else recurrent.attention,
-        longrope_limit=adapted.longrope_limit,
-        ranks=adapted.heads,
-        expanded=adapted.expanded,
+        identity=identity,
+        adapted=adapted,
     )
     return compiled
-
-
-def _check_adapted(adapted: AdaptedCopy, rules: Rules) -> None:
-    """Raise ValueError if the copy cannot be compiled with these rules."""
-    check_divided(rules.policy, adapted.heads)
-    if rules.entry_format != "model" and any(map(attends_latents, adapted.model.modules())):
-        raise ValueError(
-            f"entries={rules.entry_format!r}: {type(adapted.model).__name__} caches latent rows, which have no format "
-            "of fewer bits yet; give entries='model'"
-        )
 
 
 def load_cache(
@@ -227,7 +217,7 @@ def restore_cache(
             f"the cache has policy {metadata.policy}, the model {rules.policy.spec}: set it with model.set_policy"
         )
     try:
-        cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.ranks)
+        cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.adapted.heads)
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
     cache.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)

@@ -21,16 +21,8 @@ _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _ONLY_LOGITS = "a compiled graph does not return intermediate tensors; use the uncompiled model"
 _OF_WHOLE_TEXT = ("next_sequence_length", "is_first_iteration")
 _TAKEN = (
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache",
-    "use_cache",
-    "logits_to_keep",
-    "return_dict",
-)
+    "input_ids inputs_embeds attention_mask position_ids past_key_values cache use_cache logits_to_keep return_dict"
+).split()
 """Arguments that a kvpass model's ``forward`` takes."""
 
 _OF_FORWARD = {

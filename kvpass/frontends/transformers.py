@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvpass.adapt.rotation_by_row import check_rows_stay
+from kvpass.adapt.copied import Adapted
+from kvpass.adapt.positions import check_rows_stay
 from kvpass.adapt.tensor_parallel import check_divided
 from kvpass.cache.buffer_reuse import BufferReuse
 from kvpass.cache.cache import CompressedCache
@@ -57,7 +58,7 @@ from kvpass.frontends.whole_text import (
 from kvpass.policies import POLICIES, Policy, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
-from kvpass.ranks import ONE_PROCESS, Ranks, digest, run_on_all_ranks
+from kvpass.ranks import digest, run_on_all_ranks
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
 from kvpass.transformers_compat import CACHE
@@ -82,21 +83,15 @@ _UNSEEN = (
 class Runtime:
     """Rules and captures of a compiled model.
 
-    ``identity``: fingerprint for its caches. ``device``: on which a model computes that has weights on the host.
-    ``longrope_limit``: tokens beyond which rotary frequencies are others. ``ranks``: processes that share the heads.
-    ``expanded``: why latents are cached as expanded heads. ``block``: tokens of a block of a prompt. ``attention``:
-    numbers of the layers with attention, where others are recurrent.
+    ``identity``: fingerprint for its caches. ``adapted``: what was changed in the copy. ``block``: tokens of a block of
+    a prompt.
     """
 
     rules: Rules
     captures: CaptureCache
     identity: ModelFingerprint
-    device: torch.device | None = None
-    longrope_limit: int | None = None
-    ranks: Ranks = ONE_PROCESS
-    expanded: str | None = None
+    adapted: Adapted
     block: Block = "auto"
-    attention: tuple[int, ...] | None = None
     last_prompt: PromptRecord | None = None
 
     @property
@@ -300,7 +295,7 @@ class CompressedModel(_Base):
             generation_config or self.generation_config,
             rules,
             begun=begun,
-            recurrent=self._kvpass.attention is not None,
+            recurrent=self._kvpass.adapted.recurrent is not None,
         )
         generation_config, block = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
@@ -413,7 +408,7 @@ class CompressedModel(_Base):
         cache = kwargs.get(CACHE)
         if not isinstance(cache, CompressedCache | None):
             cache = kwargs[CACHE] = _new_cache(self._kvpass)
-        limit = self._kvpass.longrope_limit
+        limit = self._kvpass.adapted.longrope_limit
         if limit is not None and cache is not None and not cache.is_empty:
             check_rows_stay(limit, cache, 1)  # transformers may drop the cache there
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
@@ -526,7 +521,7 @@ class CompressedModel(_Base):
     @property
     def device(self) -> torch.device:
         """The device on which the model computes; weights may stay on the host."""
-        return self._kvpass.device or super().device
+        return self._kvpass.adapted.device or super().device
 
     @property
     def policy(self) -> Policy:
@@ -598,7 +593,7 @@ class CompressedModel(_Base):
             model_name=str(self.config.name_or_path),
             entries=self._kvpass.rules.entry_format,
         )
-        check_divided(rules.policy, self._kvpass.ranks)
+        check_divided(rules.policy, self._kvpass.adapted.heads)
         self._kvpass.identity.check_policy(rules.policy)
         return rules
 
@@ -618,12 +613,13 @@ class CompressedModel(_Base):
         prompt = runtime.last_prompt if cache is None else cache.record
         if prompt is None:
             raise ValueError("nothing to report: this model has prefilled no prompt yet with its policy and budget")
+        adapted = runtime.adapted
         return Report(
             prompt=prompt,
-            ranks=runtime.ranks,
-            attention=runtime.attention,
-            on_host=runtime.captures.compiler.on_host,
-            expanded=runtime.expanded,
+            ranks=adapted.heads,
+            attention=adapted.attention,
+            on_host=adapted.on_host,
+            expanded=adapted.expanded,
             compiled=tuple(
                 record for record in runtime.captures.compiler.records if record.policy == prompt.policy.spec
             ),
@@ -654,7 +650,7 @@ def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
 def _new_cache(runtime: Runtime, rules: Rules | None = None) -> CompressedCache:
     """Return an empty cache, by default under the rules of the call or the model."""
     rules = runtime.rules_now if rules is None else rules
-    cache = CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.ranks, rules.entry_format)
+    cache = CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.adapted.heads, rules.entry_format)
     cache.own_budget = rules.own_budget
     return cache
 
@@ -692,8 +688,8 @@ def _continue(
     rules = runtime.rules
     b, t = input_ids.shape
     cache = continued(cache, b, input_ids.device)
-    if runtime.longrope_limit is not None:
-        check_rows_stay(runtime.longrope_limit, cache, t)
+    if runtime.adapted.longrope_limit is not None:
+        check_rows_stay(runtime.adapted.longrope_limit, cache, t)
     padding = None
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
@@ -774,7 +770,8 @@ def _check_ascending(positions: Tensor, start: Tensor) -> None:
 def _graph(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Callable[[Call], Tensor]:
     """Return a function that captures the decoder if needed and runs it for a call."""
     runtime: Runtime = model._kvpass
-    forward = types.MethodType(original_class(model).forward, model)
+    own: Any = type(model).__mro__[2]  # the class of the user's model
+    forward = types.MethodType(own.forward, model)
     return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep, runtime.identity.hooks)
 
 
@@ -793,8 +790,3 @@ def _warn_of_question(policy: str) -> None:
 def compressed_class(cls: type[PreTrainedModel]) -> type[CompressedModel]:
     """Return a class of the same name that has our ``forward`` before the model's own."""
     return type(cls.__name__, (CompressedModel, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-def original_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class of the user's model."""
-    return type(model).__mro__[2]
