@@ -69,13 +69,8 @@ _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
         _SMALL
         | {"model_type": "deepseek_v3", "num_hidden_layers": 4, "kv_lora_rank": 128, "q_lora_rank": 128}
         | {"qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1}
-        | {
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 128,
-        },
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+        | {"moe_intermediate_size": 128},
     ),
     "qwen3.5-27b-shape": (
         4096,
@@ -160,21 +155,13 @@ def build(
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """One run of the bench.
+    """One run of the bench; ``kvpass bench --help`` says what each setting is.
 
     Attributes:
-        model: as :func:`find_model` takes it.
-        device: ``"cpu"`` or ``"cuda"``. dtype: ``"fp32"``, ``"bf16"``, ``"fp16"``; None is bf16 on CUDA, else fp32.
-        contexts: prompt tokens; empty takes the model's own. batches: rows. Every pair of them is one comparison.
-        budget, window: as in ``kvpass.compile``.
-        policies: of kvpass; ``window`` is theirs unless they have their own.
-        entries: formats of kept entries, each policy with each (``kvpass.compile``).
-        systems: what they are compared with, of ``BASELINES``; None takes all, kvpress only where it is installed.
-        new_tokens: decode steps of one repeat. repeats: timed rounds over all systems.
-        backend: of every compiled system, ``"inductor"`` or ``"eager"``.
-        shared_prompt: prefill one row and repeat its cache for the batch: prefill figures are those of one row.
-        warm_cache: let Inductor use what it has compiled before: quick, but compile times then mean little.
-        seed: of weights and prompt.
+        model: as :func:`find_model` takes it. contexts, batches: every pair of them is one comparison.
+        policies: of kvpass, each with each of ``entries``; ``window`` is theirs unless they have their own.
+        systems: of ``BASELINES``; None takes all, kvpress only where it is installed.
+        shared_prompt: prefill figures are then those of one row.
 
     Raises:
         ValueError: a number out of range, an unknown name, or a device this machine does not have.

@@ -90,13 +90,10 @@ class CacheMetadata:
         """Return the smallest and largest budget of a row; prompts are no longer than ``columns``."""
         if self.budget is None or not self.layout.pools:
             return 1, self.columns
-        most = self.budget.entries(self.columns, min(self.layout.token_bytes, self._pool_token_bytes))
+        token_bytes = min(self.layout.token_bytes, self.layout.pool_token_bytes(self.entry_format))
+        most = self.budget.entries(self.columns, token_bytes)
         exact = self.budget.kind == "entries" or (self.budget.kind == "bytes" and self.entry_format == "model")
         return most if exact else 1, most
-
-    @property
-    def _pool_token_bytes(self) -> int:
-        return self.layout.pool_token_bytes(self.entry_format)
 
 
 def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str, Tensor]) -> None:

@@ -270,8 +270,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(help="Samples of each task.")] = 20,
     length: Annotated[int, typer.Option(help="Longest prompt in tokens; longer ones lose their middle.")] = 2048,
     data_dir: Annotated[
-        Path | None,
-        typer.Option(exists=True, file_okay=False, help="Folder with longbench/; else the hub is asked."),
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder with longbench/; else the hub is asked.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for samples, tables and manifest; a rerun goes on there.")] = (
         Path("kvpass-eval")
@@ -397,10 +396,7 @@ def compress(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the compressed cache goes to.")],
-    model: Annotated[
-        str,
-        typer.Option(envvar="KVPASS_MODEL", help=_MODEL),
-    ] = "builtin",
+    model: Annotated[str, typer.Option(envvar="KVPASS_MODEL", help=_MODEL)] = "builtin",
     policy: Annotated[
         str, typer.Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")
     ] = ("lava"),
