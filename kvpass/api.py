@@ -23,13 +23,12 @@ from kvpass.cache.serialization import read_cache_file, typed
 from kvpass.compiler.backend import COMPILERS, Compiler, PhaseCompiler
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.parts import Regions, check_regions
-from kvpass.config import Block, EntryFormat, one_of
+from kvpass.config import Block, BudgetLike, EntryFormat, one_of
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import attend_in_captures
-from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
-from kvpass.policies import Policy
+from kvpass.policies import Policy, PolicyName
 from kvpass.policies.rules import Recompress, Rules, read_rules
 from kvpass.ranks import Ranks, digest, run_on_all_ranks
 

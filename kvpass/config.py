@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -273,6 +273,10 @@ class Budget:
                 return str(self.value)
             case "bytes":
                 return f"{int(self.value)}B"
+
+
+BudgetLike: TypeAlias = Budget | int | float | str | None
+"""A budget as users write it; None where a policy has none, or to take the model's."""
 
 
 def _read_bytes(text: str) -> int:

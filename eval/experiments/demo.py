@@ -26,8 +26,8 @@ from kvpass.eval.needle.text import Task, sample
 from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, make_sentence
 from kvpass.eval.tables import rich_table
 from kvpass.eval.tasks.base import Sample, encode, largest
-from kvpass.frontends.options import PolicyName
 from kvpass.loading import load_model
+from kvpass.policies import PolicyName
 from kvpass.progress import progress_bar, progress_console
 from kvpass.report import import_figure
 from kvpass.transformers_compat import CACHE

@@ -29,7 +29,7 @@ from kvpass.cache.prompt_record import PromptRecord
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.step import Call, append, continued, prefill
-from kvpass.config import Block, Budget
+from kvpass.config import Block, Budget, BudgetLike
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import (
     cache_argument,
@@ -43,7 +43,6 @@ from kvpass.frontends.arguments import (
     said,
     unsupported_argument,
 )
-from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import Padding, first_real_column, read_padding
 from kvpass.frontends.whole_text import (
     begins_with,
@@ -55,7 +54,7 @@ from kvpass.frontends.whole_text import (
     reads_ids,
     with_whole_text,
 )
-from kvpass.policies import POLICIES, Policy, resolve_budget
+from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
 from kvpass.ranks import digest, run_on_all_ranks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpass.config import Budget, Geometry
+from kvpass.config import Budget, BudgetLike, Geometry
 from kvpass.operands import PolicyInputs
 from kvpass.policies import parse_budget, resolve
 from kvpass.policies.base import Policy
@@ -68,7 +68,7 @@ def plan(
     keys: Layers,
     values: Layers,
     *,
-    budget: Budget | int | float | str | None,
+    budget: BudgetLike,
     decode: tuple[Tensor, Tensor, Tensor] | None = None,
     scale: float | None = None,
     output_weights: Layers | None = None,
@@ -260,9 +260,7 @@ def _positions(keep: Tensor) -> list[list[list[list[int]]]]:
     return [[[head.nonzero().flatten().tolist() for head in row] for row in layer] for layer in keep]
 
 
-def _entries(
-    policy: Policy, budget: Budget | int | float | str | None, k: Tensor, v: Tensor
-) -> tuple[Budget | None, Tensor]:
+def _entries(policy: Policy, budget: BudgetLike, k: Tensor, v: Tensor) -> tuple[Budget | None, Tensor]:
     """Return the parsed budget and the evictable entries per KV head and layer, int64 ``[1]``."""
     layers, _, kv_heads, length, dim = k.shape
     window = min(policy.window, length)

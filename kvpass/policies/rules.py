@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvpass.config import ENTRY_FORMATS, Budget, EntryFormat, one_of
+from kvpass.config import ENTRY_FORMATS, Budget, BudgetLike, EntryFormat, one_of
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 from kvpass.policies.cake import temperatures
 from kvpass.policies.observation import Observation
@@ -33,7 +33,7 @@ class Rules:
     entry_format: EntryFormat = "model"
     own_budget: bool = False
 
-    def with_budget(self, budget: Budget | int | float | str | None) -> Rules:
+    def with_budget(self, budget: BudgetLike) -> Rules:
         """Return the rules of a call with this budget of its own; None: the same rules."""
         if budget is None:
             return self
@@ -42,7 +42,7 @@ class Rules:
 
 def read_rules(
     policy: str | Policy,
-    budget: Budget | int | float | str | None,
+    budget: BudgetLike,
     recompress: str,
     *,
     window: int | None,
