@@ -178,26 +178,20 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
     return 0
 
 
-def _values_in_keys(site: Site) -> bool:
-    """Return whether the values are written as the first columns of the keys, ``k[..., :n]``, of a layer in a pool."""
-    columns = (..., slice(None, recorded(site.v).shape[3], None))
-    is_part = site.v.target is operator.getitem and site.v.args == (site.k, columns)
-    return is_part and site.sliding_window is None
-
-
 def _group(site: Site) -> LayerGroup:
     """Return the layer of an attention op as a group of its own."""
+    window = site.sliding_window
     k, v = recorded(site.k), recorded(site.v)
+    first_columns = (site.k, (..., slice(None, v.shape[3], None)))  # values written as k[..., :n]
     geometry = Geometry(
         layers=1,
         kv_heads=int(k.shape[1]),
         key_dim=int(k.shape[3]),
         value_dim=int(v.shape[3]),
         itemsize=k.dtype.itemsize,
-        values_in_keys=_values_in_keys(site),
+        values_in_keys=site.v.target is operator.getitem and site.v.args == first_columns and window is None,
     )
-    window, chunked = site.sliding_window, site.chunked
-    return LayerGroup(geometry=geometry, layers=(site.layer,), sliding_window=window, chunked=chunked)
+    return LayerGroup(geometry=geometry, layers=(site.layer,), sliding_window=window, chunked=site.chunked)
 
 
 def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
