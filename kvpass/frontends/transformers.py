@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -44,16 +43,7 @@ from kvpass.frontends.arguments import (
     unsupported_argument,
 )
 from kvpass.frontends.padding import Padding, first_real_column, read_padding
-from kvpass.frontends.whole_text import (
-    begins_with,
-    by_name,
-    has_new_ids,
-    ids_before,
-    new_ids_only,
-    of_rows,
-    reads_ids,
-    with_whole_text,
-)
+from kvpass.frontends.whole_text import by_name, has_new_ids, new_ids_only, with_text_of_cache
 from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
@@ -61,21 +51,6 @@ from kvpass.ranks import digest, run_on_all_ranks
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
 from kvpass.transformers_compat import CACHE
-
-_DROPPED = (
-    "the prompt begins with the last token of the answer before. If it is the next turn of a conversation: the cache "
-    "is reusable and does not hold that answer, every call continues from the compressed context alone. Use "
-    "model.compress(ids, reusable=False), or the cache that generate(..., return_dict_in_generate=True) returns"
-)
-
-_AGAIN = (
-    "the ids begin with all {} tokens of the prompt that past_key_values holds already, and are appended to it, a "
-    "second time. Pass only the ids after all that the cache has seen; or, to begin again, no past_key_values"
-)
-_UNSEEN = (
-    "{}: only the ids of this call are read, not those before, which the cache does not know (it was loaded from a "
-    "file without them, or its prompt was inputs_embeds). Pass the whole text, or fill the cache again"
-)
 
 
 @dataclass(kw_only=True)
@@ -323,19 +298,7 @@ class CompressedModel(_Base):
             cache.expected = (cache.columns if continues else 0) + tokens + most - 1  # the last one is not appended
             if continues:
                 assert ids is not None
-                for told in _warnings(cache, ids):
-                    warnings.warn(told, stacklevel=2)
-                mask = kwargs.get("attention_mask")
-                if mask is None or mask.shape[1] == tokens:
-                    new = torch.ones_like(ids) if mask is None else mask
-                    shown = of_rows(cache.attention_mask.to(new), len(ids))
-                    mask = arguments["attention_mask"] = torch.cat([shown, new], 1)
-                before = ids_before(cache, ids, mask)
-                if before is not None:
-                    held = cache.columns
-                    arguments = with_whole_text(before, ids, arguments, configs)
-                elif (name := reads_ids(arguments, configs)) is not None:
-                    warnings.warn(_UNSEEN.format(name), stacklevel=2)
+                arguments, held = with_text_of_cache(cache, ids, arguments, configs)
         output = theirs(**arguments)
         if not begun and cache is not None and cache.record is not None:
             self._kvpass.last_prompt = cache.record  # not that of a negative prompt, which is read later
@@ -623,15 +586,6 @@ class CompressedModel(_Base):
                 record for record in runtime.captures.compiler.records if record.policy == prompt.policy.spec
             ),
         )
-
-
-def _warnings(cache: CompressedCache, ids: Tensor) -> list[str]:
-    """Return what is probably not meant in new ids ``[B, T]`` for a filled cache."""
-    told = [_DROPPED] if cache.answer_end == ids[:, 0].tolist() else []
-    prompt = cache.prompt_ids
-    if prompt is not None and begins_with(ids, prompt):
-        told.append(_AGAIN.format(prompt.shape[1]))
-    return told
 
 
 def _cache_is_default(kwargs: Mapping[str, Any], *configs: Any) -> bool:
