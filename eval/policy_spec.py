@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpass.config import ENTRY_FORMATS, EntryFormat
+from kvpass.config import ENTRY_FORMATS, EntryFormat, one_of
 from kvpass.policies import POLICIES, Policy, resolve
-from kvpass.policies.rules import check_format
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def check_formats(formats: Sequence[str]) -> None:
     if not formats:
         raise ValueError(f"entries='': must be one or several of {', '.join(ENTRY_FORMATS)}")
     for entry_format in formats:
-        check_format(entry_format)
+        one_of("entries", entry_format, ENTRY_FORMATS)
 
 
 def parse_policies(text: str) -> tuple[PolicySpec, ...]:

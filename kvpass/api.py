@@ -19,16 +19,15 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.metadata import CacheMetadata
 from kvpass.cache.serialization import read_cache_file, typed
-from kvpass.compiler.backend import Compiler, PhaseCompiler, check_compiler
+from kvpass.compiler.backend import COMPILERS, Compiler, PhaseCompiler
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.parts import Regions, check_regions
-from kvpass.config import Block, EntryFormat
+from kvpass.config import Block, BudgetLike, EntryFormat, one_of
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends.arguments import check_model
-from kvpass.frontends.captured import attend_in_captures
-from kvpass.frontends.options import BudgetLike, PolicyName
+from kvpass.frontends.attention import attend_in_captures
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
-from kvpass.policies import Policy
+from kvpass.policies import Policy, PolicyName
 from kvpass.policies.rules import Recompress, Rules, read_rules
 from kvpass.ranks import Ranks, digest, run_on_all_ranks
 
@@ -118,38 +117,33 @@ def _compiled(
     if isinstance(model, CompressedModel):
         raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
     check_model(model)
-    compiler, regions = check_compiler("backend", backend), check_regions(compile_regions)
+    compiler, regions = one_of("backend", backend, COMPILERS), check_regions(compile_regions)
     check_weights(model, compiler)
     if regions is False and offload_device(model) is not None:
         raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
     rules = read(model_name=str(model.config.name_or_path))
     uses_our_attention = type(model)._can_set_attn_implementation()
-    adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
+    compiled, adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
     check_divided(rules.policy, adapted.heads)
-    compiled = adapted.model
     compiled.__class__ = compressed_class(type(model))
     if uses_our_attention:
         attend_in_captures(compiled)
+    recurrent, attention = adapted.recurrent, adapted.attention
     phases = PhaseCompiler(
         compiler=compiler,
-        layers=adapted.attention_layers,
+        layers=model.config.get_text_config().num_hidden_layers if attention is None else len(attention),
         regions=regions,
         cuda_graphs=cuda_graphs,
         on_host=adapted.on_host,
         ranks=ranks,
     )
-    recurrent = adapted.recurrent
     identity = ModelFingerprint(compiled, adapted.divided)
     identity.check_policy(rules.policy)
     compiled._kvpass = Runtime(
         rules=rules,
-        identity=identity,
-        device=adapted.device,
         captures=CaptureCache(phases, None if recurrent is None else recurrent.arguments),
-        attention=None if recurrent is None else recurrent.attention,
-        longrope_limit=adapted.longrope_limit,
-        ranks=adapted.heads,
-        expanded=adapted.expanded,
+        identity=identity,
+        adapted=adapted,
     )
     return compiled
 
@@ -214,19 +208,11 @@ def restore_cache(
         raise CacheMismatchError(
             f"the cache has policy {metadata.policy}, the model {rules.policy.spec}: set it with model.set_policy"
         )
-    if metadata.budget != rules.budget and not metadata.own_budget:
-        raise CacheMismatchError(
-            f"the cache has budget {metadata.budget}, the model {rules.budget}: set it with model.set_budget"
-        )
-    if metadata.entry_format != rules.entry_format:
-        raise CacheMismatchError(
-            f"the cache has entries={metadata.entry_format!r}, the model {rules.entry_format!r}: compile the "
-            "model with the cache's entries"
-        )
     try:
-        cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.ranks)
+        cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.adapted.heads)
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
+    cache.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
     cache = cache.to(model.device if device is None else device)
     cache.reuse = runtime.captures.compiler.memory(cache.device)  # of copies, where the cache is reusable
     return cache

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Literal
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -30,15 +30,22 @@ SCALE_BYTES = 4
 MOST_CODES_ON_CUDA = 256
 """Widest vectors of codes that kernels on CUDA read."""
 
-_BYTE_UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-}
+T = TypeVar("T")
+
+
+def one_of(name: str, value: object, choices: Iterable[T]) -> T:
+    """Return the choice that the value of an argument is.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, choices))}")
+
+
+_BYTE_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -152,10 +159,8 @@ class Layout:
                 raise ValueError(f"{g}: every size must be >= 1")
             if g.values_in_keys and (g.value_dim > g.key_dim or group.sliding_window is not None):
                 raise ValueError(f"{g}: values are in keys only if they have no more columns, and never in a ring")
-        if any(group.sliding_window is not None for group in self.pools):
-            raise ValueError("layers with a sliding window must be among the rings, not the pools")
-        if any(group.chunked for group in self.pools):
-            raise ValueError("layers with chunks must be among the rings, not the pools")
+        if any(group.sliding_window is not None or group.chunked for group in self.pools):
+            raise ValueError("layers with a sliding window or chunks must be among the rings, not the pools")
         if any(group.sliding_window is None or group.sliding_window < 1 for group in self.rings):
             raise ValueError("layers among the rings must have a sliding window >= 1")
         for state in self.states:
@@ -207,9 +212,11 @@ class Budget:
     def __post_init__(self) -> None:
         if self.kind == "fraction":
             if not 0.0 < self.value <= 1.0:
-                raise ValueError(f"budget={self.value}: a fraction of the prompt must be in (0, 1]")
+                raise ValueError(
+                    f"budget={self.value}: a float is the fraction of the prompt kept and must be in (0, 1]"
+                )
         elif not (isinstance(self.value, int) and self.value >= 1):
-            raise ValueError(f"budget={self.value}: a number of {self.kind} must be an int >= 1")
+            raise ValueError(f"budget={self.value}: {self.kind} must be an int >= 1")
 
     @classmethod
     def parse(cls, value: Budget | int | float | str) -> Budget:
@@ -221,14 +228,9 @@ class Budget:
         if isinstance(value, Budget):
             return value
         if isinstance(value, int | np.integer) and not isinstance(value, bool):
-            if value < 1:
-                raise ValueError(f"budget={value}: entries per KV head per layer must be >= 1")
             return cls("entries", int(value))
         if isinstance(value, float | np.floating):
-            fraction = float(str(value))  # as written: float(np.float32(0.29)) is less than 0.29
-            if not 0.0 < fraction <= 1.0:
-                raise ValueError(f"budget={value}: a float is the fraction of the prompt kept and must be in (0, 1]")
-            return cls("fraction", fraction)
+            return cls("fraction", float(str(value)))  # as written: float(np.float32(0.29)) is less than 0.29
         if isinstance(value, str):
             return cls("bytes", _read_bytes(value))
         raise ValueError(
@@ -274,6 +276,10 @@ class Budget:
                 return str(self.value)
             case "bytes":
                 return f"{int(self.value)}B"
+
+
+BudgetLike: TypeAlias = Budget | int | float | str | None
+"""A budget as users write it; None where a policy has none, or to take the model's."""
 
 
 def _read_bytes(text: str) -> int:

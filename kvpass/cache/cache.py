@@ -326,22 +326,16 @@ class CompressedCache(Cache):
                 "the cache was filled by another model, with weights of its own: continue it with that model, or "
                 "prefill the prompt again"
             )
+        differs = ""
         if self.policy != policy:
             ours, theirs = _name_and_differences(self.policy, policy), _name_and_differences(policy, self.policy)
-            raise CacheMismatchError(
-                f"the cache has policy {ours}, the model {theirs}: give the model the cache's policy "
-                "(model.set_policy), or prefill the prompt again"
-            )
-        if self.budget != budget and not self.own_budget:
-            raise CacheMismatchError(
-                f"the cache has budget {self.budget}, the model {budget}: give the model the cache's budget "
-                "(model.set_budget), or prefill the prompt again"
-            )
-        if self.entry_format != entry_format:
-            raise CacheMismatchError(
-                f"the cache has entries={self.entry_format!r}, the model {entry_format!r}: compile the model with the "
-                "cache's entries, or prefill the prompt again"
-            )
+            differs = f"policy {ours}, the model {theirs}: give the model the cache's policy (model.set_policy)"
+        elif self.budget != budget and not self.own_budget:
+            differs = f"budget {self.budget}, the model {budget}: give the model the cache's budget (model.set_budget)"
+        elif (ours := self.entry_format) != entry_format:
+            differs = f"entries={ours!r}, the model {entry_format!r}: compile the model with the cache's entries"
+        if differs:
+            raise CacheMismatchError(f"the cache has {differs}, or prefill the prompt again")
         self._check_state(owner)
 
     def recheck_fingerprint(self) -> None:
@@ -513,22 +507,12 @@ class CompressedCache(Cache):
         groups = () if self.layout is None else (*self.layout.pools, *self.layout.rings)
         return sum(group.geometry.layers for group in groups)
 
-    def __getitem__(self, layer: Any) -> Any:
-        """Raise: entries are not held layer by layer."""
+    def _no_layers(self, *_: Any) -> Any:
+        """Raise: entries are not held layer by layer, the cache grows as needed and has the rows of its prompt."""
         raise CacheMismatchError(_NO_LAYERS)
 
-    def __iter__(self) -> Any:
-        raise CacheMismatchError(_NO_LAYERS)
-
-    @property
-    def max_cache_len(self) -> int:
-        """Raise: the cache grows as needed."""
-        raise CacheMismatchError(f"max_cache_len: {_NO_LAYERS}")
-
-    @property
-    def max_batch_size(self) -> int:
-        """Raise: the cache has the rows of its prompt."""
-        raise CacheMismatchError(f"max_batch_size: {_NO_LAYERS}")
+    __getitem__ = __iter__ = _no_layers
+    max_cache_len = max_batch_size = property(_no_layers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i by row ``beam_idx[i]`` (beam search)."""
@@ -551,15 +535,11 @@ class CompressedCache(Cache):
             ValueError: they are not all appended, or are no more there: layers with a sliding window or a policy that
                 evicts while decoding have overwritten older entries for them, recurrent layers hold one state only.
         """
-        if self.states.held:
-            raise ValueError(
-                f"{self!r} cannot be cropped, as drafts (assistant_model, prompt_lookup_num_tokens) need it: a "
-                "recurrent layer holds the state after the last token, not those before; use no drafts"
-            )
-        if self.overwrites:
+        if self.states.held or self.overwrites:
             raise ValueError(
                 f"{self!r} cannot be cropped, as drafts (assistant_model, prompt_lookup_num_tokens) need it: layers "
-                "with a sliding window and policies that evict while decoding overwrite older entries; use no drafts"
+                "with a sliding window and policies that evict while decoding overwrite older entries, and a "
+                "recurrent layer holds the state after the last token, not those before; use no drafts"
             )
         taken = -tokens if tokens <= 0 else max(self.columns - tokens, 0)
         if taken > self.appended:
