@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from kvpass.ops.entry_formats import dequantise, pool_rows
 from kvpass.ops.rotation import rotated, rotated_back
 from kvpass.ranks import Ranks
 from numeric_checks import assert_close
+from pairwise import quick
 from tiny_models import left_pad, random_ids, tiny_model
 
 FORMATS = ["int8", "fp8", "rot4", "rot3", "rot2"]
@@ -76,7 +76,7 @@ def check_logits(entries: str, family: str, backend: str) -> None:
     assert torch.equal(cache.positions, other.positions), "what is kept depends on the entries' format"
     for store in other.full_layers:
         for row, bounds in enumerate(store.offsets.tolist()):
-            for begin, end in pairwise(bounds):
+            for begin, end in itertools.pairwise(bounds):
                 for pool in (store.pool_k, store.pool_v):
                     before = pool[row, begin:end].clone()
                     pool[row, begin:end] = rounded(before, entries)
@@ -109,7 +109,7 @@ def test_a_prompt_is_answered_before_entries_are_rounded() -> None:
     assert torch.equal(*out)
 
 
-@pytest.mark.parametrize("entries", [*FORMATS, "model"])
+@pytest.mark.parametrize("entries", quick([*FORMATS, "model"], ["int8", "rot3"]))
 def test_bytes(entries: str) -> None:
     fast = compiled(entries)
     ids = random_ids(1, 440, seed=1)

@@ -66,7 +66,7 @@ def tiny(model_type, options):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("model_type", IN_MASK_ONLY)
+@pytest.mark.parametrize("model_type", quick([*IN_MASK_ONLY], ["qwen2_moe"]))
 def test_contract_7_a_window_in_the_mask_alone_is_refused(model_type):
     options, layer, reason = IN_MASK_ONLY[model_type]
     fast = kvpass.compile(tiny(model_type, options), policy="full", backend="eager")
@@ -214,10 +214,11 @@ def test_a_first_prompt_as_long_as_a_table_or_longer_is_refused_and_a_shorter_on
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
-        *((name, {**WITHOUT_WINDOW[name], "num_hidden_layers": 1}) for name in ("qwen2_moe", "qwen3")),
-        *AS_ARGUMENT.items(),
-        pytest.param("phimoe", WITHOUT_WINDOW["phimoe"], marks=pytest.mark.exhaustive),
+        ("qwen2_moe", {**WITHOUT_WINDOW["qwen2_moe"], "num_hidden_layers": 1}),
+        ("qwen2", AS_ARGUMENT["qwen2"]),
+        *(pytest.param(name, WITHOUT_WINDOW[name], marks=pytest.mark.exhaustive) for name in ("phimoe", "qwen3")),
         pytest.param("qwen2", {"use_sliding_window": False, "sliding_window": 8}, marks=pytest.mark.exhaustive),
+        pytest.param("mistral", AS_ARGUMENT["mistral"], marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: str(value)[:40],
 )
