@@ -221,7 +221,7 @@ def test_loading_in_inference_mode_gives_a_cache_that_works_outside(fast, saved)
     fast(random_ids(2, 1), past_key_values=loaded)
 
 
-@pytest.mark.parametrize("case", ["lava", "evicts, tables", "ring"])
+@pytest.mark.parametrize("case", quick(["lava", "evicts, tables", "ring"], ["evicts, tables", "ring"]))
 def test_a_cache_moves_to_another_device_as_a_whole(case):
     family, policy, options = CASES[case]
     fast = shared(family, policy, **options)

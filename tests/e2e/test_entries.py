@@ -22,8 +22,6 @@ from pairwise import quick
 from tiny_models import left_pad, random_ids, tiny_model
 
 FORMATS = ["int8", "fp8", "rot4", "rot3", "rot2"]
-QUICK = [pytest.param("int8", marks=pytest.mark.exhaustive), "fp8"]
-"""Both share what these tests are of."""
 ROTATED = {"rot4": 4, "rot3": 3, "rot2": 2}
 WINDOW, BUDGET = 8, 20
 
@@ -133,7 +131,7 @@ def test_bytes(entries: str) -> None:
     assert (f"entries='{entries}'" in str(report)) == (entries != "model")
 
 
-@pytest.mark.parametrize("entries", [*QUICK, "rot3", pytest.param("rot2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("entries", quick(["int8", "fp8", "rot3", "rot2"], ["rot3"]))
 def test_a_file_holds_the_codes(entries: str, tmp_path: Any) -> None:
     fast, (ids, mask) = compiled(entries), prompt()
     cache = fast(ids, attention_mask=mask).past_key_values
@@ -163,7 +161,7 @@ def test_a_file_whose_codes_are_of_another_dtype_is_refused(tmp_path: Any) -> No
         kvpass.load_cache(path, compiled("fp8"))
 
 
-@pytest.mark.parametrize("entries", [*QUICK, "rot4"])
+@pytest.mark.parametrize("entries", quick(["int8", "fp8", "rot4"], ["rot4"]))
 def test_recompression_moves_codes_as_they_are(entries: str) -> None:
     fast = compiled(entries, recompress="every_turn")
     cache = fast(random_ids(1, 60, seed=1)).past_key_values

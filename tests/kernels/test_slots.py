@@ -256,7 +256,7 @@ def test_lines_without_a_pool(way: Callable[..., Any], capacity: int) -> None:
 
 @both_ways
 def test_a_long_line(way: Callable[..., Any]) -> None:
-    check(slots_case([[4097, 5]], dim=16), way)
+    check(slots_case([[1025, 5]], dim=16), way)
 
 
 @both_ways
