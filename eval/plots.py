@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpass.eval.records import Record, Row
 from kvpass.report import import_figure
@@ -86,10 +86,7 @@ def plot_formats(rows: Sequence[Row], path: Path, *, title: str) -> None:
             line = sorted(
                 (row for row in rows if (row.scope, row.policy) == (scope, policy)), key=lambda r: r.kept_bytes
             )
-            score = [100 * row.score for row in line]
-            spread = [[100 * (row.score - row.low) for row in line], [100 * (row.high - row.score) for row in line]]
-            kib = [row.kept_bytes / 1024 for row in line]
-            panel.errorbar(kib, score, yerr=spread, marker="o", markersize=4, capsize=2, elinewidth=0.8, label=name)
+            _with_intervals(panel, [row.kept_bytes / 1024 for row in line], line, label=name)
         panel.set(title=f"scope = {scope}", xlabel="KiB of kept entries, scales included", xscale="log", ylim=(-3, 103))
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("exact answers, %")
@@ -110,16 +107,14 @@ def _plot_policy(panel: Axes, chosen: Sequence[Row], others: Sequence[Sequence[R
         least, most = ([100 * edge(row.score for row in span) for span in spans.values()] for edge in (min, max))
         panel.fill_between(at, least, most, color="0.93", label=f"{len(others)} other policies")
     if chosen:
-        panel.errorbar(
-            [100 * row.kept_fraction for row in chosen],
-            [100 * row.score for row in chosen],
-            yerr=[[100 * (row.score - row.low) for row in chosen], [100 * (row.high - row.score) for row in chosen]],
-            color=color,
-            marker="o",
-            markersize=4,
-            capsize=2,
-            elinewidth=0.8,
-        )
+        _with_intervals(panel, [100 * row.kept_fraction for row in chosen], chosen, color=color)
+
+
+def _with_intervals(panel: Axes, x: Sequence[float], line: Sequence[Row], **style: Any) -> None:
+    """Scores with their intervals."""
+    spread = [[100 * (row.score - row.low) for row in line], [100 * (row.high - row.score) for row in line]]
+    score = [100 * row.score for row in line]
+    panel.errorbar(x, score, yerr=spread, marker="o", markersize=4, capsize=2, elinewidth=0.8, **style)
 
 
 def plot_grid(records: Sequence[Record], path: Path, *, title: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpass.config import ENTRY_FORMATS, EntryFormat
+from kvpass.config import ENTRY_FORMATS, EntryFormat, one_of
 from kvpass.policies import POLICIES, Policy, resolve
-from kvpass.policies.rules import check_entries
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,16 @@ def with_format(policy: str, entry_format: EntryFormat) -> str:
     return policy if entry_format == "model" else f"{entry_format} {policy}"
 
 
-def check_formats(formats: Sequence[EntryFormat], policies: Iterable[PolicySpec]) -> None:
-    """Raise if there is no format, or a policy's cache cannot have one of them.
+def check_formats(formats: Sequence[str]) -> None:
+    """Raise if there is no entry format, or an unknown one.
 
     Raises:
         ValueError: says which.
     """
     if not formats:
         raise ValueError(f"entries='': must be one or several of {', '.join(ENTRY_FORMATS)}")
-    for spec in policies:
-        for entry_format in formats:
-            check_entries(entry_format, spec.resolve())
+    for entry_format in formats:
+        one_of("entries", entry_format, ENTRY_FORMATS)
 
 
 def parse_policies(text: str) -> tuple[PolicySpec, ...]:

@@ -51,20 +51,13 @@ MOST_TOGETHER = 32
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """One run.
+    """One run; ``kvpass eval --help`` says what each setting is.
 
     Attributes:
-        model: ``builtin``, or a folder or hub name of a causal language model.
-        tasks: names as in :func:`~kvpass.eval.tasks.find_tasks`. policies, budgets, scopes: all combinations are run; a
-            policy that needs no budget runs once. entries: formats of kept entries, all combinations of these too.
+        policies, budgets, scopes, entries: all combinations are run; a policy that needs no budget runs once.
         output: folder for ``samples.jsonl`` (to which later runs add), ``manifest.json`` and the tables.
-        samples: of each task at most. length: longest prompt in tokens; longer ones lose their middle.
-        data_dir: folder with local data. seed: of generated samples. batch: rows answered at once.
         num_uncompressed_tokens: last prompt tokens that scope ``prompt`` feeds after compression, so that the first
             generated token sees the compressed cache; with 0 it does not.
-        workers: processes that answer, each with a model of its own; on CUDA one device each, as far as there are.
-        chat: use the chat template, where the tokenizer has one and the task wants it. backend, dtype, device: how the
-            model runs.
 
     Raises:
         ValueError: a value out of range.
@@ -104,7 +97,7 @@ class EvalSettings:
             raise ValueError(f"output={str(self.output)!r}: is a file, must be a folder")
         if not self.budgets and any(spec.resolve().needs_budget for spec in self.policies):
             raise ValueError("budgets='': name at least one budget")
-        check_formats(self.entries, self.policies)
+        check_formats(self.entries)
         for spec in self.policies:
             for budget in self.budgets_of(spec):
                 resolve_budget(spec.resolve(), budget)
@@ -300,10 +293,6 @@ class Evaluation:
                 )
             yield records
 
-    def answer_share(self, share: Share) -> list[Record]:
-        """Answer all samples of a share."""
-        return [record for records in self.answers(share) for record in records]
-
     def _encoded(self, task: Task) -> list[tuple[Sample, Prompt]]:
         s = self.settings
         samples = task.samples(self.tokenizer, s.length, s.samples, s.seed)
@@ -385,7 +374,8 @@ def begin_worker(settings: EvalSettings, number: int) -> Callable[[Share], list[
     if device == "cuda":
         device = f"cuda:{number % torch.cuda.device_count()}"
     unread = settings.output / "worker"  # never made: the file of records is the caller's
-    return Evaluation(dataclasses.replace(settings, output=unread, device=device, workers=1)).answer_share
+    evaluation = Evaluation(dataclasses.replace(settings, output=unread, device=device, workers=1))
+    return lambda share: [record for records in evaluation.answers(share) for record in records]
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

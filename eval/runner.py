@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from kvpass.cache.cache import CompressedCache
+from kvpass.config import BudgetLike
 from kvpass.eval.prompt import Prompt, pad
-from kvpass.frontends.options import BudgetLike
 from kvpass.loading import launched
 from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE

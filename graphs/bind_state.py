@@ -81,10 +81,7 @@ def fake_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
 
 
 def add_state_placeholders(
-    gm: GraphModule,
-    state: Mapping[str, Tensor],
-    dynamic: Mapping[str, Set[int]],
-    fake_mode: FakeTensorMode,
+    gm: GraphModule, state: Mapping[str, Tensor], dynamic: Mapping[str, Set[int]], fake_mode: FakeTensorMode
 ) -> tuple[dict[str, Node], list[Tensor]]:
     """Append one placeholder per state tensor.
 

@@ -7,8 +7,9 @@ Each attention op is one ``kvpass::site`` node, numbered in order of execution; 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -16,10 +17,8 @@ from torch.fx import GraphModule, Node
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.config import Geometry, LayerGroup, Layout, StateShape
 from kvpass.errors import UnsupportedAttentionError
-from kvpass.graphs.attention_input import attention_input
 from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
-from kvpass.graphs.output_projection import OutputProjection, output_projection
-from kvpass.graphs.rotary_embedding import rotary_frequencies
+from kvpass.graphs.model_parts import OutputProjection, attention_input, output_projection, rotary_frequencies
 from kvpass.operands import Attention
 
 SITE = torch.ops.kvpass.site.default
@@ -179,26 +178,20 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
     return 0
 
 
-def _values_in_keys(site: Site) -> bool:
-    """Return whether the values are written as the first columns of the keys, ``k[..., :n]``, of a layer in a pool."""
-    columns = (..., slice(None, recorded(site.v).shape[3], None))
-    is_part = site.v.target is operator.getitem and site.v.args == (site.k, columns)
-    return is_part and site.sliding_window is None
-
-
 def _group(site: Site) -> LayerGroup:
     """Return the layer of an attention op as a group of its own."""
+    window = site.sliding_window
     k, v = recorded(site.k), recorded(site.v)
+    first_columns = (site.k, (..., slice(None, v.shape[3], None)))  # values written as k[..., :n]
     geometry = Geometry(
         layers=1,
         kv_heads=int(k.shape[1]),
         key_dim=int(k.shape[3]),
         value_dim=int(v.shape[3]),
         itemsize=k.dtype.itemsize,
-        values_in_keys=_values_in_keys(site),
+        values_in_keys=site.v.target is operator.getitem and site.v.args == first_columns and window is None,
     )
-    window, chunked = site.sliding_window, site.chunked
-    return LayerGroup(geometry=geometry, layers=(site.layer,), sliding_window=window, chunked=chunked)
+    return LayerGroup(geometry=geometry, layers=(site.layer,), sliding_window=window, chunked=site.chunked)
 
 
 def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
@@ -215,7 +208,7 @@ def groups_of(gm: GraphModule, layout: Layout) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Place:
+class SiteLocation:
     """Where the KV entries of an attention op are stored.
 
     Attributes:
@@ -228,13 +221,17 @@ class Place:
     layer: int
     layers: int
 
+    def buffers(self, kind: Any, state: Mapping[str, Any]) -> Any:
+        """Return a tuple of buffers of that kind, out of the cache's state by name; None where it has no such one."""
+        return kind(*(state.get(f"{self.prefix}_{name}") for name in kind._fields))
 
-def places_of(layout: Layout) -> dict[int, Place]:
+
+def site_locations(layout: Layout) -> dict[int, SiteLocation]:
     """Return where the KV entries of each attention op are stored, by its index in execution order."""
     found = {}
     for ring, groups in ((False, layout.pools), (True, layout.rings)):
         for index, group in enumerate(groups):
             for position, layer in enumerate(group.layers):
                 prefix = f"{'ring' if ring else 'store'}{index}"
-                found[layer] = Place(ring, prefix, position, len(group.layers))
+                found[layer] = SiteLocation(ring, prefix, position, len(group.layers))
     return found

@@ -34,7 +34,9 @@ def decompose_linear_pass(gm: GraphModule) -> int:
     changed = 0
     for node in calls:
         x, weight, bias = arguments_of(node).values()
-        if not _is_vector(x) or _is_quantised(weight) or recorded(weight).nbytes >= LARGE_BYTES:
+        held = recorded(weight)
+        made_of_others = hasattr(held, "__tensor_flatten__")  # as torchao's: those have linear, but seldom mul
+        if not _is_vector(x) or made_of_others or held.nbytes >= LARGE_BYTES:
             continue
         with gm.graph.inserting_before(node):
             total = _reduction(gm, x, weight, bias)
@@ -63,8 +65,3 @@ def _is_vector(node: Node) -> bool:
     if not isinstance(value, Tensor) or value.dtype not in _DTYPES or value.device.type != "cpu":
         return False
     return all(isinstance(size, int) and size == 1 for size in value.shape[:-1])
-
-
-def _is_quantised(node: Node) -> bool:
-    """Whether a weight is a tensor made of others, as torchao's: those have ``linear``, but seldom ``mul``."""
-    return hasattr(recorded(node), "__tensor_flatten__")

@@ -86,7 +86,9 @@ def one_token_inputs(inputs: Sequence[Any], tokens: Dim, mode: FakeTensorMode) -
 
     def one(size: Any) -> Any:
         dim = dim_of(size)
-        return size if isinstance(dim, int) or not symbols & dim.free_symbols else _at_one(dim, symbols)
+        if isinstance(dim, int) or not symbols & dim.free_symbols:
+            return size
+        return int(dim.xreplace(dict.fromkeys(symbols, sympy.Integer(1))))
 
     def resized(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
@@ -97,10 +99,6 @@ def one_token_inputs(inputs: Sequence[Any], tokens: Dim, mode: FakeTensorMode) -
             return torch.empty([one(size) for size in value.shape], dtype=value.dtype, device=value.device)
 
     return [resized(value) for value in inputs]
-
-
-def _at_one(dim: sympy.Expr, symbols: set[sympy.Symbol]) -> int:
-    return int(dim.xreplace(dict.fromkeys(symbols, sympy.Integer(1))))
 
 
 def one_token_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMode) -> int:

@@ -206,11 +206,7 @@ def _dump_artifact(name: str, text: Callable[[], str]) -> None:
     Args:
         text: makes the text; not called when no one reads it.
     """
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": f"kvpass.{name}", "encoding": "string"},
-        payload_fn=text,
-    )
+    trace_structured("artifact", metadata_fn=lambda: {"name": f"kvpass.{name}", "encoding": "string"}, payload_fn=text)
     folder = os.environ.get("KVPASS_DUMP")
     if folder:
         path = Path(folder)

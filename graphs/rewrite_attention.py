@@ -36,16 +36,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from kvpass.config import Layout
-from kvpass.graphs.canonical import READ_STATE, REAL_TOKENS, WRITE_STATE, Place, Site, find_sites, places_of, state_of
-from kvpass.graphs.fx_utils import recorded
-from kvpass.operands import (
-    AppendBuffers,
-    EvictBuffers,
-    PolicyInputs,
-    PrefillBuffers,
-    RecompressBuffers,
-    RingBuffers,
+from kvpass.graphs.canonical import (
+    READ_STATE,
+    REAL_TOKENS,
+    WRITE_STATE,
+    Site,
+    SiteLocation,
+    find_sites,
+    site_locations,
+    state_of,
 )
+from kvpass.graphs.fx_utils import recorded
+from kvpass.operands import AppendBuffers, EvictBuffers, PolicyInputs, PrefillBuffers, RecompressBuffers, RingBuffers
 from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
 
@@ -71,15 +73,14 @@ class Rewriter:
 
         One ``pack`` per pool is added at the end.
         """
-        places = places_of(self.layout)
         self._bind_states()
         for node in self.gm.graph.find_nodes(op="call_function", target=REAL_TOKENS):
             node.args = (node.args[0], self.state["first"])
-        count = self._each(lambda site, place: self._fill_ring(site, place) if place.ring else self._prune(site, place))
+        count = self._each(lambda site, at: self._fill_ring(site, at) if at.ring else self._prune(site, at))
         with self.gm.graph.inserting_before(self.gm.graph.output_node()):
-            for place in places.values():
-                if not place.ring and place.layer == 0:
-                    self._call("pack", *self._buffers(PrefillBuffers, place))
+            for location in site_locations(self.layout).values():
+                if not location.ring and location.layer == 0:
+                    self._call("pack", *location.buffers(PrefillBuffers, self.state))
         return count
 
     def cached(self) -> int:
@@ -90,20 +91,18 @@ class Rewriter:
         columns: dict[str, Node] = {}
         self._bind_states()
 
-        def attend(site: Site, place: Place) -> Node:
-            if place.ring:
-                return self._attend_ring(site, place, columns)
+        def attend(site: Site, location: SiteLocation) -> Node:
+            if location.ring:
+                return self._attend_ring(site, location, columns)
+            layer, policy, ranks = location.layer, self.policy.spec, self.ranks.spec
             if self.policy.decode_rule() is not None:
-                held = self._buffers(EvictBuffers, place)
-                return self._call(
-                    "attend_evict", *site.call, *held, place.layer, self.policy.spec, self.impl, self.ranks.spec
-                )
-            held = self._buffers(AppendBuffers, place)
-            output = self._call("attend_cache", *site.call, *held, place.layer, self.impl)
-            if f"{place.prefix}_{RecompressBuffers._fields[0]}" in self.state:
-                found = self._buffers(RecompressBuffers, place)
-                where = (place.layer, place.layers)
-                self._call("observe_held", *site.call, *held, *found, *where, self.policy.spec, self.ranks.spec)
+                held = location.buffers(EvictBuffers, self.state)
+                return self._call("attend_evict", *site.call, *held, layer, policy, self.impl, ranks)
+            held = location.buffers(AppendBuffers, self.state)
+            output = self._call("attend_cache", *site.call, *held, layer, self.impl)
+            found = location.buffers(RecompressBuffers, self.state)
+            if None not in found:
+                self._call("observe_held", *site.call, *held, *found, layer, location.layers, policy, ranks)
             return output
 
         return self._each(attend)
@@ -119,11 +118,11 @@ class Rewriter:
                 self._call("store_state", node.args[0], self.state[f"state{places[state_of(node)]}_made"])
             self.gm.graph.erase_node(node)
 
-    def _each(self, rewrite: Callable[[Site, Place], Node]) -> int:
-        sites, places = find_sites(self.gm), places_of(self.layout)
+    def _each(self, rewrite: Callable[[Site, SiteLocation], Node]) -> int:
+        sites, locations = find_sites(self.gm), site_locations(self.layout)
         for site in sites:
             with self.gm.graph.inserting_before(site.node):
-                output = rewrite(site, places[site.layer])
+                output = rewrite(site, locations[site.layer])
             output.meta = site.node.meta
             site.node.replace_all_uses_with(output)
             self.gm.graph.erase_node(site.node)
@@ -132,26 +131,21 @@ class Rewriter:
     def _call(self, name: str, *operands: Any) -> Node:
         return self.gm.graph.call_function(getattr(torch.ops.kvpass, name).default, operands)
 
-    def _buffers(self, kind: Any, place: Place) -> list[Node | None]:
-        """Return the operands of a tuple of buffers; None where the cache has no such buffer."""
-        return [self.state.get(f"{place.prefix}_{name}") for name in kind._fields]
-
-    def _prune(self, site: Site, place: Place) -> Node:
-        start, first = self.state["start"], self.state["first"]
-        buffers = self._buffers(PrefillBuffers, place)
-        entries = buffers[PrefillBuffers._fields.index("entries")]
-        frequencies = site.rotary_frequencies if self.policy.reads_rotation else None
-        rows = self.state.get(f"{place.prefix}_rule_rows")
-        policy_inputs = PolicyInputs(self._projection(site), frequencies, entries, rule_rows=rows)  # type: ignore[arg-type]
+    def _prune(self, site: Site, location: SiteLocation) -> Node:
+        start, first, layer = self.state["start"], self.state["first"], location.layer
+        buffers = location.buffers(PrefillBuffers, self.state)
+        frequencies: Any = site.rotary_frequencies if self.policy.reads_rotation else None
+        rows: Any = self.state.get(f"{location.prefix}_rule_rows")
+        policy_inputs = PolicyInputs(self._projection(site), frequencies, buffers.entries, rule_rows=rows)
         asked = (self.policy.spec, *policy_inputs, self.ranks.spec)
-        observed = self._call("observe_attention", *site.call, start, first, place.layer, place.layers, *asked)
+        observed = self._call("observe_attention", *site.call, start, first, layer, location.layers, *asked)
         observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
         output, *seen = (self.gm.graph.call_function(operator.getitem, (observed, i)) for i in range(4))
         candidates = (site.k, site.v, *seen, first)
-        self._call("cascade_step", *buffers, *candidates, place.layer, self.policy.spec, self.ranks.spec)
+        self._call("cascade_step", *buffers, *candidates, layer, self.policy.spec, self.ranks.spec)
         return output
 
-    def _projection(self, site: Site) -> Node | None:
+    def _projection(self, site: Site) -> Any:
         """Insert the weight of the output projection ``[hidden, H * Dv]``, where the policy reads it."""
         if not self.policy.reads_projection:
             return None
@@ -162,17 +156,16 @@ class Rewriter:
         node.meta = {**found.weight.meta, "example_value": recorded(found.weight).t()}
         return node
 
-    def _fill_ring(self, site: Site, place: Place) -> Node:
-        ring = self._buffers(RingBuffers, place)
-        return self._call("fill_ring", *site.call, *ring, self.state["start"], place.layer, site.chunked)
+    def _fill_ring(self, site: Site, location: SiteLocation) -> Node:
+        ring = location.buffers(RingBuffers, self.state)
+        return self._call("fill_ring", *site.call, *ring, self.state["start"], location.layer, site.chunked)
 
-    def _attend_ring(self, site: Site, place: Place, columns: dict[str, Node]) -> Node:
-        ring, seen, first = self._buffers(RingBuffers, place), self.state["seen"], self.state["first"]
-        if place.prefix not in columns:
-            assert ring[0] is not None
-            slots = recorded(ring[0]).shape[3]
-            columns[place.prefix] = self._call("columns_held", seen, first, slots, site.chunked)
-        where = (columns[place.prefix], seen, place.layer, first if site.chunked else None)
+    def _attend_ring(self, site: Site, location: SiteLocation, columns: dict[str, Node]) -> Node:
+        ring, seen, first = location.buffers(RingBuffers, self.state), self.state["seen"], self.state["first"]
+        if location.prefix not in columns:
+            slots = recorded(ring.ring_k).shape[3]
+            columns[location.prefix] = self._call("columns_held", seen, first, slots, site.chunked)
+        where = (columns[location.prefix], seen, location.layer, first if site.chunked else None)
         return self._call("attend_ring", *site.call, *ring, *where, self.impl)
 
 

@@ -64,7 +64,9 @@ def _guard_ints(gm: GraphModule) -> None:
         symbol
         for node in inputs
         if not is_module_tensor(node)
-        for symbol in (symbols_in(node) if _is_size(node) else symbols_of(shape_of(node) or ()))
+        for symbol in (
+            symbols_in(node) if isinstance(source_of(node), TensorPropertySource) else symbols_of(shape_of(node) or ())
+        )
     }
     for node in inputs:
         value = recorded(node)
@@ -72,11 +74,6 @@ def _guard_ints(gm: GraphModule) -> None:
         for size in sizes:
             if isinstance(size, torch.SymInt) and symbols_of([dim_of(size)]).isdisjoint(given):
                 int(size)
-
-
-def _is_size(node: Node) -> bool:
-    """Whether an input is a size or stride of a tensor."""
-    return isinstance(source_of(node), TensorPropertySource)
 
 
 def _number(node: Node) -> float | None:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.attention_input import attention_input
 from kvpass.graphs.bind_state import append_input, input_named, placeholders
 from kvpass.graphs.canonical import (
     ABSORBED_QUERY,
@@ -53,6 +52,7 @@ from kvpass.graphs.fx_utils import (
     symbols_of,
 )
 from kvpass.graphs.insert_nodes import insert_function
+from kvpass.graphs.model_parts import attention_input
 from kvpass.graphs.split import CannotSplitError, Part, make_parts
 
 _MANY = 1024
@@ -294,18 +294,14 @@ def _cuts(order: Sequence[Node], hidden: Collection[Node], tokens: Dim, states: 
         added[last + 1] -= size
     alive = list(accumulate(added))
     sites = [index for index, node in enumerate(order) if node.target is SITE]
-    embedding = next(i for i, node in enumerate(order) if node in hidden and _is_float(node))
+    floats = (i for i, node in enumerate(order) if shape_of(node) is not None and recorded(node).is_floating_point())
+    embedding = next(i for i in floats if order[i] in hidden)
     readers = (i for i, node in enumerate(order) if not states.isdisjoint(node.all_input_nodes))
     first_end = min(sites[0], next(readers, sites[0]))
     return [
         max(range(first + 1, last + 1), key=lambda place: (-alive[place], place))
         for first, last in [(embedding, first_end), *pairwise(sites)]
     ]
-
-
-def _is_float(node: Node) -> bool:
-    value = recorded(node)
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _bytes(node: Node, hidden: Collection[Node], tokens: Dim) -> float:

@@ -1,7 +1,8 @@
 """Code shared by the decode and the extend kernel: attend entries, append new ones, check arguments.
 
-Both kernels are free of races: no program reads a slot that another program writes. New entries are read from k and v.
-Tail slots are read only below ``tail_used``, where no program writes. Each new slot has one writer.
+Both kernels are free of races: no program reads a slot that another program writes. New entries are read from k and v;
+of a cache of codes from the tail, where a launch before (``append_codes.py``) put them. Else tail slots are read only
+below ``tail_used``, where no program writes. Each new slot has one writer.
 
 Legend: B batch, T new tokens, H query heads, K KV heads, G = H / K, D head dim of keys, Dv of values, L layers, E pool
 slots, C tail capacity. A query row is one token of one query head; the G*T query rows of a KV head are ordered by
@@ -13,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -193,8 +193,8 @@ def check_call(
     layers, _, _, slots, _ = tail_k.shape
     check_heads(heads, kv_heads)
     check_dims(key_dim, value_dim)
-    if in_parts(key_dim, value_dim) and held.get("pool_k_scale") is not None:
-        raise ValueError(f"pool_k holds codes of {key_dim} columns: kernels on CUDA read codes of at most {PART.value}")
+    if in_parts(key_dim, value_dim) and held.get("tail_k_scale") is not None:
+        raise ValueError(f"tail_k holds codes of {key_dim} columns: kernels on CUDA read codes of at most {PART.value}")
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     if tokens > slots:
@@ -219,20 +219,19 @@ def check_call(
 
 
 def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:
-    """Return the common arguments of the decode and the extend kernel; fp8 as bits."""
+    """Return the common arguments of the decode and the extend kernel."""
     q, k, v, scale, softcap, _ = call
     pool_k, pool_v, _, tail_k, tail_v, tail_start, tail_used = held[:7]
-    k_scale, v_scale = held[10:]
     rows, heads, tokens, key_dim = q.shape
-    bits = 8 if k_scale is None else 8 * pool_k.shape[2] // key_dim
-    if pool_k.dtype == torch.float8_e4m3fn:
-        pool_k, pool_v = pool_k.view(torch.uint8), pool_v.view(torch.uint8)
+    bits = 8 if held.tail_k_scale is None else 8 * tail_k.shape[-1] // key_dim
     kv_heads, value_dim = v.shape[1], v.shape[3]
     in_keys = values_in_keys(tail_v, key_dim, value_dim)
+    pool_v_scale, tail_v_scale = held.pool_v_scale, held.tail_v_scale
     if in_keys:
-        pool_v, tail_v = pool_k, tail_k
+        pool_v, tail_v, pool_v_scale, tail_v_scale = pool_k, tail_k, held.pool_k_scale, held.tail_k_scale
     return {
-        "pool_k_scale": k_scale, "pool_v_scale": v_scale,
+        "pool_k_scale": held.pool_k_scale, "pool_v_scale": pool_v_scale,
+        "tail_k_scale": held.tail_k_scale, "tail_v_scale": tail_v_scale,
         "levels": None if bits == 8 else levels(bits, q.device), "BITS": bits,
         "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
         "tail_start": tail_start, "tail_used": tail_used, **strides("bht", q=q, k=k, v=v),

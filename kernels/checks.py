@@ -19,14 +19,13 @@ def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], ent
     Args:
         sizes: by the letters of the table. entry: dtype of keys and values.
     Raises:
-        ValueError: one side of the pool has scales and the other not, or what has them holds no codes.
+        ValueError: as :func:`code_bits`.
     """
     given = {name: tensor for name, tensor in buffers.items() if tensor is not None}
-    scales = [given.get(f"pool_{side}_scale") for side in "kv"]
-    pool_k = given.get("pool_k")
+    scales = [given.get(f"{side}_{name}_scale") for side in ("pool", "tail") for name in "kv"]
     codes, columns = entry, sizes
-    if pool_k is not None and any(scale is not None for scale in scales):
-        bits, codes = code_bits(pool_k, sizes["D"], *scales), pool_k.dtype
+    if any(scale is not None for scale in scales):
+        bits, codes = code_bits(given["tail_k"], sizes["D"], scales, sizes["V"]), given["tail_k"].dtype
         columns = {**sizes, "D": sizes["D"] * bits // 8, "V": sizes["V"] * bits // 8}
     return {
         name: (
@@ -38,18 +37,21 @@ def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], ent
     }
 
 
-def code_bits(pool_k: Tensor, key_dim: int, k_scale: Tensor | None, v_scale: Tensor | None) -> int:
-    """Return the bits of a code of a pool with scales, for keys of ``key_dim`` numbers.
+def code_bits(tail_k: Tensor, key_dim: int, scales: Sequence[Tensor | None], value_columns: int) -> int:
+    """Return the bits of a code of a cache with scales, for keys of ``key_dim`` numbers.
 
+    Args:
+        scales: of keys and values of the pool, then of the tail. value_columns: of stored values; 0: they are in the
+            keys, and have no scales.
     Raises:
-        ValueError: as :func:`of_table`.
+        ValueError: some scales are missing, or keys with scales are no codes.
     """
-    if k_scale is None or v_scale is None:
-        raise ValueError("pool_k_scale and pool_v_scale: must be given together")
-    bits = 8 * pool_k.shape[-1] / key_dim
-    if all((pool_k.dtype, bits) != (CODES[name], BITS[name]) for name in CODES):
+    if any(scale is None for scale in (scales if value_columns else scales[::2])):
+        raise ValueError("scales of keys and values, of pool and tail, must be given together")
+    bits = 8 * tail_k.shape[-1] / key_dim
+    if all((tail_k.dtype, bits) != (CODES[name], BITS[name]) for name in CODES):
         raise ValueError(
-            f"pool_k is {pool_k.dtype} {list(pool_k.shape)} and has scales: keys of {key_dim} numbers must be int8 or "
+            f"tail_k is {tail_k.dtype} {list(tail_k.shape)} and has scales: keys of {key_dim} numbers must be int8 or "
             "fp8 codes, or uint8 with 4, 3 or 2 bits a number"
         )
     return int(bits)

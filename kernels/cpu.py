@@ -20,23 +20,24 @@ from torch import Tensor
 
 from kvpass.kernels.checks import check_block_layout, check_heads, code_bits
 from kvpass.operands import AppendBuffers, Attention, Blocks, SlotCache
+from kvpass.rotation import rotation_parts
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
 _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CODE_TYPES = {
     (torch.int8, 8): "int8_t",
-    (torch.float8_e4m3fn, 8): "e4m3",
+    (torch.uint8, 8): "e4m3",
     **{(torch.uint8, bits): f"levels<{bits}>" for bits in (4, 3, 2)},
 }
 
 Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of some tensors."""
 
-_ATTEND_CALL = struct.Struct("=48q2d")
-"""Fields of ``struct Call`` in decode_cpu.cpp: 23 pointers, 13 sizes, 9 strides, 3 of lines, scale, softcap."""
+_ATTEND_CALL = struct.Struct("=50q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 25 pointers, 13 sizes, 9 strides, 3 of lines, scale, softcap."""
 
 _CACHE_NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
-_SCALE_NAMES = ("pool_k_scale", "pool_v_scale")
+_SCALE_NAMES = ("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale")
 _BLOCK_NAMES = ("k", "v", "block", "used", "values")
 _SLOT_NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
 _POOL_NAMES = ("pool_k", "pool_v", "offsets")
@@ -61,18 +62,18 @@ def source(name: str, defines: str = "") -> str:
     return defines + re.sub(r'#include "(\w+\.h)"\n', lambda found: source(found[1]), text)
 
 
-def attend_source(dtype: torch.dtype, pool: str = "") -> str:
-    """Return the text of decode_cpu.cpp for entries of ``dtype``.
+def attend_source(dtype: torch.dtype, held: str = "") -> str:
+    """Return the text of decode_cpu.cpp for queries and new entries of ``dtype``.
 
     Args:
-        pool: C++ type of the codes that the pool holds; empty: it holds entries of ``dtype``.
+        held: C++ type of the codes that the cache holds; empty: it holds entries of ``dtype``.
     Raises:
         ValueError: there is no kernel for ``dtype``.
     """
     if dtype not in _ENTRY_TYPES:
         raise ValueError(f"q has dtype {dtype}: CPU decode attention takes float32, bfloat16 or float16")
     entry = _ENTRY_TYPES[dtype]
-    return source("decode_cpu.cpp", f"#define ENTRY {entry}\n#define POOL {pool or entry}\n")
+    return source("decode_cpu.cpp", f"#define ENTRY {entry}\n#define HELD {held or entry}\n")
 
 
 def build(text: str) -> Any:
@@ -91,16 +92,16 @@ def build(text: str) -> Any:
 
 
 @functools.cache
-def attend_function(dtype: torch.dtype, pool: str = "") -> Callable[[bytes], int]:
+def attend_function(dtype: torch.dtype, held: str = "") -> Callable[[bytes], int]:
     """Return ``kvpass_attend_decode`` for entries of ``dtype``; it takes a packed ``Call`` and returns 0 or a fault.
 
     Args:
-        pool: as in :func:`attend_source`.
+        held: as in :func:`attend_source`.
     Raises:
         ValueError: there is no kernel for ``dtype``.
         RuntimeError: as :func:`build`.
     """
-    function = build(attend_source(dtype, pool)).kvpass_attend_decode
+    function = build(attend_source(dtype, held)).kvpass_attend_decode
     function.argtypes = [ctypes.c_char_p]
     function.restype = ctypes.c_int64
     return cast("Callable[[bytes], int]", function)
@@ -113,8 +114,7 @@ def call_attend(
     line: Sequence[Tensor | None] = (None,) * 6,
     line_sizes: tuple[int, int, int] = (0, 0, 0),
     blocks: tuple[Tensor | None, Tensor | None] = (None, None),
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
-    rotations: tuple[Tensor | None, Tensor | None] = (None, None),
+    scales: Sequence[Tensor | None] = (None,) * 4,
 ) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
 
@@ -125,8 +125,7 @@ def call_attend(
         line: position, storage_order, decode_state, norm, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
         blocks: first entry and used tail slots of each row, for rows that lie in blocks of one array.
-        scales: of keys and values of the pool, if it holds codes; then not with ``line`` or ``blocks``. rotations: as
-            of :func:`attend_cache`.
+        scales: of pool_k, pool_v, tail_k and tail_v, if these are codes; then not with ``blocks``.
 
     Returns:
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; the row with the fault.
@@ -134,10 +133,15 @@ def call_attend(
     q, k, v, scale, softcap, sinks = call
     pool_k, pool_v, offsets, tail_k, tail_v, tail_start = buffers
     assert tail_k is not None and tail_v is not None
+    rotations: tuple[Tensor | None, Tensor | None] = (None, None)
     if tail_v.shape[-1] == 0:  # values are stored in keys
-        pool_v, tail_v, value_row = pool_k, tail_k, tail_k.shape[-1]
+        pool_v, tail_v, value_row = pool_k, tail_k, q.shape[3]
+        scales = (scales[0], scales[0], scales[2], scales[2])
     else:
-        value_row = tail_v.shape[-1]
+        value_row = v.shape[3]
+    if tail_k.shape[-1] < q.shape[3]:  # rotated; then a part of a key is that of the whole key's output
+        v = k if tail_v is tail_k else v
+        rotations = rotation_parts(q.shape[3], v.shape[3])
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -156,10 +160,8 @@ def call_attend(
     )
     tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out)
     pointers = (*tensors, *line, *blocks, *scales, *rotations)
-    pool = ""
-    if pool_k is not None and scales[0] is not None:
-        pool = _CODE_TYPES[pool_k.dtype, pool_k.shape[-1] * 8 // key_dim]
-    fault = attend_function(q.dtype, pool)(
+    held = "" if scales[2] is None else _CODE_TYPES[tail_k.dtype, tail_k.shape[-1] * 8 // key_dim]
+    fault = attend_function(q.dtype, held)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in pointers],
             rows,
@@ -179,6 +181,8 @@ def call_attend(
             0.0 if softcap is None else softcap,
         )
     )
+    if value_dim > call.v.shape[3]:
+        out = out[..., : call.v.shape[3]].transpose(1, 2).contiguous().transpose(1, 2)
     return out, fault % 4, fault // 4
 
 
@@ -201,12 +205,20 @@ def _stored_columns(values: Tensor, key_dim: int, value_dim: int) -> int:
     return 0 if values.shape[-1] == 0 and value_dim <= key_dim else value_dim
 
 
-def attend_cache(
-    call: Attention,
-    held: AppendBuffers,
-    layer: int,
-    rotations: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Tensor:
+def _layout_of_scales(
+    scales: Sequence[Tensor | None], pool: tuple[int, ...], tail: tuple[int, ...]
+) -> tuple[tuple[str, ...], list[Tensor], Layouts]:
+    """Return names, tensors and layouts of the scales that are given, of pools and tails of these shapes."""
+    shapes = (pool, pool, tail, tail)
+    found = [(name, x, shape) for name, x, shape in zip(_SCALE_NAMES, scales, shapes, strict=True) if x is not None]
+    return (
+        tuple(name for name, _, _ in found),
+        [x for _, x, _ in found],
+        [(shape, torch.float32) for _, _, shape in found],
+    )
+
+
+def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     """Append the new entries of one layer to its tail, then attend pool segment and tail.
 
     New token t of row b attends to ``pool[b, offsets[b, layer*K + head] : offsets[b, layer*K + head + 1]]`` and to the
@@ -214,13 +226,9 @@ def attend_cache(
     (Milakov and Gimelshein, arXiv:1805.02867), with the log-sum-exp merge over chunks of FlashDecoding (Dao et al.
     2023).
 
-    All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or the pool holds codes
+    All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or pool and tail hold codes
     with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits), which become numbers while they are read. q, k and v
     may have any strides, but are copied if the last dim is not contiguous; the buffers are contiguous.
-
-    Args:
-        rotations: of q and k, and of v and outputs, where the cache is rotated and the call is not: for each the
-            signs, fp32 ``[D]``, and behind them the cosine transform, as :mod:`kvpass.ops.rotation` has them.
 
     Returns:
         [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
@@ -243,27 +251,25 @@ def attend_cache(
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     check_heads(heads, kv_heads)
-    codes = dtype = q.dtype
-    k_scale, v_scale = held[10:]
-    bits = 8
-    if k_scale is not None or v_scale is not None:
-        bits, codes = code_bits(pool_k, key_dim, k_scale, v_scale), pool_k.dtype
+    codes, dtype, bits, scales = q.dtype, q.dtype, 8, held[10:]
     given = [k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start]
+    names: tuple[str, ...] = _CACHE_NAMES
+    are_codes = any([scale is not None for scale in scales])
+    if are_codes:
+        bits, codes = code_bits(tail_k, key_dim, scales, stored), tail_k.dtype
     expected: Layouts = [
         ((rows, kv_heads, tokens, key_dim), dtype),
         ((rows, kv_heads, tokens, value_dim), dtype),
         ((pool_rows, entries, key_dim * bits // 8), codes),
         ((pool_rows, entries, stored * bits // 8), codes),
-        ((layers, rows, kv_heads, slots, key_dim), dtype),
-        ((layers, rows, kv_heads, slots, stored), dtype),
+        ((layers, rows, kv_heads, slots, key_dim * bits // 8), codes),
+        ((layers, rows, kv_heads, slots, stored * bits // 8), codes),
         ((rows, layers * kv_heads + 1), torch.int32),
         ((rows,), torch.int64),
     ]
-    names: tuple[str, ...] = _CACHE_NAMES
-    if k_scale is not None and v_scale is not None:
-        names += _SCALE_NAMES
-        given += [k_scale, v_scale]
-        expected += [((pool_rows, entries), torch.float32)] * 2
+    if are_codes:
+        described = _layout_of_scales(scales, (pool_rows, entries), tail_k.shape[:4])
+        names, given, expected = names + described[0], given + described[1], expected + described[2]
     check_layout(names, given, expected)
     packed = [x.is_contiguous() for x in given[2:]]
     if not all(packed):
@@ -272,7 +278,7 @@ def attend_cache(
         raise ValueError("q, k, v, pool, tail, offsets and tail_start must all be on the CPU")
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
-    out, fault, row = call_attend(call, pools, sizes, scales=(k_scale, v_scale), rotations=rotations)
+    out, fault, row = call_attend(call, pools, sizes, scales=scales)
     if fault == InvalidCall.OFFSETS:
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
     if fault == InvalidCall.START:
@@ -342,7 +348,7 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
         RuntimeError: there is no C++ compiler.
     """
     q, k, v = call[:3]
-    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = lines
+    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = lines[:7]
     rows, heads, _, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
     layers, _, _, slots, _ = tail_k.shape
@@ -351,14 +357,18 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     check_heads(heads, kv_heads)
     dtype, stored = q.dtype, _stored_columns(tail_v, key_dim, value_dim)
+    codes, bits, scales = dtype, 8, lines[7:]
+    are_codes = any([scale is not None for scale in scales])
+    if are_codes:
+        bits, codes = code_bits(tail_k, key_dim, scales, stored), tail_k.dtype
     given = [q, k, v, tail_k, tail_v, position]
     line_shape = (rows, kv_heads, width)
     expected: Layouts = [
         ((rows, heads, 1, key_dim), dtype),
         ((rows, kv_heads, 1, key_dim), dtype),
         ((rows, kv_heads, 1, value_dim), dtype),
-        ((layers, rows, kv_heads, slots, key_dim), dtype),
-        ((layers, rows, kv_heads, slots, stored), dtype),
+        ((layers, rows, kv_heads, slots, key_dim * bits // 8), codes),
+        ((layers, rows, kv_heads, slots, stored * bits // 8), codes),
         (line_shape, torch.int32),
     ]
     names: tuple[str, ...] = _SLOT_NAMES
@@ -368,7 +378,7 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
         entries, pool_width = pool_k.shape[1], width - slots
         names += _POOL_NAMES
         given += [pool_k, pool_v, offsets]
-        expected += [((rows, entries, key_dim), dtype), ((rows, entries, stored), dtype)]
+        expected += [((rows, entries, columns * bits // 8), codes) for columns in (key_dim, stored)]
         expected += [((rows, layers * kv_heads + 1), torch.int32)]
         contiguous += [pool_k, pool_v, offsets]
     if tables is not None:
@@ -377,6 +387,10 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
         expected += [(line_shape, torch.int32), (line_shape, torch.float32), (line_shape, torch.float32)]
         expected += [((rows,), torch.int64)]
         contiguous += [position, *tables]
+    if are_codes:
+        described = _layout_of_scales(scales, (rows, entries), tail_k.shape[:4])
+        names, given, expected = names + described[0], given + described[1], expected + described[2]
+        contiguous += described[1]
     check_layout(names, given, expected)
     if width - slots != pool_width or pool_width < 0:
         raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")
@@ -389,7 +403,7 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     sizes = (entries, layers * kv_heads + 1, slots, slots, layer)
     line_sizes = (position.stride(0), position.stride(1), width)
     buffers = (pool_k, pool_v, offsets, tail_k, tail_v, None)
-    out, fault, row = call_attend(call, buffers, sizes, line, line_sizes)
+    out, fault, row = call_attend(call, buffers, sizes, line, line_sizes, scales=scales)
     if fault == InvalidCall.OFFSETS:
         most = f"by at most {width - slots}, the slots of a line before the tail's"
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}, {most}")

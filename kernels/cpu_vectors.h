@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__x86_64__)
@@ -62,8 +63,8 @@ constexpr int64_t BITS<levels<COUNT>> = COUNT;
 
 // Number i from p on; of levels, i is a multiple of 8.
 template <class S>
-INLINE const S* number(const S* p, int64_t i) {
-    return (const S*)((const char*)p + i * BITS<S> / 8);
+INLINE S* number(S* p, int64_t i) {
+    return (S*)((char*)p + i * BITS<std::remove_const_t<S>> / 8);
 }
 
 template <class To, class From>
@@ -161,6 +162,11 @@ constexpr float LEVELS3[16] = {-2.1520f, -1.3439f, -0.7560f, -0.2451f, 0.2451f, 
 constexpr float LEVELS4[16] = {-2.7326f, -2.0690f, -1.6181f, -1.2562f, -0.9424f, -0.6568f, -0.3881f, -0.1284f,
                                0.1284f,  0.3881f,  0.6568f,  0.9424f,  1.2562f,  1.6181f,  2.0690f,  2.7326f};
 
+template <int COUNT>
+constexpr const float* table_of() {
+    return COUNT == 2 ? LEVELS2 : COUNT == 3 ? LEVELS3 : LEVELS4;
+}
+
 // Levels number code[i], from 0 to 15.
 INLINE vf lookup(const float* table, vu code) {
 #if defined(__AVX512F__)
@@ -193,8 +199,7 @@ INLINE vf load_levels(const levels<COUNT>* p, int64_t i, std::integer_sequence<i
 #endif
     const vu shift = {uint32_t(I * COUNT - (I < 8 ? 0 : 8 * SECOND))...};
     const uint32_t phase = W * COUNT % 8 ? bit % 8 : 0;
-    const float* table = COUNT == 2 ? LEVELS2 : COUNT == 3 ? LEVELS3 : LEVELS4;
-    return lookup(table, word >> (shift + phase) & ((1u << COUNT) - 1));
+    return lookup(table_of<COUNT>(), word >> (shift + phase) & ((1u << COUNT) - 1));
 }
 
 // load(number(p, i)), also of levels where i is no multiple of 8, but of W.
@@ -327,6 +332,82 @@ INLINE void round_to(float x, fp16* out) {
         h = (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13;
     }
     out->bits = uint16_t(sign | h);
+}
+
+// ---- codes of rows, as entry_formats.py has them ----
+// x: n numbers, then zeros up to the end of a vector.
+
+INLINE bool is_nan(float x) { return (bits_as<uint32_t>(x) & 0x7fffffff) > 0x7f800000; }
+
+// Returns the largest magnitude, or NaN.
+INLINE float largest(const float* x, int64_t n) {
+    float top = 0.0f;
+    for (int64_t d = 0; d < n; d++) {
+        if (is_nan(x[d])) return x[d];
+        top = std::fabs(x[d]) > top ? std::fabs(x[d]) : top;
+    }
+    return top;
+}
+
+INLINE void encode(const float* x, int64_t n, int8_t* to, float* scale) {
+    *scale = largest(x, n) / 127.0f;
+    const float step = *scale != 0.0f ? *scale : 1.0f;
+    for (int64_t d = 0; d < n; d++) to[d] = int8_t(std::nearbyint(std::fmin(std::fmax(x[d] / step, -127.0f), 127.0f)));
+}
+
+INLINE void round_to(float x, e4m3* out) {  // of magnitude 448 at most
+    const uint32_t u = bits_as<uint32_t>(x), sign = (u >> 24) & 0x80, size = u & 0x7fffffff;
+    if (size < 0x3c800000) {  // subnormal: a multiple of 2^-9
+        out->bits = uint8_t(sign | uint32_t(std::nearbyint(bits_as<float>(size) * 512.0f)));
+    } else {
+        out->bits = uint8_t(sign | (((size + 0x7ffff + ((size >> 20) & 1)) >> 20) - (120 << 3)));
+    }
+}
+
+INLINE void encode(const float* x, int64_t n, e4m3* to, float* scale) {
+    *scale = largest(x, n) / 448.0f;
+    const float step = *scale != 0.0f ? *scale : 1.0f;
+    for (int64_t d = 0; d < n; d++) round_to(std::fmin(std::fmax(x[d] / step, -448.0f), 448.0f), to + d);
+}
+
+INLINE float sum_of_lanes(vf x) {
+    float lanes[W], sum = 0.0f;
+    store(lanes, x);
+    for (float lane : lanes) sum += lane;
+    return sum;
+}
+
+template <int COUNT>
+INLINE void encode(const float* x, int64_t n, levels<COUNT>* to, float* scale) {
+    constexpr const float* TABLE = table_of<COUNT>();
+    vf squares = {};
+    for (int64_t d = 0; d < n; d += W) squares += load(x + d) * load(x + d);
+    const float size = std::sqrt(sum_of_lanes(squares) / float(n));
+    const float unit = size != 0.0f ? size : 1.0f;
+    vf dot = {}, norm = {};
+    uint32_t word = 0;
+    int filled = 0;  // bits of it
+    for (int64_t d = 0; d < n; d += W) {
+        const vf y = load(x + d), z = y / unit;
+        vi code = {};
+#pragma GCC unroll 16
+        for (int i = 0; i + 1 < 1 << COUNT; i++) code -= (vi)(z > (TABLE[i] + TABLE[i + 1]) / 2);
+        int32_t codes[W];
+        std::memcpy(codes, &code, sizeof codes);
+        const vf near = numbered(LANES) < int32_t(n - d) ? lookup(TABLE, (vu)code) : vf{};
+        dot += y * near;
+        norm += near * near;
+        for (int64_t i = 0; i < W && d + i < n; i++) {
+            word |= uint32_t(codes[i]) << filled;
+            filled += COUNT;
+            if (filled >= 8) {
+                (to++)->bits = uint8_t(word);
+                word >>= 8;
+                filled -= 8;
+            }
+        }
+    }
+    *scale = sum_of_lanes(dot) / sum_of_lanes(norm);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Ragged decode attention on the CPU: a few new tokens against a packed pool segment and a dense tail, or one new token
 // against a cache of constant size, whose slots are reused.
-// Built by cpu.py with the compiler and the flags of Inductor, once per ENTRY (float, bf16 or fp16) and POOL, which is
-// ENTRY or the type of the codes that the pool holds (int8_t, e4m3 or levels).
+// Built by cpu.py with the compiler and the flags of Inductor, once per ENTRY (float, bf16 or fp16: queries, new entries and
+// outputs) and HELD, which is ENTRY or the type of the codes that the cache holds (int8_t, e4m3 or levels).
 //
 // The entries of all (row, KV head) units form one queue. Every thread takes an equal stretch of it, whatever the
 // lengths of the units. The parts of a unit that is split between threads are merged by log-sum-exp.
@@ -36,7 +36,7 @@ struct Call {
     float* weights;
     // For rows that lie in blocks of one array; else null. row_at: first entry of the row's block; row_used: as used.
     const int64_t *row_at, *row_used;
-    const float *pool_k_scale, *pool_v_scale;  // of each entry of the pool, if it holds codes
+    float *pool_k_scale, *pool_v_scale, *tail_k_scale, *tail_v_scale;  // of each entry, if they are codes
     const float *rotate_k, *rotate_v;  // parts of the rotations of q and k, and of v and outputs; null: none
     int64_t rows, heads, kv_heads, tokens, key_dim, value_dim;
     int64_t value_row;  // elements from one value row of pool and tail to the next: value_dim, or key_dim in keys
@@ -55,8 +55,15 @@ INLINE int64_t rounded(int64_t n) { return (n + W - 1) / W * W; }
 
 struct Decoder {
     using S = ENTRY;
-    using P = POOL;
+    using H = HELD;
     const Call& c;
+    // Keys, values and scales of pool or tail.
+    struct Side {
+        H *k, *v;
+        float *k_scale, *v_scale;
+    };
+    const Side pool{(H*)c.pool_k, (H*)c.pool_v, c.pool_k_scale, c.pool_v_scale};
+    const Side tail{(H*)c.tail_k, (H*)c.tail_v, c.tail_k_scale, c.tail_v_scale};
     const int64_t group = c.heads / c.kv_heads;
     const int64_t queries = group * c.tokens;  // of one unit, in (query head, token) order
     const int64_t units = c.rows * c.kv_heads;
@@ -139,29 +146,31 @@ struct Decoder {
         if (d < dim) store(to + d, load_part(from + d, dim - d) * factor);
     }
 
-    // Copies a row, rotated where there are parts.
-    static void copy_row(const S* from, const float* parts, int64_t dim, S* to) {
-        if (!parts) {
+    // Stores a new row as it is held, rotated where there are parts.
+    template <class T>
+    static void put_row(const S* from, const float* parts, int64_t dim, T* to, float* scale) {
+        if constexpr (std::is_same_v<S, T>) {
             std::memcpy(to, from, dim * sizeof(S));
-            return;
+        } else {
+            thread_local std::vector<float> row;
+            row.assign(rounded(dim), 0.0f);
+            widen(from, dim, 1.0f, row.data());
+            if (parts) rotate(row.data(), parts, dim, false);
+            encode(row.data(), dim, to, scale);
         }
-        thread_local std::vector<float> row;
-        row.resize(rounded(dim));
-        widen(from, dim, 1.0f, row.data());
-        rotate(row.data(), parts, dim, false);
-        for (int64_t d = 0; d < dim; d++) round_to(row[d], to + d);
     }
 
-    void put(void* keys, void* values, int64_t slot, int64_t unit, int64_t t) const {
+    void put(const Side& side, int64_t slot, int64_t unit, int64_t t) const {
         const int64_t row = unit / c.kv_heads, head = unit % c.kv_heads;
-        copy_row((const S*)c.k + row * c.k_stride[0] + head * c.k_stride[1] + t * c.k_stride[2], c.rotate_k, c.key_dim,
-                 (S*)keys + slot * c.key_dim);
-        copy_row(new_value(unit, t), c.rotate_v, c.value_dim, (S*)values + slot * c.value_row);
+        const S* key = (const S*)c.k + row * c.k_stride[0] + head * c.k_stride[1] + t * c.k_stride[2];
+        put_row(key, c.rotate_k, c.key_dim, number(side.k, slot * c.key_dim), side.k_scale + slot);
+        if (side.v == side.k) return;  // values are stored in keys
+        put_row(new_value(unit, t), c.rotate_v, c.value_dim, number(side.v, slot * c.value_row), side.v_scale + slot);
     }
 
     void append() const {
         for (int64_t unit = 0; unit < units; unit++) {
-            for (int64_t t = 0; t < c.tokens; t++) put(c.tail_k, c.tail_v, tail_slot(unit, used(unit / c.kv_heads) + t), unit, t);
+            for (int64_t t = 0; t < c.tokens; t++) put(tail, tail_slot(unit, used(unit / c.kv_heads) + t), unit, t);
         }
     }
 
@@ -187,10 +196,10 @@ struct Decoder {
         const int64_t behind = c.width - c.slots;
         for (int64_t unit = 0; unit < units; unit++) {
             const int64_t slot = taken[unit];
-            if (slot < behind) {  // never where the pool holds codes
-                put(c.pool_k, c.pool_v, pool_row(unit) + slot, unit, 0);
+            if (slot < behind) {
+                put(pool, pool_row(unit) + slot, unit, 0);
             } else {
-                put(c.tail_k, c.tail_v, tail_slot(unit, slot - behind), unit, 0);
+                put(tail, tail_slot(unit, slot - behind), unit, 0);
             }
             if (!c.storage_order) continue;
             const int32_t now = int32_t(c.now[unit / c.kv_heads]);
@@ -214,23 +223,21 @@ struct Decoder {
     // Attends the slots begin..end-1 of a unit's pool segment and tail that hold an entry, one run at a time.
     void attend_slots(int64_t unit, int64_t begin, int64_t end, int64_t taken, float* scratch, Partial out) const {
         start(unit, scratch, out);
-        const int64_t pool = pool_length(unit), behind = c.width - c.slots;
+        const int64_t kept = pool_length(unit), behind = c.width - c.slots;
         const int32_t* position = line(unit);
         float* weights = c.weights ? c.weights + unit * group * c.width : nullptr;
-        const auto side = [&](void* keys, void* values, int64_t row, int64_t first, int64_t from, int64_t to) {
+        const auto attend_side = [&](const Side& side, int64_t row, int64_t first, int64_t from, int64_t to) {
             const auto occupied = [&](int64_t j) { return position[first + j] >= 0 || first + j == taken; };
-            const S *k = (const S*)keys + row * c.key_dim, *v = (const S*)values + row * c.value_row;  // never codes
             while (from < to) {
                 while (from < to && !occupied(from)) from++;
                 int64_t stop = from;
                 while (stop < to && occupied(stop)) stop++;
-                attend_rows(k, v, nullptr, nullptr, from, stop, stop, scratch, out,
-                            weights ? weights + first : nullptr);
+                attend_rows(side, row, from, stop, stop, scratch, out, weights ? weights + first : nullptr);
                 from = stop;
             }
         };
-        side(c.pool_k, c.pool_v, pool_row(unit), 0, begin, std::min(end, pool));
-        side(c.tail_k, c.tail_v, tail_slot(unit, 0), behind, std::max(begin - pool, int64_t(0)), end - pool);
+        attend_side(pool, pool_row(unit), 0, begin, std::min(end, kept));
+        attend_side(tail, tail_slot(unit, 0), behind, std::max(begin - kept, int64_t(0)), end - kept);
     }
 
     void load_queries(int64_t unit, float* q) const {
@@ -243,11 +250,10 @@ struct Decoder {
         }
     }
 
-    // Attends entries begin..end-1 of one side (pool segment or tail); token t attends the first visible + t of them.
-    // If weights is not null, the scores are also stored there. k_scale, v_scale: of the entries, read only for codes.
-    template <class T>
-    void attend_rows(const T* k, const T* v, const float* k_scale, const float* v_scale, int64_t begin, int64_t end,
-                     int64_t visible, float* scratch, Partial out, float* weights = nullptr) const {
+    // Attends entries begin..end-1 behind a row of one side; token t attends the first visible + t of them. If weights is
+    // not null, the scores are also stored there.
+    void attend_rows(const Side& side, int64_t row, int64_t begin, int64_t end, int64_t visible, float* scratch,
+                     Partial out, float* weights = nullptr) const {
         float* s = scratch + queries * key_width;
         for (int64_t j = begin; j < end; j += BLOCK) {
             const int64_t n = std::min<int64_t>(BLOCK, end - j);
@@ -255,9 +261,9 @@ struct Decoder {
                 constexpr int R = decltype(r)::value;
                 int64_t limit[R];
                 for (int x = 0; x < R; x++) limit[x] = std::min(n, visible + (i + x) % c.tokens - j);
-                attend_block<T, R>(scratch + i * key_width, key_width, number(k, j * c.key_dim),
-                                   number(v, j * c.value_row), k_scale + j, v_scale + j, c.key_dim, c.value_dim,
-                                   c.value_row, n, limit,
+                attend_block<H, R>(scratch + i * key_width, key_width, number(side.k, (row + j) * c.key_dim),
+                                   number(side.v, (row + j) * c.value_row), side.k_scale + row + j,
+                                   side.v_scale + row + j, c.key_dim, c.value_dim, c.value_row, n, limit,
                                    float(c.softcap), s, out.top + tile * W, out.mass + tile * W,
                                    out.sum + i * value_width, value_width, tile == 0,
                                    weights ? weights + i * c.width + j : nullptr, c.width);
@@ -275,12 +281,9 @@ struct Decoder {
     // Attends entries begin..end-1 of a unit: its pool segment, then its valid tail slots.
     void attend(int64_t unit, int64_t begin, int64_t end, float* scratch, Partial out) const {
         start(unit, scratch, out);
-        const int64_t pool = pool_length(unit), first = c.tail_start[unit / c.kv_heads];
-        const int64_t kept = pool_row(unit), slot = tail_slot(unit, first);
-        attend_rows(number((const P*)c.pool_k, kept * c.key_dim), number((const P*)c.pool_v, kept * c.value_row),
-                    c.pool_k_scale + kept, c.pool_v_scale + kept, begin, std::min(end, pool), pool, scratch, out);
-        attend_rows((const S*)c.tail_k + slot * c.key_dim, (const S*)c.tail_v + slot * c.value_row,
-                    nullptr, nullptr, std::max(begin - pool, int64_t(0)), end - pool,
+        const int64_t kept = pool_length(unit), first = c.tail_start[unit / c.kv_heads];
+        attend_rows(pool, pool_row(unit), begin, std::min(end, kept), kept, scratch, out);
+        attend_rows(tail, tail_slot(unit, first), std::max(begin - kept, int64_t(0)), end - kept,
                     used(unit / c.kv_heads) + 1 - first, scratch, out);
     }
 

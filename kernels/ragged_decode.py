@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.kernels.append_codes import append_codes
 from kvpass.kernels.cached_attention import (
     absorb_entries,
     append_entries,
@@ -76,12 +77,11 @@ def attend_part(  # type: ignore[no-untyped-def]
     first_tile, pool_tiles, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, SV: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
-    codes_k=None, codes_v=None, k_scale=None, v_scale=None, levels=None, first_code=0, last_code=0,
-    BITS: tl.constexpr = 8,
+    k_scale=None, v_scale=None, levels=None, BITS: tl.constexpr = 8,
 ):  # fmt: skip
     """Attend entries first..last-1 of p_k and p_v and the first ``new`` new tokens, which are appended behind ``used``.
 
-    If codes_k and codes_v are given, also entries first_code..last_code-1 of these, which have scales.
+    If k_scale and v_scale are given, entries are codes, and the new ones are there already.
     Stores the partial result of this program; the last program of KV head i_h of row i_b merges all of the head, which
     are numbered as in :func:`_merge_tiles`.
     """
@@ -97,25 +97,27 @@ def attend_part(  # type: ignore[no-untyped-def]
     b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_R], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
-    if codes_k is not None:
-        b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, codes_k, codes_v, D, SV, first_code, last_code, o_t, scale, softcap, D, DV, BDV,
-            BLOCK_S, False, p_k_scale=k_scale, p_v_scale=v_scale, p_levels=levels, BITS=BITS,
-        )  # fmt: skip
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S, False,
+        p_k_scale=k_scale, p_v_scale=v_scale, p_levels=levels, BITS=BITS,
     )  # fmt: skip
-    p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
-    p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
-    b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k_new, p_v_new, stride_kt, stride_vt, 0, new, o_t, scale, softcap, D, DV, BDV,
-        BLOCK_T, True,
-    )  # fmt: skip
-    if i_r == 0:
-        p_tail_k = p_k + used.to(tl.int64) * D
-        p_tail_v = p_v + used.to(tl.int64) * SV
-        append_entries(
-            p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, SV, BLOCK_T,
+    p_tail_k = p_k + used.to(tl.int64) * (D * BITS // 8)
+    p_tail_v = p_v + used.to(tl.int64) * (SV * BITS // 8)
+    if k_scale is None:
+        p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
+        p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
+        b_m, b_l, b_acc = absorb_entries(
+            b_q, b_m, b_l, b_acc, p_k_new, p_v_new, stride_kt, stride_vt, 0, new, o_t, scale, softcap, D, DV, BDV,
+            BLOCK_T, True,
+        )  # fmt: skip
+        if i_r == 0:
+            append_entries(
+                p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, SV, BLOCK_T,
+            )  # fmt: skip
+    else:
+        b_m, b_l, b_acc = absorb_entries(
+            b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, 0, new, o_t, scale, softcap, D, DV, BDV, BLOCK_T, True,
+            p_k_scale=k_scale + used, p_v_scale=v_scale + used, p_levels=levels, BITS=BITS,
         )  # fmt: skip
     o_partial = i_p * G * tokens.to(tl.int64) + o_r
     tl.store(partial_ml + o_partial, b_m, mask=m_r)
@@ -139,11 +141,11 @@ def attend_part(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["layer", "rows", "pool_rows", "entries", "slots", "tokens", "num_tiles", "tail_tiles"])
 def _attend_tile(  # type: ignore[no-untyped-def]
     q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, tiles, tile_offsets, arrivals, tail_k, tail_v,
-    tail_start, tail_used, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh,
-    stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, pool_rows, entries, slots, tokens,
-    num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr,
-    BITS: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+    tail_k_scale, tail_v_scale, tail_start, tail_used, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, pool_rows, entries,
+    slots, tokens, num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    SV: tl.constexpr, BITS: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of pool or tail and store its partial result; the last program of a KV head merges them.
 
@@ -162,12 +164,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         is_live = i_b >= 0
         new = 0
         i_row = tl.minimum(i_b, pool_rows - 1).to(tl.int64) * entries
-        if pool_k.dtype == tail_k.dtype:
-            p_k = pool_k + i_row * D
-            p_v = pool_v + i_row * SV
-        else:
-            p_k = tail_k
-            p_v = tail_v
+        p_k = pool_k + i_row * (D * BITS // 8)
+        p_v = pool_v + i_row * (SV * BITS // 8)
     else:
         i_segment = (i_p - num_tiles) // tail_tiles
         i_tile = (i_p - num_tiles) % tail_tiles
@@ -178,24 +176,19 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         is_live = i_tile <= used // TAIL_TILE
         new = tl.where(i_tile == used // TAIL_TILE, tokens, 0)
         i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
-        p_k = tail_k + i_row * D
-        p_v = tail_v + i_row * SV
+        p_k = tail_k + i_row * (D * BITS // 8)
+        p_v = tail_v + i_row * (SV * BITS // 8)
     if is_live:
-        codes_k = None
-        codes_v = None
-        k_scale = None
-        v_scale = None
-        first_code = 0
-        last_code = 0
-        if pool_k_scale is not None:
-            i_row = tl.minimum(i_b, pool_rows - 1).to(tl.int64) * entries
-            codes_k = pool_k + i_row * (D * BITS // 8)
-            codes_v = pool_v + i_row * (SV * BITS // 8)
-            k_scale = pool_k_scale + i_row
-            v_scale = pool_v_scale + i_row
-            first_code = first
-            last_code = tl.where(i_p < num_tiles, last, first)
-            first = tl.where(i_p < num_tiles, last, first)
+        if pool_k_scale is None:
+            k_scale = None
+            v_scale = None
+        else:
+            if i_p < num_tiles:
+                k_scale = pool_k_scale + i_row
+                v_scale = pool_v_scale + i_row
+            else:
+                k_scale = tail_k_scale + i_row
+                v_scale = tail_v_scale + i_row
         i_segment = i_b * K + i_h
         p_offsets = tile_offsets + layer.to(tl.int64) * (rows * K + 1) + i_segment
         first_tile = tl.load(p_offsets)
@@ -205,8 +198,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
             stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
             new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, DV, SV, BDV, TAIL_TILE, BLOCK_T,
-            BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M, codes_k, codes_v, k_scale, v_scale, levels, first_code, last_code,
-            BITS,
+            BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M, k_scale, v_scale, levels, BITS,
         )  # fmt: skip
 
 
@@ -216,8 +208,9 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     New token t of row b attends to the pool entries of its KV head, to the tail slots
     ``tail_start[b] .. tail_used - 1`` and to the new tokens 0..t. One softmax, in fp32.
 
-    All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16), or the pool holds codes
-    with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits), which become numbers of that dtype as they are read.
+    All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16), or pool and tail hold
+    codes with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits; of 4 and fewer with q, k and v rotated), which become
+    numbers of that dtype as they are read. New entries are attended as they are held.
     The caller must ensure that ``tail_used + T <= C``; the device is not asked. Entries beyond the last slot are not
     stored, and it is undefined whether they are attended.
 
@@ -242,6 +235,8 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     slots = tail_k.shape[3]
     num_tiles = tiles.shape[1]
     check_call(call, held._asdict(), layer)
+    if held.tail_k_scale is not None:
+        append_codes(call, held, layer)
     query_rows = heads // kv_heads * tokens
     tail_tiles = triton.cdiv(slots, TAIL_TILE)
     num_partials = num_tiles + rows * kv_heads * tail_tiles
@@ -256,6 +251,8 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
         "TAIL_TILE": TAIL_TILE, "BLOCK_R": block_rows,
     }  # fmt: skip
     grid = (num_partials, triton.cdiv(query_rows, block_rows))
-    codes = " codes" if held.pool_k.dtype != q.dtype else ""  # they take registers
+    codes = "" if held.tail_k_scale is None else " codes"  # they take registers
+    if codes and held.tail_k.shape[-1] < key_dim and q.dtype != torch.float32:
+        codes = " levels"
     launch(_attend_tile, grid, arguments, f"decode {kind(q.dtype)}{codes}{wide_case(key_dim, value_dim)}", config)
     return out.transpose(1, 2)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.kernels.append_codes import append_codes
 from kvpass.kernels.cached_attention import (
     absorb_entries,
     append_entries,
@@ -33,15 +34,15 @@ def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers)
         return "extend float" if held.pool_k_scale is None else "extend float codes"
     if is_wide:
         return "extend half wide"
-    if held.pool_k.dtype == torch.uint8:
-        return "extend half levels"
+    if held.tail_k_scale is not None:
+        return "extend half codes"
     return "extend half" if is_aligned(key_dim, value_dim) else "extend half unaligned"
 
 
 @triton.jit(do_not_specialize=["layer", "rows", "pool_rows", "layers", "entries", "slots", "tokens"])
 def _attend_queries(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, offsets, tail_k, tail_v, tail_start,
-    tail_used, sinks, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb,
+    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, offsets, tail_k, tail_v, tail_k_scale, tail_v_scale,
+    tail_start, tail_used, sinks, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb,
     stride_vh, stride_vt, scale, softcap, layer, rows, pool_rows, layers, entries, slots, tokens,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, BITS: tl.constexpr,
     BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -80,19 +81,35 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     used = tl.load(tail_used).to(tl.int32)
     i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
-    p_tail_k = tail_k + i_row * D
-    p_tail_v = tail_v + i_row * SV
+    p_tail_k = tail_k + i_row * (D * BITS // 8)
+    p_tail_v = tail_v + i_row * (SV * BITS // 8)
+    if pool_k_scale is not None:
+        p_k_scale = tail_k_scale + i_row
+        p_v_scale = tail_v_scale + i_row
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, tl.load(tail_start + i_b).to(tl.int32), used, o_t, scale,
-        softcap, D, DV, BDV, BLOCK_S, False,
+        softcap, D, DV, BDV, BLOCK_S, False, p_k_scale=p_k_scale, p_v_scale=p_v_scale, p_levels=levels, BITS=BITS,
     )  # fmt: skip
-    p_k = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
-    p_v = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
     last = tl.minimum((i_r * BLOCK_R + BLOCK_R - 1) // G + 1, tokens)
-    b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k, p_v, stride_kt, stride_vt, 0, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S,
-        True,
-    )  # fmt: skip
+    p_tail_k += used.to(tl.int64) * (D * BITS // 8)
+    p_tail_v += used.to(tl.int64) * (SV * BITS // 8)
+    if pool_k_scale is None:
+        p_k = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
+        p_v = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
+        b_m, b_l, b_acc = absorb_entries(
+            b_q, b_m, b_l, b_acc, p_k, p_v, stride_kt, stride_vt, 0, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S,
+            True,
+        )  # fmt: skip
+        share = tl.cdiv(tokens, tl.num_programs(0))
+        append_entries(
+            p_k, p_v, stride_kt, stride_vt, p_tail_k, p_tail_v, i_r * share,
+            tl.minimum(i_r * share + share, tokens), slots - used, D, DV, SV, BLOCK_T,
+        )  # fmt: skip
+    else:
+        b_m, b_l, b_acc = absorb_entries(
+            b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, 0, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S, True,
+            p_k_scale=p_k_scale + used, p_v_scale=p_v_scale + used, p_levels=levels, BITS=BITS,
+        )  # fmt: skip
     if sinks is not None:
         b_sink = tl.load(sinks + o_h).to(tl.float32) * LOG2E
         b_m_new = tl.maximum(b_m, b_sink)
@@ -102,12 +119,6 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     p_out = out + ((i_b.to(tl.int64) * tokens + o_t) * (K * G) + o_h) * DV
     b_out = b_acc / b_l[:, None]
     tl.store(p_out[:, None] + o_e[None, :], b_out.to(out.dtype.element_ty), mask=m_r[:, None] & (o_e < DV)[None, :])
-
-    share = tl.cdiv(tokens, tl.num_programs(0))
-    append_entries(
-        p_k, p_v, stride_kt, stride_vt, p_tail_k + used.to(tl.int64) * D, p_tail_v + used.to(tl.int64) * SV,
-        i_r * share, tl.minimum(i_r * share + share, tokens), slots - used, D, DV, SV, BLOCK_T,
-    )  # fmt: skip
 
 
 def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
@@ -125,6 +136,8 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
     rows, heads, tokens, _ = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     check_call(call, held._asdict(), layer)
+    if held.tail_k_scale is not None:
+        append_codes(call, held, layer)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     shared = shared_arguments(call, held, layer)
     arguments = {

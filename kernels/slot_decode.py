@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.kernels.append_codes import append_codes
 from kvpass.kernels.cached_attention import (
     APPEND_BLOCK,
     absorb_entries,
@@ -30,7 +31,7 @@ from kvpass.kernels.cached_attention import (
 from kvpass.kernels.launch import KernelConfig, kind, launch, strides
 from kvpass.kernels.prefill_attention import FLOOR, block_dim, hold_rows, in_parts, wide_case
 from kvpass.kernels.slot_lines import first_empty
-from kvpass.operands import Attention, SlotCache
+from kvpass.operands import Attention, SlotCache, levels
 
 TILE = 64
 """Slots per program."""
@@ -40,17 +41,17 @@ NEWEST = tl.constexpr(1 << 30)
 
 @triton.jit(do_not_specialize=["stride_pb", "stride_ph", "layer", "rows", "entries", "slots", "width", "pool_tiles"])
 def _attend_slots(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, position, weights, partial, partial_ml, stride_qb, stride_qh,
-    stride_kb, stride_kh, stride_vb, stride_vh, stride_pb, stride_ph, scale, softcap, layer, rows, entries, slots,
-    width, pool_tiles, segments, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    SV: tl.constexpr, BDV: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
+    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, offsets, tail_k, tail_v, tail_k_scale, tail_v_scale,
+    position, weights, partial, partial_ml, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_pb,
+    stride_ph, scale, softcap, layer, rows, entries, slots, width, pool_tiles, segments, K: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, BITS: tl.constexpr, BDV: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of the slots of one line.
 
     Stores acc ``[B*K, tiles, G, Dv]`` not divided by l, and (m, l) in base 2. Programs 0..pool_tiles-1 of a line handle
     its pool segment, the others its tail. The program with the first empty slot also attends the new entry and stores
-    it there.
+    it there; if entries are codes, it is there already.
     """
     i_p = tl.program_id(0)
     i_line = tl.program_id(1)
@@ -65,8 +66,13 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     last = tl.minimum(first + TILE, slots)
     behind = width - slots
     i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
-    p_k = tail_k + i_row * D
-    p_v = tail_v + i_row * SV
+    p_k = tail_k + i_row * (D * BITS // 8)
+    p_v = tail_v + i_row * (SV * BITS // 8)
+    p_k_scale = None
+    p_v_scale = None
+    if tail_k_scale is not None:
+        p_k_scale = tail_k_scale + i_row
+        p_v_scale = tail_v_scale + i_row
     if pool_k is not None:  # noqa: SIM102 (known at compile time, unlike the inner condition)
         if i_p < pool_tiles:
             p_offsets = offsets + i_b.to(tl.int64) * segments + layer * K + i_h
@@ -75,8 +81,11 @@ def _attend_slots(  # type: ignore[no-untyped-def]
             last = tl.minimum(first + TILE, tl.load(p_offsets + 1) - begin)
             behind = behind * 0
             i_row = i_b.to(tl.int64) * entries + begin
-            p_k = pool_k + i_row * D
-            p_v = pool_v + i_row * SV
+            p_k = pool_k + i_row * (D * BITS // 8)
+            p_v = pool_v + i_row * (SV * BITS // 8)
+            if pool_k_scale is not None:
+                p_k_scale = pool_k_scale + i_row
+                p_v_scale = pool_v_scale + i_row
 
     o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
     o_e = tl.arange(0, BDV)
@@ -94,21 +103,27 @@ def _attend_slots(  # type: ignore[no-untyped-def]
         p_score = p_line + taken
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_r, scale, softcap, D, DV, BDV, BLOCK_S, False,
-        p_position + behind, p_scores, m_r,
+        p_position + behind, p_scores, m_r, p_k_scale, p_v_scale, levels, BITS,
     )  # fmt: skip
     tl.debug_barrier()  # the taken slot's score is stored twice; the new entry's score must come last
     at = taken - behind
     mine = ((at >= first) & (at < last)).to(tl.int32)
-    p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
-    p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
-    b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k_new, p_v_new, D, DV, 0, mine, o_r, scale, softcap, D, DV, BDV, BLOCK_T, False,
-        None, p_score, m_r,
-    )  # fmt: skip
-    if i_r == 0:
-        p_k_at = p_k + at.to(tl.int64) * D
-        p_v_at = p_v + at.to(tl.int64) * SV
-        append_entries(p_k_new, p_v_new, D, DV, p_k_at, p_v_at, 0, mine, 1, D, DV, SV, BLOCK_T)
+    p_k_at = p_k + at.to(tl.int64) * (D * BITS // 8)
+    p_v_at = p_v + at.to(tl.int64) * (SV * BITS // 8)
+    if tail_k_scale is None:
+        p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
+        p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
+        b_m, b_l, b_acc = absorb_entries(
+            b_q, b_m, b_l, b_acc, p_k_new, p_v_new, D, DV, 0, mine, o_r, scale, softcap, D, DV, BDV, BLOCK_T, False,
+            None, p_score, m_r,
+        )  # fmt: skip
+        if i_r == 0:
+            append_entries(p_k_new, p_v_new, D, DV, p_k_at, p_v_at, 0, mine, 1, D, DV, SV, BLOCK_T)
+    else:
+        b_m, b_l, b_acc = absorb_entries(
+            b_q, b_m, b_l, b_acc, p_k_at, p_v_at, D, SV, 0, mine, o_r, scale, softcap, D, DV, BDV, BLOCK_T, False,
+            None, p_score, m_r, p_k_scale + at, p_v_scale + at, levels, BITS,
+        )  # fmt: skip
     o_partial = (i_line.to(tl.int64) * num_tiles + i_p) * G + o_r
     tl.store(partial_ml + o_partial, b_m, mask=m_r)
     tl.store(partial_ml + tl.num_programs(1).to(tl.int64) * num_tiles * G + o_partial, b_l, mask=m_r)
@@ -167,18 +182,19 @@ def _finish_slots(  # type: ignore[no-untyped-def]
 
 
 def attend_slots(
-    call: Attention, lines: SlotCache, layer: int, config: KernelConfig | None = None
+    call: Attention, lines: SlotCache, layer: int, config: KernelConfig | None = None, values: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Store one new token in each line's first empty slot; attend slots that hold an entry.
 
-    All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16). A line without an empty
-    slot attends to its entries and stores nothing.
+    All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16), or pool and tail hold
+    codes as in ``ragged_decode.attend_ragged``. A line without an empty slot attends to its entries and stores nothing.
 
     Args:
         call: K divides H; q, k and v with any strides but a contiguous last dim.
         lines: contiguous; but position may repeat over rows and KV heads if the entry is not recorded. A slot with
             position -1 is free. A recorded entry has a pool, decode_state 0 and a storage_order after all others.
-        layer: index of the layer in offsets and tail. config: of the first launch; None: the pinned one.
+        layer: index of the layer in offsets and tail. config: of the first launch; None: the pinned one. values: of
+            which the norm is recorded; None: v.
 
     Returns:
         ``[B, H, 1, Dv]`` in the dtype of q, stored as ``[B, 1, H, Dv]``; if the entry is recorded, the attention over
@@ -188,11 +204,14 @@ def attend_slots(
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     q, k, v, scale, softcap, sinks = call
-    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = lines
+    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = lines[:7]
     rows, heads, _, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots, width = tail_k.shape[3], position.shape[2]
     _check(call, lines, layer)
+    if lines.tail_k_scale is not None:
+        append_codes(call, lines, layer)
+    bits = 8 if lines.tail_k_scale is None else 8 * tail_k.shape[-1] // key_dim
     group, num_lines = heads // kv_heads, rows * kv_heads
     pool_tiles = triton.cdiv(width - slots, TILE)
     num_tiles = pool_tiles + triton.cdiv(slots, TILE)
@@ -206,34 +225,42 @@ def attend_slots(
     most = 16 if q.dtype == torch.float32 or in_parts(key_dim, value_dim) else 32
     block_rows = min(most, max(16, triton.next_power_of_2(group)))
     shared: dict[str, Any] = {
-        "v": v, "offsets": offsets, "position": position, "weights": weights, "partial": partial,
-        "partial_ml": partial_ml, **strides("bh", v=v), "layer": layer, "slots": slots,
+        "offsets": offsets, "position": position, "weights": weights, "partial": partial,
+        "partial_ml": partial_ml, "layer": layer, "slots": slots,
         "width": width, "segments": tail_k.shape[0] * kv_heads + 1, "K": kv_heads, "G": group, "DV": value_dim,
         "BDV": block_dim(value_dim),
     }  # fmt: skip
+    pool_k_scale, pool_v_scale, tail_k_scale, tail_v_scale = lines[7:]
     in_keys = values_in_keys(tail_v, key_dim, value_dim)
     if in_keys:
-        pool_v, tail_v = pool_k, tail_k
+        pool_v, tail_v, pool_v_scale, tail_v_scale = pool_k, tail_k, pool_k_scale, tail_k_scale
     attend = {
-        **shared, "q": q, "k": k, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
-        **strides("bh", q=q, k=k, p=position), "scale": scale, "softcap": softcap,
+        **shared, "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
+        "pool_k_scale": pool_k_scale, "pool_v_scale": pool_v_scale, "tail_k_scale": tail_k_scale,
+        "tail_v_scale": tail_v_scale, "levels": levels(bits, q.device) if bits < 8 else None, "BITS": bits,
+        **strides("bh", q=q, k=k, v=v, p=position), "scale": scale, "softcap": softcap,
         "rows": rows, "entries": 0 if pool_k is None else pool_k.shape[1], "pool_tiles": pool_tiles, "D": key_dim,
         "SV": key_dim if in_keys else value_dim, "TILE": TILE, "BLOCK_R": block_rows,
         "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip
     grid = (num_tiles, num_lines, triton.cdiv(group, block_rows))
-    launch(_attend_slots, grid, attend, f"slots {kind(q.dtype)}{wide_case(key_dim, value_dim)}", config)
-    finish = {**shared, **line, "num_tiles": num_tiles, "sinks": sinks, "out": out}
+    codes = "" if tail_k_scale is None else " codes"  # they take registers
+    launch(_attend_slots, grid, attend, f"slots {kind(q.dtype)}{codes}{wide_case(key_dim, value_dim)}", config)
+    recorded = v if values is None else values
+    finish = {
+        **shared, **line, "v": recorded, **strides("bh", v=recorded), "num_tiles": num_tiles, "sinks": sinks,
+        "out": out,
+    }  # fmt: skip
     launch(_finish_slots, (rows * heads,), finish, "finish slots")
     return out.transpose(1, 2), weights
 
 
 def _check(call: Attention, lines: SlotCache, layer: int) -> None:
     """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only."""
-    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = lines
+    pool_k, position, tables = lines.pool_k, lines.position, lines.tables
     if call.q.shape[2] != 1:
         raise ValueError(f"q has {call.q.shape[2]} tokens: must be 1")
-    slots, width = tail_k.shape[3], position.shape[2]
+    slots, width = lines.tail_k.shape[3], position.shape[2]
     rows, kv_heads = call.v.shape[:2]
     shape = (rows, kv_heads, width)
     line: dict[str, tuple[Tensor, Sequence[int], torch.dtype]] = {"position": (position, shape, torch.int32)}
@@ -242,9 +269,9 @@ def _check(call: Attention, lines: SlotCache, layer: int) -> None:
         for name, tensor, dtype in zip(("storage_order", "decode_state", "norm"), tables, types, strict=False):
             line[name] = (tensor, shape, dtype)
         line["now"] = (tables.now, (rows,), torch.int64)
-        if offsets is None:
+        if lines.offsets is None:
             raise ValueError("an entry is written down in lines that have a pool: offsets is None")
-    held = {"pool_k": pool_k, "pool_v": pool_v, "offsets": offsets, "tail_k": tail_k, "tail_v": tail_v}
+    held = {name: x for name, x in lines._asdict().items() if name not in ("position", "tables")}
     check_call(call, held, layer, line, strided="q k v position" if tables is None else "q k v")
     if not slots <= width <= (slots if pool_k is None else width):
         raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")

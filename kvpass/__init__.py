@@ -41,28 +41,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "POLICIES",
-    "Budget",
-    "CacheFileError",
-    "CacheMismatchError",
-    "Calibration",
-    "CompressedCache",
-    "OutputLoss",
-    "Plan",
-    "Policy",
-    "Report",
-    "UnsupportedAttentionError",
-    "__version__",
-    "attention",
-    "attention_output_loss",
-    "calibrate",
-    "compile",
-    "generate",
-    "load_cache",
-    "plan",
-    "register_policy",
-    "session",
-]
+    "POLICIES", "Budget", "CacheFileError", "CacheMismatchError", "Calibration", "CompressedCache", "OutputLoss",
+    "Plan", "Policy", "Report", "UnsupportedAttentionError", "__version__", "attention", "attention_output_loss",
+    "calibrate", "compile", "generate", "load_cache", "plan", "register_policy", "session",
+]  # fmt: skip
 
 if not TYPE_CHECKING:  # a checker that saw it would accept any name
 

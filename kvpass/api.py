@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpass.adapt.copied import AdaptedCopy, adapted_copy
-from kvpass.adapt.latent_attention import attends_latents
+from kvpass.adapt.copied import adapted_copy
 from kvpass.adapt.offload import offload_device
 from kvpass.adapt.tensor_parallel import check_divided, ranks_of
 from kvpass.adapt.wrappers import check_weights
@@ -20,16 +19,15 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.metadata import CacheMetadata
 from kvpass.cache.serialization import read_cache_file, typed
-from kvpass.compiler.backend import Compiler, PhaseCompiler, check_compiler
+from kvpass.compiler.backend import COMPILERS, Compiler, PhaseCompiler
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.parts import Regions, check_regions
-from kvpass.config import Block, EntryFormat
+from kvpass.config import Block, BudgetLike, EntryFormat, one_of
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends.arguments import check_model
-from kvpass.frontends.captured import attend_in_captures
-from kvpass.frontends.options import BudgetLike, PolicyName
+from kvpass.frontends.attention import attend_in_captures
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
-from kvpass.policies import Policy
+from kvpass.policies import Policy, PolicyName
 from kvpass.policies.rules import Recompress, Rules, read_rules
 from kvpass.ranks import Ranks, digest, run_on_all_ranks
 
@@ -80,12 +78,11 @@ def compile(
         prefill_block: tokens of a block, at least 2. Each layer runs over a prompt in such blocks, so that their
             activations and not those of the whole prompt take memory; what is kept does not depend on it. ``"auto"``:
             on the CPU 1024 tokens over all rows of a batch, on CUDA 8192, at least 128 of each row.
-        entries: how kept entries are held: ``"model"``, in the dtype of the model; or as codes with one fp32 scale for
+        entries: how entries are held: ``"model"``, in the dtype of the model; or as codes with one fp32 scale for
             the key and one for the value of each entry: ``"int8"`` or ``"fp8"`` (e4m3) in 8 bits, ``"rot4"``,
             ``"rot3"`` or ``"rot2"`` in 4, 3 or 2 bits of rotated vectors (TurboQuant, arXiv:2504.19874). Attention
-            multiplies the scales in as it reads. A budget in bytes counts codes and scales. The window, tokens that are
-            appended, and layers with a sliding window stay in the dtype of the model. Not with policies that evict
-            while decoding.
+            multiplies the scales in as it reads. A budget in bytes counts codes and scales. The tokens of an answer are
+            held so too. Layers with a sliding window stay in the dtype of the model.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
             the model's name and budget when both are left out; give them where none are published.
     Raises:
@@ -120,50 +117,35 @@ def _compiled(
     if isinstance(model, CompressedModel):
         raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
     check_model(model)
-    compiler, regions = check_compiler("backend", backend), check_regions(compile_regions)
+    compiler, regions = one_of("backend", backend, COMPILERS), check_regions(compile_regions)
     check_weights(model, compiler)
     if regions is False and offload_device(model) is not None:
         raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
     rules = read(model_name=str(model.config.name_or_path))
     uses_our_attention = type(model)._can_set_attn_implementation()
-    adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
-    _check_adapted(adapted, rules)
-    compiled = adapted.model
+    compiled, adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
+    check_divided(rules.policy, adapted.heads)
     compiled.__class__ = compressed_class(type(model))
     if uses_our_attention:
         attend_in_captures(compiled)
+    recurrent, attention = adapted.recurrent, adapted.attention
     phases = PhaseCompiler(
         compiler=compiler,
-        layers=adapted.attention_layers,
+        layers=model.config.get_text_config().num_hidden_layers if attention is None else len(attention),
         regions=regions,
         cuda_graphs=cuda_graphs,
         on_host=adapted.on_host,
         ranks=ranks,
     )
-    recurrent = adapted.recurrent
     identity = ModelFingerprint(compiled, adapted.divided)
     identity.check_policy(rules.policy)
     compiled._kvpass = Runtime(
         rules=rules,
-        identity=identity,
-        device=adapted.device,
         captures=CaptureCache(phases, None if recurrent is None else recurrent.arguments),
-        attention=None if recurrent is None else recurrent.attention,
-        longrope_limit=adapted.longrope_limit,
-        ranks=adapted.heads,
-        expanded=adapted.expanded,
+        identity=identity,
+        adapted=adapted,
     )
     return compiled
-
-
-def _check_adapted(adapted: AdaptedCopy, rules: Rules) -> None:
-    """Raise ValueError if the copy cannot be compiled with these rules."""
-    check_divided(rules.policy, adapted.heads)
-    if rules.entry_format != "model" and any(map(attends_latents, adapted.model.modules())):
-        raise ValueError(
-            f"entries={rules.entry_format!r}: {type(adapted.model).__name__} caches latent rows, which have no format "
-            "of fewer bits yet; give entries='model'"
-        )
 
 
 def load_cache(
@@ -226,19 +208,11 @@ def restore_cache(
         raise CacheMismatchError(
             f"the cache has policy {metadata.policy}, the model {rules.policy.spec}: set it with model.set_policy"
         )
-    if metadata.budget != rules.budget and not metadata.own_budget:
-        raise CacheMismatchError(
-            f"the cache has budget {metadata.budget}, the model {rules.budget}: set it with model.set_budget"
-        )
-    if metadata.entry_format != rules.entry_format:
-        raise CacheMismatchError(
-            f"the cache has entries={metadata.entry_format!r}, the model {rules.entry_format!r}: compile the "
-            "model with the cache's entries"
-        )
     try:
-        cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.ranks)
+        cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.adapted.heads)
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
+    cache.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
     cache = cache.to(model.device if device is None else device)
     cache.reuse = runtime.captures.compiler.memory(cache.device)  # of copies, where the cache is reusable
     return cache

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Literal
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -21,22 +21,31 @@ Block = Literal["auto"] | int
 """Tokens of a block in which a prompt is prefilled, at least 2."""
 
 EntryFormat = Literal["model", "int8", "fp8", "rot4", "rot3", "rot2"]
-"""How the pool holds entries: in the model's dtype, or as codes of 8, 4, 3 or 2 bits with one fp32 scale for K and one
-for V; those of 4 and fewer are of rotated vectors."""
+"""How a cache holds entries when the prompt has been read: in the model's dtype, or as codes of 8, 4, 3 or 2 bits with
+one fp32 scale for K and one for V; those of 4 and fewer are of rotated vectors."""
 
 ENTRY_FORMATS: tuple[EntryFormat, ...] = ("model", "int8", "fp8", "rot4", "rot3", "rot2")
 
 SCALE_BYTES = 4
+MOST_CODES_ON_CUDA = 256
+"""Widest vectors of codes that kernels on CUDA read."""
 
-_BYTE_UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-}
+T = TypeVar("T")
+
+
+def one_of(name: str, value: object, choices: Iterable[T]) -> T:
+    """Return the choice that the value of an argument is.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, choices))}")
+
+
+_BYTE_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -64,18 +73,24 @@ class Geometry:
         """Bytes of one entry: one key row and its value row of one KV head."""
         return (self.key_dim + self.stored_value_dim) * self.itemsize
 
-    def pool_entry_bytes(self, entry_format: EntryFormat) -> int:
-        """Bytes of one entry of the pool, its scales included."""
+    def entry_bytes_as(self, entry_format: EntryFormat) -> int:
+        """Bytes of one entry in that format, its scales included."""
         if entry_format == "model":
             return self.entry_bytes
-        return (self.key_dim + self.value_dim) * BITS[entry_format] // 8 + 2 * SCALE_BYTES
+        scales = 1 if self.values_in_keys else 2
+        return (self.key_dim + self.stored_value_dim) * BITS[entry_format] // 8 + scales * SCALE_BYTES
 
-    def check_format(self, entry_format: EntryFormat) -> None:
-        """Raise if the pool cannot hold entries of this shape in that format.
+    def check_format(self, entry_format: EntryFormat, device: torch.device) -> None:
+        """Raise if a cache on this device cannot hold entries of this shape in that format.
 
         Raises:
-            ValueError: the codes of a vector do not fill whole bytes.
+            ValueError: the codes of a vector do not fill whole bytes, or no kernel reads them.
         """
+        if entry_format != "model" and device.type == "cuda" and max(self.key_dim, self.value_dim) > MOST_CODES_ON_CUDA:
+            raise ValueError(
+                f"entries={entry_format!r}: keys have {self.key_dim} numbers, values {self.value_dim}, and kernels on "
+                f"CUDA read codes of at most {MOST_CODES_ON_CUDA}; give entries='model'"
+            )
         if BITS.get(entry_format, 8) < 8 and (self.key_dim % 8 or self.value_dim % 8):
             raise ValueError(
                 f"entries={entry_format!r}: head dimensions must be multiples of 8, and keys have {self.key_dim} "
@@ -87,9 +102,9 @@ class Geometry:
         """Bytes of one token in a full cache of these attention ops."""
         return self.layers * self.kv_heads * self.entry_bytes
 
-    def pool_token_bytes(self, entry_format: EntryFormat) -> int:
-        """Bytes of one token of which every head keeps the entry in the pool."""
-        return self.layers * self.kv_heads * self.pool_entry_bytes(entry_format)
+    def token_bytes_as(self, entry_format: EntryFormat) -> int:
+        """The same in that format."""
+        return self.layers * self.kv_heads * self.entry_bytes_as(entry_format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +159,8 @@ class Layout:
                 raise ValueError(f"{g}: every size must be >= 1")
             if g.values_in_keys and (g.value_dim > g.key_dim or group.sliding_window is not None):
                 raise ValueError(f"{g}: values are in keys only if they have no more columns, and never in a ring")
-        if any(group.sliding_window is not None for group in self.pools):
-            raise ValueError("layers with a sliding window must be among the rings, not the pools")
-        if any(group.chunked for group in self.pools):
-            raise ValueError("layers with chunks must be among the rings, not the pools")
+        if any(group.sliding_window is not None or group.chunked for group in self.pools):
+            raise ValueError("layers with a sliding window or chunks must be among the rings, not the pools")
         if any(group.sliding_window is None or group.sliding_window < 1 for group in self.rings):
             raise ValueError("layers among the rings must have a sliding window >= 1")
         for state in self.states:
@@ -175,9 +188,9 @@ class Layout:
         """Bytes of one token in a full cache of the layers that have a budget."""
         return sum(group.geometry.token_bytes for group in self.pools)
 
-    def pool_token_bytes(self, entry_format: EntryFormat) -> int:
-        """Bytes of one token of which every head of these layers keeps the entry in the pool."""
-        return sum(group.geometry.pool_token_bytes(entry_format) for group in self.pools)
+    def token_bytes_as(self, entry_format: EntryFormat) -> int:
+        """The same in that format."""
+        return sum(group.geometry.token_bytes_as(entry_format) for group in self.pools)
 
 
 @dataclass(frozen=True)
@@ -199,9 +212,11 @@ class Budget:
     def __post_init__(self) -> None:
         if self.kind == "fraction":
             if not 0.0 < self.value <= 1.0:
-                raise ValueError(f"budget={self.value}: a fraction of the prompt must be in (0, 1]")
+                raise ValueError(
+                    f"budget={self.value}: a float is the fraction of the prompt kept and must be in (0, 1]"
+                )
         elif not (isinstance(self.value, int) and self.value >= 1):
-            raise ValueError(f"budget={self.value}: a number of {self.kind} must be an int >= 1")
+            raise ValueError(f"budget={self.value}: {self.kind} must be an int >= 1")
 
     @classmethod
     def parse(cls, value: Budget | int | float | str) -> Budget:
@@ -213,14 +228,9 @@ class Budget:
         if isinstance(value, Budget):
             return value
         if isinstance(value, int | np.integer) and not isinstance(value, bool):
-            if value < 1:
-                raise ValueError(f"budget={value}: entries per KV head per layer must be >= 1")
             return cls("entries", int(value))
         if isinstance(value, float | np.floating):
-            fraction = float(str(value))  # as written: float(np.float32(0.29)) is less than 0.29
-            if not 0.0 < fraction <= 1.0:
-                raise ValueError(f"budget={value}: a float is the fraction of the prompt kept and must be in (0, 1]")
-            return cls("fraction", fraction)
+            return cls("fraction", float(str(value)))  # as written: float(np.float32(0.29)) is less than 0.29
         if isinstance(value, str):
             return cls("bytes", _read_bytes(value))
         raise ValueError(
@@ -228,21 +238,13 @@ class Budget:
             "or bytes such as '512MiB'"
         )
 
-    def entries(
-        self,
-        prompt_length: int,
-        token_bytes: int,
-        window: int = 0,
-        pool_token_bytes: int = 0,
-    ) -> int:
+    def entries(self, prompt_length: int, token_bytes: int) -> int:
         """Return entries per KV head per layer for ``prompt_length`` real tokens, window included.
 
         At most :data:`MAX_ENTRIES`: a larger budget keeps everything.
 
         Args:
-            token_bytes: of one token in a full cache, over all layers that share the budget.
-            pool_token_bytes: of one token in the pool, where that differs; the window is not in the pool. 0: as
-                token_bytes.
+            token_bytes: of one token of which every head keeps the entry, over all layers that share the budget.
         """
         match self.kind:
             case "entries":
@@ -250,18 +252,15 @@ class Budget:
             case "fraction":
                 return math.floor(self.value * prompt_length + 1e-9)  # 0.29 * 100 is less than 29
             case "bytes":
-                left = int(self.value) - window * token_bytes
-                if pool_token_bytes and left > 0:
-                    return min(window + left // pool_token_bytes, MAX_ENTRIES)
                 return min(int(self.value) // token_bytes, MAX_ENTRIES)
 
-    def check(self, prompt_length: int, window: int, token_bytes: int, pool_token_bytes: int = 0) -> int:
+    def check(self, prompt_length: int, window: int, token_bytes: int) -> int:
         """Return :meth:`entries`; raise if they cannot hold the window and one more entry.
 
         Raises:
             ValueError: fewer than ``window + 1`` entries, unless the whole prompt fits in them.
         """
-        entries = self.entries(prompt_length, token_bytes, window, pool_token_bytes)
+        entries = self.entries(prompt_length, token_bytes)
         if entries < min(window + 1, prompt_length):
             raise ValueError(
                 f"budget {self} is {entries} entries per KV head per layer for a prompt of {prompt_length} tokens; "
@@ -277,6 +276,10 @@ class Budget:
                 return str(self.value)
             case "bytes":
                 return f"{int(self.value)}B"
+
+
+BudgetLike: TypeAlias = Budget | int | float | str | None
+"""A budget as users write it; None where a policy has none, or to take the model's."""
 
 
 def _read_bytes(text: str) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +23,14 @@ class Buffer:
 
     Attributes:
         dims: its sizes, letters of the legend or numbers, * for others. dtype: None for the dtype of keys and values.
-        packed: outside prefill it holds codes where the cache has an entry format other than "model": 8 of them in as
+        packed: after the prompt it holds codes where the cache has an entry format other than "model": 8 of them in as
             many bytes as a code has bits.
         prefill, append, evict: how graphs of the phase use it: "w" writes, "r" reads, "" not at all. append and evict
             are extend and decode, under a policy that only appends or that evicts while decoding.
         counter: the number of new tokens is added to it after each call.
-        saved: when files hold it and searches select rows of it: "always", "scaled" (where the pool holds
-            codes), "evicting" (policies that evict while decoding), "rows" (of them
-            those whose rule has rows), "ring", "state", or "" for never.
+        saved: when files hold it and searches select rows of it: "always", "key scales" (where entries are codes),
+            "value scales" (the same, where values are not stored in keys), "evicting" (policies that evict while
+            decoding), "rows" (of them those whose rule has rows), "ring", "state", or "" for never.
         initial: its value before the prompt; None for any.
     """
 
@@ -75,12 +75,12 @@ _I32, _I64, _F32, _F64 = torch.int32, torch.int64, torch.float32, torch.float64
 
 CODES: dict[str, torch.dtype] = {
     "int8": torch.int8,
-    "fp8": torch.float8_e4m3fn,
+    "fp8": torch.uint8,
     "rot4": torch.uint8,
     "rot3": torch.uint8,
     "rot2": torch.uint8,
 }
-"""Dtype of the pool of each entry format but "model"."""
+"""Dtype of the entries of each entry format but "model"; those of "fp8" are the bits of torch.float8_e4m3fn."""
 BITS = {"int8": 8, "fp8": 8, "rot4": 4, "rot3": 3, "rot2": 2}
 """Bits of a code of each."""
 _UPPER = {
@@ -102,16 +102,18 @@ BUFFERS = {
     # layers that share the budget: one set for each KV geometry
     "pool_k": Buffer("Z E D", packed=True, prefill="w", append="r", evict="w", saved="always"),
     "pool_v": Buffer("Z E V", packed=True, prefill="w", append="r", evict="w", saved="always"),
-    "pool_k_scale": Buffer("Z E", _F32, append="r", saved="scaled"),
-    "pool_v_scale": Buffer("Z E", _F32, append="r", saved="scaled"),
+    "pool_k_scale": Buffer("Z E", _F32, append="r", evict="w", saved="key scales"),
+    "pool_v_scale": Buffer("Z E", _F32, append="r", evict="w", saved="value scales"),
     "pool_positions": Buffer("B E", _I32, saved="always"),
     "slots": Buffer("4 B E", _I32, prefill="w", initial=-1),
     "slot_stats": Buffer("2 B E", _F32, prefill="w", initial=0),
     "layer_weights": Buffer("B L", _F64, prefill="w", initial=0),
     "window_stats": Buffer("2 B L K W", _F32, prefill="w", initial=0),
     "offsets": Buffer("B P", _I32, prefill="w", append="r", evict="r", saved="always"),
-    "tail_k": Buffer("L B K C D", prefill="w", append="w", evict="w", saved="always"),
-    "tail_v": Buffer("L B K C V", prefill="w", append="w", evict="w", saved="always"),
+    "tail_k": Buffer("L B K C D", packed=True, prefill="w", append="w", evict="w", saved="always"),
+    "tail_v": Buffer("L B K C V", packed=True, prefill="w", append="w", evict="w", saved="always"),
+    "tail_k_scale": Buffer("L B K C", _F32, append="w", evict="w", saved="key scales"),
+    "tail_v_scale": Buffer("L B K C", _F32, append="w", evict="w", saved="value scales"),
     "tail_start": Buffer("B", _I64, append="r", saved="always"),
     "tail_used": Buffer("", _I64, append="r", counter=True),
     "entries": Buffer("B", _I64, prefill="r"),
@@ -165,8 +167,8 @@ class AppendBuffers(NamedTuple):
     A pool of one row serves all rows of the batch: several questions about one document. offsets cut the pool into
     segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA
     only: the tiles of the pool, and counters by which the last program of a KV head finds out that it is the last.
-    Scales only where the pool holds codes: entry e is what the codes ``pool_k[b, e]`` stand for, as
-    :mod:`kvpass.ops.entry_formats` says, times ``pool_k_scale[b, e]``.
+    Scales only where entries are codes: key e is what the codes ``pool_k[b, e]`` stand for, as
+    :mod:`kvpass.ops.entry_formats` says, times ``pool_k_scale[b, e]``. Values stored in keys have no scales.
     """
 
     pool_k: Tensor
@@ -181,6 +183,8 @@ class AppendBuffers(NamedTuple):
     arrivals: Tensor | None = None
     pool_k_scale: Tensor | None = None
     pool_v_scale: Tensor | None = None
+    tail_k_scale: Tensor | None = None
+    tail_v_scale: Tensor | None = None
 
 
 class Blocks(NamedTuple):
@@ -209,7 +213,7 @@ class EvictBuffers(NamedTuple):
 
     table: planes true position and storage order of each slot; decode_state: planes state of the decode rule and L1
     norm of the value; quota: entries a head may hold besides its newest; next_position: of the first new token.
-    rule_rows: for rules that have rows.
+    rule_rows: for rules that have rows. Scales as in :class:`AppendBuffers`.
     """
 
     pool_k: Tensor
@@ -222,6 +226,10 @@ class EvictBuffers(NamedTuple):
     quota: Tensor
     next_position: Tensor
     rule_rows: Tensor | None = None
+    pool_k_scale: Tensor | None = None
+    pool_v_scale: Tensor | None = None
+    tail_k_scale: Tensor | None = None
+    tail_v_scale: Tensor | None = None
 
 
 class RecompressBuffers(NamedTuple):
@@ -365,7 +373,8 @@ class SlotCache(NamedTuple):
     """Reused slots: per KV head a line of S slots, its pool segment, then its C tail slots.
 
     pool_k, pool_v, offsets are None if lines have no pool. position int32 ``[B, K, S]``: true position of the entry in
-    each slot, or negative. tables: None if the new entry is not recorded and position stays.
+    each slot, or negative. tables: None if the new entry is not recorded and position stays. Scales as in
+    :class:`AppendBuffers`; lines without a pool have none.
     """
 
     pool_k: Tensor | None
@@ -375,19 +384,10 @@ class SlotCache(NamedTuple):
     tail_v: Tensor
     position: Tensor
     tables: SlotTables | None = None
-
-
-Held = TypeVar("Held", PrefillBuffers, AppendBuffers, EvictBuffers, SlotCache)
-
-
-def with_values(buffers: Held, value_dim: int) -> Held:
-    """Return buffers with values of ``value_dim`` columns: those of the keys, where values are stored there only.
-
-    Then ``pool_v`` and ``tail_v`` of the given buffers have no columns.
-    """
-    if buffers.pool_k is None or buffers.tail_v.shape[4] == value_dim:
-        return buffers
-    return buffers._replace(pool_v=buffers.pool_k[..., :value_dim], tail_v=buffers.tail_k[..., :value_dim])
+    pool_k_scale: Tensor | None = None
+    pool_v_scale: Tensor | None = None
+    tail_k_scale: Tensor | None = None
+    tail_v_scale: Tensor | None = None
 
 
 def written_in(phase: str) -> set[str]:
@@ -395,7 +395,9 @@ def written_in(phase: str) -> set[str]:
     return {name for name, buffer in BUFFERS.items() if getattr(buffer, phase) == "w"}
 
 
-def saved_buffers(*, evicts: bool, rule_rows: int = 0, entry_format: str = "model") -> list[str]:
+def saved_buffers(
+    *, evicts: bool, rule_rows: int = 0, entry_format: str = "model", values_in_keys: bool = False
+) -> list[str]:
     """Return buffers without sliding window that a file holds and a search selects rows of.
 
     Args:
@@ -403,7 +405,7 @@ def saved_buffers(*, evicts: bool, rule_rows: int = 0, entry_format: str = "mode
     """
     kinds = ["always", *(["evicting"] if evicts else []), *(["rows"] if rule_rows else [])]
     if entry_format != "model":
-        kinds.append("scaled")
+        kinds += ["key scales", *([] if values_in_keys else ["value scales"])]
     return [name for name, buffer in BUFFERS.items() if buffer.saved in kinds]
 
 

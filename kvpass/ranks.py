@@ -107,10 +107,7 @@ ONE_PROCESS = Ranks("", 0, 1)
 
 
 def run_on_all_ranks(
-    ranks: Ranks,
-    call: str,
-    make: Callable[[], R],
-    facts: Callable[[R], Mapping[str, str]] = lambda made: {},
+    ranks: Ranks, call: str, make: Callable[[], R], facts: Callable[[R], Mapping[str, str]] = lambda made: {}
 ) -> R:
     """Return what ``make`` returns; if one process cannot make it, all raise the same.
 
@@ -184,8 +181,5 @@ def _summed_alone(x: Tensor, group: str) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-ALONE = {
-    torch.ops.kvpass.gather_ranks.default: _gathered_alone,
-    torch.ops.kvpass.sum_ranks.default: _summed_alone,
-}
+ALONE = {torch.ops.kvpass.gather_ranks.default: _gathered_alone, torch.ops.kvpass.sum_ranks.default: _summed_alone}
 """What stands for each operator where a process runs an example by itself: as if all had the same tensor."""

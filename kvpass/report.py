@@ -190,8 +190,8 @@ class Report:
             )
         if self.prompt.entry_format != "model":
             lines.append(
-                f"entries={self.prompt.entry_format!r}: kept entries are {BITS[self.prompt.entry_format]}-bit codes "
-                "with a scale for key and value; the window and appended tokens are in the dtype of the model"
+                f"entries={self.prompt.entry_format!r}: entries are {BITS[self.prompt.entry_format]}-bit codes with a "
+                "scale for key and value"
             )
         if self.prompt.sliding_layers:
             count = sum(len(ring.layers) for ring in self.prompt.sliding_layers)

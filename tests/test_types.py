@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 import kvpass
-from kvpass.frontends.options import PolicyName
+from kvpass.policies import PolicyName
 
 ROOT = Path(__file__).resolve().parent.parent
 

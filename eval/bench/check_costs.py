@@ -14,7 +14,7 @@ import kvpass
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.eval.tables import rich_table
 from kvpass.frontends.padding import read_padding
-from kvpass.graphs.verify.input_lookups import InputLookup
+from kvpass.graphs.verify.tables import InputLookup
 from kvpass.transformers_compat import CACHE
 
 LAYERS, COLUMNS = 32, 16384

@@ -147,12 +147,12 @@ class TimedCase:
 
 
 def decode_kernel(case: TimedCase) -> Callable[[int], Tensor]:
-    """Return attention of the new token at a layer, ``[B, H, 1, D]``, by the kernel of this package."""
-    from kvpass.kernels.ragged_decode import attend_ragged
+    """Return attention of the new token at a layer, ``[B, H, 1, D]``, by the kernels of this package."""
+    from kvpass.ops.cuda import attend_cache
 
     tiles, tile_offsets, arrivals = index_pool(case.held.offsets, case.call.k.shape[1], case.held.pool_k.shape[1])
     held = case.held._replace(tiles=tiles, tile_offsets=tile_offsets, arrivals=arrivals)
-    return lambda layer: attend_ragged(case.call, held, layer)
+    return lambda layer: attend_cache(case.call, held, layer)
 
 
 KINDS: dict[str, tuple[Callable[[Shape, int, int], Tensor], EntryFormat]] = {
@@ -163,7 +163,7 @@ KINDS: dict[str, tuple[Callable[[Shape, int, int], Tensor], EntryFormat]] = {
     "rot3": (ragged_lengths, "rot3"),
     "rot2": (ragged_lengths, "rot2"),
 }
-"""Lengths and format of the pool of each column."""
+"""Lengths and entry format of each column."""
 
 
 def time_decode(
@@ -185,8 +185,7 @@ def time_decode(
             if not error <= WORST_ERROR:
                 raise RuntimeError(f"decode kernel, layer {layer}: relative error {error:.2e} above {WORST_ERROR:.0e}")
     seconds = time_graph(lambda: [attend(layer) for layer in range(shape.layers)])
-    g = shape.geometry
-    read = int(lengths.sum()) * g.pool_entry_bytes(entry_format) + lengths.numel() * (WINDOW + 1) * g.entry_bytes
+    read = (int(lengths.sum()) + lengths.numel() * (WINDOW + 1)) * shape.geometry.entry_bytes_as(entry_format)
     return {
         "us_per_layer": 1e6 * seconds / shape.layers,
         "bytes": read,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvpass.compiler.backend import Compiler
-from kvpass.config import EntryFormat
+from kvpass.config import EntryFormat, one_of
 from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
 from kvpass.eval.policy_spec import PolicySpec, check_formats, with_format
 from kvpass.fetch import PACKAGES
@@ -60,38 +60,25 @@ _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "mistral-7b": (32768, _8B | {"model_type": "mistral", "vocab_size": 32768, "sliding_window": None}),
     "small": (16384, _SMALL | {"num_key_value_heads": 2}),
     "small-mha": (16384, _SMALL),
-    "tiny": (
-        1024,
-        _SMALL | {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_key_value_heads": 2},
-    ),
-    "deepseek-v3-tiny": (
-        4096,
-        _SMALL
-        | {"model_type": "deepseek_v3", "num_hidden_layers": 4, "kv_lora_rank": 128, "q_lora_rank": 128}
-        | {"qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1}
-        | {
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 128,
-        },
-    ),
-    "qwen3.5-27b-shape": (
-        4096,
-        _SMALL
-        | {"model_type": "qwen3_5_text", "hidden_size": 512, "num_hidden_layers": 4, "full_attention_interval": 4}
-        | {"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256}
-        | {"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_conv_kernel_dim": 4}
-        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-    ),
-    "wide-mlp": (
-        16384,
-        _SMALL
-        | {"intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        | {"max_position_embeddings": 2**17},
-    ),
-}
+    "tiny": (1024, _SMALL | {
+        "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    }),
+    "deepseek-v3-tiny": (4096, _SMALL | {
+        "model_type": "deepseek_v3", "num_hidden_layers": 4, "kv_lora_rank": 128, "q_lora_rank": 128,
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 128,
+    }),
+    "qwen3.5-27b-shape": (4096, _SMALL | {
+        "model_type": "qwen3_5_text", "hidden_size": 512, "num_hidden_layers": 4, "full_attention_interval": 4,
+        "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }),
+    "wide-mlp": (16384, _SMALL | {
+        "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 2**17,
+    }),
+}  # fmt: skip
 """Usual context and config by name. The published shapes (``mistral-7b`` is v0.3) have more positions than published,
 so that prompts of a million tokens and their answers fit in each. ``qwen3.5-27b-shape`` is narrower and has 4 of 64
 layers, whose caches have the published sizes."""
@@ -160,21 +147,13 @@ def build(
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """One run of the bench.
+    """One run of the bench; ``kvpass bench --help`` says what each setting is.
 
     Attributes:
-        model: as :func:`find_model` takes it.
-        device: ``"cpu"`` or ``"cuda"``. dtype: ``"fp32"``, ``"bf16"``, ``"fp16"``; None is bf16 on CUDA, else fp32.
-        contexts: prompt tokens; empty takes the model's own. batches: rows. Every pair of them is one comparison.
-        budget, window: as in ``kvpass.compile``.
-        policies: of kvpass; ``window`` is theirs unless they have their own.
-        entries: formats of kept entries, each policy with each (``kvpass.compile``).
-        systems: what they are compared with, of ``BASELINES``; None takes all, kvpress only where it is installed.
-        new_tokens: decode steps of one repeat. repeats: timed rounds over all systems.
-        backend: of every compiled system, ``"inductor"`` or ``"eager"``.
-        shared_prompt: prefill one row and repeat its cache for the batch: prefill figures are those of one row.
-        warm_cache: let Inductor use what it has compiled before: quick, but compile times then mean little.
-        seed: of weights and prompt.
+        model: as :func:`find_model` takes it. contexts, batches: every pair of them is one comparison.
+        policies: of kvpass, each with each of ``entries``; ``window`` is theirs unless they have their own.
+        systems: of ``BASELINES``; None takes all, kvpress only where it is installed.
+        shared_prompt: prefill figures are then those of one row.
 
     Raises:
         ValueError: a number out of range, an unknown name, or a device this machine does not have.
@@ -201,15 +180,14 @@ class BenchSettings:
         for name in ("window", "new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device={self.device!r}: must be one of cpu, cuda")
+        one_of("device", self.device, ("cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda': this machine has no CUDA device")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        if self.dtype is not None:
+            one_of("dtype", self.dtype, DTYPES)
         if not self.batches or min(self.batches) < 1:
             raise ValueError(f"batches={','.join(map(str, self.batches))}: must be one or more numbers >= 1")
-        check_formats(self.entries, self.policies)
+        check_formats(self.entries)
         for spec in self.policies:
             policy = spec.with_window(self.window).resolve()
             if policy.needs_budget:

@@ -24,11 +24,10 @@ from kvpass.compiler.backend import Compiler
 from kvpass.eval.bench.systems import storage_bytes
 from kvpass.eval.needle.text import Task, sample
 from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, make_sentence
-from kvpass.eval.prompt import Prompt
 from kvpass.eval.tables import rich_table
 from kvpass.eval.tasks.base import Sample, encode, largest
-from kvpass.frontends.options import PolicyName
 from kvpass.loading import load_model
+from kvpass.policies import PolicyName
 from kvpass.progress import progress_bar, progress_console
 from kvpass.report import import_figure
 from kvpass.transformers_compat import CACHE
@@ -45,15 +44,7 @@ _ANSWER = 48  # tokens, about a document
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """One run of the demo.
-
-    Attributes:
-        model: as in :func:`~kvpass.loading.load_model`.
-        document: a text file to ask about, and question: what is asked; None: facts are hidden in a made-up text.
-        tokens: length of each made-up prompt, question included; 2048 for the built-in model, else 1024.
-        facts: how many are hidden, each asked for once.
-        seed: of facts and text. output: where the heat map goes (.png).
-        backend: ``"inductor"`` or ``"eager"``.
+    """One run of the demo; ``kvpass demo --help`` says what each setting is.
 
     Raises:
         ValueError: a number out of range, one of document and question, or an output that does not end in .png.
@@ -138,7 +129,8 @@ class Demo:
             self.samples = _made_for_builtin(tokens, settings.facts, settings.seed)
         else:
             self.samples = _made_for_others(self.tokenizer, tokens, settings.facts, settings.seed)
-        self.prompts = [self._prompt(sample) for sample in self.samples]
+        # the last token is fed after compression: a prefill's full attention would give the first word
+        self.prompts = [encode(self.tokenizer, sample, chat=True).scoped("prompt", 1) for sample in self.samples]
         self.tokens = len(self.prompts[0])
         what = f"document={str(document)!r}: {self.tokens} tokens" if document else f"tokens={self.tokens}"
         least = max(BUDGETS) if self.budgets == BUDGETS else int(32 / min(SHARES))  # the window fits the budget
@@ -172,10 +164,6 @@ class Demo:
         console.print(self._fact_table(everyone) if self.samples[0].answers else self._document_table(everyone))
         console.print(self._summary_table(everyone))
         console.print(self._notes(everyone), highlight=False, markup=False)
-
-    def _prompt(self, sample: Sample) -> Prompt:
-        """Its last token is fed after compression: a prefill's full attention would give the first word."""
-        return encode(self.tokenizer, sample, chat=True).scoped("prompt", 1)
 
     def _answer(self, model: Any, ids: tuple[int, ...], index: int, answers: Answers, **held: Any) -> None:
         """Note the answer to a question and the cache bytes; after the first also the time between tokens."""

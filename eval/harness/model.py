@@ -32,7 +32,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kvpass
-from kvpass.compiler.backend import Compiler, check_compiler
+from kvpass.compiler.backend import COMPILERS, Compiler
+from kvpass.config import one_of
 from kvpass.eval.environment import policy_digest
 from kvpass.eval.harness.settings import (
     fingerprint,
@@ -117,7 +118,7 @@ class KVPassLM(HFLM):
         self._scope: Scope = scope
         self._truncation: Truncation = truncation
         self._num_uncompressed_tokens = 1 if num_uncompressed_tokens is None else num_uncompressed_tokens
-        self._compiler = check_compiler("compiler", compiler)
+        self._compiler = one_of("compiler", compiler, COMPILERS)
         own, harness = (inspect.signature(cls.__init__).parameters for cls in (KVPassLM, HFLM))
         options = take_policy_options(policy, arguments, own=own.keys(), harness=harness.keys() - {"self", "kwargs"})
         refuse_unsupported(arguments, batch_size)

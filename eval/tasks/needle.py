@@ -70,7 +70,7 @@ class NeedleGrid:
         for index in range(count):
             length, depth = cells[index % len(cells)]
             (sample,) = hidden_facts(tokenizer, length, _SEEDS * seed + index, name=f"{index}")
-            context = move_fact(sample.context, _lead(sample), depth)
+            context = move_fact(sample.context, sample.question.removeprefix(" question "), depth)
             made.append(replace(sample, context=context, labels={"length": length, "depth": depth}))
         return made
 
@@ -93,13 +93,15 @@ def hidden_facts(
 
     def build(words: int) -> list[Sample]:
         made = needle_text.sample(task, words, seed)
+        texts = (f" {' , '.join(question.answers)} ." for question in made.questions)
+        limits = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
         return [
             Sample(
                 id=f"{name}.{index}",
                 context=made.context,
                 question=f" {question.text}",
                 answers=question.answers,
-                max_new_tokens=_answer_tokens(tokenizer, question.answers),
+                max_new_tokens=limits[index],
             )
             for index, question in enumerate(made.questions)
         ]
@@ -126,11 +128,3 @@ def move_fact(context: str, lead: str, depth: float) -> str:
     sentences.remove(fact)
     sentences.insert(round(depth * len(sentences)), fact)
     return " . ".join(sentences) + " ."
-
-
-def _lead(sample: Sample) -> str:
-    return sample.question.removeprefix(" question ")
-
-
-def _answer_tokens(tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> int:
-    return len(tokenizer(f" {' , '.join(answers)} .", add_special_tokens=False)["input_ids"])

@@ -114,7 +114,10 @@ def _match(flow: DataFlow, softmax: Node, tokens: set[Dim]) -> _Match | None:
     if before is None or after is None:
         return None
     scores, out = product_of(before), product_of(*after)
-    if scores is None or out is None or not _is_fed(flow, scores.right.node):
+    if scores is None or out is None:
+        return None
+    sources = flow.sources([scores.right.node])
+    if not any(source.op == "placeholder" and not is_module_tensor(source) for source in sources):
         return None
     return _Match(scores, softmax, logits, out)
 
@@ -153,10 +156,6 @@ def _product_after(softmax: Node) -> tuple[Node, Node] | None:
                 seen.add(user)
                 stack.append(user)
     return products[0] if len(products) == 1 else None
-
-
-def _is_fed(flow: DataFlow, node: Node) -> bool:
-    return any(source.op == "placeholder" and not is_module_tensor(source) for source in flow.sources([node]))
 
 
 def _prove(gm: GraphModule, flow: DataFlow, match: _Match, heads: int, proofs: dict[str, LogitRule]) -> LogitRule:

@@ -15,16 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.fx_utils import (
-    DataFlow,
-    Dim,
-    dim_of,
-    recorded,
-    shape_of,
-    target_name,
-    token_sizes,
-    value_inputs,
-)
+from kvpass.graphs.fx_utils import DataFlow, Dim, dim_of, recorded, shape_of, target_name, token_sizes, value_inputs
 from kvpass.graphs.insert_nodes import insert_method
 from kvpass.graphs.verify.examples import (
     EXAMPLE_LENGTHS,

@@ -400,7 +400,8 @@ def example_lengths(
         return Lengths((tokens,))
     reach = max(numbers, default=0)
     needed = max(reach + _MARGIN, EXAMPLE_LENGTHS[-1])
-    stored = max((value.shape[-1] for value in tensors if _is_square(value)), default=0)
+    shapes = [value.shape for value in tensors if value.ndim >= 2]
+    stored = max((shape[-1] for shape in shapes if shape[-1] == shape[-2] > 1), default=0)
     stored = stored if stored > EXAMPLE_LENGTHS[-1] else 0
     floor = min(_FLOOR, math.isqrt(_MAX_FLOOR_ELEMENTS // planes))
     tables = {size for value in tensors for size in value.shape if size > EXAMPLE_LENGTHS[-1]}
@@ -411,10 +412,6 @@ def example_lengths(
         return Lengths(EXAMPLE_LENGTHS[1:], EXAMPLE_LENGTHS[:1], f"{needs}, more than {MAX_EXAMPLE_TOKENS}")
     short = tuple(length for length in EXAMPLE_LENGTHS if length < min(longest))
     return Lengths(tuple(dict.fromkeys(length for length in longest if length <= longest[0])), short)
-
-
-def _is_square(table: Tensor) -> bool:
-    return table.ndim >= 2 and table.shape[-1] == table.shape[-2] > 1
 
 
 def text_length(gm: GraphModule, live: Sequence[Node], tokens: Dim) -> int:

@@ -41,7 +41,8 @@ def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 
     numbers: dict[Any, dict[Any, str]] = {sympy.Ge: {bounds.lower: ""}, sympy.Le: {bounds.upper: ""}, sympy.Ne: {}}
     for known in environment.guards:
         guard, line = environment.replace(known.expr), _line_of(known)
-        if not symbol.free_symbols & guard.free_symbols or not guard.free_symbols <= sizes or _equates(guard):
+        equates = isinstance(guard, sympy.Eq) and bool(guard.lhs.is_Symbol and guard.rhs.is_Symbol)
+        if not symbol.free_symbols & guard.free_symbols or not guard.free_symbols <= sizes or equates:
             continue
         relation, number = _bound(guard, symbol)
         if relation is None:
@@ -84,11 +85,6 @@ def most_tokens(gm: GraphModule, node: Node, tokens: Dim) -> float:
     sizes = [size for size in recorded(node).shape if isinstance(size, torch.SymInt) and dim_of(size) == tokens]
     longest = longest_length(gm, sizes[0], sys.maxsize) if sizes else None
     return math.inf if longest is None else longest
-
-
-def _equates(guard: sympy.Basic) -> bool:
-    """Return whether a guard states that two sizes are equal."""
-    return isinstance(guard, sympy.Eq) and bool(guard.lhs.is_Symbol and guard.rhs.is_Symbol)
 
 
 def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | None, sympy.Basic]:

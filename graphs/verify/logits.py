@@ -81,12 +81,7 @@ def prove_logits(
 
 
 def _check_rule(
-    logits: Callable[[Tensor], Tensor],
-    zeros: Tensor,
-    rule: LogitRule | None,
-    band: Band,
-    name: str,
-    floor: float,
+    logits: Callable[[Tensor], Tensor], zeros: Tensor, rule: LogitRule | None, band: Band, name: str, floor: float
 ) -> LogitRule:
     """Return the rule that the logits follow; ``rule`` when it is already known.
 

@@ -14,16 +14,7 @@ from torch.fx import GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.canonical import SITE, SLOPES, batch_and_tokens, find_sites, results_of
-from kvpass.graphs.fx_utils import (
-    DataFlow,
-    Dim,
-    refuse,
-    shape_of,
-    submodule_of,
-    symbols_of,
-    target_name,
-    token_sizes,
-)
+from kvpass.graphs.fx_utils import DataFlow, Dim, refuse, shape_of, submodule_of, symbols_of, target_name, token_sizes
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 _RECURRENT = re.compile(r"lstm|gru|rnn_(tanh|relu)|(.*_)?scan(_.*)?|causal_conv1d.*", re.IGNORECASE)

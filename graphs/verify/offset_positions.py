@@ -163,9 +163,10 @@ def _rows_of_tokens(node: Node, tokens: Dim) -> tuple[int, tuple[Any, Any], Any]
 
 def _bounds(cut: slice, tokens: Dim) -> tuple[int, Any] | None:
     """First and end of a slice of as many rows as there are tokens, None of any other."""
-    first = cut.start or 0
-    counts = isinstance(first, int) and first >= 0 and cut.step in (None, 1) and _is_tokens(cut.stop, tokens, first)
-    return (first, cut.stop) if counts else None
+    first, end = cut.start or 0, recorded(cut.stop) if isinstance(cut.stop, Node) else cut.stop
+    if not isinstance(first, int) or first < 0 or cut.step not in (None, 1) or isinstance(end, bool):
+        return None
+    return (first, cut.stop) if isinstance(end, int | torch.SymInt) and dim_of(end) == tokens + first else None
 
 
 def _axis(index: tuple[Any, ...], place: int, ndim: int) -> int:
@@ -173,8 +174,3 @@ def _axis(index: tuple[Any, ...], place: int, ndim: int) -> int:
     taken = [part for part in index if part is not None and part is not Ellipsis]
     axis = sum(part is not None and part is not Ellipsis for part in index[:place])
     return axis + ndim - len(taken) if Ellipsis in index[:place] else axis
-
-
-def _is_tokens(size: Any, tokens: Dim, more: int = 0) -> bool:
-    value = recorded(size) if isinstance(size, Node) else size
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and dim_of(value) == tokens + more

@@ -13,27 +13,24 @@ from transformers import PreTrainedModel
 
 from kvpass.adapt.latent_attention import attend_latents
 from kvpass.adapt.offload import hold_host_weights, offload_device, offload_hooks
-from kvpass.adapt.recurrent import RecurrentLayers, recurrent_layers
-from kvpass.adapt.rotation_by_row import rotate_by_row
-from kvpass.adapt.temperature import tune_by_position
+from kvpass.adapt.positions import rotate_by_row, tune_by_position
+from kvpass.adapt.recurrent import RecurrentLayers, recurrent_layers, replace_token_mixers
 from kvpass.adapt.tensor_parallel import check_heads, divides_heads, hold_own_weights
-from kvpass.adapt.token_mixers import replace_token_mixers
 from kvpass.adapt.wrappers import check_wrappers, remove_wrappers
 from kvpass.ranks import ONE_PROCESS, Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptedCopy:
-    """A copy of a model, changed so that it can be captured.
+class Adapted:
+    """What was changed in a copy of a model, so that it can be captured.
 
     Attributes:
-        model: the copy. device: that computes, where weights stay on the host; on_host: their bytes. heads: processes
-            that share its attention heads. divided: weights by name of which each process can gather the whole.
+        device: that computes, where weights stay on the host; on_host: their bytes. heads: processes that share its
+            attention heads. divided: weights by name of which each process can gather the whole.
         recurrent: its recurrent layers; None: it has none. longrope_limit: tokens beyond which rotary frequencies are
             others. expanded: why its latents are cached as expanded heads; None if they are not, or it has none.
     """
 
-    model: Any
     device: torch.device | None
     on_host: int
     heads: Ranks
@@ -43,14 +40,12 @@ class AdaptedCopy:
     divided: Mapping[str, Any] = field(repr=False)
 
     @property
-    def attention_layers(self) -> int:
-        """How many layers have attention."""
-        if self.recurrent is not None:
-            return len(self.recurrent.attention)
-        return int(self.model.config.get_text_config().num_hidden_layers)
+    def attention(self) -> tuple[int, ...] | None:
+        """Numbers of the layers with attention, where others are recurrent."""
+        return None if self.recurrent is None else self.recurrent.attention
 
 
-def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bool) -> AdaptedCopy:
+def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bool) -> tuple[Any, Adapted]:
     """Copy a model, and change what Dynamo or a cache could not follow. The model itself does not change.
 
     Args:
@@ -77,8 +72,7 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
     if uses_our_attention:
         expanded = attend_latents(copied, divided=heads.several)
         tune_by_position(copied)
-    return AdaptedCopy(
-        model=copied,
+    return copied, Adapted(
         device=device,
         on_host=on_host,
         heads=heads,

@@ -50,7 +50,11 @@ def attend_latents(model: nn.Module, divided: bool) -> str | None:
     Returns:
         why they attend expanded heads; None if they do not, or the model has no latents.
     """
-    layers = [(path, module) for path, module in model.named_modules() if _makes_latents(module)]
+    layers = [
+        (path, module)
+        for path, module in model.named_modules()
+        if callable(getattr(type(module), "expand_kv", None)) and all(hasattr(module, name) for name in _SIZES)
+    ]
     if not layers:
         config: Any = getattr(model, "config", None)
         has_latents = getattr(config, "kv_lora_rank", None) is not None
@@ -63,10 +67,6 @@ def attend_latents(model: nn.Module, divided: bool) -> str | None:
     for _, module in layers:
         module.__class__ = _KINDS.setdefault(type(module), _of_rows(type(module)))
     return None
-
-
-def _makes_latents(module: nn.Module) -> bool:
-    return callable(getattr(type(module), "expand_kv", None)) and all(hasattr(module, name) for name in _SIZES)
 
 
 def cannot_absorb(module: Any) -> str | None:

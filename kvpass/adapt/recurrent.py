@@ -1,24 +1,32 @@
-"""Decoders with recurrent layers beside attention: the cache they are captured with, which holds nothing itself.
+"""Decoders with recurrent layers beside attention: the cache they are captured with, and the functions they call.
 
 A recurrent layer of transformers asks its cache for the state of the tokens before, and gives it the state after its
 own. Here it gets what the operator ``kvpass::read_state`` returns, and ``kvpass::write_state`` takes what it gives; the
 graph then has the states at these nodes. Attention layers get their keys and values back as they are.
+
+The functions that such layers name loop over tokens, or fix a length. The compiled copy of a model calls others in
+their place, of which one graph holds any length and batch: its layers get a class of their own whose methods have the
+same code and other globals. Modules of transformers and the user's model stay as they are.
 """
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.activations import ACT2FN
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.adapt.offload import offload_hooks
-from kvpass.adapt.token_mixers import methods_of
+from kvpass.compiler.capture import in_captures
 from kvpass.config import StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.transformers_compat import CACHE
@@ -30,6 +38,7 @@ _NEITHER = {"mlp", "moe", "dummy"}
 _GIVES_STATES = {"update_conv_state", "update_recurrent_state"}
 """Methods of a cache by which recurrent layers give it their states."""
 
+Function = Callable[..., Any]
 _States = Mapping[tuple[int, str], tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -118,7 +127,7 @@ def _is_hybrid(model: PreTrainedModel, kinds: Sequence[str]) -> bool:
 
 def _gives_states(kind: type) -> bool:
     """Return whether a method of the class calls one of :data:`_GIVES_STATES`."""
-    return any(not _GIVES_STATES.isdisjoint(method.__code__.co_names) for method in methods_of(kind).values())
+    return any(not _GIVES_STATES.isdisjoint(method.__code__.co_names) for method in _methods_of(kind).values())
 
 
 def _states_of(cache: Cache) -> tuple[StateShape, ...]:
@@ -188,3 +197,135 @@ class _Traced(Cache):
 
     def _write(self, state: Tensor, layer: int, name: str) -> None:
         torch.ops.kvpass.write_state.default(state.to(self.states[layer, name][1]), layer, name)
+
+
+def causal_conv1d(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    """Depthwise convolution over columns ``[B, C, T]`` with a kernel ``[C, W]``, which reaches W - 1 columns back.
+
+    A sum of shifted columns: ``conv1d`` of torch asks for the number of rows while it is traced.
+    """
+    width, columns = weight.shape[-1], hidden_states.shape[-1]
+    padded = F.pad(hidden_states.to(weight.dtype), (width - 1, 0))
+    out = sum(padded[..., shift : shift + columns] * weight[:, shift, None] for shift in range(width))
+    assert isinstance(out, Tensor)
+    if bias is not None:
+        out = out + bias[:, None]
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(hidden_states.dtype)
+
+
+def _delta_rule(chunked: str, step: str) -> Callable[[str, int | None], Function]:
+    """Return what makes the function of a module from the names of its form in chunks and its step."""
+
+    def of(module: str, layer: int | None) -> Function:
+        def function(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            g: Tensor,
+            beta: Tensor,
+            initial_state: Tensor,
+            output_final_state: bool,
+            use_qk_l2norm_in_kernel: bool = False,
+            **_: Any,
+        ) -> tuple[Tensor, Tensor]:
+            return torch.ops.kvpass.delta_rule.default(
+                query, key, value, g, beta, initial_state, module, chunked, step, use_qk_l2norm_in_kernel
+            )
+
+        return function
+
+    return of
+
+
+def _mamba2(module: str, layer: int | None) -> Function:
+    def function(
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        chunk_size: int,
+        D: Tensor,
+        dt_bias: Tensor,
+        initial_states: Tensor,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        low, high = (float(bound) for bound in dt_limit)
+        return torch.ops.kvpass.mamba2.default(
+            x, dt, a, b, c, initial_states, D, dt_bias, module, chunk_size, low, high
+        )
+
+    return function
+
+
+def _mamba(module: str, layer: int | None) -> Function:
+    """The layer's call has no state, since transformers begins a call of several tokens with zeros: it is read here."""
+
+    def function(
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        D: Tensor,
+        z: Tensor,
+        delta_bias: Tensor,
+        return_last_state: bool,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        shape = (x.shape[1], a.shape[1])
+        state = torch.ops.kvpass.read_state.default(x, layer, "recurrent0", shape, torch.float32)
+        return torch.ops.kvpass.mamba.default(x, dt, a, b, c, state, D, z, delta_bias, module)
+
+    return function
+
+
+FUNCTIONS: Mapping[str, Callable[[str, int | None], Function]] = {
+    "causal_conv1d_fn": lambda module, layer: causal_conv1d,
+    "torch_chunk_gated_delta_rule": _delta_rule("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+    "chunk_kimi_delta_attention": _delta_rule("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba,
+}
+"""By the names that layers of transformers call: what makes the function for a layer's module and its number."""
+
+
+def replace_token_mixers(model: nn.Module) -> None:
+    """Let the layers of a compiled copy call :data:`FUNCTIONS`."""
+    known: dict[tuple[type[nn.Module], Any], type[nn.Module]] = {}
+    for module in model.modules():
+        kind, layer = type(module), getattr(module, "layer_idx", None)
+        if (kind, layer) not in known:
+            known[kind, layer] = _with_functions(kind, layer)
+        if known[kind, layer] is not kind:
+            module.__class__ = known[kind, layer]
+
+
+def _methods_of(kind: type) -> dict[str, types.FunctionType]:
+    """Return the methods of a class by name, without decorators."""
+    return {name: inspect.unwrap(method) for name, method in inspect.getmembers(kind, inspect.isfunction)}
+
+
+def _with_functions(kind: type[nn.Module], layer: int | None) -> type[nn.Module]:
+    """Return a class whose methods call :data:`FUNCTIONS`; the same class where they call none."""
+    changed = {
+        name: in_captures(_twin(method, layer), getattr(kind, name))
+        for name, method in _methods_of(kind).items()
+        if any(known in FUNCTIONS and known in method.__globals__ for known in method.__code__.co_names)
+    }
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **changed}) if changed else kind
+
+
+def _twin(method: types.FunctionType, layer: int | None) -> types.FunctionType:
+    """Return a method of the same code, with globals in which other functions take the place of some."""
+    # without a name of their module Dynamo reads these globals, and not those of the module
+    own = {name: value for name, value in method.__globals__.items() if name != "__name__"}
+    own |= {name: make(method.__module__, layer) for name, make in FUNCTIONS.items() if name in own}
+    twin = types.FunctionType(method.__code__, own, method.__name__, method.__defaults__, method.__closure__)
+    twin.__kwdefaults__ = method.__kwdefaults__
+    return twin

@@ -153,14 +153,13 @@ class CompressedCache(Cache):
 
     def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device, groups: Sequence[int]) -> None:
         for group in layout.pools:
-            group.geometry.check_format(self.entry_format)
+            group.geometry.check_format(self.entry_format, device)
         n, window = self._prompt_columns, self.policy.window
         lengths = [n - column for column in self.start.tolist()]
         self._budgets = lengths
         if self.budget is not None and layout.pools:
-            heads = self.ranks.size
-            sizes = [size * heads for size in (layout.token_bytes, layout.pool_token_bytes(self.entry_format))]
-            self._budgets = [self.budget.check(length, window, *sizes) for length in lengths]
+            token_bytes = layout.token_bytes_as(self.entry_format) * self.ranks.size
+            self._budgets = [self.budget.check(length, window, token_bytes) for length in lengths]
         self.full_layers = [
             FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools
         ]
@@ -202,11 +201,14 @@ class CompressedCache(Cache):
         Raises:
             CacheMismatchError: the cache has others.
         """
-        held = self.full_layers[0].tail_k if self.full_layers else self.sliding_layers[0].ring_k
-        if held.dtype != dtype:
-            raise CacheMismatchError(
-                f"{self!r} of {held.dtype} was handed to a model of {dtype}: prefill the prompt again"
-            )
+        in_floats = [ring.ring_k for ring in self.sliding_layers]
+        if self.entry_format == "model":
+            in_floats += [store.tail_k for store in self.full_layers]
+        for held in in_floats:
+            if held.dtype != dtype:
+                raise CacheMismatchError(
+                    f"{self!r} of {held.dtype} was handed to a model of {dtype}: prefill the prompt again"
+                )
         self._check_layout(layout)
         turns = [turn.buffers._asdict() for turn in self._recompressions] or [{}] * len(self.full_layers)
         state = self._state(
@@ -324,22 +326,16 @@ class CompressedCache(Cache):
                 "the cache was filled by another model, with weights of its own: continue it with that model, or "
                 "prefill the prompt again"
             )
+        differs = ""
         if self.policy != policy:
             ours, theirs = _name_and_differences(self.policy, policy), _name_and_differences(policy, self.policy)
-            raise CacheMismatchError(
-                f"the cache has policy {ours}, the model {theirs}: give the model the cache's policy "
-                "(model.set_policy), or prefill the prompt again"
-            )
-        if self.budget != budget and not self.own_budget:
-            raise CacheMismatchError(
-                f"the cache has budget {self.budget}, the model {budget}: give the model the cache's budget "
-                "(model.set_budget), or prefill the prompt again"
-            )
-        if self.entry_format != entry_format:
-            raise CacheMismatchError(
-                f"the cache has entries={self.entry_format!r}, the model {entry_format!r}: compile the model with the "
-                "cache's entries, or prefill the prompt again"
-            )
+            differs = f"policy {ours}, the model {theirs}: give the model the cache's policy (model.set_policy)"
+        elif self.budget != budget and not self.own_budget:
+            differs = f"budget {self.budget}, the model {budget}: give the model the cache's budget (model.set_budget)"
+        elif (ours := self.entry_format) != entry_format:
+            differs = f"entries={ours!r}, the model {entry_format!r}: compile the model with the cache's entries"
+        if differs:
+            raise CacheMismatchError(f"the cache has {differs}, or prefill the prompt again")
         self._check_state(owner)
 
     def recheck_fingerprint(self) -> None:
@@ -511,22 +507,12 @@ class CompressedCache(Cache):
         groups = () if self.layout is None else (*self.layout.pools, *self.layout.rings)
         return sum(group.geometry.layers for group in groups)
 
-    def __getitem__(self, layer: Any) -> Any:
-        """Raise: entries are not held layer by layer."""
+    def _no_layers(self, *_: Any) -> Any:
+        """Raise: entries are not held layer by layer, the cache grows as needed and has the rows of its prompt."""
         raise CacheMismatchError(_NO_LAYERS)
 
-    def __iter__(self) -> Any:
-        raise CacheMismatchError(_NO_LAYERS)
-
-    @property
-    def max_cache_len(self) -> int:
-        """Raise: the cache grows as needed."""
-        raise CacheMismatchError(f"max_cache_len: {_NO_LAYERS}")
-
-    @property
-    def max_batch_size(self) -> int:
-        """Raise: the cache has the rows of its prompt."""
-        raise CacheMismatchError(f"max_batch_size: {_NO_LAYERS}")
+    __getitem__ = __iter__ = _no_layers
+    max_cache_len = max_batch_size = property(_no_layers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i by row ``beam_idx[i]`` (beam search)."""
@@ -549,15 +535,11 @@ class CompressedCache(Cache):
             ValueError: they are not all appended, or are no more there: layers with a sliding window or a policy that
                 evicts while decoding have overwritten older entries for them, recurrent layers hold one state only.
         """
-        if self.states.held:
-            raise ValueError(
-                f"{self!r} cannot be cropped, as drafts (assistant_model, prompt_lookup_num_tokens) need it: a "
-                "recurrent layer holds the state after the last token, not those before; use no drafts"
-            )
-        if self.overwrites:
+        if self.states.held or self.overwrites:
             raise ValueError(
                 f"{self!r} cannot be cropped, as drafts (assistant_model, prompt_lookup_num_tokens) need it: layers "
-                "with a sliding window and policies that evict while decoding overwrite older entries; use no drafts"
+                "with a sliding window and policies that evict while decoding overwrite older entries, and a "
+                "recurrent layer holds the state after the last token, not those before; use no drafts"
             )
         taken = -tokens if tokens <= 0 else max(self.columns - tokens, 0)
         if taken > self.appended:
@@ -627,16 +609,12 @@ class CompressedCache(Cache):
         if not self.ranks.several:
             write_cache_file(path, tensors, metadata.to_dict())
             return
-        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        codes = torch.float8_e4m3fn  # pickle, by which processes send them, does not read it: sent as bits
-        own = {name: (x.view(torch.int8) if x.dtype == codes else x).cpu() for name, x in tensors.items()}
-        parts = self.ranks.gather_to_first((own, metadata.stores))
+        parts = self.ranks.gather_to_first(({name: x.cpu() for name, x in tensors.items()}, metadata.stores))
 
         def write() -> None:
             stores = joined_facts([facts for _, facts in parts])
             whole = replace(metadata, layout=layout_of_all(layout, len(parts)), stores=stores)
-            held = [{name: x.view(dtypes[name]) for name, x in part.items()} for part, _ in parts]
-            write_cache_file(path, joined(held, layout), whole.to_dict())
+            write_cache_file(path, joined([part for part, _ in parts], layout), whole.to_dict())
 
         self.ranks.first_does(write)
 

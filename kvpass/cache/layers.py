@@ -24,14 +24,12 @@ from kvpass.operands import (
     EvictBuffers,
     PrefillBuffers,
     saved_buffers,
-    with_values,
     written_in,
 )
 from kvpass.ops.cuda import index_pool
 from kvpass.ops.entry_formats import quantise
 from kvpass.ops.evict import SLOT_POSITION, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
-from kvpass.ops.rotation import rotated
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -50,8 +48,8 @@ class FullAttentionLayers:
 
     Args:
         group: the layers and their geometry. policy: decides what is kept. ranks: processes that share the heads of
-            the layers; the store and the geometry are of those of this process. entry_format: of the pool, from the end
-            of the prompt on; the tail is in the dtype of keys and values, rotated with formats of 4 bits and fewer.
+            the layers; the store and the geometry are of those of this process. entry_format: of pool and tail, from
+            the end of the prompt on.
     Attributes:
         used: tail slots in use.
     """
@@ -64,6 +62,8 @@ class FullAttentionLayers:
     offsets: Tensor
     tail_k: Tensor
     tail_v: Tensor
+    tail_k_scale: Tensor
+    tail_v_scale: Tensor
     tail_start: Tensor
     tail_used: Tensor
     table: Tensor
@@ -93,12 +93,22 @@ class FullAttentionLayers:
     @property
     def saved(self) -> list[str]:
         """Names of buffers that are saved to files and row-selected in beam search."""
-        return saved_buffers(evicts=self.evicts, rule_rows=self._rows_per_head, entry_format=self.entry_format)
+        return saved_buffers(
+            evicts=self.evicts,
+            rule_rows=self._rows_per_head,
+            entry_format=self.entry_format,
+            values_in_keys=self.geometry.values_in_keys,
+        )
 
     @property
     def pool_names(self) -> list[str]:
         """Names of the saved buffers that have one element or row for each slot of the pool."""
         return [name for name in self.saved if BUFFERS[name].sizes[:2] in (("B", "E"), ("Z", "E"))]
+
+    @property
+    def tail_names(self) -> list[str]:
+        """Names of the saved buffers that have one number or row for each slot of the tail."""
+        return [name for name in self.saved if "C" in BUFFERS[name].sizes]
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
@@ -174,7 +184,7 @@ class FullAttentionLayers:
         mass.scatter_add_(1, torch.where(owner < 0, heads, owner), prompt.slot_stats[MASS])
         window_mass, weights = prompt.window_stats[MASS].sum(-1), prompt.layer_weights
         if self.evicts:
-            self._begin_evicting(with_values(prompt, g.value_dim))
+            self._begin_evicting(prompt)
         if self.entry_format != "model":
             del prompt
             self._pack(reuse)
@@ -191,26 +201,19 @@ class FullAttentionLayers:
         )
 
     def _pack(self, reuse: BufferReuse) -> None:
-        """Quantise the pool, keys first: then only one side is held twice."""
-        bits = BITS[self.entry_format]
-        for name, tail in (("pool_k", self.tail_k), ("pool_v", self.tail_v)):
+        """Quantise the entries, one buffer after the other: then only one of them is held twice."""
+        bits, dtype = BITS[self.entry_format], CODES[self.entry_format]
+        for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
             floats: Tensor = getattr(self, name)
-            if bits < 8:
-                floats = rotated(floats)
-                tail.copy_(rotated(tail))
-            shape = (*floats.shape[:2], floats.shape[2] * bits // 8)
-            codes = reuse.empty((self.group, name, "packed"), shape, CODES[self.entry_format], floats.device)
-            _, vars(self)[f"{name}_scale"] = quantise(floats, self.entry_format, codes)
+            shape = (*floats.shape[:-1], floats.shape[-1] * bits // 8)
+            codes = reuse.empty((self.group, name, "packed"), shape, dtype, floats.device)
+            if shape[-1]:  # else values are stored in keys
+                scale = torch.empty(floats.shape[:-1], dtype=torch.float32, device=floats.device)
+                used = slice(self.used if name in self.tail_names else None)
+                quantise(floats[..., used, :], codes[..., used, :], scale[..., used])
+                setattr(self, f"{name}_scale", scale)
             setattr(self, name, codes)
             del floats
-
-    def as_pool(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """Return entries ``[.., D]``, ``[.., V]`` of the tail as the pool holds them, by the names of its buffers."""
-        if self.entry_format == "model":
-            return {"pool_k": keys, "pool_v": values}
-        k, k_scale = quantise(keys, self.entry_format)
-        v, v_scale = quantise(values, self.entry_format)
-        return {"pool_k": k, "pool_v": v, "pool_k_scale": k_scale, "pool_v_scale": v_scale}
 
     def _index_pool(self) -> None:
         """Make the tables by which CUDA kernels divide the pool; the CPU and ``attend_evict`` need none."""
@@ -229,6 +232,11 @@ class FullAttentionLayers:
         first = self._start.to(self.offsets.device)
         rule = self.policy.decode_rule()
         assert rule is not None
+        if self.geometry.values_in_keys:
+            columns_of_values = slice(self.geometry.value_dim)
+            prompt = prompt._replace(
+                pool_v=prompt.pool_k[..., columns_of_values], tail_v=prompt.tail_k[..., columns_of_values]
+            )
         self.table, self.decode_state = first_slots(prompt, first, columns, min(self.policy.window, columns))
         kept = self.pool_lengths.transpose(0, 1)
         available = (columns - first - self.policy.window).clamp(min=0)
@@ -263,9 +271,9 @@ class FullAttentionLayers:
             extra = (0, capacity - old_capacity)
             wider = {"table": pad(self.table, extra, value=EMPTY), "decode_state": pad(self.decode_state, extra)}
             grown = {name: reuse.copy((self.group, name, "grown"), wide) for name, wide in wider.items()}
-        for name in ("tail_k", "tail_v"):
+        for name in self.tail_names:
             old: Tensor = getattr(self, name)
-            shape = (*old.shape[:3], capacity, old.shape[4])
+            shape = (*old.shape[:3], capacity, *old.shape[4:])
             grown[name] = reuse.empty((self.group, name, "grown"), shape, old.dtype, old.device)
             grown[name][:, :, :, :old_capacity] = old
         vars(self).update(grown)  # all or none, since an allocation may fail
@@ -362,7 +370,7 @@ class FullAttentionLayers:
             return tensor
         if name == "tail_start":
             return tensor + slots
-        return pad(tensor, (0, 0, slots, 0)) if name in ("tail_k", "tail_v") else tensor
+        return pad(tensor, (*(0, 0) * (tensor.ndim - 4), slots, 0)) if name in self.tail_names else tensor
 
     # -- files and devices ------------------------------------------------------------------------------------------
 
@@ -378,17 +386,15 @@ class FullAttentionLayers:
         held = max(2, int(count.max()))
         spare = torch.arange(held, device=count.device) >= count[:, None]
         for name in self.pool_names:
-            pool = tensors[name][:, :held].clone()
-            bits = pool.view(torch.int8) if pool.dtype.itemsize == 1 else pool  # torch fills no fp8
-            bits[spare] = EMPTY if name == "pool_positions" else 0
-            tensors[name] = pool
+            tensors[name] = tensors[name][:, :held].clone()
+            tensors[name][spare] = EMPTY if name == "pool_positions" else 0
         if self.evicts:
             dead = self.table[SLOT_POSITION, ..., -self.tail_k.shape[3] :] < 0
         else:
-            tensors |= {name: tensors[name][:, :, :, : self.used] for name in ("tail_k", "tail_v")}
+            tensors |= {name: tensors[name][:, :, :, : self.used] for name in self.tail_names}
             dead = (torch.arange(self.used, device=count.device) < self.tail_start[:, None])[None, :, None]
-        for name in ("tail_k", "tail_v"):
-            tensors[name] = tensors[name].masked_fill(dead[..., None], 0)
+        for name in self.tail_names:
+            tensors[name] = tensors[name].masked_fill(dead if tensors[name].ndim == 4 else dead[..., None], 0)
         return tensors
 
     @classmethod
@@ -432,8 +438,7 @@ class FullAttentionLayers:
     @property
     def entry_bytes(self) -> int:
         """Bytes of the entries held, scales included."""
-        g, pool = self.geometry, int(self.pool_lengths.sum())
-        return pool * g.pool_entry_bytes(self.entry_format) + (int(self.lengths.sum()) - pool) * g.entry_bytes
+        return int(self.lengths.sum()) * self.geometry.entry_bytes_as(self.entry_format)
 
     @property
     def lengths(self) -> Tensor:

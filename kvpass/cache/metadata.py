@@ -45,7 +45,7 @@ class CacheMetadata:
     Attributes:
         model: fingerprint of the model that filled the cache, see :class:`kvpass.cache.fingerprint.ModelFingerprint`.
         policy: its ``spec``. entries: budget of each row in entries. stores: of the groups in ``layout.pools``. notes:
-            the user's. entry_format: of the pools.
+            the user's. entry_format: of the entries of layers that share the budget.
     Raises:
         ValueError: the numbers contradict each other.
     """
@@ -90,13 +90,8 @@ class CacheMetadata:
         """Return the smallest and largest budget of a row; prompts are no longer than ``columns``."""
         if self.budget is None or not self.layout.pools:
             return 1, self.columns
-        most = self.budget.entries(self.columns, min(self.layout.token_bytes, self._pool_token_bytes))
-        exact = self.budget.kind == "entries" or (self.budget.kind == "bytes" and self.entry_format == "model")
-        return most if exact else 1, most
-
-    @property
-    def _pool_token_bytes(self) -> int:
-        return self.layout.pool_token_bytes(self.entry_format)
+        most = self.budget.entries(self.columns, self.layout.token_bytes_as(self.entry_format))
+        return (1 if self.budget.kind == "fraction" else most), most
 
 
 def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
@@ -109,26 +104,24 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     """
     rows, rule = len(metadata.entries), policy.decode_rule()
     rule_rows = 0 if rule is None else rule.rows_per_head
-    dtypes = {
-        tensor.dtype for name, tensor in tensors.items() if name.endswith(("tail_k", "tail_v", "ring_k", "ring_v"))
-    }
-    if len(dtypes) != 1:
+    in_floats = ("ring_k", "ring_v", *(("tail_k", "tail_v") if metadata.entry_format == "model" else ()))
+    dtypes = {tensor.dtype for name, tensor in tensors.items() if name.endswith(in_floats)}
+    if len(dtypes) > 1:
         raise ValueError(f"keys and values of dtypes {dtypes}: must be of one")
-    (entry,) = dtypes
+    entry = dtypes.pop() if dtypes else torch.float32  # of nothing, where all are codes
     for group in metadata.layout.pools:
-        group.geometry.check_format(metadata.entry_format)
+        group.geometry.check_format(metadata.entry_format, torch.device("cpu"))
     parts: dict[str, Shapes] = {"": {"start": (torch.int64, (rows,))}}
     if "ids" in tensors:  # files of before they were kept have none
         parts[""]["ids"] = (torch.int32, (rows, metadata.columns))
     for i, group in enumerate(metadata.layout.pools):
-        parts[f"store{i}_"] = _shapes(
-            saved_buffers(evicts=rule is not None, rule_rows=rule_rows, entry_format=metadata.entry_format),
-            group,
-            rows,
-            entry,
-            metadata.entry_format,
-            rule_rows,
+        names_saved = saved_buffers(
+            evicts=rule is not None,
+            rule_rows=rule_rows,
+            entry_format=metadata.entry_format,
+            values_in_keys=group.geometry.values_in_keys,
         )
+        parts[f"store{i}_"] = _shapes(names_saved, group, rows, entry, metadata.entry_format, rule_rows)
     for i, group in enumerate(metadata.layout.rings):
         parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry, "model", 0)
     for i, state in enumerate(metadata.layout.states):
@@ -138,7 +131,7 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
         raise ValueError(f"tensors {sorted(tensors.keys() ^ names)} are missing or unknown")
     for prefix, shapes in parts.items():
         _check_shapes({name: tensors[prefix + name] for name in shapes}, shapes)
-    for group in (*metadata.layout.pools, *metadata.layout.rings):
+    for group in (*(metadata.layout.pools if metadata.entry_format == "model" else ()), *metadata.layout.rings):
         if not entry.is_floating_point or entry.itemsize != group.geometry.itemsize:
             raise ValueError(f"keys and values are {entry}: must be floats of {group.geometry.itemsize} bytes")
     start = tensors["start"]
@@ -161,7 +154,7 @@ def _shapes(
     """Return dtypes and shapes that a file must have; sizes not in the metadata keep their letters.
 
     Args:
-        entry: dtype of keys and values. entry_format: of those in the pool.
+        entry: dtype of keys and values that are no codes.
     """
     g, codes = group.geometry, CODES.get(entry_format)
     sizes: dict[str, int] = {"B": rows, "Z": rows, "L": g.layers, "K": g.kv_heads}

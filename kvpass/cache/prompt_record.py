@@ -51,7 +51,7 @@ class PromptRecord:
         window: window tokens of each row, int64 ``[B]``.
         full_layers: one record per KV geometry of the layers that share the budget.
         sliding_layers: layers with a sliding window, which are outside the budget.
-        entry_format: of the pool entries; the window is in the model's dtype.
+        entry_format: of the entries.
         nbytes: bytes of the cache after the prompt, all included. ring_nbytes, state_nbytes: the rings alone, the
             states of recurrent layers alone.
     """
@@ -75,8 +75,7 @@ class PromptRecord:
 
     def bytes_kept(self, store: LayersRecord) -> Tensor:
         """Return their bytes, scales included, int64 ``[B, L, K]``."""
-        g = store.group.geometry
-        return store.kept * g.pool_entry_bytes(self.entry_format) + self.window[:, None, None] * g.entry_bytes
+        return self.lengths(store) * store.group.geometry.entry_bytes_as(self.entry_format)
 
 
 def entries_of(offsets: Tensor, group: LayerGroup) -> Tensor:

@@ -82,11 +82,11 @@ class Recompression:
             pool: Tensor = getattr(store, name)
             tensors[name] = pool.new_empty(store.rows, slots, *pool.shape[2:])
         tensors["pool_positions"].fill_(EMPTY)
-        for name in ("tail_k", "tail_v"):
+        for name in store.tail_names:
             tail: Tensor = getattr(store, name)
-            tensors[name] = tail.new_empty(*tail.shape[:3], used + TAIL_STEP, tail.shape[4])
+            tensors[name] = tail.new_empty(*tail.shape[:3], used + TAIL_STEP, *tail.shape[4:])
         for row, (is_due, length) in enumerate(zip(due.tolist(), tails.tolist(), strict=True)):
-            for name in ("tail_k", "tail_v"):
+            for name in store.tail_names:
                 newest = getattr(store, name)[:, row, :, store.used - length : store.used]
                 tensors[name][:, row, :, used - length : used] = newest
             self._move_row(tensors, row, stay[row].flatten(0, 1) if is_due else None, int(seen[row]))
@@ -102,7 +102,8 @@ class Recompression:
             source, target = slice(*sources[segment : segment + 2]), slice(*targets[segment : segment + 2])
             layer, head = divmod(segment, store.geometry.kv_heads)
             live = (layer, row, head, slice(first, store.used))
-            rest = {"pool_positions": appended.int(), **store.as_pool(store.tail_k[live], store.tail_v[live])}
+            tails = {name.replace("tail", "pool"): getattr(store, name)[live] for name in store.tail_names}
+            rest = {"pool_positions": appended.int(), **tails}
             for name in store.pool_names:
                 held = store.of_rows(name)[row, source]
                 if stay is not None:

@@ -150,11 +150,13 @@ def _of_one_width(parts: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]
     behind, capacity = map(max, zip(*widths, strict=True))
     found = []
     for part, (own_behind, own_capacity) in zip(parts, widths, strict=True):
-        wider = {name: pad(part[name], (0, 0, 0, capacity - own_capacity)) for name in ("tail_k", "tail_v")}
+        more = capacity - own_capacity
+        tails = {name: x for name, x in part.items() if "C" in BUFFERS[name].sizes}
+        wider = {name: pad(x, (*(0, 0) * (x.ndim - 4), 0, more)) for name, x in tails.items()}
         for name, absent, empty in (("table", ABSENT, EMPTY), ("decode_state", 0, 0)):
             of_pool, of_tail = part[name].split([own_behind, own_capacity], -1)
             of_pool = pad(of_pool, (0, behind - own_behind), value=absent)
-            wider[name] = torch.cat([of_pool, pad(of_tail, (0, capacity - own_capacity), value=empty)], -1)
+            wider[name] = torch.cat([of_pool, pad(of_tail, (0, more), value=empty)], -1)
         found.append({**part, **wider})
     return found
 

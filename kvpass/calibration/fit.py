@@ -26,6 +26,7 @@ from kvpass.calibration.texts import generated_texts
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import kvpass_attention
 from kvpass.frontends.transformers import CompressedModel
+from kvpass.operands import Attention
 from kvpass.policies.kvzap import MODEL, SHARES
 from kvpass.policies.observation import projected_norms
 from kvpass.policies.options import check_float, check_int
@@ -247,18 +248,6 @@ def _shares(y: Tensor) -> Tensor:
     return best.view(y.shape).sum(1) / count
 
 
-class _Call(NamedTuple):
-    """An attention call whose output projection is still to be called."""
-
-    x: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
-
-
 class _Observer:
     """Sees attention calls of a model, what the linear layer before each reads, and the linear layer behind it.
 
@@ -270,7 +259,7 @@ class _Observer:
         self.piece: Piece | None = None
         self.layers: list[_Layer] = []
         self._read: Tensor | None = None
-        self._call: _Call | None = None
+        self._waiting: tuple[Tensor, Attention] | None = None  # what entered; its output projection is still to come
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **given: Any
@@ -279,25 +268,25 @@ class _Observer:
         if given.get("sliding_window") is None:
             assert self._read is not None
             scale = given.get("scaling") or q.shape[-1] ** -0.5
-            self._call = _Call(self._read, q, k, v, scale, given.get("softcap"), given.get("s_aux"))
+            self._waiting = self._read, Attention(q, k, v, scale, given.get("softcap"), given.get("s_aux"))
         return kvpass_attention(module, q, k, v, mask, **given)
 
     def see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Hook before a linear layer."""
-        if self._call is not None:
+        if self._waiting is not None:
             weight: Any = module.weight
-            self.layers.append(self._observe(self._call, weight.T if isinstance(module, Conv1D) else weight))
-            self._call = None
+            self.layers.append(self._observe(*self._waiting, weight.T if isinstance(module, Conv1D) else weight))
+            self._waiting = None
         self._read = args[0]
 
-    def _observe(self, call: _Call, projection: Tensor) -> _Layer:
+    def _observe(self, x: Tensor, call: Attention, projection: Tensor) -> _Layer:
         assert self.piece is not None
         first, n = self.piece.first, len(self.piece.prompt)
-        norms = torch.linalg.vector_norm(call.x[:, n:].float(), dim=-1)
+        norms = torch.linalg.vector_norm(x[:, n:].float(), dim=-1)
         replay = Replayed(first, n, first, call.q[:, :, n:], call.k[:, :, n:], norms)
         worth = projected_norms(call.v[:, :, :n], projection, 2)
-        most = most_attended(call.k[:, :, :n], [replay], call.scale, call.softcap, call.sinks, value_norms=worth)
-        return _Layer(call.x[0, first:n].double(), most[0, :, first:].T.double().clamp(min=_LEAST).log())
+        most = most_attended(call.k[:, :, :n], [replay], *call[3:], value_norms=worth)
+        return _Layer(x[0, first:n].double(), most[0, :, first:].T.double().clamp(min=_LEAST).log())
 
 
 @contextmanager

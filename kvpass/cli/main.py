@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 import kvpass
 from kvpass.progress import working
+
+if TYPE_CHECKING:
+    from kvpass.compiler.backend import Compiler
 
 app = typer.Typer(
     help="KV cache compression for any decoder, through torch.compile.",
@@ -267,8 +270,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(help="Samples of each task.")] = 20,
     length: Annotated[int, typer.Option(help="Longest prompt in tokens; longer ones lose their middle.")] = 2048,
     data_dir: Annotated[
-        Path | None,
-        typer.Option(exists=True, file_okay=False, help="Folder with longbench/; else the hub is asked."),
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder with longbench/; else the hub is asked.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for samples, tables and manifest; a rerun goes on there.")] = (
         Path("kvpass-eval")
@@ -394,10 +396,7 @@ def compress(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the compressed cache goes to.")],
-    model: Annotated[
-        str,
-        typer.Option(envvar="KVPASS_MODEL", help=_MODEL),
-    ] = "builtin",
+    model: Annotated[str, typer.Option(envvar="KVPASS_MODEL", help=_MODEL)] = "builtin",
     policy: Annotated[
         str, typer.Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")
     ] = ("lava"),
@@ -412,7 +411,6 @@ def compress(
     """Compress a document into a file that 'kvpass ask' answers questions from."""
     _import_libraries()
     from kvpass.cli.documents import Document
-    from kvpass.compiler.backend import check_compiler
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.loading import launched
 
@@ -430,7 +428,7 @@ def compress(
             options=({} if window is None else {"window": window}) | dict(chosen[0].options),
             dtype=dtype,
             device=device,
-            backend=check_compiler("backend", backend),
+            backend=_compiler(backend),
         )
         made.save(output)
     if launched()[0] > 0:
@@ -462,14 +460,13 @@ def ask(
     """Answer a question about a compressed document."""
     _import_libraries()
     from kvpass.cli.documents import Document
-    from kvpass.compiler.backend import check_compiler
     from kvpass.loading import launched
     from kvpass.policies import policy_class
 
     with _bad_values():
         if policy is not None:
             policy_class(policy)
-        found = Document.load(cache, model=model, device=device, backend=check_compiler("backend", backend))
+        found = Document.load(cache, model=model, device=device, backend=_compiler(backend))
         answer = found.ask(question, new_tokens=new_tokens)
     if launched()[0] == 0:
         typer.echo(answer)
@@ -510,22 +507,28 @@ def _goes_on(folder: Path) -> str:
 
 def _read(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return those arguments of a command that are fields of its settings and not None, their texts parsed."""
-    from kvpass.compiler.backend import check_compiler
+    from kvpass.config import ENTRY_FORMATS, one_of
     from kvpass.eval.policy_spec import parse_policies, typed
-    from kvpass.policies.rules import check_format
 
     parsers: dict[str, Callable[[str], Any]] = {
-        "backend": partial(check_compiler, "backend"),
+        "backend": _compiler,
         "batches": partial(_numbers, "batches"),
         "budget": typed,
         "budgets": lambda text: tuple(map(typed, _names(text))),
         "contexts": partial(_numbers, "contexts"),
-        "entries": lambda text: tuple(map(check_format, _names(text))),
+        "entries": lambda text: tuple(one_of("entries", name, ENTRY_FORMATS) for name in _names(text)),
         "policies": parse_policies,
         **dict.fromkeys(("scopes", "systems", "tasks"), _names),
     }
     names = [field.name for field in dataclasses.fields(settings) if given.get(field.name) is not None]
     return {name: parsers[name](given[name]) if name in parsers else given[name] for name in names}
+
+
+def _compiler(name: str) -> Compiler:
+    from kvpass.compiler.backend import COMPILERS
+    from kvpass.config import one_of
+
+    return one_of("backend", name, COMPILERS)
 
 
 def _names(text: str) -> tuple[str, ...]:

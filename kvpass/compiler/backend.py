@@ -23,25 +23,18 @@ from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.blocks import BlockedPrefill, Fill, lengths_allowed, nothing_seen, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
-from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_parts
-from kvpass.compiler.transactions import Call, Phase
+from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_guarded, compile_parts
+from kvpass.compiler.step import Call, Phase
 from kvpass.config import Layout
-from kvpass.graphs.bind_state import (
-    add_state_placeholders,
-    backend_mode,
-    copy_graph,
-    held_by_module,
-    size_reader,
-)
+from kvpass.graphs.bind_state import add_state_placeholders, backend_mode, copy_graph, held_by_module, size_reader
 from kvpass.graphs.canonical import batch_and_tokens, find_sites, groups_of, layout_of
 from kvpass.graphs.fx_utils import recorded
-from kvpass.graphs.late_guards import compile_guarded
 from kvpass.graphs.one_token import one_token_inputs, one_token_pass
 from kvpass.graphs.passes import PassRecord, capture_passes, dump_graph, phase_passes, run_passes
 from kvpass.graphs.split import CannotSplitError
 from kvpass.graphs.split_layers import split_layers
-from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.graphs.verify.offset_positions import offset_positions_pass
+from kvpass.graphs.verify.tables import input_lookups
 from kvpass.operands import dynamic_dims
 from kvpass.progress import working
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -69,18 +62,6 @@ ONE_ROW_CONFIG = {**INDUCTOR_CONFIG, "coordinate_descent_tuning": True, "combo_k
 """Of a decode step of one row on CUDA. With the first, Inductor writes products of a vector and a matrix itself, and
 norms and activations into them; with the second, the products for q, k and v are one launch, as is RoPE of q and k: 8
 launches a layer of llama instead of 13."""
-
-
-def check_compiler(option: str, name: str) -> Compiler:
-    """Return the compiler of that name, given by the user as ``option``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for known in COMPILERS:
-        if name == known:
-            return known
-    raise ValueError(f"{option}={name!r}: must be one of {', '.join(COMPILERS)}")
 
 
 def rows_text(rows: int) -> str:
@@ -320,17 +301,18 @@ class PhaseCompiler:
         with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():
             compiled, parts, whole_because = self._compiled(gm, [*inputs, *fakes], compile_one, in_parts)
         lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
-        repeated = phase != "prefill" and not call.observed
-        if repeated and self.captures_steps(device):
-            graphed = self._graphed(captured, compiled, state_of, device)
-            return _CompiledPhase(graphed, parts, rewritten, whole_because)
+        step, count = None, size_reader(captured.gm, tokens)
+        if phase != "prefill" and not call.observed and self.captures_steps(device):
+            step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
         def run(call: Call, *inputs: Any) -> Any:
-            state = state_of(call.cache).values()
+            state = list(state_of(call.cache).values())
             for lookup in lookups:
                 lookup.check(inputs)
             call.begin()
-            return compiled(*inputs, *state)
+            if step is None or count(inputs) > MAX_CAPTURED_TOKENS:
+                return compiled(*inputs, *state)
+            return step(inputs, state)
 
         return _CompiledPhase(run, parts, rewritten, whole_because)
 
@@ -360,22 +342,3 @@ class PhaseCompiler:
                     f"a model with weights on the host runs in parts, but this one cannot: {reason}"
                 ) from None
             return compile_one(gm, examples), 1, str(reason)
-
-    @staticmethod
-    def _graphed(
-        captured: CanonicalGraph,
-        compiled: Callable[..., Any],
-        state_of: Callable[[CompressedCache], dict[str, Tensor]],
-        device: torch.device,
-    ) -> Runner:
-        step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
-        tokens = size_reader(captured.gm, batch_and_tokens(captured.gm)[1])
-
-        def run(call: Call, *inputs: Any) -> Any:
-            state = list(state_of(call.cache).values())
-            call.begin()
-            if tokens(inputs) > MAX_CAPTURED_TOKENS:
-                return compiled(*inputs, *state)
-            return step(inputs, state)
-
-        return run

@@ -24,19 +24,12 @@ from torch.profiler import record_function
 from kvpass.compiler.parts import Regions
 from kvpass.config import Block, Layout
 from kvpass.graphs.bind_state import input_named, placeholders, size_reader
-from kvpass.graphs.canonical import (
-    Place,
-    Site,
-    batch_and_tokens,
-    groups_of,
-    layout_of,
-    places_of,
-)
+from kvpass.graphs.canonical import Site, SiteLocation, batch_and_tokens, groups_of, layout_of, site_locations
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
 from kvpass.graphs.host_weights import host_weights, is_host_weight, rooms_of
 from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
-from kvpass.graphs.verify.input_lookups import InputLookup
+from kvpass.graphs.verify.tables import InputLookup
 from kvpass.host_weights import HostCopies
 from kvpass.operands import Attention, Candidates, Expansion, PolicyInputs, PrefillBuffers, RingBuffers
 from kvpass.ops.latents import absorbed, attend_prompt
@@ -174,7 +167,7 @@ class BlockedPrefill:
         self.tokens = size_reader(gm, tokens)
         self.lengths = {node for node in self.inputs if is_scalar(node) and dim_of(recorded(node)) == tokens}
         self.layout, (_, self.dtype, self.device) = layout, layout_of(gm)
-        self.places, self.groups = places_of(self.layout), groups_of(gm, self.layout)
+        self.locations, self.groups = site_locations(self.layout), groups_of(gm, self.layout)
         self.rooms = rooms_of([host_weights(reads) for reads in split.reads])
 
     def edges(self, tokens: int, block: int) -> list[int]:
@@ -191,13 +184,7 @@ class BlockedPrefill:
         for lookup in self.lookups:
             lookup.check(inputs)
 
-    def __call__(
-        self,
-        fills: Sequence[Fill],
-        inputs: Sequence[Any],
-        block: int,
-        ranks: Ranks,
-    ) -> Tensor:
+    def __call__(self, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks) -> Tensor:
         """Fill caches with one prompt, and return the logits.
 
         Args:
@@ -230,7 +217,7 @@ class BlockedPrefill:
             UnsupportedAttentionError: it is not there.
         """
         for layer in self.split.layers:
-            if self.places[layer.site.layer].ring:
+            if self.locations[layer.site.layer].ring:
                 continue
             if policy.weighs_replays or policy.scores_tokens:
                 entering = layer.site.attention_input
@@ -274,13 +261,7 @@ class _PromptRun:
     """
 
     def __init__(
-        self,
-        decoder: BlockedPrefill,
-        inputs: Sequence[Any],
-        real: Tensor,
-        block: int,
-        start: Tensor,
-        seen: int = 0,
+        self, decoder: BlockedPrefill, inputs: Sequence[Any], real: Tensor, block: int, start: Tensor, seen: int = 0
     ) -> None:
         tokens = real.shape[1]
         self.decoder, self.tokens, self.start, self.seen = decoder, tokens, start, seen
@@ -436,12 +417,7 @@ class _Prompt(_PromptRun):
     """
 
     def __init__(
-        self,
-        decoder: BlockedPrefill,
-        fills: Sequence[Fill],
-        inputs: Sequence[Any],
-        block: int,
-        ranks: Ranks,
+        self, decoder: BlockedPrefill, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks
     ) -> None:
         state = fills[0].state  # what a prompt begins with is the same for all
         columns = torch.arange(decoder.tokens(inputs), device=decoder.device)
@@ -543,7 +519,7 @@ class _Prompt(_PromptRun):
             edges, results_from: as in :meth:`attend`.
         """
         self._copy_weights(layer.reads)
-        place, summed = self.decoder.places[layer.site.layer], list[Tensor]()
+        location, summed = self.decoder.locations[layer.site.layer], list[Tensor]()
 
         def add_sums(call: Attention, lse: Tensor | None) -> None:
             with record_function("kvpass::column_sums"):
@@ -552,44 +528,39 @@ class _Prompt(_PromptRun):
                     summed.append(sums.new_zeros(*sums.shape[:2], self.tokens))
                 summed[0][..., : sums.shape[2]] += sums
 
-        summing = not place.ring and any(policy.sums_columns for policy, _ in self.fills)
-        on_block = add_sums if summing else None
-        num_queries = 0 if place.ring else max(self._rows_read(policy) for policy, _ in self.fills)
-        scoring = [] if place.ring else [number for number, fill in enumerate(self.fills) if fill.policy.scores_tokens]
+        scored_by = [] if location.ring else [fill.policy for fill in self.fills]
+        on_block = add_sums if any(policy.sums_columns for policy in scored_by) else None
+        num_queries = max(map(self._rows_read, scored_by), default=0)
+        scoring = [number for number, policy in enumerate(scored_by) if policy.scores_tokens]
         call, lse, scored = self.attend(
             layer,
             edges,
             num_queries=num_queries,
             results_from=results_from,
-            of_entering=[self._token_scores(self.fills[number].policy, layer.site, place) for number in scoring],
+            of_entering=[self._token_scores(scored_by[number], layer.site, location) for number in scoring],
             on_block=on_block,
         )
         entered = dict(zip(scoring, scored, strict=True))
         replayed: dict[int, Tensor] = {}
         for behind in self.behind:
             with record_function("kvpass::replay"):
-                most = self._replay(layer, call, place, behind, is_last=is_last)
+                most = self._replay(layer, call, location, behind, is_last=is_last)
             replayed.update(
                 {number: most[weighs] for number, weighs in zip(behind.readers, behind.weighs, strict=True)}
             )
         columns = torch.arange(self.tokens, device=call.k.device)
         for number, fill in enumerate(self.fills):
-            if place.ring:
-                keep_newest(_buffers(RingBuffers, place, fill), call.k, call.v, columns, place.layer)
+            if location.ring:
+                keep_newest(location.buffers(RingBuffers, fill.state), call.k, call.v, columns, location.layer)
                 continue
-            rows = self._rows_read(fill.policy)
-            policy_inputs = self._policy_inputs(layer.site, fill.policy)._replace(
-                summed=summed[0] if fill.policy.sums_columns else None,
-                replayed=replayed.get(number),
-                entered=entered.get(number),
-            )
-            own = call._replace(q=call.q[:, :, num_queries - rows :])
-            self._score_and_select(
-                own, None if lse is None else lse[:, :, num_queries - rows :], place, policy_inputs, fill
-            )
+            last = slice(num_queries - self._rows_read(fill.policy), None)
+            own, own_lse = call._replace(q=call.q[:, :, last]), None if lse is None else lse[:, :, last]
+            sums = summed[0] if fill.policy.sums_columns else None
+            found = {"summed": sums, "replayed": replayed.get(number), "entered": entered.get(number)}
+            self._score_and_select(fill, layer.site, location, own, own_lse, found)
 
     def _replay(
-        self, layer: Layer, prompt: Attention, place: Place, behind: _Behind, *, is_last: bool
+        self, layer: Layer, prompt: Attention, location: SiteLocation, behind: _Behind, *, is_last: bool
     ) -> dict[bool, Tensor]:
         """Run replays through a layer; return the most that they attend to each entry, fp32 ``[B, K, N]``.
 
@@ -598,19 +569,19 @@ class _Prompt(_PromptRun):
         """
         kinds = set(behind.weighs)
         found = {weighs: prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32) for weighs in kinds}
-        weighed = True in kinds and not place.ring
+        weighed = True in kinds and not location.ring
         value_norms = projected_norms(prompt.v, self._projection(layer.site), 2) if weighed else None
         for replay, parts in behind.turns:
             replay.known.update({node: self.known[node] for node in self.states})
             call, _, entered = replay.attend(
                 layer,
                 replay.edges,
-                num_queries=0 if place.ring else replay.tokens,
+                num_queries=0 if location.ring else replay.tokens,
                 results_from=replay.tokens if is_last else 0,
                 behind=prompt,
-                of_entering=[_norms] if weighed else [],
+                of_entering=[lambda x: torch.linalg.vector_norm(x.float(), dim=-1)] if weighed else [],
             )
-            if place.ring:
+            if location.ring:
                 continue
             for rows, column, part in parts:
                 own = slice(0, part.ids.shape[1])
@@ -624,28 +595,32 @@ class _Prompt(_PromptRun):
         return found
 
     def _score_and_select(
-        self, call: Attention, lse: Tensor | None, place: Place, policy_inputs: PolicyInputs, fill: Fill
+        self,
+        fill: Fill,
+        site: Site,
+        location: SiteLocation,
+        call: Attention,
+        lse: Tensor | None,
+        found: Mapping[str, Tensor | None],
     ) -> None:
-        policy, buffers = fill.policy, _buffers(PrefillBuffers, place, fill)
-        rows = fill.state.get(f"{place.prefix}_rule_rows")
-        policy_inputs = policy_inputs._replace(entries=buffers.entries, rule_rows=rows)
+        """Score a layer's entries for one cache, and keep some; ``found``: inputs of the policy by name."""
+        policy, buffers, layer = fill.policy, location.buffers(PrefillBuffers, fill.state), location.layer
+        projection = self._projection(site) if policy.reads_projection else None
+        frequencies = self.known[site.rotary_frequencies] if policy.reads_rotation else None
+        rows = fill.state.get(f"{location.prefix}_rule_rows")
+        policy_inputs = PolicyInputs(projection, frequencies, buffers.entries, rule_rows=rows, **found)
         with record_function("kvpass::score_layer"):
             scores, stats, weight = self.ops.score_layer(
-                call, lse, self.start, self.first, place.layer, place.layers, policy, policy_inputs, self.ranks
+                call, lse, self.start, self.first, layer, location.layers, policy, policy_inputs, self.ranks
             )
         candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
         with record_function("kvpass::cascade_step"):
-            self.ops.cascade_step(buffers, candidates.stored_in(buffers), place.layer, policy, self.ranks)
+            self.ops.cascade_step(buffers, candidates.stored_in(buffers), layer, policy, self.ranks)
 
-    def _token_scores(self, policy: Policy, site: Site, place: Place) -> Callable[[Tensor], Tensor]:
+    def _token_scores(self, policy: Policy, site: Site, location: SiteLocation) -> Callable[[Tensor], Tensor]:
         """Return the policy's function of what enters attention."""
         kv_heads = int(recorded(site.k).shape[1])
-        return lambda x: policy.token_scores(x, place.layer, place.layers, kv_heads, self.ranks)
-
-    def _policy_inputs(self, site: Site, policy: Policy) -> PolicyInputs:
-        """Return of what the policy asks for the tensors of the model."""
-        projection = self._projection(site) if policy.reads_projection else None
-        return PolicyInputs(projection, self.known[site.rotary_frequencies] if policy.reads_rotation else None)
+        return lambda x: policy.token_scores(x, location.layer, location.layers, kv_heads, self.ranks)
 
     def _projection(self, site: Site) -> Tensor:
         """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
@@ -656,10 +631,10 @@ class _Prompt(_PromptRun):
     def pack(self) -> None:
         """Bring the entries of each pool into their order."""
         with record_function("kvpass::pack"):
-            for place in self.decoder.places.values():
-                if not place.ring and place.layer == 0:
+            for location in self.decoder.locations.values():
+                if not location.ring and location.layer == 0:
                     for fill in self.fills:
-                        self.ops.pack(_buffers(PrefillBuffers, place, fill))
+                        self.ops.pack(location.buffers(PrefillBuffers, fill.state))
 
     def store_states(self) -> None:
         """Write what recurrent layers hold after the prompt."""
@@ -671,12 +646,3 @@ class _Prompt(_PromptRun):
         """How many of the last queries a policy judges by."""
         rows = self.tokens if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
         return min(rows, self.tokens)
-
-
-def _norms(x: Tensor) -> Tensor:
-    """L2 norm of each token, fp32."""
-    return torch.linalg.vector_norm(x.float(), dim=-1)
-
-
-def _buffers(kind: Any, place: Place, fill: Fill) -> Any:
-    return kind(*(fill.state[f"{place.prefix}_{name}"] for name in kind._fields))

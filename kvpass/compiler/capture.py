@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvpass.compiler.backend import PhaseCompiler, Runner, rows_text
-from kvpass.compiler.repeated_step import GraphCall, RepeatedStep, given_places
-from kvpass.compiler.transactions import Call, Phase
+from kvpass.compiler.step import Call, GraphCall, Phase, RepeatedStep, given_places
 from kvpass.graphs.bind_state import backend_mode, fake_inputs, input_named, placeholders
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.one_token import admit_one_token, several_tokens
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import longest_length
-from kvpass.graphs.verify.table_ends import table_end
+from kvpass.graphs.verify.tables import table_end
 from kvpass.policies.base import Policy
 from kvpass.progress import working
 from kvpass.ranks import ONE_PROCESS, Ranks, run_on_all_ranks
@@ -293,9 +292,10 @@ def check_length(longest: int | None, seen: int, tokens: int) -> None:
 def _capture_only(compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
     """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
     capturing = replace(call, only_capture=True)
+    positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
     try:
         with working(f"capturing the decoder for {rows_text(len(ids))}"):
-            _call_compiled(compiled, capturing, ids.clone(memory_format=torch.contiguous_format), _counted(ids))
+            _call_compiled(compiled, capturing, ids.clone(memory_format=torch.contiguous_format), positions)
     except _OnlyCaptured:
         return
     capturing.check_begun()
@@ -304,11 +304,6 @@ def _capture_only(compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> N
 def _several(ids: Tensor) -> Tensor:
     """Ids for a capture of several tokens, from those of a call of one."""
     return ids.expand(-1, EXAMPLE_LENGTHS[-1], *ids.shape[2:])
-
-
-def _counted(ids: Tensor) -> Tensor:
-    """Positions ``[B, T]`` of rows that are not padded."""
-    return torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
 
 
 def _call_compiled(compiled: Callable[..., Tensor], call: Call, ids: Tensor, positions: Tensor) -> Tensor:

@@ -1,11 +1,17 @@
-"""Compile a graph in parts: each distinct part once, called with the parameters of each layer."""
+"""Compile a graph in parts: each distinct part once, called with the parameters of each layer.
+
+Inductor may add guards after Dynamo has written its own: :func:`compile_guarded` checks them in each call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.fx_utils import recorded
@@ -73,3 +79,39 @@ def _ours(compiled: Callable[..., Any]) -> Callable[..., Any]:
         return compiled(*inputs)
 
     return part
+
+
+def compile_guarded(compile: Callable[[], Any], examples: Sequence[Any], shapes: ShapeEnv | None) -> Callable[..., Any]:
+    """Return the result of ``compile``, wrapped to check guards on sizes that compiling added.
+
+    Args:
+        examples: fake inputs of the compiled function, sizes among them. shapes: defines the symbols of their sizes.
+    Raises:
+        ValueError: by the returned function before it runs, when the sizes do not meet these guards.
+    """
+    if shapes is None or not shapes.frozen:
+        return compile()
+    known = len(shapes.guards)
+    compiled = compile()
+    late = shapes.guards[known:]
+    symbolic = [index for index, example in enumerate(examples) if _is_symbolic(example)]
+    expression = late and shapes.produce_guards_expression([examples[index] for index in symbolic], guards=late)
+    if not expression:
+        return compiled
+    assumed = " and ".join(str(guard.expr) for guard in late)
+
+    def checked(*inputs: Any) -> Any:
+        if not shapes.evaluate_guards_expression(expression, [inputs[index] for index in symbolic]):
+            raise ValueError(
+                f"sizes of this call do not meet what was compiled for, {assumed}: capture the decoder for them too "
+                "(torch.compile with dynamic=False captures every size, but of dimensions marked as dynamic)"
+            )
+        return compiled(*inputs)
+
+    return checked
+
+
+def _is_symbolic(example: Any) -> bool:
+    if isinstance(example, Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*example.shape, *example.stride()))
+    return isinstance(example, torch.SymInt)

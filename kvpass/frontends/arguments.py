@@ -21,16 +21,8 @@ _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _ONLY_LOGITS = "a compiled graph does not return intermediate tensors; use the uncompiled model"
 _OF_WHOLE_TEXT = ("next_sequence_length", "is_first_iteration")
 _TAKEN = (
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache",
-    "use_cache",
-    "logits_to_keep",
-    "return_dict",
-)
+    "input_ids inputs_embeds attention_mask position_ids past_key_values cache use_cache logits_to_keep return_dict"
+).split()
 """Arguments that a kvpass model's ``forward`` takes."""
 
 _OF_FORWARD = {
@@ -212,7 +204,6 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
         ValueError: there is one; the message says why.
     """
     configured = given or default
-    said = (getattr(config, "use_cache", None) for config in (configured, default))
     cache = kwargs[CACHE]
     check_cache(cache)
     kind = kwargs.get("cache_implementation") or getattr(given, "cache_implementation", None)
@@ -222,7 +213,7 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
             f"own, not a {kind} one; leave it out, or use the uncompiled model"
         )
     begins = not (isinstance(cache, CompressedCache) and not cache.is_empty)
-    if begins and kwargs.get("use_cache") is None and next((one for one in said if one is not None), True) is False:
+    if begins and kwargs.get("use_cache") is None and said("use_cache", {}, configured, default) is False:
         raise ValueError(
             "the model is configured with use_cache=False, which computes the whole text again for every new token: "
             "pass use_cache=True, or use_cache=False if that is meant"
@@ -288,22 +279,20 @@ def check_drafts(kwargs: Mapping[str, Any], configured: Any, rules: Rules, *, be
         ValueError: they cannot; the message says why.
     """
     asked = next((name for name in _DRAFTS if kwargs.get(name, getattr(configured, name, None)) is not None), None)
-    if asked is None:
-        return
+    reason = None
     if recurrent:
-        raise ValueError(
-            f"generate argument {asked!r} is not supported with recurrent layers: they hold the state after the last "
-            "token, not those before, so a draft that is not accepted could not be taken back"
+        reason = (
+            "recurrent layers: they hold the state after the last token, not those before, so a draft that is not "
+            "accepted could not be taken back"
         )
-    if rules.policy.decode_rule() is not None:
-        raise ValueError(
-            f"generate argument {asked!r} is not supported with policy {rules.policy.name!r}: for every draft it "
-            "evicts an entry, which would be lost where the draft is not accepted; where it has the option, give "
-            "evict_during_decode=False"
+    elif rules.policy.decode_rule() is not None:
+        reason = (
+            f"policy {rules.policy.name!r}: for every draft it evicts an entry, which would be lost where the draft is "
+            "not accepted; where it has the option, give evict_during_decode=False"
         )
-    if rules.recompress != "never":
-        raise ValueError(f"generate argument {asked!r} is not supported with recompress={rules.recompress!r}")
-    if begun:
-        raise ValueError(
-            f"generate argument {asked!r} is not supported with a filled cache: give the whole text and no cache"
-        )
+    elif rules.recompress != "never":
+        reason = f"recompress={rules.recompress!r}"
+    elif begun:
+        reason = "a filled cache: give the whole text and no cache"
+    if asked is not None and reason is not None:
+        raise ValueError(f"generate argument {asked!r} is not supported with {reason}")

@@ -3,33 +3,36 @@
 No mask function is registered for the interface. So transformers builds no mask and does not read gapped
 ``position_ids`` as packed sequences; the operators get left padding as a start column per row. A sliding window must
 be an argument of the call: layers that have it only in the mask raise.
+
+A compiled copy names the function while kvpass captures it, and only then: called alone (``model.model(...)``, a reward
+head around the body), its modules compute what the user's own do.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.adapt.latent_attention import attends_latents, cannot_absorb, expansion_of
-from kvpass.adapt.temperature import tuned_query, tunes_by_column
+from kvpass.adapt.positions import tuned_query, tunes_by_column
+from kvpass.compiler.capture import capturing
+
+if TYPE_CHECKING:
+    _Base = PreTrainedConfig
+else:
+    _Base = object
 
 ATTENTION_NAME = "kvpass"
 
-_HARMLESS = {
-    "position_ids",
-    "use_cache",
-    "cache_position",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
-    "num_items_in_batch",
-    "position_embeddings",
-}
+_HARMLESS = set(
+    "position_ids use_cache cache_position output_attentions output_hidden_states output_router_logits return_dict "
+    "num_items_in_batch position_embeddings".split()
+)
 
 _UNLIMITED = {"full_attention", "attention", "hybrid"}
 _SLIDING = {"sliding_attention", "hybrid_sliding"}
@@ -170,6 +173,46 @@ def attention(
     scale = q[3] ** -0.5 if scale is None else scale
     out: Tensor = torch.ops.kvpass.site.default(query, key, value, scale, sliding_window, softcap, sinks)
     return out
+
+
+class _CapturedConfig(_Base):
+    """Base class before a configuration's own class: names kvpass's attention to captures, the user's to others."""
+
+    @property
+    def _attn_implementation(self) -> Any:
+        return ATTENTION_NAME if capturing() else self._attn_implementation_internal
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        PreTrainedConfig._attn_implementation.fset(self, value)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo[id(self)] = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain, (type(self).__mro__[2], vars(self))  # pickle finds a class by its name
+
+
+def _plain(kind: type[PreTrainedConfig], settings: dict[str, Any]) -> PreTrainedConfig:
+    config = object.__new__(kind)
+    vars(config).update(settings)
+    return config
+
+
+_KINDS: dict[type, type] = {}
+"""Classes of configurations, and ours of the same names."""
+
+
+def attend_in_captures(model: nn.Module) -> None:
+    """Let the configurations of a compiled copy name kvpass's attention to captures."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        kind: Any = type(config)
+        if issubclass(kind, PreTrainedConfig) and not issubclass(kind, _CapturedConfig):
+            own = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+            config.__class__ = _KINDS.setdefault(kind, type(kind.__name__, (_CapturedConfig, kind), own))
 
 
 AttentionInterface.register(ATTENTION_NAME, kvpass_attention)

@@ -32,12 +32,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import GraphFingerprint
-from kvpass.compiler.backend import PhaseCompiler, check_compiler
+from kvpass.compiler.backend import COMPILERS, PhaseCompiler
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import Capture, check_length
 from kvpass.compiler.parts import check_regions
-from kvpass.compiler.transactions import append, continued, prefill
-from kvpass.config import Block, Budget
+from kvpass.compiler.step import append, continued, prefill
+from kvpass.config import Block, Budget, one_of
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.padding import first_real_column
 from kvpass.graphs.bind_state import backend_mode, placeholders, size_reader
@@ -52,12 +52,11 @@ from kvpass.graphs.fx_utils import (
     shape_of,
     source_of,
 )
-from kvpass.graphs.verify.input_lookups import input_lookups
 from kvpass.graphs.verify.length_guards import fixed_length, longest_length
 from kvpass.graphs.verify.offset_positions import counts_positions
 from kvpass.graphs.verify.same_capture import is_same_decoder, value_of
 from kvpass.graphs.verify.self_check import check_reduced_inputs_pass
-from kvpass.graphs.verify.table_ends import table_end
+from kvpass.graphs.verify.tables import input_lookups, table_end
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 from kvpass.torch_compat import eval_frame
 
@@ -119,7 +118,7 @@ def kvpass_backend(
     """
     given = dict(options or {})
     budget, cuda_graphs = given.pop("budget", None), given.pop("cuda_graphs", True)
-    compiler = check_compiler("compiler", given.pop("compiler", "inductor"))
+    compiler = one_of("compiler", given.pop("compiler", "inductor"), COMPILERS)
     regions = check_regions(given.pop("compile_regions", "auto"))
     block = check_block(given.pop("prefill_block", "auto"), regions)
     policy = check_registered(resolve(given.pop("policy", "lava"), **given))

@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +17,8 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvpass.adapt.rotation_by_row import check_rows_stay
+from kvpass.adapt.copied import Adapted
+from kvpass.adapt.positions import check_rows_stay
 from kvpass.adapt.tensor_parallel import check_divided
 from kvpass.cache.buffer_reuse import BufferReuse
 from kvpass.cache.cache import CompressedCache
@@ -27,8 +27,8 @@ from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import CaptureCache
-from kvpass.compiler.transactions import Call, append, continued, prefill
-from kvpass.config import Block, Budget
+from kvpass.compiler.step import Call, append, continued, prefill
+from kvpass.config import Block, Budget, BudgetLike
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import (
     cache_argument,
@@ -39,63 +39,33 @@ from kvpass.frontends.arguments import (
     check_generate,
     check_generate_mask,
     check_ids,
+    said,
     unsupported_argument,
 )
-from kvpass.frontends.options import BudgetLike, PolicyName
 from kvpass.frontends.padding import Padding, first_real_column, read_padding
-from kvpass.frontends.whole_text import (
-    begins_with,
-    by_name,
-    has_new_ids,
-    ids_before,
-    new_ids_only,
-    of_rows,
-    reads_ids,
-    with_whole_text,
-)
-from kvpass.policies import POLICIES, Policy, resolve_budget
+from kvpass.frontends.whole_text import by_name, has_new_ids, new_ids_only, with_text_of_cache
+from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
-from kvpass.ranks import ONE_PROCESS, Ranks, digest, run_on_all_ranks
+from kvpass.ranks import digest, run_on_all_ranks
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
 from kvpass.transformers_compat import CACHE
-
-_DROPPED = (
-    "the prompt begins with the last token of the answer before. If it is the next turn of a conversation: the cache "
-    "is reusable and does not hold that answer, every call continues from the compressed context alone. Use "
-    "model.compress(ids, reusable=False), or the cache that generate(..., return_dict_in_generate=True) returns"
-)
-
-_AGAIN = (
-    "the ids begin with all {} tokens of the prompt that past_key_values holds already, and are appended to it, a "
-    "second time. Pass only the ids after all that the cache has seen; or, to begin again, no past_key_values"
-)
-_UNSEEN = (
-    "{}: only the ids of this call are read, not those before, which the cache does not know (it was loaded from a "
-    "file without them, or its prompt was inputs_embeds). Pass the whole text, or fill the cache again"
-)
 
 
 @dataclass(kw_only=True)
 class Runtime:
     """Rules and captures of a compiled model.
 
-    ``identity``: fingerprint for its caches. ``device``: on which a model computes that has weights on the host.
-    ``longrope_limit``: tokens beyond which rotary frequencies are others. ``ranks``: processes that share the heads.
-    ``expanded``: why latents are cached as expanded heads. ``block``: tokens of a block of a prompt. ``attention``:
-    numbers of the layers with attention, where others are recurrent.
+    ``identity``: fingerprint for its caches. ``adapted``: what was changed in the copy. ``block``: tokens of a block of
+    a prompt.
     """
 
     rules: Rules
     captures: CaptureCache
     identity: ModelFingerprint
-    device: torch.device | None = None
-    longrope_limit: int | None = None
-    ranks: Ranks = ONE_PROCESS
-    expanded: str | None = None
+    adapted: Adapted
     block: Block = "auto"
-    attention: tuple[int, ...] | None = None
     last_prompt: PromptRecord | None = None
 
     @property
@@ -154,6 +124,7 @@ class CompressedModel(_Base):
 
     _kvpass: Runtime
 
+    @dynamo_disable  # the decoder is compiled inside, also if the user wraps the model in torch.compile
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -190,30 +161,6 @@ class CompressedModel(_Base):
             ValueError: an argument is unsupported, or does not fit the cache, which is then unchanged.
         """
         cache = cache_argument({"past_key_values": past_key_values, "cache": cache})
-        output = self._forward(
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            cache,
-            logits_to_keep,
-            use_cache is not False,
-            kwargs,
-        )
-        return output.to_tuple() if return_dict is False else output
-
-    @dynamo_disable  # the decoder is compiled inside, also if the user wraps the model in torch.compile
-    def _forward(
-        self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Cache | None,
-        logits_to_keep: int,
-        use_cache: bool,
-        kwargs: dict[str, Any],
-    ) -> CausalLMOutputWithPast:
         runtime = self._kvpass
 
         def checked() -> Tensor:
@@ -255,8 +202,8 @@ class CompressedModel(_Base):
             }
 
         one_token = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] == 1
-        ranks = ONE_PROCESS if one_token else runtime.captures.compiler.ranks
-        text = run_on_all_ranks(ranks, "a call of the model", checked, facts)
+        ranks = runtime.captures.compiler.ranks
+        text = checked() if one_token else run_on_all_ranks(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
             assert cache is None or isinstance(cache, CompressedCache)
             if cache is not None and not cache.is_empty:
@@ -265,8 +212,9 @@ class CompressedModel(_Base):
                 cache = _new_cache(runtime) if cache is None else cache
                 logits = _prefill(self, cache, text, attention_mask, position_ids, logits_to_keep)
                 runtime.last_prompt = cache.record
-        held: dict[str, Any] = {CACHE: cache if use_cache else None}
-        return CausalLMOutputWithPast(logits=logits, **held)
+        held: dict[str, Any] = {CACHE: None if use_cache is False else cache}
+        output = CausalLMOutputWithPast(logits=logits, **held)
+        return output.to_tuple() if return_dict is False else output
 
     def generate(
         self,
@@ -321,7 +269,7 @@ class CompressedModel(_Base):
             generation_config or self.generation_config,
             rules,
             begun=begun,
-            recurrent=self._kvpass.attention is not None,
+            recurrent=self._kvpass.adapted.recurrent is not None,
         )
         generation_config, block = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
@@ -350,19 +298,7 @@ class CompressedModel(_Base):
             cache.expected = (cache.columns if continues else 0) + tokens + most - 1  # the last one is not appended
             if continues:
                 assert ids is not None
-                for told in _warnings(cache, ids):
-                    warnings.warn(told, stacklevel=2)
-                mask = kwargs.get("attention_mask")
-                if mask is None or mask.shape[1] == tokens:
-                    new = torch.ones_like(ids) if mask is None else mask
-                    shown = of_rows(cache.attention_mask.to(new), len(ids))
-                    mask = arguments["attention_mask"] = torch.cat([shown, new], 1)
-                before = ids_before(cache, ids, mask)
-                if before is not None:
-                    held = cache.columns
-                    arguments = with_whole_text(before, ids, arguments, configs)
-                elif (name := reads_ids(arguments, configs)) is not None:
-                    warnings.warn(_UNSEEN.format(name), stacklevel=2)
+                arguments, held = with_text_of_cache(cache, ids, arguments, configs)
         output = theirs(**arguments)
         if not begun and cache is not None and cache.record is not None:
             self._kvpass.last_prompt = cache.record  # not that of a negative prompt, which is read later
@@ -434,7 +370,7 @@ class CompressedModel(_Base):
         cache = kwargs.get(CACHE)
         if not isinstance(cache, CompressedCache | None):
             cache = kwargs[CACHE] = _new_cache(self._kvpass)
-        limit = self._kvpass.longrope_limit
+        limit = self._kvpass.adapted.longrope_limit
         if limit is not None and cache is not None and not cache.is_empty:
             check_rows_stay(limit, cache, 1)  # transformers may drop the cache there
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
@@ -547,7 +483,7 @@ class CompressedModel(_Base):
     @property
     def device(self) -> torch.device:
         """The device on which the model computes; weights may stay on the host."""
-        return self._kvpass.device or super().device
+        return self._kvpass.adapted.device or super().device
 
     @property
     def policy(self) -> Policy:
@@ -619,7 +555,7 @@ class CompressedModel(_Base):
             model_name=str(self.config.name_or_path),
             entries=self._kvpass.rules.entry_format,
         )
-        check_divided(rules.policy, self._kvpass.ranks)
+        check_divided(rules.policy, self._kvpass.adapted.heads)
         self._kvpass.identity.check_policy(rules.policy)
         return rules
 
@@ -639,25 +575,17 @@ class CompressedModel(_Base):
         prompt = runtime.last_prompt if cache is None else cache.record
         if prompt is None:
             raise ValueError("nothing to report: this model has prefilled no prompt yet with its policy and budget")
+        adapted = runtime.adapted
         return Report(
             prompt=prompt,
-            ranks=runtime.ranks,
-            attention=runtime.attention,
-            on_host=runtime.captures.compiler.on_host,
-            expanded=runtime.expanded,
+            ranks=adapted.heads,
+            attention=adapted.attention,
+            on_host=adapted.on_host,
+            expanded=adapted.expanded,
             compiled=tuple(
                 record for record in runtime.captures.compiler.records if record.policy == prompt.policy.spec
             ),
         )
-
-
-def _warnings(cache: CompressedCache, ids: Tensor) -> list[str]:
-    """Return what is probably not meant in new ids ``[B, T]`` for a filled cache."""
-    told = [_DROPPED] if cache.answer_end == ids[:, 0].tolist() else []
-    prompt = cache.prompt_ids
-    if prompt is not None and begins_with(ids, prompt):
-        told.append(_AGAIN.format(prompt.shape[1]))
-    return told
 
 
 def _cache_is_default(kwargs: Mapping[str, Any], *configs: Any) -> bool:
@@ -668,19 +596,14 @@ def _cache_is_default(kwargs: Mapping[str, Any], *configs: Any) -> bool:
 
 def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
     """Return how many tokens ``generate`` may add to ``tokens`` ids; 0 where only its own default says so."""
-
-    def said(name: str) -> int | None:
-        values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in values if isinstance(value, int)), None)
-
-    new, length = said("max_new_tokens"), said("max_length")
+    new, length = (said(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
     return max(new if new is not None else (length or 0) - tokens, 0)
 
 
 def _new_cache(runtime: Runtime, rules: Rules | None = None) -> CompressedCache:
     """Return an empty cache, by default under the rules of the call or the model."""
     rules = runtime.rules_now if rules is None else rules
-    cache = CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.ranks, rules.entry_format)
+    cache = CompressedCache(rules.policy, rules.budget, runtime.identity, runtime.adapted.heads, rules.entry_format)
     cache.own_budget = rules.own_budget
     return cache
 
@@ -718,8 +641,8 @@ def _continue(
     rules = runtime.rules
     b, t = input_ids.shape
     cache = continued(cache, b, input_ids.device)
-    if runtime.longrope_limit is not None:
-        check_rows_stay(runtime.longrope_limit, cache, t)
+    if runtime.adapted.longrope_limit is not None:
+        check_rows_stay(runtime.adapted.longrope_limit, cache, t)
     padding = None
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):
@@ -800,7 +723,8 @@ def _check_ascending(positions: Tensor, start: Tensor) -> None:
 def _graph(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Callable[[Call], Tensor]:
     """Return a function that captures the decoder if needed and runs it for a call."""
     runtime: Runtime = model._kvpass
-    forward = types.MethodType(original_class(model).forward, model)
+    own: Any = type(model).__mro__[2]  # the class of the user's model
+    forward = types.MethodType(own.forward, model)
     return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep, runtime.identity.hooks)
 
 
@@ -819,8 +743,3 @@ def _warn_of_question(policy: str) -> None:
 def compressed_class(cls: type[PreTrainedModel]) -> type[CompressedModel]:
     """Return a class of the same name that has our ``forward`` before the model's own."""
     return type(cls.__name__, (CompressedModel, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-def original_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class of the user's model."""
-    return type(model).__mro__[2]

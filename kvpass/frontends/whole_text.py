@@ -7,6 +7,7 @@ is converted, so that it is of the new ones only.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,21 @@ from transformers.generation.streamers import BaseStreamer
 from kvpass.cache.cache import CompressedCache
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import said
+
+_DROPPED = (
+    "the prompt begins with the last token of the answer before. If it is the next turn of a conversation: the cache "
+    "is reusable and does not hold that answer, every call continues from the compressed context alone. Use "
+    "model.compress(ids, reusable=False), or the cache that generate(..., return_dict_in_generate=True) returns"
+)
+
+_AGAIN = (
+    "the ids begin with all {} tokens of the prompt that past_key_values holds already, and are appended to it, a "
+    "second time. Pass only the ids after all that the cache has seen; or, to begin again, no past_key_values"
+)
+_UNSEEN = (
+    "{}: only the ids of this call are read, not those before, which the cache does not know (it was loaded from a "
+    "file without them, or its prompt was inputs_embeds). Pass the whole text, or fill the cache again"
+)
 
 _NEUTRAL = {
     "repetition_penalty": 1.0,
@@ -45,7 +61,37 @@ def has_new_ids(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> boo
     return tokens <= held or (held > 0 and mask is not None and mask.shape[-1] == held + tokens)
 
 
-def of_rows(held: Tensor, rows: int) -> Tensor:
+def with_text_of_cache(
+    cache: CompressedCache, ids: Tensor, given: Mapping[str, Any], configs: Sequence[Any]
+) -> tuple[dict[str, Any], int]:
+    """Return the arguments of ``generate`` for the text of a filled cache and the new ids ``[B, T]`` behind it.
+
+    Args:
+        given: arguments by name. configs: generation configurations, the given one first.
+    Returns:
+        the arguments, and how many ids in them are of the cache: 0 where it does not know its ids.
+    Raises:
+        CacheMismatchError: the cache has another number of rows.
+    """
+    prompt, changed, mask = cache.prompt_ids, dict(given), given.get("attention_mask")
+    if cache.answer_end == ids[:, 0].tolist():
+        warnings.warn(_DROPPED, stacklevel=3)
+    if prompt is not None and 1 < (n := prompt.shape[1]) <= ids.shape[1] and torch.equal(ids[:, :n], prompt.to(ids)):
+        warnings.warn(_AGAIN.format(n), stacklevel=3)
+    if mask is None or mask.shape[1] == ids.shape[1]:
+        new = torch.ones_like(ids) if mask is None else mask
+        mask = changed["attention_mask"] = torch.cat([_of_rows(cache.attention_mask.to(new), len(ids)), new], 1)
+    # for a mask of another shape nothing more is done, the call of the model refuses it
+    if cache.ids is not None and tuple(mask.shape) == (len(ids), cache.columns + ids.shape[1]):
+        return _with_whole_text(_of_rows(cache.ids, len(ids)), ids, changed, configs), cache.columns
+    for name, off in _NEUTRAL.items():
+        if said(name, given, *configs) not in (None, off, []):
+            warnings.warn(_UNSEEN.format(name), stacklevel=3)
+            break
+    return changed, 0
+
+
+def _of_rows(held: Tensor, rows: int) -> Tensor:
     """Return what a cache holds of ``rows`` rows of ids: it has each once, several times for beams, or one for all.
 
     Args:
@@ -60,20 +106,7 @@ def of_rows(held: Tensor, rows: int) -> Tensor:
     return held[:: len(held) // rows]
 
 
-def ids_before(cache: CompressedCache, ids: Tensor, mask: Tensor) -> Tensor | None:
-    """Return the ids that a cache holds before new ones, int32 ``[B, columns]``; None where they are unknown.
-
-    Args:
-        ids: the new ones ``[B, T]``. mask: over both; for one of another shape nothing is returned, the call of the
-            model refuses it.
-    """
-    rows, tokens = ids.shape
-    if cache.ids is None or tuple(mask.shape) != (rows, cache.columns + tokens):
-        return None
-    return of_rows(cache.ids, rows)
-
-
-def with_whole_text(before: Tensor, ids: Tensor, given: Mapping[str, Any], configs: Sequence[Any]) -> dict[str, Any]:
+def _with_whole_text(before: Tensor, ids: Tensor, given: Mapping[str, Any], configs: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of ``generate`` for the whole text.
 
     Args:
@@ -92,17 +125,6 @@ def with_whole_text(before: Tensor, ids: Tensor, given: Mapping[str, Any], confi
     if streamer is not None:
         changed["streamer"] = _StreamOfNewIds(streamer, held)
     return changed
-
-
-def reads_ids(given: Mapping[str, Any], configs: Sequence[Any]) -> str | None:
-    """Return the first argument, given or configured, whose processor reads all ids."""
-    return next((name for name, off in _NEUTRAL.items() if said(name, given, *configs) not in (None, off, [])), None)
-
-
-def begins_with(ids: Tensor, prompt: Tensor) -> bool:
-    """Whether ids ``[B, T]`` begin with all of a prompt ``[B, N]`` of more than one token."""
-    n = prompt.shape[1]
-    return 1 < n <= ids.shape[1] and torch.equal(ids[:, :n], prompt.to(ids))
 
 
 def new_ids_only(output: Any, held: int) -> Any:

@@ -30,6 +30,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 from kvpass.policies.scores import Group, Pool
 from kvpass.ranks import ONE_PROCESS, Ranks
+from kvpass.rotation import is_rotated, rotated_call, rotated_output
 
 SPLIT_TOKENS = 8
 """Up to so many new tokens the pool is split among programs; above, query blocks are enough."""
@@ -179,7 +180,9 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     from kvpass.kernels.ragged_extend import attend_extend
 
     attend = attend_ragged if call.q.shape[2] <= SPLIT_TOKENS else attend_extend
-    return attend(readable(call), held, layer)
+    if not is_rotated(held, call.q.shape[3]):
+        return attend(readable(call), held, layer)
+    return rotated_output(attend(readable(rotated_call(call, held)), held, layer), call)
 
 
 def attend_blocks(call: Attention, held: Blocks, layer: int, row_tiles: int | None = None) -> Tensor:
@@ -197,9 +200,13 @@ def attend_blocks(call: Attention, held: Blocks, layer: int, row_tiles: int | No
 
 def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor, Tensor | None]:
     """See :func:`kvpass.ops.slots.attend_slots`; each line must have an empty slot, which is not checked."""
-    from kvpass.kernels import slot_decode
+    from kvpass.kernels.slot_decode import attend_slots
 
-    return slot_decode.attend_slots(readable(call), lines, layer)
+    call = readable(call)
+    if not is_rotated(lines, call.q.shape[3]):
+        return attend_slots(call, lines, layer)
+    out, attention = attend_slots(readable(rotated_call(call, lines)), lines, layer, values=call.v)
+    return rotated_output(out, call), attention
 
 
 def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:

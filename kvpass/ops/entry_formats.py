@@ -1,10 +1,10 @@
 """Entries in fewer bits: codes, with one scale for each key and one for each value. Every entry is on its own.
 
-``int8``: scale = max|x| / 127, code = x / scale rounded half to even. ``fp8``: scale = max|x| / 448, code = x / scale
-cast to e4m3 (nearest even). An entry of zeros has scale 0. What is stored stands for ``code * scale``.
+``int8``: scale = max|x| / 127, code = x / scale rounded half to even. ``fp8``: scale = max|x| / 448, code = the bits of
+x / scale cast to e4m3 (nearest even). An entry of zeros has scale 0. What is stored stands for ``code * scale``.
 
 ``rot4``, ``rot3``, ``rot2``: TurboQuant (arXiv 2504.19874) without its correction of one bit. Keys and values are held
-rotated (:mod:`kvpass.ops.rotation`). With r the root of the mean square of a rotated vector y, code i stands for the
+rotated (:mod:`kvpass.rotation`). With r the root of the mean square of a rotated vector y, code i stands for the
 number of y / r that is nearest to level i of :data:`kvpass.operands.LEVELS`, which have the least squared error for
 normally distributed numbers (Lloyd-Max). scale = y . c / c . c, by least squares, where c are the levels of the codes.
 What is stored stands for ``c * scale``. Codes lie along channels, the lowest bits of the bytes first.
@@ -14,42 +14,64 @@ Legend: B rows, E pool slots, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
 import torch
 from torch import Tensor
 
 from kvpass.config import EntryFormat
-from kvpass.operands import BITS, CODES, AppendBuffers, levels
+from kvpass.operands import BITS, CODES, AppendBuffers, SlotCache, levels
+from kvpass.rotation import rotated
 
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Largest code of each dtype."""
+Side: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Keys ``[.., n, D]``, values ``[.., n, Dv]`` and scales ``[.., n]`` of some slots of pool or tail, as they are held.
+
+No scales: they are no codes. Values without columns: they are the first numbers of the keys.
+"""
+_LARGEST = {torch.int8: 127.0, torch.uint8: 448.0}
+"""Largest number that a code of 8 bits of each dtype stands for."""
 _BLOCK = 1 << 14
 """Entries quantised at a time, so that no fp32 copy of the whole is made."""
 
 
-def quantise(x: Tensor, entry_format: EntryFormat, codes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return codes ``[.., E, D]`` and scales fp32 ``[.., E]`` of floats of that shape; of 8 codes BITS bytes.
+def empty_codes(shape: Sequence[int], entry_format: EntryFormat, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return memory for the codes and scales of entries ``[.., D]``: of 8 numbers BITS bytes, and fp32 ``[..]``."""
+    bytes_held = shape[-1] * BITS[entry_format] // 8
+    return (
+        torch.empty(*shape[:-1], bytes_held, dtype=CODES[entry_format], device=device),
+        torch.empty(*shape[:-1], dtype=torch.float32, device=device),
+    )
+
+
+def quantise(x: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Write the codes and scales of floats ``[.., E, D]``, which are rotated first for codes of 4 bits and fewer.
 
     Args:
-        x: rotated, for formats of 4 bits and fewer. codes: where to write them, of dtype ``CODES[entry_format]``; None:
-            new memory.
+        codes, scale: of the shapes and dtypes of :func:`empty_codes`.
     """
-    bits = BITS[entry_format]
-    if codes is None:
-        codes = torch.empty(*x.shape[:-1], x.shape[-1] * bits // 8, dtype=CODES[entry_format], device=x.device)
-    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    bits = codes.shape[-1] * 8 // x.shape[-1]
     for block, code, factor in zip(x.split(_BLOCK, -2), codes.split(_BLOCK, -2), scale.split(_BLOCK, -1), strict=True):
-        own, found = _in_steps(block.float(), codes.dtype) if bits == 8 else _nearest_levels(block.float(), bits)
-        code.copy_(own)
-        factor.copy_(found)
+        x32 = block.float()
+        found = _nearest_levels(rotated(x32), bits) if bits < 8 else _in_steps(x32, codes.dtype)
+        code.copy_(found[0])
+        factor.copy_(found[1])
+
+
+def quantised(x: Tensor, entry_format: EntryFormat) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of floats ``[.., E, D]``, as :func:`quantise` writes them."""
+    codes, scale = empty_codes(x.shape, entry_format, x.device)
+    quantise(x, codes, scale)
     return codes, scale
 
 
 def _in_steps(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return codes of 8 bits ``[.., E, D]``, still in fp32, and scales ``[.., E]`` of floats in fp32."""
+    """Return codes of 8 bits ``[.., E, D]`` and scales ``[.., E]`` of floats in fp32."""
     largest = _LARGEST[dtype]
     scale = x.abs().amax(-1) / largest
     scaled = (x / scale.where(scale != 0, 1.0)[..., None]).clamp(-largest, largest)
-    return scaled.round() if dtype == torch.int8 else scaled, scale
+    codes = scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(torch.float8_e4m3fn).view(dtype)
+    return codes, scale
 
 
 def _nearest_levels(y: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -62,11 +84,43 @@ def _nearest_levels(y: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scale: Tensor, dim: int) -> Tensor:
-    """Return the entries ``[.., E, dim]``, in the dtype of the scales; rotated ones of formats that are."""
-    if codes.dtype == torch.uint8:
-        bits = codes.shape[-1] * 8 // dim
-        return levels(bits, codes.device)[unpack(codes, bits).long()].to(scale.dtype) * scale[..., None]
-    return codes.to(scale.dtype) * scale[..., None]
+    """Return the entries ``[.., E, dim]``, in the dtype of the scales; of 4 bits and fewer the rotated ones."""
+    bits = codes.shape[-1] * 8 // dim
+    if bits < 8:
+        numbers = levels(bits, codes.device)[unpack(codes, bits).long()].to(scale.dtype)
+    elif codes.dtype == torch.uint8:
+        numbers = codes.view(torch.float8_e4m3fn).to(scale.dtype)
+    else:
+        numbers = codes.to(scale.dtype)
+    return numbers * scale[..., None]
+
+
+def side_at(held: AppendBuffers | SlotCache, side: Literal["pool", "tail"], at: Any) -> Side:
+    """Return the part of the pool or of the tail that an index selects, as views."""
+    buffers = (getattr(held, f"{side}_{name}") for name in ("k", "v", "k_scale", "v_scale"))
+    k, v, k_scale, v_scale = (None if x is None else x[at] for x in buffers)
+    assert k is not None and v is not None
+    return k, v, k_scale, v_scale
+
+
+def store(k: Tensor, v: Tensor, side: Side, slots: slice) -> None:
+    """Write keys ``[.., T, D]`` and values ``[.., T, Dv]`` into some slots of a part of pool or tail."""
+    for x, entries, scale in ((k, side[0], side[2]), (v, side[1], side[3])):
+        if entries.shape[-1] == 0:  # values are stored in keys
+            continue
+        if scale is None:
+            entries[..., slots, :] = x
+        else:
+            quantise(x, entries[..., slots, :], scale[..., slots])
+
+
+def entries_held(side: Side, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Return keys ``[.., key_dim]`` and values ``[.., value_dim]`` as they are held; of codes :func:`dequantise`."""
+    keys, values, k_scale, v_scale = side
+    k = keys if k_scale is None else dequantise(keys, k_scale, key_dim)
+    if values.shape[-1] == 0:
+        return k, k[..., :value_dim]
+    return k, values if v_scale is None else dequantise(values, v_scale, value_dim)
 
 
 def _shifts(count: int, step: int, device: torch.device) -> Tensor:
@@ -85,17 +139,26 @@ def unpack(codes: Tensor, bits: int) -> Tensor:
     return ((words[..., None] >> _shifts(8, bits, codes.device)) & (2**bits - 1)).flatten(-2).to(torch.uint8)
 
 
+def entries_of_head(
+    held: AppendBuffers, row: int, kept: slice, tail: tuple[Any, ...], key_dim: int, value_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Return keys ``[n, key_dim]`` and values ``[n, value_dim]`` of a KV head, pool first, as :func:`entries_held`.
+
+    Args:
+        kept: slots of the row's pool. tail: index of the slots of the tail.
+    """
+    sides = side_at(held, "pool", (min(row, len(held.pool_k) - 1), kept)), side_at(held, "tail", tail)
+    k, v = (torch.cat(pair) for pair in zip(*(entries_held(side, key_dim, value_dim) for side in sides), strict=True))
+    return k, v
+
+
 def packed(held: AppendBuffers, entry_format: EntryFormat) -> AppendBuffers:
-    """Return a cache whose pool, which holds floats (rotated, for formats that are), is held in fewer bits."""
-    (k, k_scale), (v, v_scale) = (quantise(pool, entry_format) for pool in held[:2])
-    return held._replace(pool_k=k, pool_v=v, pool_k_scale=k_scale, pool_v_scale=v_scale)
-
-
-def pool_rows(held: AppendBuffers, row: int, slots: slice) -> tuple[Tensor, Tensor]:
-    """Return keys and values of some slots of a row's pool: as they are held, or fp32 where that is in codes."""
-    row = min(row, len(held.pool_k) - 1)
-    k, v, k_scale, v_scale = held.pool_k[row, slots], held.pool_v[row, slots], held.pool_k_scale, held.pool_v_scale
-    if k_scale is None or v_scale is None:
-        return k, v
-    key_dim, value_dim = held.tail_k.shape[-1], held.tail_v.shape[-1]
-    return dequantise(k, k_scale[row, slots], key_dim), dequantise(v, v_scale[row, slots], value_dim)
+    """Return a cache whose entries, which are floats, are held in fewer bits."""
+    found: dict[str, Tensor] = {}
+    for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
+        floats = getattr(held, name)
+        if floats.shape[-1]:
+            found[name], found[f"{name}_scale"] = quantised(floats, entry_format)
+        else:  # values are stored in keys
+            found[name] = floats.to(CODES[entry_format])
+    return held._replace(**found)

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from kvpass.operands import Attention, EvictBuffers, PrefillBuffers, SlotCache, SlotTables
 from kvpass.ops import reference
+from kvpass.ops.entry_formats import dequantise
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import Slots, quota_now
 from kvpass.ranks import ONE_PROCESS, Ranks
+from kvpass.rotation import is_rotated, rotated_back
 
 SLOT_POSITION, SLOT_ORDER = 0, 1
 """Planes of the slot table, int32 ``[2, L, B, K, S]``: true position, storage order."""
@@ -49,7 +51,7 @@ def attend_evict(
     outputs, tokens, quota = [], call.q.shape[2], held.quota[layer]
     for step in range(tokens):
         now = held.next_position + step
-        lines = SlotCache(*held[:5], position, SlotTables(storage_order, state, norm, now))
+        lines = SlotCache(*held[:5], position, SlotTables(storage_order, state, norm, now), *held[10:])
         new = call if tokens == 1 else call.rows(slice(None), slice(step, step + 1))
         out, attention = implementation.attend_slots(new, lines, layer)
         assert attention is not None
@@ -69,7 +71,7 @@ def attend_evict(
             norm,
             implementation.pool_in_order,
             due=due,
-            keys=_keys_of(lines, layer) if rule.reads_keys else None,
+            keys=_keys_of(held, layer, call.q.shape[3]) if rule.reads_keys else None,
             rows=rows,
             scale=call.scale,
             softcap=call.softcap,
@@ -86,15 +88,18 @@ def attend_evict(
     return outputs[0] if tokens == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
 
 
-def _keys_of(lines: SlotCache, layer: int) -> Tensor:
+def _keys_of(held: EvictBuffers, layer: int, key_dim: int) -> Tensor:
     """Return the keys in the slots of a layer, ``[B, K, S, D]``, anything in empty ones."""
-    kv_heads, width = lines.position.shape[1:]
-    tail = lines.tail_k[layer]
-    if lines.pool_k is None or lines.offsets is None:
-        return tail
-    rows = _pool_rows(lines.offsets[:, layer * kv_heads :][:, :kv_heads], width - tail.shape[2], lines.pool_k)
-    pool = lines.pool_k.gather(1, rows[..., None].expand(-1, -1, lines.pool_k.shape[2]))
-    return torch.cat([pool.unflatten(1, (kv_heads, -1)), tail], 2)
+    kv_heads, width = held.table.shape[3:]
+    begins = held.offsets[:, layer * kv_heads :][:, :kv_heads]
+    rows = _pool_rows(begins, width - held.tail_k.shape[3], held.pool_k)
+    pool = held.pool_k.gather(1, rows[..., None].expand(-1, -1, held.pool_k.shape[2]))
+    keys = torch.cat([pool.unflatten(1, (kv_heads, -1)), held.tail_k[layer]], 2)
+    if held.pool_k_scale is None or held.tail_k_scale is None:
+        return keys
+    scale = held.pool_k_scale.gather(1, rows).unflatten(1, (kv_heads, -1))
+    keys = dequantise(keys, torch.cat([scale, held.tail_k_scale[layer]], 2), key_dim)
+    return rotated_back(keys) if is_rotated(held, key_dim) else keys
 
 
 def _pool_rows(begins: Tensor, slots: int, pool: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.operands import AppendBuffers, Attention, RecompressBuffers, with_values
-from kvpass.ops.entry_formats import pool_rows
-from kvpass.ops.rotation import is_rotated, rotated_back
+from kvpass.operands import AppendBuffers, Attention, RecompressBuffers
+from kvpass.ops.entry_formats import entries_of_head
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 from kvpass.ranks import ONE_PROCESS, Ranks
+from kvpass.rotation import is_rotated, rotated_back
 
 NOT_DUE = -1
 """Window of a row that is left as it is."""
@@ -59,11 +59,10 @@ def observe_held(
     Args:
         ranks: processes that share the heads of the layer; scores are of all heads, masses of those of this process.
     """
-    q, v, scale, softcap, sinks = call.q, call.v, *call[3:]
-    held = with_values(held, v.shape[3])
-    tail_k, tail_v = held.tail_k, held.tail_v
+    q, scale, softcap, sinks = call.q, *call[3:]
     scores, masses, layer_weights, window = found
-    t, kv_heads = q.shape[2], tail_k.shape[2]
+    t, kv_heads = q.shape[2], call.k.shape[1]
+    key_dim, value_dim = q.shape[3], call.v.shape[3]
     group, slots = q.shape[1] // kv_heads, scores.shape[3]
     end = int(held.tail_used) + t
     bounds, starts = held.offsets.tolist(), held.tail_start.tolist()
@@ -78,12 +77,13 @@ def observe_held(
         for head in range(kv_heads):
             segment = layer * kv_heads + head
             kept = slice(bounds[row][segment], bounds[row][segment + 1])
-            live = (layer, row, head, slice(starts[row], end))
-            pool_k, pool_v = pool_rows(held, row, kept)
-            keys.append(torch.cat([pool_k.to(tail_k.dtype), tail_k[live]]))
-            values.append(torch.cat([pool_v.to(tail_v.dtype), tail_v[live]]))
-            if is_rotated(held):
-                keys[head], values[head] = rotated_back(keys[head]), rotated_back(values[head])
+            tail = (layer, row, head, slice(starts[row], end))
+            k, v = entries_of_head(held, row, kept, tail, key_dim, value_dim)
+            if is_rotated(held, key_dim):
+                k = rotated_back(k)
+                v = rotated_back(v) if held.tail_v.shape[4] else k[:, :value_dim]
+            keys.append(k.to(q.dtype))
+            values.append(v.to(q.dtype))
             heads = slice(head * group, (head + 1) * group)
             own = queries[:, heads], keys[head][None, None], values[head][None, None]
             obs = Observation(*own, sinks=None if sinks is None else sinks[heads], **site)

@@ -20,15 +20,15 @@ from kvpass.operands import (
     PartialAttention,
     PolicyInputs,
     PrefillBuffers,
-    with_values,
 )
-from kvpass.ops.entry_formats import pool_rows
+from kvpass.ops.entry_formats import entries_of_head, side_at, store
 from kvpass.ops.slots import attend_slots, evict_lowest
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
 from kvpass.policies.scheduler import best_over_layers
 from kvpass.ranks import ONE_PROCESS, Ranks
+from kvpass.rotation import is_rotated, rotated_output, rotated_queries
 
 __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` has them
     "attend_cache",
@@ -362,33 +362,36 @@ def pack(buffers: PrefillBuffers) -> None:
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     """Append T new tokens to this layer's tail; attend pool and tail, causally among the new ones.
 
+    Where entries are codes, new ones are attended as their codes.
+
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q; softmax in fp32.
     Raises:
         ValueError: the tail cannot take T more tokens (nothing was written).
     """
+    if is_rotated(held, call.q.shape[3]):
+        return rotated_output(_attend_cache(rotated_queries(call, held), held, layer), call)
+    return _attend_cache(call, held, layer)
+
+
+def _attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     q, k, v, scale, softcap, sinks = call
-    held = with_values(held, v.shape[3])
-    tail_k, tail_v = held.tail_k, held.tail_v
-    b, h, t, _ = q.shape
-    kv_heads = k.shape[1]
+    b, h, t, key_dim = q.shape
+    kv_heads, value_dim = k.shape[1], v.shape[3]
     group = h // kv_heads
-    used = int(held.tail_used)
-    if used + t > tail_k.shape[3]:
-        raise ValueError(f"appending {t} tokens to a tail with {used} of {tail_k.shape[3]} slots used")
-    tail_k[layer, :, :, used : used + t] = k
-    tail_v[layer, :, :, used : used + t] = v
-    out = q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
+    used, slots = int(held.tail_used), held.tail_k.shape[3]
+    if used + t > slots:
+        raise ValueError(f"appending {t} tokens to a tail with {used} of {slots} slots used")
+    store(k, v, side_at(held, "tail", layer), slice(used, used + t))
+    out = q.new_empty(b, t, h, value_dim).transpose(1, 2)
     bounds, starts = held.offsets.tolist(), held.tail_start.tolist()
     future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
     for row in range(b):
         for kv_head in range(kv_heads):
             segment = layer * kv_heads + kv_head
             kept = slice(bounds[row][segment], bounds[row][segment + 1])
-            live = (layer, row, kv_head, slice(starts[row], used + t))
-            pool_k, pool_v = pool_rows(held, row, kept)
-            keys = torch.cat([pool_k.float(), tail_k[live].float()])
-            values = torch.cat([pool_v.float(), tail_v[live].float()])
+            tail = (layer, row, kv_head, slice(starts[row], used + t))
+            keys, values = (x.float() for x in entries_of_head(held, row, kept, tail, key_dim, value_dim))
             heads = slice(kv_head * group, (kv_head + 1) * group)
             logits = (q[row, heads].float() @ keys.T) * scale
             extra = None if sinks is None else sinks[heads, None, None]

@@ -56,7 +56,6 @@ from kvpass.operands import (
     written_in,
 )
 from kvpass.ops import evict, latents, recompress, recurrent, sliding
-from kvpass.ops.rotation import is_rotated, rotated_back, rotated_call, rotation_parts
 from kvpass.policies import from_spec
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
@@ -117,12 +116,7 @@ def _pack(buffers: PrefillBuffers) -> None:
 
 def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
     few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP
-    ops = implementation(call.q, impl if few else "eager")
-    if not is_rotated(held):
-        return ops.attend_cache(call, held, layer)
-    if impl == "cpp" and few and call.q.is_cpu:
-        return ops.attend_cache(call, held, layer, rotation_parts(call.q.shape[3], call.v.shape[3]))
-    return rotated_back(ops.attend_cache(rotated_call(call), held, layer).transpose(1, 2)).transpose(1, 2)
+    return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
 
 
 def _attend_evict(call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str, ranks: Ranks) -> Tensor:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.operands import Attention, SlotCache, with_values
+from kvpass.operands import Attention, SlotCache
+from kvpass.ops.entry_formats import Side, entries_held, side_at, store
 from kvpass.policies.decode_rules import keep_mask
 from kvpass.policies.observation import attention_weights
+from kvpass.rotation import is_rotated, rotated_output, rotated_queries
 
 EMPTY, ABSENT = -1, -2
 """Positions of a free slot, and of an unusable one (such as behind a head's pool segment)."""
@@ -32,32 +34,31 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     Raises:
         ValueError: a line has no empty slot.
     """
-    q, k, v, scale, softcap, sinks = call
-    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = with_values(lines, v.shape[3])
-    rows, heads = q.shape[:2]
+    new = rotated_queries(call, lines) if is_rotated(lines, call.q.shape[3]) else call
+    q, k, v, scale, softcap, sinks = new
+    rows, heads, _, key_dim = q.shape
+    position, tables, value_dim = lines.position, lines.tables, v.shape[3]
     kv_heads, width = position.shape[1:]
-    group, behind = heads // kv_heads, width - tail_k.shape[3]
+    group, behind = heads // kv_heads, width - lines.tail_k.shape[3]
     if not bool((position == EMPTY).any(2).all()):
         raise ValueError(f"layer {layer} has a line of {width} slots without an empty one")
-    out = q.new_empty(rows, 1, heads, v.shape[3]).transpose(1, 2)
+    out = q.new_empty(rows, 1, heads, value_dim).transpose(1, 2)
     attention = q.new_zeros(rows, heads, width, dtype=torch.float32)
     none_hidden = torch.zeros(1, dtype=torch.bool, device=q.device)
     for row in range(rows):
         for head in range(kv_heads):
             slot = int((position[row, head] == EMPTY).nonzero()[0])
             of_head = slice(head * group, (head + 1) * group)
-            first, last = (0, 0) if offsets is None else offsets[row, layer * kv_heads + head :][:2].tolist()
-            sides = []
-            for pool, tail, new in ((pool_k, tail_k, k), (pool_v, tail_v, v)):
-                target = tail[layer, row, head, slot - behind] if slot >= behind else pool[row, first + slot]  # type: ignore[index]
-                target.copy_(new[row, head, 0])
-                segment = tail.new_empty(0, tail.shape[4]) if pool is None else pool[row, first:last]
-                sides.append(torch.cat([segment, tail[layer, row, head]]))
+            sides = _line(lines, layer, row, head)
+            in_tail = slot >= behind
+            at = slice(slot - behind, slot - behind + 1) if in_tail else slice(slot, slot + 1)
+            store(k[row, head], v[row, head], sides[in_tail], at)
             index = torch.cat(
-                [torch.arange(last - first, device=q.device), torch.arange(behind, width, device=q.device)]
+                [torch.arange(len(sides[0][0]), device=q.device), torch.arange(behind, width, device=q.device)]
             )
             live = (position[row, head, index] >= 0) | (index == slot)
-            keys, values = (side[live].float() for side in sides)
+            held = [entries_held(side, key_dim, value_dim) for side in sides]
+            keys, values = (torch.cat(pair)[live].float() for pair in zip(*held, strict=True))
             logits = q[row, of_head, 0].float() @ keys.T * scale
             extra = None if sinks is None else sinks[of_head, None]
             weights = attention_weights(logits, none_hidden, softcap, extra)
@@ -68,8 +69,18 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
                 position[row, head, slot] = now[row]
                 storage_order[row, head, slot] = now[row] + NEWEST
                 decode_state[row, head, slot] = 0.0
-                norm[row, head, slot] = v[row, head, 0].float().abs().sum()
-    return out, None if tables is None else attention
+                norm[row, head, slot] = call.v[row, head, 0].float().abs().sum()
+    return (out if new is call else rotated_output(out, call)), None if tables is None else attention
+
+
+def _line(lines: SlotCache, layer: int, row: int, head: int) -> tuple[Side, Side]:
+    """Return what the slots of a line hold: those of its pool segment, and of its tail."""
+    tail = (layer, row, head)
+    if lines.offsets is None:
+        return side_at(lines, "tail", (*tail, slice(0, 0))), side_at(lines, "tail", tail)
+    segment = layer * lines.position.shape[1] + head
+    kept = slice(*lines.offsets[row, segment : segment + 2].tolist())
+    return side_at(lines, "pool", (row, kept)), side_at(lines, "tail", tail)
 
 
 def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:

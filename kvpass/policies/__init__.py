@@ -10,9 +10,9 @@ import json
 import os
 import sys
 from importlib.metadata import entry_points
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from kvpass.config import Budget
+from kvpass.config import Budget, BudgetLike
 from kvpass.policies.ada_kv import AdaPyramidKV, AdaSnapKV
 from kvpass.policies.base import Policy
 from kvpass.policies.baselines import Full, Random
@@ -45,6 +45,17 @@ _BESIDE_OPTIONS = ("policy", "budget", "backend", "recompress", "cuda_graphs")
 """Arguments of ``kvpass.compile`` that users may mistype among a policy's options."""
 
 P = TypeVar("P", bound=type[Policy])
+
+PolicyName = Literal[
+    "ada_pyramidkv", "ada_snapkv", "cake", "criticalkv", "defensivekv", "duo_attention", "expected_attention", "full",
+    "h2o", "keydiff", "knorm", "kvzap", "kvzip", "kvzip_plus", "lagkv", "lava", "layer_defensivekv", "lava_nohead",
+    "lava_pyramid", "lava_uniform", "pyramidkv", "r_kv", "random", "snapkv", "streaming_llm", "tova", "triattention",
+    "vatp",
+]  # fmt: skip
+"""Policies of kvpass; of your own, give an instance: a type checker does not know its name.
+
+It knows the options of an instance too: ``kvpass.policies.Lava(window=16)``.
+"""
 
 
 def register_policy(policy: P) -> P:
@@ -161,39 +172,14 @@ def _check_options(kind: type[Policy], options: dict[str, object]) -> None:
 
 
 for _policy in (
-    Full,
-    Lava,
-    LavaUniform,
-    LavaPyramid,
-    LavaNoHead,
-    SnapKV,
-    PyramidKV,
-    AdaSnapKV,
-    AdaPyramidKV,
-    Cake,
-    CriticalKV,
-    DefensiveKV,
-    LayerDefensiveKV,
-    DuoAttention,
-    ExpectedAttention,
-    H2O,
-    Tova,
-    StreamingLLM,
-    Vatp,
-    KeyDiff,
-    LagKV,
-    Knorm,
-    KVzap,
-    KVzip,
-    KVzipPlus,
-    RKV,
-    TriAttention,
-    Random,
-):
+    Full, Lava, LavaUniform, LavaPyramid, LavaNoHead, SnapKV, PyramidKV, AdaSnapKV, AdaPyramidKV, Cake, CriticalKV,
+    DefensiveKV, LayerDefensiveKV, DuoAttention, ExpectedAttention, H2O, Tova, StreamingLLM, Vatp, KeyDiff, LagKV,
+    Knorm, KVzap, KVzip, KVzipPlus, RKV, TriAttention, Random,
+):  # fmt: skip
     register_policy(_policy)
 
 
-def resolve_budget(policy: Policy, budget: Budget | int | float | str | None) -> Budget | None:
+def resolve_budget(policy: Policy, budget: BudgetLike) -> Budget | None:
     """Parse the budget and check it against the policy.
 
     Raises:
@@ -205,7 +191,7 @@ def resolve_budget(policy: Policy, budget: Budget | int | float | str | None) ->
     return parsed
 
 
-def parse_budget(policy: Policy, budget: Budget | int | float | str | None) -> Budget | None:
+def parse_budget(policy: Policy, budget: BudgetLike) -> Budget | None:
     """Parse the budget, without checking it against the window, which a short prompt need not fill.
 
     Raises:

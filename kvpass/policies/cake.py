@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpass.config import Budget
+from kvpass.config import Budget, BudgetLike
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, PooledLastQuery
 from kvpass.policies.layer_splits import CakeLayers, LayerSplit, zero_unseen_layers
@@ -33,7 +33,7 @@ TEMPERATURES: dict[tuple[str, int], tuple[float, float]] = {
 Indicator = Literal["sum", "mean", "var", "product"]
 
 
-def temperatures(model: str, budget: Budget | int | float | str | None) -> tuple[float, float]:
+def temperatures(model: str, budget: BudgetLike) -> tuple[float, float]:
     """Return CAKE's published (tau1, tau2) for a model name and a budget in entries.
 
     Raises:

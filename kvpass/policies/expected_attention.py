@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.head_splits import HeadSplit, SafeguardedHeads, UniformHeads
-from kvpass.policies.observation import Observation, rotated
+from kvpass.policies.observation import Observation, with_rope
 from kvpass.policies.options import check_bool, check_choice, check_float, check_int, option
 from kvpass.policies.refinement import Refinable
 
@@ -84,11 +84,11 @@ class ExpectedAttention(Refinable):
         cos, sin = (part.mean(0) for part in obs.rotation(after))
         mean = queries.mean(2, keepdim=True)
         keys = obs.keys[:, kv_head, None, self.sinks :].float()
-        logits = obs.scale * (keys * rotated(mean, cos, sin)).sum(-1)
+        logits = obs.scale * (keys * with_rope(mean, cos, sin)).sum(-1)
         if self.covariance:
             centred = queries - mean
-            spread = rotated(centred.mT @ centred / queries.shape[2], cos, sin)
-            spread = rotated(spread.mT, cos, sin)
+            spread = with_rope(centred.mT @ centred / queries.shape[2], cos, sin)
+            spread = with_rope(spread.mT, cos, sin)
             logits = logits + obs.scale**2 / 2 * ((keys @ spread) * keys).sum(-1)
         return logits.softmax(-1).mean(1, keepdim=True)
 

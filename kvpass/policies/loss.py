@@ -83,8 +83,4 @@ def _layer_loss(
     ).amax(0)
     largest = v.abs().sum(3).amax(2)
     row_norm = weight.double().abs().sum(0).amax()
-    return (
-        loss,
-        2 * projected * dropped.sum((1, 2)),
-        2 * row_norm * (largest[:, :, None] * dropped).sum((1, 2)),
-    )
+    return loss, 2 * projected * dropped.sum((1, 2)), 2 * row_norm * (largest[:, :, None] * dropped).sum((1, 2))

@@ -50,7 +50,7 @@ def attention_weights(logits: Tensor, hidden: Tensor, softcap: float | None, sin
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def with_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return ``x`` ``[..., D]`` with channels j and ``j + D / 2`` as a pair multiplied by ``(cos + i sin)[..., j]``."""
     real, imaginary = x.chunk(2, -1)
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
@@ -118,7 +118,8 @@ class Observation:
             this process. None: one process has all.
 
     All statistics are fp32 for any input dtype, and are computed one KV head at a time, so that no ``[H, window, N]``
-    tensor exists. ``a`` below is the causal softmax over all N keys, not renormalised.
+    tensor exists. ``a`` below is the causal softmax over all N keys, not renormalised. What needs a tensor that is not
+    given raises ValueError.
     """
 
     queries: Tensor
@@ -170,11 +171,7 @@ class Observation:
 
     @property
     def entries_per_head(self) -> Tensor:
-        """The budget without the window, int64 ``[B]``: :attr:`entries`.
-
-        Raises:
-            ValueError: it is not given.
-        """
+        """The budget without the window, int64 ``[B]``: :attr:`entries`, which must be given."""
         return _given(self.entries, "the budget is")
 
     @property
@@ -182,19 +179,12 @@ class Observation:
         """The most attention that a token of the policy's replays pays each entry, fp32 ``[B, K, N]``.
 
         Weighed by norms for policies that say ``weighs_replays``. See :func:`kvpass.policies.replay.most_attended`.
-
-        Raises:
-            ValueError: the replays are not given.
         """
         return _given(self.replayed, "replays of the prompt are")
 
     @property
     def token_scores(self) -> Tensor:
-        """What :meth:`kvpass.policies.base.Policy.token_scores` gives of the prompt, fp32 ``[B, K, N]``.
-
-        Raises:
-            ValueError: it is not given.
-        """
+        """What :meth:`kvpass.policies.base.Policy.token_scores` gives of the prompt, fp32 ``[B, K, N]``."""
         return _given(self.entered, "what enters attention is")
 
     @property
@@ -223,22 +213,22 @@ class Observation:
 
         They are turned back by their position in the row, which must have no padding: exact to the rounding of the
         queries. A factor in the model's cos and sin (YaRN) stays in them, and a position of the first token other than
-        0 stays as a rotation; rotated forward again, both are as the model has them.
+        0 stays as a rotation; with RoPE applied again, both are as the model has them.
 
         Raises:
             ValueError: rows before the R given queries are needed, or the frequencies are not given.
         """
-        offset = self.length - self.queries.shape[2]
-        self._check_rows(first, offset)
-        heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
         cos, sin = self.rotation(torch.arange(first, self.length, device=self.keys.device))
-        return rotated(self.queries[:, heads, first - offset :].float(), cos, -sin)
+        return with_rope(self._queries(kv_head, first, self.length), cos, -sin)
 
-    def _check_rows(self, first: int, offset: int) -> None:
+    def _queries(self, kv_head: int, first: int, last: int) -> Tensor:
+        """Queries of prompt rows ``first <= i < last`` for one KV head, fp32 ``[B, G, rows, D]``."""
+        given = self.queries.shape[2]
+        offset = self.length - given
         if first < offset:
-            raise ValueError(
-                f"queries hold the last {self.queries.shape[2]} of {self.length} prompt rows; row {first} is needed"
-            )
+            raise ValueError(f"queries hold the last {given} of {self.length} prompt rows; row {first} is needed")
+        heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
+        return self.queries[:, heads, first - offset : last - offset].float()
 
     def attention(self, kv_head: int, first: int, last: int) -> Tensor:
         """Attention of prompt rows ``first <= i < last`` for one KV head, fp32 ``[B, G, rows, last]``.
@@ -248,12 +238,9 @@ class Observation:
         Raises:
             ValueError: rows before the R given queries were requested.
         """
-        offset = self.length - self.queries.shape[2]
-        self._check_rows(first, offset)
-        heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
-        q = self.queries[:, heads, first - offset : last - offset].float()
-        k = self.keys[:, kv_head, :last].float()
+        q, k = self._queries(kv_head, first, last), self.keys[:, kv_head, :last].float()
         logits = torch.einsum("bgrd,bnd->bgrn", q, k).mul_(self.scale)
+        heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
         sinks = None if self.sinks is None else self.sinks[heads, None, None]
         return attention_weights(logits, self.hidden(kv_head, first, last), self.softcap, sinks)
 

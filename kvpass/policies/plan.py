@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpass.config import Budget, Geometry
+from kvpass.config import Budget, BudgetLike, Geometry
 from kvpass.operands import PolicyInputs
 from kvpass.policies import parse_budget, resolve
 from kvpass.policies.base import Policy
@@ -68,7 +68,7 @@ def plan(
     keys: Layers,
     values: Layers,
     *,
-    budget: Budget | int | float | str | None,
+    budget: BudgetLike,
     decode: tuple[Tensor, Tensor, Tensor] | None = None,
     scale: float | None = None,
     output_weights: Layers | None = None,
@@ -102,20 +102,40 @@ def plan(
             ``entering`` where the policy reads them.
     """
     chosen = resolve(policy, **options)
-    q, k, v = _stack("queries", queries), _stack("keys", keys), _stack("values", values)
-    _check_prompt(chosen, q, k, v)
+    k = _checked("keys", _stack("keys", keys), L=None, B=None, K=None, N=None, D=None)
+    layers, batch, kv_heads, length, dim = k.shape
+    v = _checked("values", _stack("values", values), L=layers, B=batch, K=kv_heads, N=length, Dv=None)
+    q = _checked("queries", _stack("queries", queries), L=layers, B=batch, H=None, R=None, D=dim)
+    heads, rows_given, least = q.shape[2], q.shape[3], max(min(chosen.window, length), 1)
+    if heads % kv_heads:
+        raise ValueError(f"queries.shape={tuple(q.shape)}: H={heads} must be a positive multiple of K={kv_heads}")
+    if not least <= rows_given <= length:
+        raise ValueError(
+            f"queries.shape={tuple(q.shape)}: R={rows_given} must be in [{least}, {length}] (window, prompt)"
+        )
     if decode is not None:
-        _check_decode(decode, q, k, v)
-    batch, kv_heads, dim = k.shape[1], k.shape[2], k.shape[4]
-    projections, frequencies = _projections(chosen, output_weights, q, v), _frequencies(chosen, rope_frequencies, q)
+        if len(decode) != 3:
+            raise ValueError(f"decode has {len(decode)} tensors: must be queries, keys and values")
+        count = None
+        for name, tensor, like in zip(("queries", "keys", "values"), decode, (q, k, v), strict=True):
+            sizes = {"L": layers, "B": batch, "heads": like.shape[2], "D": like.shape[4]}
+            count = len(_checked(f"decode {name}", tensor, S=count, **sizes))
+    projections = _of_layers(
+        chosen, layers, "output_weights", {"hidden": None, "H * Dv": heads * v.shape[4]}, output_weights
+    )
+    frequencies = _of_layers(chosen, layers, "rope_frequencies", {"D / 2": dim // 2}, rope_frequencies)
+    hidden = _of_layers(chosen, layers, "entering", {"B": batch, "N": length, "hidden": None}, entering)
     factor = dim**-0.5 if scale is None else scale
     check_float("scale", factor, 0.0, open_low=True)
     attended = _attended(chosen, replays, q, k, v, projections, factor)
     parsed, entries = _entries(chosen, budget, k, v)
-    entered = _entered(chosen, entering, k)
+    scored = [
+        None if x is None else chosen.token_scores(x, layer, layers, kv_heads, ONE_PROCESS)
+        for layer, x in enumerate(hidden)
+    ]
     given = [
         PolicyInputs(weight, turns, entries.expand(batch), replayed=most, entered=found)
-        for weight, turns, most, found in zip(projections, frequencies, attended, entered, strict=True)
+        for weight, turns, most, found in zip(projections, frequencies, attended, scored, strict=True)
     ]
 
     rows = []
@@ -254,9 +274,7 @@ def _positions(keep: Tensor) -> list[list[list[list[int]]]]:
     return [[[head.nonzero().flatten().tolist() for head in row] for row in layer] for layer in keep]
 
 
-def _entries(
-    policy: Policy, budget: Budget | int | float | str | None, k: Tensor, v: Tensor
-) -> tuple[Budget | None, Tensor]:
+def _entries(policy: Policy, budget: BudgetLike, k: Tensor, v: Tensor) -> tuple[Budget | None, Tensor]:
     """Return the parsed budget and the evictable entries per KV head and layer, int64 ``[1]``."""
     layers, _, kv_heads, length, dim = k.shape
     window = min(policy.window, length)
@@ -268,52 +286,26 @@ def _entries(
     return parsed, torch.tensor([max(entries - policy.window, 0)], device=k.device)
 
 
-def _projections(policy: Policy, given: Layers | None, q: Tensor, v: Tensor) -> Sequence[Tensor | None]:
-    """Return the output projection of each layer, None for each if the policy does not read it."""
-    layers, features = q.shape[0], q.shape[2] * v.shape[4]
-    if not policy.reads_projection:
+_READ_BY = {
+    "output_weights": ("reads_projection", "output projection"),
+    "rope_frequencies": ("reads_rotation", "rotary embedding"),
+    "entering": ("scores_tokens", "input"),
+}
+"""Arguments of :func:`plan` with a tensor for each layer: what policies say that read it, and what it is."""
+
+
+def _of_layers(
+    policy: Policy, layers: int, name: str, sizes: Mapping[str, int | None], given: Layers | None
+) -> Sequence[Tensor | None]:
+    """Return a tensor of each layer, of these sizes, that the policy reads; None for each if it does not."""
+    says, what = _READ_BY[name]
+    if not getattr(policy, says):
         return [None] * layers
-    weights = _of_layers(policy, "output projection", "output_weights", "hidden, H * Dv", given, layers)
-    for layer, weight in enumerate(weights):
-        if weight.dim() != 2 or weight.shape[1] != features or weight.shape[0] == 0:
-            raise ValueError(f"output_weights[{layer}].shape={tuple(weight.shape)}: must be [hidden, {features}]")
-    return weights
-
-
-def _frequencies(policy: Policy, given: Layers | None, q: Tensor) -> Sequence[Tensor | None]:
-    """Return the rotary frequencies of each layer, None for each if the policy does not read them."""
-    layers, dim = q.shape[0], q.shape[4]
-    if not policy.reads_rotation:
-        return [None] * layers
-    found = _of_layers(policy, "rotary embedding", "rope_frequencies", f"{dim} / 2", given, layers)
-    for layer, frequencies in enumerate(found):
-        if 2 * frequencies.numel() != dim or frequencies.dim() != 1:
-            raise ValueError(f"rope_frequencies[{layer}].shape={tuple(frequencies.shape)}: must be [{dim} / 2]")
-    return found
-
-
-def _entered(policy: Policy, given: Layers | None, k: Tensor) -> Sequence[Tensor | None]:
-    """Return the scores of tokens by what enters each layer, None for each if the policy has none."""
-    layers, batch, kv_heads, length, _ = k.shape
-    if not policy.scores_tokens:
-        return [None] * layers
-    found = _of_layers(policy, "input", "entering", "B, N, hidden", given, layers)
-    for layer, x in enumerate(found):
-        if x.dim() != 3 or x.shape[:2] != (batch, length):
-            raise ValueError(f"entering[{layer}].shape={tuple(x.shape)}: must be [{batch}, {length}, hidden]")
-    return [policy.token_scores(x, layer, layers, kv_heads, ONE_PROCESS) for layer, x in enumerate(found)]
-
-
-def _of_layers(policy: Policy, what: str, name: str, shape: str, given: Layers | None, layers: int) -> Sequence[Tensor]:
-    """Return a tensor of each layer, all finite, that the policy reads."""
     if given is None or len(given) != layers:
         count = "none" if given is None else len(given)
-        raise ValueError(
-            f"policy {policy.name!r} reads the {what} of each layer: pass {name}=[{layers}, {shape}]; {count} given"
-        )
-    for layer, tensor in enumerate(given):
-        _check_finite(f"{name}[{layer}]", tensor)
-    return list(given)
+        each = f"[{layers}, {_shown(sizes)}]"
+        raise ValueError(f"policy {policy.name!r} reads the {what} of each layer: pass {name}={each}; {count} given")
+    return [_checked(f"{name}[{layer}]", tensor, **sizes) for layer, tensor in enumerate(given)]
 
 
 def _attended(
@@ -336,20 +328,10 @@ def _attended(
             raise ValueError(
                 f"replays[{at}]: sinks={sinks}, first={first}, last={last} must ascend, up to the prompt's {length}"
             )
-        rows = keys.shape[3] if keys.dim() == 5 else 0
-        for name, x, heads in (("queries", queries, q.shape[2]), ("keys", keys, kv_heads)):
-            if rows == 0 or x.shape != (layers, batch, heads, rows, dim):
-                raise ValueError(
-                    f"replays[{at}].{name}.shape={tuple(x.shape)}: must be [{layers}, {batch}, {heads}, T >= 1, "
-                    f"{dim}], T the same for both"
-                )
-            _check_finite(f"replays[{at}].{name}", x)
-
+        tokens = _checked(f"replays[{at}].keys", keys, L=layers, B=batch, K=kv_heads, T=None, D=dim).shape[3]
+        _checked(f"replays[{at}].queries", queries, L=layers, B=batch, H=q.shape[2], T=tokens, D=dim)
         if policy.weighs_replays:
-            if norms is None or norms.shape != (layers, batch, rows):
-                given = None if norms is None else tuple(norms.shape)
-                raise ValueError(f"replays[{at}].norms.shape={given}: must be [{layers}, {batch}, {rows}]")
-            _check_finite(f"replays[{at}].norms", norms)
+            _checked(f"replays[{at}].norms", norms, L=layers, B=batch, T=tokens)
 
     found = []
     for layer, weight in enumerate(projections):
@@ -367,56 +349,31 @@ def _attended(
 
 
 def _stack(name: str, tensors: Layers) -> Tensor:
-    """Return ``[L, ...]`` from a tensor or one tensor per layer; checks that all are finite."""
-    if not isinstance(tensors, Tensor):
-        if len(tensors) == 0 or any(not isinstance(t, Tensor) for t in tensors):
-            raise ValueError(f"{name}: expected a tensor or a non-empty sequence of tensors, one per layer")
-        shapes = {tuple(t.shape) for t in tensors}
-        if len(shapes) > 1:
-            raise ValueError(f"{name}: layers differ in shape: {sorted(shapes)}")
-        tensors = torch.stack(list(tensors))
-    if tensors.dim() != 5:
-        raise ValueError(f"{name}.shape={tuple(tensors.shape)}: must be [L, B, heads, tokens, D]")
-    if not tensors.is_floating_point():
-        raise ValueError(f"{name}.dtype={tensors.dtype}: must be a floating dtype")
-    _check_finite(name, tensors)
-    return tensors
+    """Return ``[L, ...]`` from a tensor or one tensor per layer."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) == 0 or any(not isinstance(t, Tensor) for t in tensors):
+        raise ValueError(f"{name}: expected a tensor or a non-empty sequence of tensors, one per layer")
+    shapes = {tuple(t.shape) for t in tensors}
+    if len(shapes) > 1:
+        raise ValueError(f"{name}: layers differ in shape: {sorted(shapes)}")
+    return torch.stack(list(tensors))
 
 
-def _check_finite(name: str, tensor: Tensor) -> None:
+def _checked(name: str, tensor: Tensor | None, **sizes: int | None) -> Tensor:
+    """Return a tensor of floating numbers, all finite, with these sizes of its axes; None: any from 1 on."""
+    shape = () if tensor is None else tuple(tensor.shape)
+    wrong = [n for n, size in zip(shape, sizes.values(), strict=False) if n == 0 or n != (size or n)]
+    if tensor is None or wrong or len(shape) != len(sizes):
+        raise ValueError(f"{name}.shape={None if tensor is None else shape}: must be [{_shown(sizes)}], no axis of 0")
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name}.dtype={tensor.dtype}: must be a floating dtype")
     bad = ~torch.isfinite(tensor)
     if bool(bad.any()):
         index = bad.nonzero()[0].tolist()
         raise ValueError(f"{name}{index}={tensor[tuple(index)].item()}: all values must be finite")
+    return tensor
 
 
-def _check_prompt(policy: Policy, q: Tensor, k: Tensor, v: Tensor) -> None:
-    layers, batch, kv_heads, length, dim = k.shape
-    if 0 in (layers, batch, kv_heads, dim):
-        raise ValueError(f"keys.shape={tuple(k.shape)}: layers, batch, heads and D must be >= 1")
-    if length == 0:
-        raise ValueError(f"keys.shape={tuple(k.shape)}: the prompt has N=0 tokens; must be >= 1")
-    if v.shape[:4] != k.shape[:4] or v.shape[4] == 0:
-        raise ValueError(f"values.shape={tuple(v.shape)}: must be {tuple(k.shape[:4])} and Dv >= 1, as keys say")
-    rows = q.shape[3]
-    if q.shape[:2] != k.shape[:2] or q.shape[4] != dim:
-        raise ValueError(f"queries.shape={tuple(q.shape)}: must be [{layers}, {batch}, H, R, {dim}], as keys say")
-    if q.shape[2] == 0 or q.shape[2] % kv_heads:
-        raise ValueError(f"queries.shape={tuple(q.shape)}: H={q.shape[2]} must be a positive multiple of K={kv_heads}")
-    least = max(min(policy.window, length), 1)
-    if not least <= rows <= length:
-        raise ValueError(f"queries.shape={tuple(q.shape)}: R={rows} must be in [{least}, {length}] (window, prompt)")
-
-
-def _check_decode(decode: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor) -> None:
-    if len(decode) != 3:
-        raise ValueError(f"decode has {len(decode)} tensors: must be queries, keys and values")
-    steps = decode[0].shape[0] if decode[0].dim() == 5 else 0
-    for name, tensor, like in zip(("queries", "keys", "values"), decode, (q, k, v), strict=True):
-        layers, batch, heads, _, dim = like.shape
-        if tensor.shape != (steps, layers, batch, heads, dim) or steps == 0:
-            raise ValueError(
-                f"decode {name}.shape={tuple(tensor.shape)}: must be [S >= 1, {layers}, {batch}, {heads}, {dim}], "
-                "S the same for all three"
-            )
-        _check_finite(f"decode {name}", tensor)
+def _shown(sizes: Mapping[str, int | None]) -> str:
+    return ", ".join(axis if size is None else str(size) for axis, size in sizes.items())

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvpass.config import ENTRY_FORMATS, Budget, EntryFormat
+from kvpass.config import ENTRY_FORMATS, Budget, BudgetLike, EntryFormat, one_of
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 from kvpass.policies.cake import temperatures
 from kvpass.policies.observation import Observation
@@ -33,7 +33,7 @@ class Rules:
     entry_format: EntryFormat = "model"
     own_budget: bool = False
 
-    def with_budget(self, budget: Budget | int | float | str | None) -> Rules:
+    def with_budget(self, budget: BudgetLike) -> Rules:
         """Return the rules of a call with this budget of its own; None: the same rules."""
         if budget is None:
             return self
@@ -42,7 +42,7 @@ class Rules:
 
 def read_rules(
     policy: str | Policy,
-    budget: Budget | int | float | str | None,
+    budget: BudgetLike,
     recompress: str,
     *,
     window: int | None,
@@ -63,36 +63,8 @@ def read_rules(
         resolved,
         resolve_budget(resolved, budget),
         check_recompress(recompress, resolved),
-        check_entries(entries, resolved),
+        one_of("entries", entries, ENTRY_FORMATS),
     )
-
-
-def check_format(entries: str) -> EntryFormat:
-    """Return the entry format of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for known in ENTRY_FORMATS:
-        if entries == known:
-            return known
-    raise ValueError(f"entries={entries!r}: must be one of {', '.join(ENTRY_FORMATS)}")
-
-
-def check_entries(entries: str, policy: Policy) -> EntryFormat:
-    """Return the entry format if the policy's cache can have it.
-
-    Raises:
-        ValueError: unknown name, or the policy evicts while decoding.
-    """
-    known = check_format(entries)
-    if known != "model" and policy.decode_rule() is not None:
-        raise ValueError(
-            f"entries={entries!r} with policy {policy.name!r}: it evicts while decoding, and new entries take the "
-            "slots of evicted ones in full precision; give entries='model' or, where the policy has it, "
-            "evict_during_decode=False"
-        )
-    return known
 
 
 def check_recompress(recompress: str, policy: Policy) -> Recompress:
@@ -105,11 +77,7 @@ def check_recompress(recompress: str, policy: Policy) -> Recompress:
             needs queries from before the window or the output projection, or scores a KV head by what other heads
             attend to.
     """
-    for known in THRESHOLDS:
-        if recompress == known:
-            break
-    else:
-        raise ValueError(f"recompress={recompress!r}: must be one of {', '.join(THRESHOLDS)}")
+    known = one_of("recompress", recompress, THRESHOLDS)
     if known == "never" or policy.decode_rule() is not None:
         return known
     refusal = _refusal(policy)

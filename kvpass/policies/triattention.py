@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, Slots
-from kvpass.policies.observation import Observation, rotated
+from kvpass.policies.observation import Observation, with_rope
 from kvpass.policies.options import check_int, check_literal, check_path, option
 from kvpass.policies.scores import Group, reduce_group
 
@@ -30,7 +30,7 @@ class TriAttention(Policy):
     """Keep what queries like those of a text would attend to at growing distances: TriAttention (arXiv 2604.04921).
 
     Channels j and ``j + D / 2`` before RoPE are one complex number of frequency w[j]. Of the queries of a text, per
-    query head: their mean m and the mean M of their moduli. After t tokens, for a key k as it is cached, rotated:
+    query head: their mean m and the mean M of their moduli. After t tokens, for a key k as it is cached, RoPE applied:
 
     ``a[i] = mean over d of Re(sum_j m[j] exp(1j (t + d) w[j]) conj(k[i, j])) + sum_j (M[j] - |m[j]|) |k[i, j]|``,
 
@@ -140,13 +140,13 @@ class Distances(DecodeRule):
         """Return the score of each key, fp32 ``[B, K, N]``.
 
         Args:
-            rows: as :meth:`first_rows` gives them. keys: ``[B, K, N, D]``, rotated. tokens: seen so far, int64 ``[B]``.
+            rows: as :meth:`first_rows` gives them. keys: ``[B, K, N, D]``, RoPE applied. tokens: seen, int64 ``[B]``.
         """
         half = keys.shape[3] // 2
         mean, modulus, frequencies = rows[..., MEAN, :], rows[..., MODULUS, :half], rows[..., FREQUENCIES, :half]
         distances = 2 ** torch.arange(self.longest.bit_length(), device=keys.device)
         ahead = (tokens[:, None] + distances).float()[:, None, None, :, None] * frequencies[..., None, :]
-        queries = rotated(mean[..., None, :], ahead.cos(), ahead.sin())
+        queries = with_rope(mean[..., None, :], ahead.cos(), ahead.sin())
         if self.aggregate == "mean":
             queries = queries.mean(3, keepdim=True)
         spare = modulus - pairwise_norms(mean)

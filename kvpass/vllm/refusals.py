@@ -20,150 +20,76 @@ class Refusal(NamedTuple):
 
 
 REFUSALS = [
-    Refusal(
-        "the second model runner",
-        lambda config, _: config.use_v2_model_runner,
-        "it does not tell which request is in which row: set VLLM_USE_V2_MODEL_RUNNER=0",
-    ),
-    Refusal(
-        "chunked prefill",
-        lambda config, _: config.scheduler_config.enable_chunked_prefill,
-        "a policy needs the whole prompt: pass --no-enable-chunked-prefill, and --max-num-batched-tokens of at least "
-        "--max-model-len plus --max-num-seqs",
-    ),
-    Refusal(
-        "prefix caching",
-        lambda config, _: config.cache_config.enable_prefix_caching,
-        "what is kept depends on the end of the prompt: pass --no-enable-prefix-caching",
-    ),
-    Refusal(
-        "splitting long prompts",
-        lambda config, _: config.scheduler_config.long_prefill_token_threshold > 0,
-        "pass --long-prefill-token-threshold 0",
-    ),
-    Refusal(
-        "steps shorter than a prompt",
-        lambda config, _: (
-            0 < (config.scheduler_config.max_num_scheduled_tokens or 0) < config.model_config.max_model_len
-        ),
-        "a longer prompt would wait for ever: leave --max-num-scheduled-tokens out",
-    ),
-    Refusal(
-        "a scheduler of your own",
-        lambda config, _: config.scheduler_config.scheduler_cls is not None,
-        "prompts must be read whole: leave --scheduler-cls out",
-    ),
-    Refusal(
-        "scheduling by priority",
-        lambda config, _: config.scheduler_config.policy != "fcfs",
-        "pass --scheduling-policy fcfs",
-    ),
-    Refusal(
-        "pipeline parallelism",
-        lambda config, _: config.parallel_config.pipeline_parallel_size > 1,
-        "all layers of a request share one block: pass --pipeline-parallel-size 1",
-    ),
-    Refusal(
-        "context parallelism",
-        lambda config, _: (
-            config.parallel_config.decode_context_parallel_size > 1
-            or config.parallel_config.prefill_context_parallel_size > 1
-        ),
-        "pass --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
-    ),
-    Refusal(
-        "steps in parts",
-        lambda config, _: config.parallel_config.use_ubatching,
-        "which request is in which row is known for whole steps: leave --enable-dbo and --ubatch-size out",
-    ),
-    Refusal(
-        "more processes than divide the KV heads",
-        lambda config, _: (
-            config.model_config.get_total_num_kv_heads() % config.parallel_config.tensor_parallel_size > 0
-        ),
-        "each process needs KV heads of its own: pass a --tensor-parallel-size that divides their number",
-    ),
-    Refusal(
-        "tensor parallelism with a policy of your own",
-        lambda config, settings: (
-            config.parallel_config.tensor_parallel_size > 1 and not settings.policy.is_right_divided
-        ),
-        "use obs.all_heads where it compares heads and set divisible = True, or pass --tensor-parallel-size 1",
-    ),
-    Refusal(
-        "policies that read the output projection of a layer",
-        lambda _, settings: settings.policy.reads_projection,
-        'an attention layer of vLLM does not know it: use another policy, such as "lava"',
-    ),
-    Refusal(
-        "policies that read the rotary embedding",
-        lambda _, settings: settings.policy.reads_rotation,
-        'an attention layer of vLLM does not know it: use another policy, such as "keydiff"',
-    ),
-    Refusal(
-        "policies that replay the prompt",
-        lambda _, settings: settings.policy.reads_replays,
-        'vLLM prefills it once: use another policy, such as "keydiff"',
-    ),
-    Refusal(
-        "policies that score tokens by what enters attention",
-        lambda _, settings: settings.policy.scores_tokens,
-        'an attention layer of vLLM does not know it: use another policy, such as "keydiff"',
-    ),
-    Refusal(
-        "speculative decoding",
-        lambda config, _: config.speculative_config is not None,
-        "leave --speculative-config out",
-    ),
-    Refusal(
-        "KV transfer",
-        lambda config, _: config.kv_transfer_config is not None,
-        "leave --kv-transfer-config out",
-    ),
-    Refusal(
-        "attention that is not causal",
-        lambda config, _: config.attention_config.use_non_causal or config.diffusion_config is not None,
-        "leave --diffusion-config and use_non_causal of --attention-config out",
-    ),
-    Refusal(
-        "LoRA",
-        lambda config, _: config.lora_config is not None,
-        "leave --enable-lora out, or merge the adapter into the model",
-    ),
-    Refusal(
-        "prompt embeddings",
-        lambda config, _: config.model_config.enable_prompt_embeds,
-        "leave --enable-prompt-embeds out",
-    ),
-    Refusal(
-        "pooling models",
-        lambda config, _: config.model_config.runner_type != "generate",
-        "pass --runner generate",
-    ),
-    Refusal(
-        "multimodal models",
-        lambda config, _: config.model_config.is_multimodal_model,
-        "use a model that takes text only",
-    ),
-    Refusal(
-        "latent attention",
-        lambda config, _: (
-            config.model_config.use_mla or getattr(config.model_config.hf_text_config, "kv_lora_rank", None) is not None
-        ),
-        "vLLM caches latents for backends of their own, or the heads made of them, while kvpass keeps latents: "
-        f"{WITHOUT}, or call kvpass.compile(model) without vLLM",
-    ),
-    Refusal(
-        "attention backends chosen by kind of layer",
-        lambda config, _: bool(config.attention_config.backend_per_kind),
-        "they come before kvpass: leave backend_per_kind of --attention-config out",
-    ),
-    Refusal(
-        "a quantised cache",
-        lambda config, _: config.cache_config.cache_dtype not in ("auto", "float32", "bfloat16", "float16"),
-        "pass --kv-cache-dtype auto",
-    ),
-]
+    Refusal("the second model runner", lambda config, _: config.use_v2_model_runner,
+            "it does not tell which request is in which row: set VLLM_USE_V2_MODEL_RUNNER=0"),
+    Refusal("chunked prefill", lambda config, _: config.scheduler_config.enable_chunked_prefill,
+            "a policy needs the whole prompt: pass --no-enable-chunked-prefill, and --max-num-batched-tokens of "
+            "at least --max-model-len plus --max-num-seqs"),
+    Refusal("prefix caching", lambda config, _: config.cache_config.enable_prefix_caching,
+            "what is kept depends on the end of the prompt: pass --no-enable-prefix-caching"),
+    Refusal("splitting long prompts", lambda config, _: config.scheduler_config.long_prefill_token_threshold > 0,
+            "pass --long-prefill-token-threshold 0"),
+    Refusal("steps shorter than a prompt",
+            lambda config, _: (
+                0 < (config.scheduler_config.max_num_scheduled_tokens or 0) < config.model_config.max_model_len),
+            "a longer prompt would wait for ever: leave --max-num-scheduled-tokens out"),
+    Refusal("a scheduler of your own", lambda config, _: config.scheduler_config.scheduler_cls is not None,
+            "prompts must be read whole: leave --scheduler-cls out"),
+    Refusal("scheduling by priority", lambda config, _: config.scheduler_config.policy != "fcfs",
+            "pass --scheduling-policy fcfs"),
+    Refusal("pipeline parallelism", lambda config, _: config.parallel_config.pipeline_parallel_size > 1,
+            "all layers of a request share one block: pass --pipeline-parallel-size 1"),
+    Refusal("context parallelism",
+            lambda config, _: (
+                config.parallel_config.decode_context_parallel_size > 1
+                or config.parallel_config.prefill_context_parallel_size > 1),
+            "pass --decode-context-parallel-size 1 and --prefill-context-parallel-size 1"),
+    Refusal("steps in parts", lambda config, _: config.parallel_config.use_ubatching,
+            "which request is in which row is known for whole steps: leave --enable-dbo and --ubatch-size out"),
+    Refusal("more processes than divide the KV heads",
+            lambda config, _: (
+                config.model_config.get_total_num_kv_heads() % config.parallel_config.tensor_parallel_size > 0),
+            "each process needs KV heads of its own: pass a --tensor-parallel-size that divides their number"),
+    Refusal("tensor parallelism with a policy of your own",
+            lambda config, settings: (
+                config.parallel_config.tensor_parallel_size > 1 and not settings.policy.is_right_divided),
+            "use obs.all_heads where it compares heads and set divisible = True, or pass --tensor-parallel-size 1"),
+    Refusal("policies that read the output projection of a layer", lambda _, settings: settings.policy.reads_projection,
+            'an attention layer of vLLM does not know it: use another policy, such as "lava"'),
+    Refusal("policies that read the rotary embedding", lambda _, settings: settings.policy.reads_rotation,
+            'an attention layer of vLLM does not know it: use another policy, such as "keydiff"'),
+    Refusal("policies that replay the prompt", lambda _, settings: settings.policy.reads_replays,
+            'vLLM prefills it once: use another policy, such as "keydiff"'),
+    Refusal("policies that score tokens by what enters attention", lambda _, settings: settings.policy.scores_tokens,
+            'an attention layer of vLLM does not know it: use another policy, such as "keydiff"'),
+    Refusal("speculative decoding", lambda config, _: config.speculative_config is not None,
+            "leave --speculative-config out"),
+    Refusal("KV transfer", lambda config, _: config.kv_transfer_config is not None,
+            "leave --kv-transfer-config out"),
+    Refusal("attention that is not causal",
+            lambda config, _: config.attention_config.use_non_causal or config.diffusion_config is not None,
+            "leave --diffusion-config and use_non_causal of --attention-config out"),
+    Refusal("LoRA", lambda config, _: config.lora_config is not None,
+            "leave --enable-lora out, or merge the adapter into the model"),
+    Refusal("prompt embeddings", lambda config, _: config.model_config.enable_prompt_embeds,
+            "leave --enable-prompt-embeds out"),
+    Refusal("pooling models", lambda config, _: config.model_config.runner_type != "generate",
+            "pass --runner generate"),
+    Refusal("multimodal models", lambda config, _: config.model_config.is_multimodal_model,
+            "use a model that takes text only"),
+    Refusal("latent attention",
+            lambda config, _: (
+                config.model_config.use_mla
+                or getattr(config.model_config.hf_text_config, "kv_lora_rank", None) is not None),
+            "vLLM caches latents for backends of their own, or the heads made of them, while kvpass keeps latents: "
+            f"{WITHOUT}, or call kvpass.compile(model) without vLLM"),
+    Refusal("attention backends chosen by kind of layer",
+            lambda config, _: bool(config.attention_config.backend_per_kind),
+            "they come before kvpass: leave backend_per_kind of --attention-config out"),
+    Refusal("a quantised cache",
+            lambda config, _: config.cache_config.cache_dtype not in ("auto", "float32", "bfloat16", "float16"),
+            "pass --kv-cache-dtype auto"),
+]  # fmt: skip
 """One row for each combination of flags that would not be exact."""
 
 

@@ -10,7 +10,7 @@ import torch._dynamo
 import transformers
 from packaging.version import Version
 
-from kvpass.frontends.transformers import CompressedModel
+from kvpass.compiler.capture import CaptureCache
 from kvpass.transformers_compat import CACHE
 from tiny_models import compiled_once, random_ids, tiny_model
 
@@ -40,13 +40,13 @@ def drafts(model: Any, kind: str) -> dict[str, Any]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each call of a kvpass model."""
     counted: list[int] = []
-    forward = CompressedModel._forward
+    run = CaptureCache.run
 
-    def counting(self: Any, input_ids: torch.Tensor, *rest: Any) -> Any:
-        counted.append(input_ids.shape[1])
-        return forward(self, input_ids, *rest)
+    def counting(self: Any, call: Any, forward: Any, ids: torch.Tensor, *rest: Any) -> Any:
+        counted.append(ids.shape[1])
+        return run(self, call, forward, ids, *rest)
 
-    monkeypatch.setattr(CompressedModel, "_forward", counting)
+    monkeypatch.setattr(CaptureCache, "run", counting)
     return counted
 
 

@@ -195,8 +195,3 @@ def test_every_family_keeps_latents(family):
     cache = fast(random_ids(1, PROMPT)).past_key_values
     assert (cache.geometry.kv_heads, cache.geometry.entry_bytes) == (1, ROW * 4)
     assert int(cache.lengths.sum()) == len(cache) * BUDGET
-
-
-def test_rows_in_fewer_bits_are_refused():
-    with pytest.raises(ValueError, match=r"entries='int8': .* caches latent rows"):
-        kvpass.compile(tiny_model(FAMILY, layers=1), budget=64, entries="int8", backend="eager")

@@ -93,7 +93,7 @@ def call_everything(
         window_statistics,
     )
     from kvpass.operands import (
-        CODES,
+        BITS,
         AppendBuffers,
         Attention,
         Blocks,
@@ -140,12 +140,17 @@ def call_everything(
     for count in (1, 16):
         ragged_decode.attend_ragged(site(count), held, 1)
     ragged_extend.attend_extend(site(17), held, 1)
-    for entry_format, codes in CODES.items() if max(dims) <= 256 else ():
-        if codes == torch.uint8 and any(dim % 8 for dim in dims):
+    line = (rows, kv_heads, capacity + 40)
+    position, decode_state = torch.zeros(line, dtype=torch.int32), torch.zeros(line)
+    tables = SlotTables(position, decode_state, decode_state, start)
+    for entry_format, bits in BITS.items() if max(dims) <= 256 else ():
+        if bits < 8 and any(dim % 8 for dim in dims):
             continue
         packed = entry_formats.packed(held, entry_format)
         ragged_decode.attend_ragged(site(1), packed, 1)
         ragged_extend.attend_extend(site(17), packed, 1)
+        scales = [getattr(packed, f"{side}_{name}_scale") for side in ("pool", "tail") for name in "kv"]
+        slot_decode.attend_slots(site(1), SlotCache(*packed[:5], position, tables, *scales), 1)
 
     if dims[0] == dims[1]:
         sides = [torch.zeros(3, entries + layers * kv_heads * capacity, dims[0], dtype=dtype) for _ in range(2)]
@@ -155,9 +160,6 @@ def call_everything(
         for count in (1, 16):
             block_decode.attend_blocks(site(count), blocks, 1)
 
-    line = (rows, kv_heads, capacity + 40)
-    position, decode_state = torch.zeros(line, dtype=torch.int32), torch.zeros(line)
-    tables = SlotTables(position, decode_state, decode_state, start)
     slot_decode.attend_slots(site(1), SlotCache(*pool, offsets, *tail, position, tables), 1)
     ring = torch.zeros(rows, 1, capacity, dtype=torch.int32).expand(-1, kv_heads, -1)
     slot_decode.attend_slots(site(1), SlotCache(None, None, None, *tail, ring), 1)

@@ -21,7 +21,6 @@ from torch._inductor import cpp_builder
 from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
 from kvpass.operands import BITS, CODES
-from kvpass.ops.rotation import rotated_back, rotated_call, rotation_parts
 from numeric_checks import DecodeCase, assert_rounded, decode_case
 from pairwise import each_value, pairwise
 
@@ -36,17 +35,13 @@ def bits(tensor: Tensor) -> Tensor:
 
 def check(case: DecodeCase) -> None:
     """Output is the exact one but for rounding; the new entries are in the tail; nothing else changed by a bit."""
-    expected = case.exact()
-    tokens, used = case.q.shape[2], int(case.tail_used)
-    before = [tensor.clone() for tensor in case.decode_state]
-    before[2][case.layer, :, :, used : used + tokens] = case.k
-    before[3][case.layer, :, :, used : used + tokens] = case.v[..., : before[3].shape[-1]]
+    before = case.kept
     out = run(case)
     assert out.dtype == case.q.dtype
     assert out.transpose(1, 2).is_contiguous()
-    assert_rounded("out", out, expected)
-    for after, original in zip(case.decode_state, before, strict=True):
-        assert torch.equal(bits(after), bits(original))
+    case.check_appended()
+    assert_rounded("out", out, case.exact())
+    assert all(map(torch.equal, case.kept, before))
 
 
 RAGGED = [[37, 0, 5], [1, 130, 16]]
@@ -90,7 +85,7 @@ def test_equals_exact_attention(dtype: torch.dtype, group: int, dims: tuple[int,
     tokens=[1, 3],
     softcap=[None, 1.5],
 )
-def test_a_pool_of_codes(
+def test_codes(
     entry_format: EntryFormat,
     dtype: torch.dtype,
     group: int,
@@ -106,7 +101,7 @@ def test_a_pool_of_codes(
 
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("entry_format", ["rot4", "rot3", "rot2"])
-def test_a_pool_of_codes_of_few_bits(entry_format: EntryFormat, group: int) -> None:
+def test_codes_of_few_bits(entry_format: EntryFormat, group: int) -> None:
     """Rows that are no multiple of a vector, codes that lie across bytes."""
     lengths = [[37, 0, 5], [64, 130, 31]]
     check(decode_case(lengths, group=group, dim=72, value_dim=96, tokens=2, start=[0, 3]).packed(entry_format))
@@ -117,24 +112,19 @@ def test_a_pool_of_codes_of_few_bits(entry_format: EntryFormat, group: int) -> N
 )
 def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat, dtype: torch.dtype) -> None:
     case = decode_case([[37, 0, 5], [64, 130, 31]], group=2, dim=64, tokens=2, start=[0, 3], dtype=dtype)
-    if entry_format != "model":
-        case = case.packed(entry_format)
+    case = case.packed(entry_format)
     apart, shared = (case.with_pool_of_first_row(rows) for rows in (2, 1))
     assert torch.equal(run(shared), run(apart))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotations_in_the_kernel(dtype: torch.dtype) -> None:
-    """As if queries and new rows were rotated before, and outputs rotated back after."""
-    case = decode_case(RAGGED, group=3, dim=72, value_dim=40, tokens=2, start=[0, 3], dtype=dtype).packed("rot3")
-    apart, own = (replace(case, tail_k=case.tail_k.clone(), tail_v=case.tail_v.clone()) for _ in range(2))
-    expected = rotated_back(cpu.attend_cache(rotated_call(apart.call), apart.held, apart.layer))
-    found = cpu.attend_cache(own.call, own.held, own.layer, rotation_parts(72, 40))
-    eps = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    assert torch.allclose(found.float(), expected.float(), atol=eps)
-    for name in ("tail_k", "tail_v"):
-        written = [getattr(case, name)[case.layer, :, :, 5:7].float() for case in (own, apart)]
-        assert torch.allclose(*written, atol=eps)
+@pytest.mark.parametrize("entry_format", ["int8", "fp8", "rot4"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_codes_of_values_stored_in_keys(entry_format: EntryFormat, tokens: int) -> None:
+    """Of rotated keys the values are no part: whole keys are attended, and rotated back."""
+    dims = {"group": 8, "dim": 72, "value_dim": 64, "tokens": tokens, "start": [0, 3]}
+    case = decode_case([[37], [130]], **dims, in_keys=True).packed(entry_format)  # type: ignore[arg-type]
+    assert case.pool_v.shape[2] == 0 and case.pool_v_scale is None
+    check(case)
 
 
 @pytest.mark.usefixtures("threads")
@@ -142,19 +132,22 @@ def test_codes_cut_between_threads() -> None:
     check(decode_case([[3000, 10, 5001], [0, 4000, 33]], group=2, dim=64, tokens=2, start=[0, 1]).packed("rot4"))
 
 
-def test_scales_that_do_not_fit_the_pool_are_refused() -> None:
+def test_scales_that_do_not_fit_are_refused() -> None:
     case = decode_case(RAGGED)
     with pytest.raises(ValueError, match="must be given together"):
         run(replace(case.packed("int8"), pool_v_scale=None))
-    with pytest.raises(ValueError, match=r"pool_k is torch\.float32 .* and has scales"):
-        run(replace(case, pool_k_scale=torch.zeros(2, 9), pool_v_scale=torch.zeros(2, 9)))
+    scales = dict.fromkeys(("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale"), torch.zeros(2, 9))
+    with pytest.raises(ValueError, match=r"tail_k is torch\.float32 .* and has scales"):
+        run(replace(case, **scales))
     with pytest.raises(ValueError, match="keys of 32 numbers must be int8 or fp8 codes, or uint8"):
-        run(replace(case.packed("rot4"), pool_k=torch.zeros(2, 9, 1, dtype=torch.uint8)))
+        run(replace(case.packed("rot4"), tail_k=torch.zeros(3, 2, 3, 24, 1, dtype=torch.uint8)))
     packed = case.packed("fp8")
     with pytest.raises(ValueError, match="pool_v_scale has shape"):
         run(replace(packed, pool_v_scale=torch.zeros(2, 9)))
+    with pytest.raises(ValueError, match="tail_k_scale has dtype"):
+        run(replace(packed, tail_k_scale=packed.tail_k_scale.double()))
     with pytest.raises(ValueError, match="pool_k has dtype"):
-        run(replace(packed, pool_k_scale=None, pool_v_scale=None))
+        run(replace(packed, **dict.fromkeys(scales)))
 
 
 @pairwise(group=[1, 3, 7], softcap=[None, 1.5, 30.0], sinks=[False, True], dtype=[torch.float32, torch.bfloat16])
@@ -252,10 +245,10 @@ def spoil_order(case: DecodeCase) -> None:
 )
 def test_bad_arguments_change_nothing(change: dict[str, Any], message: str) -> None:
     case = decode_case(RAGGED, group=2, tokens=2)
-    before = [tensor.clone() for tensor in case.decode_state]
+    before = [tensor.clone() for tensor in case.buffers]
     with pytest.raises(ValueError, match=message):
         run(replace(case, **change))
-    for after, original in zip(case.decode_state, before, strict=True):
+    for after, original in zip(case.buffers, before, strict=True):
         assert torch.equal(bits(after), bits(original))
     check(case)
 
@@ -264,10 +257,10 @@ def test_bad_arguments_change_nothing(change: dict[str, Any], message: str) -> N
 def test_offsets_outside_the_pool_change_nothing(spoil: Callable[[DecodeCase], None]) -> None:
     case = decode_case(RAGGED)
     spoil(case)
-    before = [tensor.clone() for tensor in case.decode_state]
+    before = [tensor.clone() for tensor in case.buffers]
     with pytest.raises(ValueError, match="offsets of row"):
         run(case)
-    for after, original in zip(case.decode_state, before, strict=True):
+    for after, original in zip(case.buffers, before, strict=True):
         assert torch.equal(bits(after), bits(original))
 
 
@@ -329,6 +322,6 @@ def test_narrower_instruction_sets(
         case = decode_case(
             RAGGED, group=group, dim=72, value_dim=value_dim, tokens=3, dtype=dtype, start=[0, 3], sinks=True
         )
-        check(case if entry_format == "model" else case.packed(entry_format))
+        check(case.packed(entry_format))
     if entry_format == "model":
         test_every_value_survives_and_means_round_to_even(dtype)

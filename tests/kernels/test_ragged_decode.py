@@ -11,22 +11,19 @@ import torch
 from torch import Tensor
 
 from kvpass.config import EntryFormat
-from kvpass.kernels import ragged_decode, ragged_extend
+from kvpass.kernels import append_codes, ragged_decode, ragged_extend
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import TAIL_TILE, attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.kernels.tile_map import tile_map
 from kvpass.operands import AppendBuffers, Attention
 from kvpass.ops import reference
+from kvpass.rotation import is_rotated, rotated_call, rotated_output
 from numeric_checks import DecodeCase, Exact, assert_rounded, decode_case
 from pairwise import each_value, quick
 
 SPLIT = KernelConfig.of(4, 2, BLOCK_S=16, BLOCK_P=4, BLOCK_M=2)
 EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
-
-
-def copied(case: DecodeCase) -> DecodeCase:
-    return replace(case, tail_k=case.tail_k.clone(), tail_v=case.tail_v.clone())
 
 
 def eager(case: DecodeCase) -> Tensor:
@@ -40,11 +37,18 @@ def tiled(case: DecodeCase, tile: int = 64) -> AppendBuffers:
 
 
 def ragged(case: DecodeCase, tile: int = 32, config: KernelConfig | None = SPLIT) -> Tensor:
-    return attend_ragged(case.call, tiled(case, tile), case.layer, config)
+    return turned(case, lambda call: attend_ragged(call, tiled(case, tile), case.layer, config))
 
 
 def extend(case: DecodeCase, config: KernelConfig | None = EXTEND) -> Tensor:
-    return attend_extend(case.call, case.held, case.layer, config)
+    return turned(case, lambda call: attend_extend(call, case.held, case.layer, config))
+
+
+def turned(case: DecodeCase, attend: Callable[[Attention], Tensor]) -> Tensor:
+    """As ``ops.cuda`` calls kernels on a rotated cache."""
+    if not is_rotated(case.held, case.q.shape[3]):
+        return attend(case.call)
+    return rotated_output(attend(rotated_call(case.call, case.held)), case.call)
 
 
 BOTH = (ragged, extend)
@@ -66,21 +70,16 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(case: DecodeCase, ways: Sequence[Callable[[DecodeCase], Tensor]] = BOTH) -> None:
-    """Output exact but for rounding, tail equal to the reference's bit for bit, pool untouched."""
-    right, expected = exact(case), copied(case)
-    out = eager(expected)
-    assert_rounded("eager", out, right)
-    for way in ways:
-        given = copied(case)
-        pools = given.pool_k.clone(), given.pool_v.clone()
+    """Output exact but for rounding; the new entries are in the tail; nothing else changed by a bit."""
+    before = case.kept
+    for way in (eager, *ways):
+        given = case.copied()
         found = way(given)
-        assert found.shape == out.shape and found.dtype == out.dtype and found.transpose(1, 2).is_contiguous()
-        assert_rounded(way.__name__, found, right)
-        for name in ("tail_k", "tail_v"):
-            same = getattr(given, name).view(torch.uint8), getattr(expected, name).view(torch.uint8)
-            assert torch.equal(*same), f"{way.__name__}: {name}"
-        for before, after in zip(pools, (given.pool_k, given.pool_v), strict=True):
-            assert torch.equal(before.view(torch.uint8), after.view(torch.uint8)), way.__name__
+        assert found.shape == (*case.q.shape[:3], case.v.shape[3]) and found.dtype == case.q.dtype
+        assert found.transpose(1, 2).is_contiguous()
+        given.check_appended()
+        assert_rounded(way.__name__, found, exact(given))
+        assert all(map(torch.equal, given.kept, before)), way.__name__
 
 
 LENGTHS = [[0, 33], [70, 1]]
@@ -161,7 +160,7 @@ def test_half_precision(tokens: int) -> None:
 
 
 @each_value(entry_format=["int8", "fp8"], dtype=[torch.float32, torch.float16])
-def test_a_pool_of_codes(entry_format: EntryFormat, dtype: torch.dtype) -> None:
+def test_codes(entry_format: EntryFormat, dtype: torch.dtype) -> None:
     check(decode_case(LENGTHS, group=2, dim=20, value_dim=7, tokens=2, dtype=dtype, start=[2, 0]).packed(entry_format))
 
 
@@ -175,7 +174,7 @@ def test_a_pool_of_codes(entry_format: EntryFormat, dtype: torch.dtype) -> None:
         pytest.param("rot4", torch.float32, 128, 128, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_pool_of_codes_of_few_bits(entry_format: EntryFormat, dtype: torch.dtype, dim: int, value_dim: int) -> None:
+def test_codes_of_few_bits(entry_format: EntryFormat, dtype: torch.dtype, dim: int, value_dim: int) -> None:
     case = decode_case(
         [[0, 33, 70], [40, 1, 32]], group=3, dim=dim, value_dim=value_dim, tokens=2, dtype=dtype, start=[2, 0]
     ).packed(entry_format)
@@ -184,12 +183,10 @@ def test_a_pool_of_codes_of_few_bits(entry_format: EntryFormat, dtype: torch.dty
 
 @pytest.mark.parametrize("entry_format", quick(["model", "int8", "rot4"], ["model", "rot4"]))
 def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat) -> None:
-    case = decode_case([[0, 33, 70], [40, 1, 32]], dim=64, tokens=2, start=[2, 0])
-    if entry_format != "model":
-        case = case.packed(entry_format)
+    case = decode_case([[0, 33, 70], [40, 1, 32]], dim=64, tokens=2, start=[2, 0]).packed(entry_format)
     apart, shared = (case.with_pool_of_first_row(rows) for rows in (2, 1))
     for way in (eager, *BOTH):
-        assert torch.equal(way(copied(shared)), way(copied(apart))), way.__name__
+        assert torch.equal(way(shared.copied()), way(apart.copied())), way.__name__
 
 
 @pytest.mark.parametrize("tile", quick([1, 16, 128], [16]))
@@ -198,7 +195,7 @@ def test_codes_in_tiles_of_any_length(tile: int) -> None:
     check(case, [lambda given: ragged(given, tile)])
 
 
-def test_scales_that_do_not_fit_the_pool_are_refused() -> None:
+def test_scales_that_do_not_fit_are_refused() -> None:
     case = decode_case([[37, 0, 5]]).packed("rot4")
     assert case.pool_v_scale is not None
     for way in BOTH:
@@ -207,7 +204,7 @@ def test_scales_that_do_not_fit_the_pool_are_refused() -> None:
         with pytest.raises(ValueError, match="pool_v_scale is"):
             way(replace(case, pool_v_scale=case.pool_v_scale.half()))
         with pytest.raises(ValueError, match="keys of 32 numbers must be int8 or fp8 codes, or uint8"):
-            way(replace(case, pool_k=case.pool_k[..., :1].contiguous()))
+            way(replace(case, tail_k=case.tail_k[..., :1].contiguous()))
 
 
 @each_value(lengths=[[[0, 0]], [[0, 0], [0, 90]], [[1, 0]]], used=[0, 5])
@@ -269,9 +266,9 @@ def test_large_scores_do_not_overflow() -> None:
 def test_any_tile_length_and_the_usual_config(tile: int) -> None:
     case = decode_case([[0, 70], [5, 64]] if tile < 16 else [[0, 130], [5, 64]], tokens=2, dim=32)
     expected = exact(case)
-    assert_rounded("ragged", ragged(copied(case), tile), expected)
-    assert_rounded("ragged, usual config", ragged(copied(case), tile, config=None), expected)
-    assert_rounded("extend, usual config", extend(copied(case), config=None), expected)
+    assert_rounded("ragged", ragged(case.copied(), tile), expected)
+    assert_rounded("ragged, usual config", ragged(case.copied(), tile, config=None), expected)
+    assert_rounded("extend, usual config", extend(case.copied(), config=None), expected)
 
 
 @pytest.mark.parametrize("count", quick([1, 3, 4, 5, 8, 17], [1, 4, 5]))
@@ -365,7 +362,7 @@ def test_no_value_reaches_the_host(entry_format: EntryFormat | None, monkeypatch
     case = case.packed(entry_format) if entry_format else case
     held = AppendBuffers(*(None if x is None else x.to("meta") for x in tiled(case)))
     call = Attention(*(x.to("meta") if isinstance(x, Tensor) else x for x in case.call))
-    for module in (ragged_decode, ragged_extend):
+    for module in (append_codes, ragged_decode, ragged_extend):
         monkeypatch.setattr(module, "launch", lambda *args: None)
     for attend in (attend_extend, attend_ragged):
         assert attend(call, held, case.layer).is_meta

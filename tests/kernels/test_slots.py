@@ -16,13 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
-from kvpass.operands import Attention, SlotCache, SlotTables
+from kvpass.operands import BITS, Attention, SlotCache, SlotTables
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
+from kvpass.ops.entry_formats import dequantise, quantised
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.decode_rules import pool_in_order
-from numeric_checks import EPS, Exact, assert_rounded, exact_attention
+from kvpass.rotation import rotated_back
+from numeric_checks import EPS, Exact, assert_rounded, exact_attention, rounded
 from pairwise import pairwise
 from tiny_models import compiled_once, left_pad, random_ids
 
@@ -50,6 +53,29 @@ class SlotsCase:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    pool_k_scale: Tensor | None = None
+    pool_v_scale: Tensor | None = None
+    tail_k_scale: Tensor | None = None
+    tail_v_scale: Tensor | None = None
+
+    entry_format: EntryFormat = "model"
+
+    def packed(self, entry_format: EntryFormat) -> SlotsCase:
+        """The case with a cache of codes."""
+        found = {}
+        for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
+            found[name], found[f"{name}_scale"] = quantised(getattr(self, name), entry_format)
+        return replace(self, **found, entry_format=entry_format)
+
+    def unpacked(self) -> SlotsCase:
+        """The case with what codes stand for, in float64, and a new entry that is rounded as they are."""
+        found: dict[str, Any] = {}
+        for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
+            size = (self.k if name.endswith("k") else self.v).shape[3]
+            floats = dequantise(getattr(self, name), getattr(self, f"{name}_scale").double(), size)
+            found[name] = rotated_back(floats) if BITS[self.entry_format] < 8 else floats
+        k, v = (rounded(x.double(), self.entry_format) for x in (self.k, self.v))
+        return replace(self, **found, k=k, v=v, entry_format="model")
 
     @property
     def arguments(self) -> tuple[Attention, SlotCache, int]:
@@ -70,6 +96,8 @@ class SlotsCase:
 
     def exact(self) -> tuple[Exact, Exact]:
         """Output ``[B, H, 1, Dv]`` and weights ``[B, H, S]``, one line after another."""
+        if self.entry_format != "model":
+            return self.unpacked().exact()
         (rows, kv_heads, width), heads = self.position.shape, self.q.shape[1]
         group, behind = heads // kv_heads, width - self.tail_k.shape[3]
         lines = []
@@ -197,8 +225,8 @@ def check(case: SlotsCase, way: Callable[..., Any]) -> None:
             assert_rounded(f"weights, {name}", answer[1], right[1])
     for name, tensor in expected.decode_state.items():
         other = found.decode_state[name]
-        if name == "norm":
-            torch.testing.assert_close(other, tensor, atol=0, rtol=EPS * case.v.shape[3] ** 0.5)
+        if name == "norm" or name.endswith("scale"):
+            torch.testing.assert_close(other, tensor, atol=0, rtol=EPS * case.v.shape[3] ** 0.5, equal_nan=True)
         else:
             assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name
 
@@ -229,6 +257,18 @@ def test_values_stored_in_keys(way: Callable[..., Any], group: int, dim: int, va
 @pairwise(way=[*WAYS], softcap=[None, 4.0, 30.0], sinks=[False, True], tables=[True, False])
 def test_softcap_and_sinks(way: str, softcap: float | None, sinks: bool, tables: bool) -> None:
     check(slots_case(LENGTHS, group=4, softcap=softcap, sinks=sinks, tables=tables), WAYS[way])
+
+
+@pairwise(
+    way=[*WAYS],
+    entry_format=["int8", "fp8", "rot4", "rot3", "rot2"],
+    dims=[(32, 32), (40, 24), (64, 96)],
+    live=[0.5, 1.0],
+)
+def test_codes(way: str, entry_format: EntryFormat, dims: tuple[int, int], live: float) -> None:
+    """A new entry takes the slot of an evicted one, in pool or tail; its norm is that before it is rounded."""
+    case = slots_case(LENGTHS, group=3, dim=dims[0], value_dim=dims[1], live=live, sinks=True, softcap=20.0)
+    check(case.packed(entry_format), WAYS[way])
 
 
 @both_ways

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvpass.policies import resolve
-from kvpass.policies.observation import Observation, rotated
+from kvpass.policies.observation import Observation, with_rope
 from kvpass.policies.plan import decode_layer, plan
 from kvpass.policies.replay import Replayed
 
@@ -240,7 +240,7 @@ def test_contract_5_expected_attention_keeps_what_kvpress_keeps(path):
             covariance = torch.stack([x.T.cov(correction=0) for x in queries])
             torch.testing.assert_close(covariance, want["query_cov"][layer], rtol=2e-4, atol=2e-5)
         future = torch.arange(length, length + params["n_future_positions"])
-        ahead = rotated(mean, *(part.mean(0) for part in obs.rotation(future)))
+        ahead = with_rope(mean, *(part.mean(0) for part in obs.rotation(future)))
         torch.testing.assert_close(ahead, want["query_mean_rotated"][layer], rtol=2e-4, atol=2e-6)
 
 

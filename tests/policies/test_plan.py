@@ -484,7 +484,7 @@ BAD_INPUT = [
     ({"queries": Q[:, :, :3]}, "H=3.*K=2"),
     ({"queries": Q[:2]}, r"queries.shape=\(2, "),
     ({"queries": Q[..., :3]}, r"queries.shape=.*must be"),
-    ({"keys": K[:, :, :, :0], "values": V[:, :, :, :0]}, "N=0"),
+    ({"keys": K[:, :, :, :0], "values": V[:, :, :, :0]}, r"keys.shape=\(3, 1, 2, 0, 4\)"),
     ({"values": V[:, :, :, :5]}, r"values.shape=\(3, 1, 2, 5, 4\)"),
     ({"keys": K[0]}, r"keys.shape=\(1, 2, 24, 4\)"),
     ({"keys": K.long()}, "keys.dtype=torch.int64"),

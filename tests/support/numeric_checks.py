@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.config import EntryFormat
-from kvpass.operands import AppendBuffers, Attention
+from kvpass.operands import BITS, LEVELS, AppendBuffers, Attention
 from kvpass.ops.entry_formats import dequantise, packed
+from kvpass.rotation import rotated, rotated_back
 
 
 def assert_close(label: str, actual: Tensor, expected: Tensor, *, atol: float, rtol: float = 0.0) -> None:
@@ -155,7 +156,20 @@ def exact_attention(
     )
 
 
-OF_CODES = ("pool_k_scale", "pool_v_scale")
+OF_CODES = ("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale")
+
+
+def rounded(x: Tensor, entry_format: EntryFormat) -> Tensor:
+    """Entries ``[.., D]`` after a round trip, by the formula."""
+    bits = BITS[entry_format]
+    if bits == 8:
+        scale = x.abs().amax(-1, keepdim=True) / (127 if entry_format == "int8" else 448)
+        scaled = x / scale.where(scale > 0, 1.0)
+        return (scaled.round() if entry_format == "int8" else scaled.to(torch.float8_e4m3fn).to(x.dtype)) * scale
+    level, y = torch.tensor(LEVELS[bits], dtype=x.dtype), rotated(x)
+    size = y.square().mean(-1, keepdim=True).sqrt()
+    near = level[(y[..., None] / size[..., None] - level).abs().argmin(-1)]
+    return rotated_back(near * (y * near).sum(-1, keepdim=True) / near.square().sum(-1, keepdim=True))
 
 
 @dataclass
@@ -181,22 +195,31 @@ class DecodeCase:
     sinks: Tensor | None = None
     pool_k_scale: Tensor | None = None
     pool_v_scale: Tensor | None = None
+    tail_k_scale: Tensor | None = None
+    tail_v_scale: Tensor | None = None
+    entry_format: EntryFormat = "model"
 
     def packed(self, entry_format: EntryFormat) -> DecodeCase:
-        """The case with a pool of codes."""
+        """The case with a cache of codes."""
+        if entry_format == "model":
+            return self
         held = packed(self.held, entry_format)
-        return replace(self, **{name: getattr(held, name) for name in ("pool_k", "pool_v", *OF_CODES)})
+        names = ("pool_k", "pool_v", "tail_k", "tail_v", *OF_CODES)
+        return replace(self, **{name: getattr(held, name) for name in names}, entry_format=entry_format)
+
+    def copied(self) -> DecodeCase:
+        """The case with tails of its own."""
+        names = [name for name in ("tail_k", "tail_v", *OF_CODES[2:]) if getattr(self, name) is not None]
+        return replace(self, **{name: getattr(self, name).clone() for name in names})
 
     def with_pool_of_first_row(self, copies: int) -> DecodeCase:
         """The case with the pool of the first row for all rows, held so many times, and tails of its own."""
         rows = len(self.offsets)
         tables: dict[str, Any] = {"offsets": self.offsets[:1].repeat(rows, 1)}
-        for name in ("tail_k", "tail_v"):
-            tables[name] = getattr(self, name).clone()
-        for name in ("pool_k", "pool_v", *OF_CODES):
+        for name in ("pool_k", "pool_v", *OF_CODES[:2]):
             if (x := getattr(self, name)) is not None:
                 tables[name] = torch.cat([x[:1]] * copies)
-        return replace(self, **tables)
+        return replace(self.copied(), **tables)
 
     @property
     def call(self) -> Attention:
@@ -208,31 +231,71 @@ class DecodeCase:
         return held._replace(**{name: getattr(self, name) for name in OF_CODES})
 
     @property
-    def decode_state(self) -> list[Tensor]:
-        """What the call may write, and what it must not."""
-        return [self.pool_k, self.pool_v, self.tail_k, self.tail_v]
+    def _new(self) -> tuple[Any, ...]:
+        """Index of the new entries in tails."""
+        used = int(self.tail_used)
+        return self.layer, slice(None), slice(None), slice(used, used + self.q.shape[2])
 
-    def _floats(self, pool: Tensor, side: str) -> Tensor:
-        """The pool in float64, where it holds codes."""
-        scale = getattr(self, f"pool_{side}_scale")
-        size = self.q.shape[3] if side == "k" else self.v.shape[3]
-        return pool if scale is None else dequantise(pool, scale.double(), size)
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What a call may write, and what it must not."""
+        named = (getattr(self, name) for name in ("pool_k", "pool_v", "tail_k", "tail_v", *OF_CODES))
+        return [x for x in named if x is not None]
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What no call changes: the buffers, zeros in the slots of the new entries."""
+        found = [x.clone() for x in self.buffers]
+        for x in found:
+            if x.ndim >= 4:
+                x[self._new] = 0
+        return [x.view(torch.uint8) for x in found]
+
+    def _floats(self, name: str) -> Tensor:
+        """A buffer in float64, with what codes stand for."""
+        size = self.q.shape[3] if name.endswith("k") else self.v.shape[3]
+        held, scale = getattr(self, name), getattr(self, f"{name}_scale")
+        if scale is None:
+            return held.double()
+        found = dequantise(held, scale.double(), size)
+        return rotated_back(found) if BITS[self.entry_format] < 8 else found
+
+    def check_appended(self) -> None:
+        """The new entries are in the tail: as they are, or as codes that stand for what the formula gives."""
+        for name, new in (("tail_k", self.k), ("tail_v", self.v)):
+            if getattr(self, name).shape[-1] == 0:
+                continue
+            found = self._floats(name)[self._new]
+            if self.entry_format == "model":
+                assert torch.equal(found, new.double()), name
+                continue
+            expected = rounded(new.double(), self.entry_format)
+            if self.q.dtype == torch.float32:
+                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            else:  # kernels on CUDA rotate in the dtype of the call: a number between two levels may go to either
+                assert float((found - expected).norm() / expected.norm()) < 0.05, name
 
     def exact(self, *, rounds_weights: bool = False) -> Exact:
-        """Output ``[B, H, T, Dv]``, one row and KV head after another."""
+        """Output ``[B, H, T, Dv]``, one row and KV head after another; of a cache of codes when these are appended."""
         (rows, heads, tokens, _), kv_heads = self.q.shape, self.k.shape[1]
         group, used = heads // kv_heads, int(self.tail_used)
-        columns, in_keys = self.v.shape[3], self.pool_v.shape[2] == 0
-        stored_v, tail_v = (self.pool_k, self.tail_k) if in_keys else (self.pool_v, self.tail_v)
-        roundings = rounds_weights * (1 if self.pool_k_scale is None else 2)  # values too, when they leave their codes
-        pool_k, pool_v = self._floats(self.pool_k, "k"), self._floats(stored_v, "v")
+        in_keys, are_codes = self.pool_v.shape[2] == 0, self.entry_format != "model"
+        roundings = rounds_weights * (2 if are_codes else 1)  # values too, when they leave their codes
+        pool_k, tail_k = self._floats("pool_k"), self._floats("tail_k")
+        pool_v, tail_v = (pool_k, tail_k) if in_keys else (self._floats("pool_v"), self._floats("tail_v"))
+        if not are_codes:
+            tail_k, tail_v = tail_k.clone(), tail_v.clone()
+            tail_k[self._new] = self.k.double()
+            if not in_keys:
+                tail_v[self._new] = self.v.double()
+            else:
+                tail_v = tail_k
         outs = []
         for row, head in itertools.product(range(rows), range(kv_heads)):
             segment = slice(*self.offsets[row, self.layer * kv_heads + head :][:2].tolist())
-            held = (self.layer, row, head, slice(int(self.tail_start[row]), used))
-            keys = torch.cat([pool_k[row, segment], self.tail_k[held], self.k[row, head]])
-            stored = [pool_v[row, segment, :columns], tail_v[held][:, :columns]]
-            values = torch.cat([*stored, self.v[row, head]])
+            held = (self.layer, row, head, slice(int(self.tail_start[row]), used + tokens))
+            keys = torch.cat([pool_k[row, segment], tail_k[held]])
+            values = torch.cat([pool_v[row, segment], tail_v[held]])[:, : self.v.shape[3]]
             of_head = slice(head * group, (head + 1) * group)
             found = exact_attention(
                 self.q[row, of_head],
@@ -243,7 +306,7 @@ class DecodeCase:
                 softcap=self.softcap,
                 sinks=None if self.sinks is None else self.sinks[of_head, None],
                 rounds_weights=roundings,
-                rounds_keys=rounds_weights and self.pool_k.dtype == torch.uint8,
+                rounds_keys=rounds_weights and BITS.get(self.entry_format, 8) < 8,
                 dtype=self.q.dtype,
             )
             outs.append(found.out)

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvpass.operands import AppendBuffers, Attention
+from kvpass.operands import AppendBuffers, Attention, EvictBuffers, SlotCache
 
 
 @functools.cache
@@ -52,9 +52,9 @@ def rotation_parts(key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def is_rotated(held: AppendBuffers) -> bool:
-    """Whether a cache holds its entries rotated: its pool holds codes of 4 bits or fewer."""
-    return held.pool_k.dtype == torch.uint8
+def is_rotated(held: AppendBuffers | EvictBuffers | SlotCache, key_dim: int) -> bool:
+    """Whether a cache of keys of ``key_dim`` numbers holds its entries rotated: as codes of 4 bits or fewer."""
+    return held.tail_k.shape[-1] < key_dim
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -62,11 +62,26 @@ def rotated(x: Tensor) -> Tensor:
     return x @ rotation(x.shape[-1], x.device, x.dtype)
 
 
-def rotated_back(x: Tensor) -> Tensor:
-    """Return the rows of which these are the rotated ones."""
-    return x @ rotation(x.shape[-1], x.device, x.dtype).T
+def rotated_back(x: Tensor, columns: int | None = None) -> Tensor:
+    """Return the rows of which these are the rotated ones; of each the first ``columns`` numbers, or all."""
+    return x @ rotation(x.shape[-1], x.device, x.dtype)[:columns].T
 
 
-def rotated_call(call: Attention) -> Attention:
-    """Return an attention op with queries, keys and values rotated; of its output, the rotated one."""
-    return call._replace(q=rotated(call.q), k=rotated(call.k), v=rotated(call.v))
+def rotated_queries(call: Attention, held: AppendBuffers | SlotCache) -> Attention:
+    """Return an attention op on a rotated cache: with rotated queries, in fp32.
+
+    Values that are stored in keys are a part of them that a rotated key does not show, so whole keys are attended as
+    values; :func:`rotated_output` returns the part.
+    """
+    return call._replace(q=rotated(call.q.float()), v=call.v if held.tail_v.shape[-1] else call.k)
+
+
+def rotated_call(call: Attention, held: AppendBuffers | SlotCache) -> Attention:
+    """Return an attention op on a rotated cache: with rotated queries, keys and values, in their dtype."""
+    q, k = rotated(call.q), rotated(call.k)
+    return call._replace(q=q, k=k, v=rotated(call.v) if held.tail_v.shape[-1] else k)
+
+
+def rotated_output(out: Tensor, call: Attention) -> Tensor:
+    """Return the output ``[B, H, T, Dv]`` of an attention op, from that of :func:`rotated_queries` or of its call."""
+    return rotated_back(out.transpose(1, 2), call.v.shape[3]).to(call.q.dtype).transpose(1, 2)
