@@ -30,7 +30,7 @@ def hidden(model, inputs):
 
 
 @pytest.mark.parametrize(
-    "family", quick(["llama", "gemma3", "deepseek_v3", "llama4", "lfm2", "qwen3_next"], ["llama", "gemma3", "lfm2"])
+    "family", quick(["llama", "gemma3", "deepseek_v3", "llama4", "lfm2", "qwen3_next"], ["gemma3", "lfm2"])
 )
 def test_body_called_alone_reads_its_mask(family, padded):
     model = tiny_model(family, layers=2)

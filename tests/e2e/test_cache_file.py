@@ -102,7 +102,7 @@ def test_generation_from_a_loaded_cache_is_the_same_and_leaves_it_reusable(fast,
     assert loaded.reusable and loaded.columns == 50
 
 
-@pytest.mark.parametrize("family", quick(["bloom", "falcon_alibi", "gpt_neo", "gptj"], ["falcon_alibi", "gpt_neo"]))
+@pytest.mark.parametrize("family", quick(["bloom", "falcon_alibi", "gpt_neo", "gptj"], ["falcon_alibi"]))
 def test_a_model_that_has_prefilled_nothing_continues_a_loaded_cache_by_one_token(family, tmp_path):
     """Their masks are in the graph, and one token shows nothing of a mask."""
     model = tiny_model(family, layers=2 if family == "gpt_neo" else 1)
@@ -113,13 +113,6 @@ def test_a_model_that_has_prefilled_nothing_continues_a_loaded_cache_by_one_toke
     expected = fast(new, past_key_values=cache).logits
     later = compiled(model=model)
     assert torch.equal(later(new, past_key_values=kvpass.load_cache(tmp_path / "cache.kv", later)).logits, expected)
-
-
-def test_a_cache_that_is_not_reusable_comes_back_so(fast, tmp_path):
-    cache = fast(random_ids(1, 40)).past_key_values
-    cache.save(tmp_path / "cache.kv")
-    loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
-    assert fast(random_ids(1, 1), past_key_values=loaded).past_key_values is loaded
 
 
 @pytest.mark.exhaustive
@@ -143,7 +136,10 @@ def test_the_compiled_graphs_take_a_loaded_cache(tmp_path):
     ],
 )
 def test_a_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path, dtype, policy):
-    fast = compiled(policy=policy, budget=1024, model=tiny_model("llama", layers=2, dtype=dtype))
+    if dtype == torch.float32:
+        fast = shared(policy=policy, budget=1024)
+    else:
+        fast = compiled(policy=policy, budget=1024, model=tiny_model("llama", layers=2, dtype=dtype))
     fast.compress(random_ids(1, 1400)).save(tmp_path / "cache.kv")
     loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
     size = (tmp_path / "cache.kv").stat().st_size
@@ -225,7 +221,7 @@ def test_loading_in_inference_mode_gives_a_cache_that_works_outside(fast, saved)
     fast(random_ids(2, 1), past_key_values=loaded)
 
 
-@pytest.mark.parametrize("case", ["lava", "evicts, tables", "ring"])
+@pytest.mark.parametrize("case", quick(["lava", "evicts, tables", "ring"], ["evicts, tables", "ring"]))
 def test_a_cache_moves_to_another_device_as_a_whole(case):
     family, policy, options = CASES[case]
     fast = shared(family, policy, **options)

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import kvpass
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
+from pairwise import quick
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 STEPS = 14
@@ -192,7 +193,7 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("examples", [6, pytest.param(30, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", quick([*MACHINES], MACHINES.keys() - {"one layer, when full"}))
 def test_random_cache_operations_give_the_logits_of_the_masked_model(name, examples):
     case = MACHINES[name].TestCase
     case.settings = settings(

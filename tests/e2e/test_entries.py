@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,11 +18,10 @@ from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.ops import reference
 from kvpass.ranks import Ranks
 from numeric_checks import assert_close, rounded
+from pairwise import quick
 from tiny_models import left_pad, random_ids, tiny_model
 
 FORMATS = ["int8", "fp8", "rot4", "rot3", "rot2"]
-QUICK = [pytest.param("int8", marks=pytest.mark.exhaustive), "fp8"]
-"""Both share what these tests are of."""
 ROTATED = {"rot4": 4, "rot3": 3, "rot2": 2}
 WINDOW, BUDGET = 8, 20
 
@@ -78,7 +76,7 @@ def new_entries_rounded(entries: str) -> Iterator[None]:
 def round_prompt(store: Any, entries: str) -> None:
     """Replace what a store in full precision holds by what codes of it stand for."""
     for row, bounds in enumerate(store.offsets.tolist()):
-        for begin, end in pairwise(bounds):
+        for begin, end in itertools.pairwise(bounds):
             for pool in (store.pool_k, store.pool_v):
                 if pool.shape[-1]:
                     pool[row, begin:end] = rounded(pool[row, begin:end].clone(), entries)
@@ -162,7 +160,7 @@ def test_a_prompt_is_answered_before_entries_are_rounded() -> None:
     assert torch.equal(*out)
 
 
-@pytest.mark.parametrize("entries", [*FORMATS, "model"])
+@pytest.mark.parametrize("entries", quick([*FORMATS, "model"], ["int8", "rot3"]))
 def test_bytes(entries: str) -> None:
     fast = compiled(entries)
     ids = random_ids(1, 440, seed=1)
@@ -186,7 +184,7 @@ def test_bytes(entries: str) -> None:
     assert (f"entries='{entries}'" in str(report)) == (entries != "model")
 
 
-@pytest.mark.parametrize("entries", [*QUICK, "rot3", pytest.param("rot2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("entries", quick(["int8", "fp8", "rot3", "rot2"], ["rot3"]))
 def test_a_file_holds_the_codes(entries: str, tmp_path: Any) -> None:
     fast, (ids, mask) = compiled(entries), prompt()
     cache = fast(ids, attention_mask=mask).past_key_values
@@ -216,7 +214,7 @@ def test_a_file_whose_codes_are_of_another_dtype_is_refused(tmp_path: Any) -> No
         kvpass.load_cache(path, compiled("fp8"))
 
 
-@pytest.mark.parametrize("entries", [*QUICK, "rot4"])
+@pytest.mark.parametrize("entries", quick(["int8", "fp8", "rot4"], ["rot4"]))
 def test_recompression_moves_codes_as_they_are(entries: str) -> None:
     fast = compiled(entries, recompress="every_turn")
     cache = fast(random_ids(1, 60, seed=1)).past_key_values

@@ -101,8 +101,8 @@ def test_generation_without_a_cache_by_configuration_must_be_meant(model):
     assert torch.equal(fast.generate(ids, **call, use_cache=False), model.generate(ids, **call))
 
 
-def test_a_copy_of_a_compiled_model_has_weights_of_its_own(model):
-    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
+def test_a_copy_of_a_compiled_model_has_weights_of_its_own():
+    fast = kvpass.compile(tiny_model("llama", layers=1), budget=16, window=8, backend="eager")
     ids, token = random_ids(1, 40), random_ids(1, 1, seed=1)
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
     twin = copy.deepcopy(fast)
@@ -122,7 +122,7 @@ def test_a_copy_of_a_compiled_model_has_weights_of_its_own(model):
     assert gone() is None
 
 
-@pytest.mark.parametrize("family", quick(["llama", "gpt2", "gemma3"], ["gpt2", "gemma3"]))
+@pytest.mark.parametrize("family", quick(["llama", "gpt2", "gemma3"], ["gemma3"]))
 def test_autocast_is_that_of_the_uncompressed_model(family):
     original = tiny_model(family, layers=2)
     fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
@@ -288,14 +288,6 @@ def test_a_clone_is_independent_and_a_reset_cache_can_be_filled_again(tight):
     assert cache.get_seq_length() == 0 and cache.nbytes == 0
     out = tight(random_ids(1, 30, seed=3), past_key_values=cache)
     assert out.past_key_values is cache and cache.get_seq_length() == 30
-
-
-def test_generate_continues_on_a_cache_it_returned(model, fast):
-    ids, question = random_ids(1, 40), random_ids(1, 6, seed=8)
-    first = fast.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    turn = torch.cat([first.sequences, question], 1)
-    second = fast.generate(turn, past_key_values=first.past_key_values, max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(second, model.generate(turn, max_new_tokens=NEW, do_sample=False))
 
 
 def test_generate_asks_for_the_logits_of_the_last_position_only(fast):

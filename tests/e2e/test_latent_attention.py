@@ -157,7 +157,7 @@ def with_another_forward(attention):
     return "Linear"
 
 
-@pytest.mark.parametrize("change", [of_another_class, with_another_forward])
+@pytest.mark.parametrize("change", [of_another_class, pytest.param(with_another_forward, marks=pytest.mark.exhaustive)])
 def test_expanded_heads_are_cached_where_the_projection_is_no_plain_linear(change):
     model = tiny_model(FAMILY, layers=2)
     name = change(model.model.layers[1].self_attn)

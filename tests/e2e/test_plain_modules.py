@@ -223,9 +223,7 @@ def test_contract_1_greedy_tokens_are_those_of_recomputing_the_whole_sequence(de
         assert {group.geometry.kv_heads for group in session.cache.layout.pools} == {kv_heads}
 
 
-@pytest.mark.parametrize(
-    "decoder", quick([*MODELS], ["minimal GPT, written out", "written out in fp32", "ALiBi"]), indirect=True
-)
+@pytest.mark.parametrize("decoder", quick([*MODELS], ["minimal GPT, written out", "ALiBi"]), indirect=True)
 @torch.no_grad()
 def test_decoding_against_a_compressed_cache_equals_the_masked_oracle(decoder):
     model, kv_heads = decoder
@@ -265,7 +263,7 @@ class Unasserted(LearnedPositions):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", quick([*COUNTED], ["arange by row", "cumsum"]))
+@pytest.mark.parametrize("name", quick([*COUNTED], ["cumsum"]))
 def test_a_session_ends_where_the_table_of_positions_does(name):
     """Compiled code ends the process when it looks up a row beyond a table."""
     model = Unasserted(COUNTED[name]).eval()

@@ -27,8 +27,8 @@ OPTIONS = {
     "kvzap": {"weights": kvzap_file()},
     "vatp": {"indicator": "scissorhands"},
 }
-UNUSUAL = ["gpt_oss", "bloom", "diffllama", "deepseek_v3", "gpt2"]
-"""Sinks, experts and rings, ALiBi, two ops a layer, latents, a table."""
+UNUSUAL = ["gpt_oss", "bloom", "deepseek_v3"]
+"""Sinks, experts and rings, ALiBi, latents."""
 
 
 def prefilled(fast, block, ids, mask=None, **options):
@@ -86,7 +86,7 @@ def test_lengths_paddings_and_blocks(lengths, block, logits_to_keep, policy):
 
 
 def test_compiled_blocks_of_a_long_prompt():
-    model, fast = compiled_once("llama", layers=2, budget=WHOLE, window=8)
+    model, fast = compiled_once("llama", layers=1, budget=WHOLE, window=8)
     ids = random_ids(1, 1300)
     with torch.no_grad():
         expected = model(ids).logits
@@ -119,7 +119,7 @@ def peak_bytes(run):
     return max(itertools.accumulate(event.nbytes() for event in events))
 
 
-@pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["inductor"]))
+@pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["eager"]))
 def test_a_prompt_takes_the_memory_of_the_stream_of_a_layer_s_entries_and_of_a_block(backend):
     model = tiny_model("llama", layers=2, intermediate_size=4096)
     fast = kvpass.compile(model, budget=16, window=8, backend=backend, prefill_block=64)

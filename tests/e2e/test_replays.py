@@ -95,7 +95,7 @@ def positions_of(cache: kvpass.CompressedCache, row: int = 0) -> list[list[list[
     return [[head[head >= 0].tolist() for head in layer] for layer in cache.positions[row]]
 
 
-@pytest.mark.parametrize("tried", quick(TRIED, [(SHARED, "kvzip"), (UNEVEN, "kvzip_plus")]), ids="-".join)
+@pytest.mark.parametrize("tried", quick(TRIED, [(UNEVEN, "kvzip_plus")]), ids="-".join)
 def test_entries_that_a_repetition_attends_to_are_kept_in_padded_rows_too(tried):
     family, policy = tried
     _, fast = compiled_once(family, layers=2, policy=policy, budget=BUDGET, backend="eager", **ASKED)

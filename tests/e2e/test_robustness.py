@@ -24,7 +24,7 @@ def compiled(family="llama", **options):
 
 
 def compile_anew(model=None, **options):
-    return kvpass.compile(model or tiny_model("llama", num_hidden_layers=2), **OPTIONS | options)
+    return kvpass.compile(model or tiny_model("llama", layers=1), **OPTIONS | options)
 
 
 def greedy(model, ids, **options):
@@ -40,16 +40,6 @@ def test_prompts_of_any_length_with_a_budget_above_them(policy, tokens):
     model, fast = compiled(policy=policy, budget=64)
     ids = random_ids(2, tokens, seed=tokens)
     assert torch.equal(greedy(fast, ids), greedy(model, ids))
-
-
-@pytest.mark.parametrize("policy", ["lava", "pyramidkv", "cake"])
-def test_a_model_of_one_layer(policy):
-    options = {"tau1": 1.0, "tau2": 1.0} if policy == "cake" else {}
-    model, fast = compiled_once(layers=1, policy=policy, **{**OPTIONS, "budget": 100}, **options)
-    ids = random_ids(2, 40)
-    assert torch.equal(greedy(fast, ids), greedy(model, ids))
-    fast.set_budget(20)
-    assert int(fast(ids).past_key_values.lengths.sum()) == 2 * 2 * 20
 
 
 def test_the_append_buffer_grows_as_tokens_are_appended():
@@ -81,11 +71,9 @@ def test_the_append_buffer_grows_rarely_and_by_a_bounded_number_of_slots():
 # -- dtypes, modes, devices -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "dtype", quick([torch.float16, torch.bfloat16, torch.float32], [torch.float16, torch.bfloat16]), ids=str
-)
+@pytest.mark.parametrize("dtype", quick([torch.float16, torch.bfloat16, torch.float32], [torch.bfloat16]), ids=str)
 def test_16_bit_models_keep_16_bit_caches_and_say_the_same(dtype):
-    model = tiny_model("llama", dtype=dtype, num_hidden_layers=2)
+    model = tiny_model("llama", dtype=dtype, layers=1)
     fast = compile_anew(model)
     for policy in ("lava", "h2o"):
         fast.set_policy(policy, 64, window=8)
@@ -103,7 +91,7 @@ def assert_says_the_same(model, fast, dtype):
     assert_close("logits", logits.float(), expected[:, 40:].float(), atol=tolerance)
     fast.set_budget(20)
     kept = fast(ids).past_key_values
-    assert int(kept.lengths.sum()) == 2 * 2 * 2 * 20
+    assert int(kept.lengths.sum()) == 2 * 2 * 20
     assert bool(torch.isfinite(fast(new, past_key_values=kept).logits).all())
 
 
@@ -142,7 +130,7 @@ def test_any_grad_mode_and_changes_between_them(mode, policy):
 
 
 def test_a_state_dict_can_be_loaded_and_taken_back():
-    model, other = (tiny_model("llama", seed=seed, num_hidden_layers=2) for seed in range(2))
+    model, other = (tiny_model("llama", seed=seed, layers=1) for seed in range(2))
     fast = compile_anew(model)
     ids = random_ids(1, 40)
     before = greedy(fast, ids)
@@ -157,7 +145,7 @@ def test_a_state_dict_can_be_loaded_and_taken_back():
 
 def test_a_model_loaded_with_a_device_map(tmp_path):
     pytest.importorskip("accelerate")
-    model, fast = compiled()
+    model, fast = compiled_once("llama", layers=1, **OPTIONS)
     model.save_pretrained(tmp_path)
     mapped = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu").eval()
     mapped.generation_config.eos_token_id = None

@@ -32,7 +32,7 @@ def invoke(*words: object):
 @pytest.fixture
 def micro(micro_sizes, tmp_path):
     path = tmp_path / "micro.json"
-    path.write_text(json.dumps({**micro_sizes, "model_type": "llama", "num_hidden_layers": 2}))
+    path.write_text(json.dumps({**micro_sizes, "model_type": "llama"}))
     return path
 
 
@@ -202,12 +202,12 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     assert written["machine"]["copy_bandwidth"] > 1e6
     assert {"torch", "transformers", "kvpass"} <= written["versions"].keys()
     assert written["model"]["dtype"] == "float32"
-    assert (written["model"]["layers"], written["model"]["kv_heads"], written["model"]["key_dim"]) == (2, 2, 8)
+    assert (written["model"]["layers"], written["model"]["kv_heads"], written["model"]["key_dim"]) == (1, 2, 8)
     assert (written["new_tokens"], written["repeats"], written["budget"]) == (4, 2, 24)
     assert [(run["context"], run["batch"]) for run in written["runs"]] == [(96, 1), (64, 1)]
     run = written["runs"][0]
     entry_bytes = 2 * 8 * 4
-    assert run["budget"] == {"entries": 24, "bytes": 24 * 2 * 2 * entry_bytes}
+    assert run["budget"] == {"entries": 24, "bytes": 24 * 2 * entry_bytes}
     systems = {record["name"]: record for record in run["systems"]}
     assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
     for record in systems.values():
@@ -226,11 +226,11 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     assert systems["full"]["compile_s"] >= 0
     assert systems["hf-eager"]["scoring"] is None
     assert 0 < systems["lava"]["scoring"]["share"] < 1
-    assert systems["hf-eager"]["cache_bytes"] == 100 * 2 * 2 * entry_bytes
+    assert systems["hf-eager"]["cache_bytes"] == 100 * 2 * entry_bytes
     assert [systems[name]["attended_bytes"] for name in ("hf-eager", "hf-static", "full")] == [
-        100 * 2 * 2 * entry_bytes
+        100 * 2 * entry_bytes
     ] * 3
-    assert systems["lava"]["attended_bytes"] == (24 + 4) * 2 * 2 * entry_bytes
+    assert systems["lava"]["attended_bytes"] == (24 + 4) * 2 * entry_bytes
     assert systems["full"]["cache_bytes"] >= systems["hf-eager"]["cache_bytes"]
     assert systems["lava"]["cache_bytes"] < systems["full"]["cache_bytes"]
     assert systems["hf-static"]["same_tokens_as_hf_eager"]
@@ -266,6 +266,7 @@ def test_a_folder_that_cannot_be_made_is_refused_alike_by_every_command(words, o
     assert result.stderr.endswith("; name another\n")
 
 
+@pytest.mark.usefixtures("compile_once")
 def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "BUDGETS", (64,))
     monkeypatch.setattr(demo, "POLICIES", ("lava", "streaming_llm"))
@@ -289,6 +290,7 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
         assert words in result.output.replace("\n", " ")
 
 
+@pytest.mark.usefixtures("compile_once")
 def test_demo_shows_what_each_policy_answers_about_a_document(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "POLICIES", ("lava",))
     document, picture = tmp_path / "document.txt", tmp_path / "map.png"

@@ -96,6 +96,7 @@ def test_an_edited_policy_has_another_digest_and_an_unreadable_one_a_new_one_in_
     assert policy_digest(resolve("lava")) == ""
 
 
+@pytest.mark.usefixtures("compile_once")
 def test_an_edited_policy_is_evaluated_again(module, tmp_path):
     words = ["eval", "builtin", "--tasks", "multi_needle", "--policies", f"{module}:Latest", "--budgets", "0.25"]
     words += ["--scope", "prompt", "--samples", "1", "--length", "256", "--backend", "eager", "--output", "out"]

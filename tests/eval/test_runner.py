@@ -182,7 +182,9 @@ def test_a_batch_of_nothing_is_refused():
 
 @pytest.mark.parametrize("scope", ["prompt", "context"])
 def test_where_all_layers_slide_nothing_is_evicted(loaded, scope):
-    fast = kvpass.compile(tiny_model("mistral_sliding"), policy=resolve("lava", window=8), budget=16, backend="eager")
+    fast = kvpass.compile(
+        tiny_model("mistral_sliding", layers=1), policy=resolve("lava", window=8), budget=16, backend="eager"
+    )
     given = Runner(model=fast, tokenizer=loaded[1])
     assert given.totals.to_dict()["kept_fraction"] is None
     (answer,) = all_answers(loaded, given, [Request(Prompt(tuple(range(45)), 5), 2)], scope)

@@ -49,7 +49,7 @@ def queries_before_rope(model, ids, monkeypatch):
 
 @pytest.mark.parametrize("family", quick(ROTATED, ["qwen3", "gemma3"]))
 def test_turned_back_queries_are_those_of_the_model_before_rope(family, judged, monkeypatch):
-    model, fast = compiled_once(family, policy="expected_attention", budget=24, backend="eager")
+    model, fast = compiled_once(family, layers=2, policy="expected_attention", budget=24, backend="eager")
     ids = random_ids(1, 40)
     fast(ids)
     wanted = queries_before_rope(model, ids, monkeypatch)
@@ -63,7 +63,7 @@ def test_turned_back_queries_are_those_of_the_model_before_rope(family, judged, 
 def test_a_norm_before_rope_and_padding_change_nothing_of_what_is_kept(judged):
     """Qwen3 has a norm between the projection and RoPE; a padded row keeps what it keeps alone, and what plan says."""
     options = {"budget": 24, "window": 2, "head_split": "adaptive", "epsilon": 0.02}
-    _, fast = compiled_once("qwen3", policy="expected_attention", backend="eager", **options)
+    _, fast = compiled_once("qwen3", layers=2, policy="expected_attention", backend="eager", **options)
     prompts = [random_ids(1, n, seed=n)[0] for n in (40, 33)]
     ids, mask = left_pad(prompts)
     together = fast(ids, attention_mask=mask).past_key_values
@@ -82,7 +82,7 @@ def test_a_norm_before_rope_and_padding_change_nothing_of_what_is_kept(judged):
 
 @pytest.mark.parametrize("family", quick(UNFOUND, ["gpt_neox", "smollm3"]))
 def test_a_model_of_another_form_is_refused_and_works_with_another_policy(family):
-    _, fast = compiled_once(family, policy="expected_attention", budget=24, backend="eager")
+    _, fast = compiled_once(family, layers=2, policy="expected_attention", budget=24, backend="eager")
     with pytest.raises(kvpass.UnsupportedAttentionError, match="needs the rotary embedding of the queries"):
         fast(random_ids(1, 40))
     fast.set_policy("keydiff", 24)

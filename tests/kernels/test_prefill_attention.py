@@ -70,7 +70,7 @@ CASES = [
     Case(111, 80, heads=4, kv_heads=4, starts=(110, 31)),
     Case(111, 100, heads=4, kv_heads=1, config=SMALL),
     Case(513, 128, heads=1),
-    Case(4097, 64, heads=1, config=LARGE),
+    Case(1025, 64, heads=1, config=LARGE),
     Case(130, 192, dv=128, starts=(1,)),
     Case(65, 256, starts=(0,)),
     Case(65, 24, dv=40, starts=(64, 3), config=SMALL),

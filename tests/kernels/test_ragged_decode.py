@@ -82,7 +82,8 @@ def check(case: DecodeCase, ways: Sequence[Callable[[DecodeCase], Tensor]] = BOT
         assert all(map(torch.equal, given.kept, before)), way.__name__
 
 
-LENGTHS = [[0, 33, 7], [70, 1, 32]]
+LENGTHS = [[0, 33], [70, 1]]
+THREE_HEADS = [[0, 33, 7], [70, 1, 32]]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_codes_of_few_bits(entry_format: EntryFormat, dtype: torch.dtype, dim: i
     check(case, [*BOTH, lambda given: ragged(given, 64, config=None), lambda given: extend(given, config=None)])
 
 
-@pytest.mark.parametrize("entry_format", ["model", "int8", "rot4"])
+@pytest.mark.parametrize("entry_format", quick(["model", "int8", "rot4"], ["model", "rot4"]))
 def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat) -> None:
     case = decode_case([[0, 33, 70], [40, 1, 32]], dim=64, tokens=2, start=[2, 0]).packed(entry_format)
     apart, shared = (case.with_pool_of_first_row(rows) for rows in (2, 1))
@@ -212,7 +213,8 @@ def test_empty_segments(lengths: list[list[int]], used: int) -> None:
 
 
 def test_a_long_segment() -> None:
-    check(decode_case([[4097, 0]], dim=16))
+    """More tiles than are merged at a time."""
+    check(decode_case([[1057, 0]], dim=16))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_any_tile_length_and_the_usual_config(tile: int) -> None:
     assert_rounded("extend, usual config", extend(case.copied(), config=None), expected)
 
 
-@pytest.mark.parametrize("count", quick([1, 3, 4, 5, 8, 17], [1, 4, 5, 17]))
+@pytest.mark.parametrize("count", quick([1, 3, 4, 5, 8, 17], [1, 4, 5]))
 def test_any_number_of_tiles_is_merged_by_the_last_of_them(count: int) -> None:
     """Tails of one tile and of two; the other heads and rows have other numbers of tiles, or none in the pool."""
     for used in (TAIL_TILE - 1, TAIL_TILE):
@@ -328,7 +330,7 @@ def test_steps_one_after_another_are_one_long_step() -> None:
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, object], named: str) -> None:
-    case = decode_case(LENGTHS)
+    case = decode_case(THREE_HEADS)
     before = case.tail_k.clone()
     for name, value in change.items():
         setattr(case, name, value)
@@ -339,7 +341,7 @@ def test_bad_arguments_are_named(change: dict[str, object], named: str) -> None:
 
 
 def test_tables_of_another_cache() -> None:
-    case = decode_case(LENGTHS)
+    case = decode_case(THREE_HEADS)
     with pytest.raises(ValueError, match="offsets is"):
         extend(replace(case, offsets=case.offsets.long()))
     with pytest.raises(ValueError, match="tiles, tile_offsets or arrivals are None"):
@@ -356,7 +358,7 @@ def test_tables_of_another_cache() -> None:
 @pytest.mark.parametrize("entry_format", [None, "rot3"])
 def test_no_value_reaches_the_host(entry_format: EntryFormat | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers on meta tensors: reading a value would raise."""
-    case = decode_case(LENGTHS, sinks=True)
+    case = decode_case(THREE_HEADS, sinks=True)
     case = case.packed(entry_format) if entry_format else case
     held = AppendBuffers(*(None if x is None else x.to("meta") for x in tiled(case)))
     call = Attention(*(x.to("meta") if isinstance(x, Tensor) else x for x in case.call))

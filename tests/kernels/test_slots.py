@@ -231,10 +231,11 @@ def check(case: SlotsCase, way: Callable[..., Any]) -> None:
             assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name
 
 
-LENGTHS = [[0, 33, 7], [70, 1, 32]]
+LENGTHS = [[0, 33], [70, 1]]
+THREE_HEADS = [[0, 33, 7], [70, 1, 32]]
 
 
-@pairwise(way=[*WAYS], group=[1, 3, 4, 8], live=[0.0, 0.5, 0.97, 1.0])
+@pairwise(way=[*WAYS], group=[1, 3, 8], live=[0.0, 0.9, 1.0])
 def test_groups_and_empty_slots(way: str, group: int, live: float) -> None:
     check(slots_case(LENGTHS, group=group, live=live), WAYS[way])
 
@@ -295,12 +296,12 @@ def test_lines_without_a_pool(way: Callable[..., Any], capacity: int) -> None:
 
 @both_ways
 def test_a_long_line(way: Callable[..., Any]) -> None:
-    check(slots_case([[4097, 5]], dim=16), way)
+    check(slots_case([[1025, 5]], dim=16), way)
 
 
 @both_ways
 def test_strided_queries_keys_and_values(way: Callable[..., Any]) -> None:
-    case = slots_case(LENGTHS)
+    case = slots_case(THREE_HEADS)
     heads, kv_heads = case.q.shape[1], case.k.shape[1]
     fused = torch.randn(2, 1, heads + 2 * kv_heads, 32)
     q, k, v = (x.transpose(1, 2) for x in fused.split([heads, kv_heads, kv_heads], dim=2))
@@ -322,7 +323,7 @@ def test_strided_queries_keys_and_values(way: Callable[..., Any]) -> None:
     ],
 )
 def test_bad_arguments_are_named(way: Callable[..., Any], change: dict[str, Any], named: str) -> None:
-    case = slots_case(LENGTHS)
+    case = slots_case(THREE_HEADS)
     before = case.copy()
     with pytest.raises(ValueError, match=named):
         way(*replace(case, **change).arguments)
@@ -334,7 +335,7 @@ def test_bad_arguments_are_named(way: Callable[..., Any], change: dict[str, Any]
 
 @pytest.mark.parametrize("way", [slots.attend_slots, cpu.attend_slots], ids=["eager", "cpu"])
 def test_a_line_without_an_empty_slot(way: Callable[..., Any]) -> None:
-    case = slots_case(LENGTHS)
+    case = slots_case(THREE_HEADS)
     case.position[1, 2] = ABSENT
     before = case.tail_k.clone()
     with pytest.raises(ValueError, match="empty"):
@@ -343,7 +344,7 @@ def test_a_line_without_an_empty_slot(way: Callable[..., Any]) -> None:
 
 
 def test_a_segment_longer_than_its_part_of_a_line() -> None:
-    case = slots_case(LENGTHS)
+    case = slots_case(THREE_HEADS)
     before = case.tail_k.clone()
     with pytest.raises(ValueError, match=r"rise within 0.*by at most 60"):
         cpu.attend_slots(*replace(case, position=case.position[..., 10:].contiguous(), tables=None).arguments)
@@ -413,7 +414,7 @@ def test_neighbours_in_storage_order(way: str, width: int, pooling: tuple[str | 
 
 
 def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, fast = compiled_once("llama", layers=2, policy="cake", budget=16, window=6, backend="eager", tau1=1.6, tau2=0.4)
+    _, fast = compiled_once("llama", layers=1, policy="cake", budget=16, window=6, backend="eager", tau1=1.6, tau2=0.4)
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21)])
     held = []
     for module in (reference, device):

@@ -62,7 +62,7 @@ CASES = [
     Case(65, 128, window=200, heads=1, starts=(0, 20), rows=200),
     Case(70, 64, window=50, starts=(0, 25), rows=33, config=WIDE),
     Case(513, 64, window=32, heads=1, rows=30),
-    Case(4097, 64, window=32, heads=1, rows=30, config=LARGE),
+    Case(1025, 64, window=32, heads=1, rows=30, config=LARGE),
     Case(40, 192, window=8, dv=128, rows=20),
     Case(40, 256, window=8, heads=1, rows=20),
     Case(40, 24, window=17, dv=40, starts=(39, 7), rows=5, config=WIDE),

@@ -400,7 +400,7 @@ def compiled_once(
     return model, fast
 
 
-@functools.lru_cache(maxsize=24)
+@functools.cache
 def _compiled_once(family: str, layers: int | None, backend: Compiler, recompress: Recompress) -> Any:
     model = tiny_model(family, layers=layers)
     return model, kvpass.compile(model, policy="snapkv", budget=1.0, backend=backend, recompress=recompress)
