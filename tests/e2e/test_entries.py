@@ -16,7 +16,9 @@ from kvpass.cache.serialization import read_cache_file
 from kvpass.cache.shared_heads import divided, joined
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.ops import reference
+from kvpass.ops.entry_formats import dequantise, quantised
 from kvpass.ranks import Ranks
+from kvpass.rotation import rotated_back
 from numeric_checks import assert_close, rounded
 from pairwise import quick
 from tiny_models import left_pad, random_ids, tiny_model
@@ -125,26 +127,23 @@ EVICTING = {"tova": {}, "r_kv": {"buffer": 16}, "h2o": {}, "cake": {"tau1": 1.6,
 """Their options; a r_kv of the usual buffer would not evict in so short a test."""
 
 
-@pytest.mark.parametrize(
-    ("policy", "entries", "backend", "steps"),
-    [
-        ("tova", "rot4", "eager", 30),
-        ("r_kv", "rot3", "inductor", 40),
-        *(pytest.param(policy, "rot4", "eager", 3000, marks=pytest.mark.exhaustive) for policy in EVICTING),
-        *(pytest.param(policy, "fp8", "inductor", 300, marks=pytest.mark.exhaustive) for policy in EVICTING),
-    ],
-)
-def test_eviction_while_decoding_reads_rounded_entries(policy: str, entries: str, backend: str, steps: int) -> None:
-    """New codes take the slots of evicted ones; kept positions and logits are those of rounded entries."""
+def evicting(policy: str, entries: str, backend: str) -> tuple[Any, Any, Any, Any]:
+    """A model whose cache is codes and one in full precision, and their caches, the second of the rounded entries."""
     options = {"policy": policy, "window": None if policy in ("tova", "streaming_llm") else WINDOW, **EVICTING[policy]}
     ids, mask = prompt()
     packed, plain = compiled(entries, backend=backend, **options), compiled("model", **options)
     cache, other = (fast(ids, attention_mask=mask).past_key_values for fast in (packed, plain))
-    held = int(cache.lengths.sum())
     for store in other.full_layers:
         round_prompt(store, entries)
-    new = random_ids(2, steps, seed=5)
-    for step in range(steps):
+    return packed, plain, cache, other
+
+
+@pytest.mark.parametrize(("policy", "entries", "backend"), [("tova", "rot4", "eager"), ("r_kv", "rot3", "inductor")])
+def test_eviction_while_decoding_reads_rounded_entries(policy: str, entries: str, backend: str) -> None:
+    """New codes take the slots of evicted ones; kept positions and logits are those of rounded entries."""
+    packed, plain, cache, other = evicting(policy, entries, backend)
+    held, new = int(cache.lengths.sum()), random_ids(2, 40, seed=5)
+    for step in range(40):
         found = packed(new[:, step : step + 1], past_key_values=cache).logits
         with new_entries_rounded(entries):
             expected = plain(new[:, step : step + 1], past_key_values=other).logits
@@ -152,6 +151,30 @@ def test_eviction_while_decoding_reads_rounded_entries(policy: str, entries: str
     assert torch.equal(cache.positions, other.positions)
     assert cache.full_layers[0].tail_k.dtype.itemsize == 1
     assert policy == "r_kv" or int(cache.lengths.sum()) <= held + 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", EVICTING)
+def test_3000_steps_of_eviction(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above. What is near the border of two codes may become either, so both caches are given the same new codes."""
+    packed, plain, cache, other = evicting(policy, "rot4", "eager")
+    attend, stored = reference.attend_slots, {}
+
+    def noted(call: Any, lines: Any, layer: int) -> Any:
+        stored[layer] = [rotated_back(dequantise(*quantised(x, "rot4"), x.shape[3])) for x in (call.k, call.v)]
+        return attend(call, lines, layer)
+
+    def given(call: Any, lines: Any, layer: int) -> Any:
+        return attend(call._replace(k=stored[layer][0], v=stored[layer][1]), lines, layer)
+
+    new = random_ids(2, 3000, seed=5)
+    for step in range(3000):
+        monkeypatch.setattr(reference, "attend_slots", noted)
+        found = packed(new[:, step : step + 1], past_key_values=cache).logits
+        monkeypatch.setattr(reference, "attend_slots", given)
+        expected = plain(new[:, step : step + 1], past_key_values=other).logits
+        assert_close(f"step {step}", found, expected, atol=5e-5)
+    assert torch.equal(cache.positions, other.positions)
 
 
 def test_a_prompt_is_answered_before_entries_are_rounded() -> None:
