@@ -32,10 +32,10 @@ def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers)
     is_wide = block_dim(key_dim) + block_dim(value_dim) > 256
     if dtype == torch.float32:
         return "extend float" if held.pool_k_scale is None else "extend float codes"
+    if held.tail_k_scale is not None:
+        return "extend half wide codes" if is_wide else "extend half codes"
     if is_wide:
         return "extend half wide"
-    if held.tail_k_scale is not None:
-        return "extend half codes"
     return "extend half" if is_aligned(key_dim, value_dim) else "extend half unaligned"
 
 
