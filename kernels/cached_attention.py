@@ -34,7 +34,7 @@ from kvpass.kernels.prefill_attention import (
     part_block,
     store_parts,
 )
-from kvpass.operands import AppendBuffers, Attention, levels
+from kvpass.operands import AppendBuffers, Attention, SlotCache, levels
 
 APPEND_BLOCK = 16
 """New entries per loop step, when they are appended and when the decode kernel attends them."""
@@ -218,27 +218,33 @@ def check_call(
     check_tensors(expected, q.device, strided=strided.split())
 
 
+def entry_arguments(held: AppendBuffers | SlotCache, key_dim: int, value_dim: int) -> dict[str, Any]:
+    """Return the arguments of a kernel that say what pool and tail hold; values stored in keys are the keys."""
+    found: dict[str, Any] = {}
+    in_keys = values_in_keys(held.tail_v, key_dim, value_dim)
+    for side in ("pool", "tail"):
+        for name in "kv":
+            source = f"{side}_k" if in_keys else f"{side}_{name}"
+            found[f"{side}_{name}"] = getattr(held, source)
+            found[f"{side}_{name}_scale"] = getattr(held, f"{source}_scale")
+    bits = 8 * held.tail_k.shape[-1] // key_dim  # 8 of floats too
+    return {
+        **found, "levels": levels(bits, held.tail_k.device) if bits < 8 else None, "BITS": bits, "D": key_dim,
+        "DV": value_dim, "SV": key_dim if in_keys else value_dim, "BDV": block_dim(value_dim),
+    }  # fmt: skip
+
+
 def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:
     """Return the common arguments of the decode and the extend kernel."""
     q, k, v, scale, softcap, _ = call
-    pool_k, pool_v, _, tail_k, tail_v, tail_start, tail_used = held[:7]
     rows, heads, tokens, key_dim = q.shape
-    bits = 8 if held.tail_k_scale is None else 8 * tail_k.shape[-1] // key_dim
     kv_heads, value_dim = v.shape[1], v.shape[3]
-    in_keys = values_in_keys(tail_v, key_dim, value_dim)
-    pool_v_scale, tail_v_scale = held.pool_v_scale, held.tail_v_scale
-    if in_keys:
-        pool_v, tail_v, pool_v_scale, tail_v_scale = pool_k, tail_k, held.pool_k_scale, held.tail_k_scale
     return {
-        "pool_k_scale": held.pool_k_scale, "pool_v_scale": pool_v_scale,
-        "tail_k_scale": held.tail_k_scale, "tail_v_scale": tail_v_scale,
-        "levels": None if bits == 8 else levels(bits, q.device), "BITS": bits,
-        "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
-        "tail_start": tail_start, "tail_used": tail_used, **strides("bht", q=q, k=k, v=v),
+        "q": q, "k": k, "v": v, **entry_arguments(held, key_dim, value_dim),
+        "tail_start": held.tail_start, "tail_used": held.tail_used, **strides("bht", q=q, k=k, v=v),
         "scale": scale, "softcap": softcap,
-        "layer": layer, "rows": rows, "pool_rows": pool_k.shape[0],
-        "entries": pool_k.shape[1],
-        "slots": tail_k.shape[3], "tokens": tokens, "K": kv_heads, "G": heads // kv_heads, "D": key_dim,
-        "DV": value_dim, "SV": key_dim if in_keys else value_dim, "BDV": block_dim(value_dim),
+        "layer": layer, "rows": rows, "pool_rows": held.pool_k.shape[0],
+        "entries": held.pool_k.shape[1],
+        "slots": held.tail_k.shape[3], "tokens": tokens, "K": kv_heads, "G": heads // kv_heads,
         "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip

@@ -212,10 +212,7 @@ struct Decoder {
             const S* value = new_value(unit, 0);
             for (; d + W <= c.value_dim; d += W) sum += magnitude(load(value + d));
             if (d < c.value_dim) sum += magnitude(load_part(value + d, c.value_dim - d));
-            float lanes[W], norm = 0.0f;
-            store(lanes, sum);
-            for (float lane : lanes) norm += lane;
-            c.norm[at] = norm;
+            c.norm[at] = sum_of_lanes(sum);
             std::fill_n(c.weights + unit * group * c.width, group * c.width, MINUS_INF);
         }
     }

@@ -25,13 +25,13 @@ from kvpass.kernels.cached_attention import (
     append_entries,
     begin_merge,
     check_call,
+    entry_arguments,
     merge_partials,
-    values_in_keys,
 )
 from kvpass.kernels.launch import KernelConfig, kind, launch, strides
 from kvpass.kernels.prefill_attention import FLOOR, block_dim, hold_rows, in_parts, wide_case
 from kvpass.kernels.slot_lines import first_empty
-from kvpass.operands import Attention, SlotCache, levels
+from kvpass.operands import Attention, SlotCache
 
 TILE = 64
 """Slots per program."""
@@ -204,14 +204,13 @@ def attend_slots(
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     q, k, v, scale, softcap, sinks = call
-    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = lines[:7]
+    pool_k, _, offsets, tail_k, _, position, tables = lines[:7]
     rows, heads, _, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots, width = tail_k.shape[3], position.shape[2]
     _check(call, lines, layer)
     if lines.tail_k_scale is not None:
         append_codes(call, lines, layer)
-    bits = 8 if lines.tail_k_scale is None else 8 * tail_k.shape[-1] // key_dim
     group, num_lines = heads // kv_heads, rows * kv_heads
     pool_tiles = triton.cdiv(width - slots, TILE)
     num_tiles = pool_tiles + triton.cdiv(slots, TILE)
@@ -230,21 +229,14 @@ def attend_slots(
         "width": width, "segments": tail_k.shape[0] * kv_heads + 1, "K": kv_heads, "G": group, "DV": value_dim,
         "BDV": block_dim(value_dim),
     }  # fmt: skip
-    pool_k_scale, pool_v_scale, tail_k_scale, tail_v_scale = lines[7:]
-    in_keys = values_in_keys(tail_v, key_dim, value_dim)
-    if in_keys:
-        pool_v, tail_v, pool_v_scale, tail_v_scale = pool_k, tail_k, pool_k_scale, tail_k_scale
     attend = {
-        **shared, "q": q, "k": k, "v": v, "pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v,
-        "pool_k_scale": pool_k_scale, "pool_v_scale": pool_v_scale, "tail_k_scale": tail_k_scale,
-        "tail_v_scale": tail_v_scale, "levels": levels(bits, q.device) if bits < 8 else None, "BITS": bits,
+        **shared, "q": q, "k": k, "v": v, **entry_arguments(lines, key_dim, value_dim),
         **strides("bh", q=q, k=k, v=v, p=position), "scale": scale, "softcap": softcap,
-        "rows": rows, "entries": 0 if pool_k is None else pool_k.shape[1], "pool_tiles": pool_tiles, "D": key_dim,
-        "SV": key_dim if in_keys else value_dim, "TILE": TILE, "BLOCK_R": block_rows,
-        "BLOCK_T": APPEND_BLOCK,
+        "rows": rows, "entries": 0 if pool_k is None else pool_k.shape[1], "pool_tiles": pool_tiles, "TILE": TILE,
+        "BLOCK_R": block_rows, "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip
     grid = (num_tiles, num_lines, triton.cdiv(group, block_rows))
-    codes = "" if tail_k_scale is None else " codes"  # they take registers
+    codes = "" if lines.tail_k_scale is None else " codes"  # they take registers
     launch(_attend_slots, grid, attend, f"slots {kind(q.dtype)}{codes}{wide_case(key_dim, value_dim)}", config)
     recorded = v if values is None else values
     finish = {
