@@ -157,7 +157,8 @@ def load_cache(
     of the model, all must call it; each takes its heads from the file.
 
     Args:
-        model: what ``kvpass.compile`` returned, with the policy and budget of the cache.
+        model: what ``kvpass.compile`` returned, with the policy and budget of the cache. The full cache of a text
+            (``cache.full``) loads for any policy.
         device: of the cache; by default that of the model's first parameter.
     Raises:
         CacheMismatchError: the cache is of another model, dtype, policy or budget; the message says which.
@@ -204,6 +205,8 @@ def restore_cache(
     """Like :func:`load_cache`, for a caller that has read the file and compiled the model."""
     runtime, rules = model._kvpass, model._kvpass.rules
     runtime.identity.check(metadata.model)
+    if metadata.policy == rules.keeping_all.policy.spec != rules.policy.spec:
+        rules = rules.keeping_all
     if metadata.policy != rules.policy.spec:
         raise CacheMismatchError(
             f"the cache has policy {metadata.policy}, the model {rules.policy.spec}: set it with model.set_policy"

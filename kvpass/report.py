@@ -151,6 +151,7 @@ class Report:
             "weights_on_host": self.on_host,
             "processes": self.ranks.size,
             "imbalance": self.imbalance.tolist(),
+            "accepted": None if self.prompt.accepted is None else asdict(self.prompt.accepted),
             "compiled": [asdict(record) for record in self.compiled],
         }
 
@@ -214,6 +215,11 @@ class Report:
             )
         if self.expanded is not None:
             lines.append(f"latents are cached as expanded heads: {self.expanded}")
+        if (found := self.prompt.accepted) is not None:
+            lines.append(
+                f"exact answer: the full cache accepted {sum(found.accepted)} of {sum(found.drafted)} drafted tokens, "
+                f"{found.run:.1f} up to a disagreement"
+            )
         if self.policy.parity == "code":
             lines.append("parity='code': released rules, which may keep more or fewer entries than the budget")
         lines += [

@@ -77,6 +77,10 @@ class CompressedCache(Cache):
         answer_end: last token of each row of the answer that ``generate`` last gave from a copy of this cache.
         block: tokens of a block in which its prompt is prefilled; None: those of the model.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
+        fills: further caches that its prompt fills.
+        full: the full cache of the same text, of which exact answers are (``compress(keep_full=True)``); not part of
+            ``nbytes``, of copies on other devices or of files. Set it to None to free the memory.
+        drafts: who drafts tokens for calls on this cache, while ``generate(exact=True)`` runs.
         full_layers: the layers that share the budget, a group for each KV geometry. sliding_layers: the layers with a
             sliding window. states: those of the recurrent layers.
     """
@@ -101,6 +105,9 @@ class CompressedCache(Cache):
         self.block: Block | None = None
         self.expected = 0
         self.reuse = NO_REUSE
+        self.fills: Sequence[CompressedCache] = ()
+        self.full: CompressedCache | None = None
+        self.drafts: Any = None
         self._forget()
 
     def _forget(self) -> None:
@@ -553,6 +560,23 @@ class CompressedCache(Cache):
         self.ids = None if self.ids is None else self.ids[:, : self.columns]
         for store in self.full_layers:
             store.crop(taken)
+
+    def follow(self, full: CompressedCache, agreed: int) -> None:
+        """Hold the tokens that ``full`` has appended to the same prompt, with its keys and values.
+
+        Args:
+            full: has its entries in the dtype of the model. agreed: appended tokens that are its already; those behind
+                them are replaced.
+        """
+        self.crop(-max(self.appended - agreed, 0))
+        new = full.appended - agreed
+        self.ensure_room(new)
+        for store, exact in zip(self.full_layers, full.full_layers, strict=True):
+            store.append_from(exact, new)
+        self.ids = full.ids
+        self.columns += new
+        self.appended += new
+        self._seen_columns.add_(new)
 
     @property
     def is_croppable(self) -> bool:

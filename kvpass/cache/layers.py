@@ -28,6 +28,7 @@ from kvpass.operands import (
 )
 from kvpass.ops.cuda import index_pool
 from kvpass.ops.entry_formats import quantise
+from kvpass.ops.entry_formats import store as store_entries
 from kvpass.ops.evict import SLOT_POSITION, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
@@ -289,6 +290,15 @@ class FullAttentionLayers:
         """Take back that many tokens, which were appended since the prompt, from a store that only appends."""
         self.used -= tokens
         self.tail_used.sub_(tokens)
+
+    def append_from(self, other: FullAttentionLayers, tokens: int) -> None:
+        """Append copies of the last entries in the tail of a store of the same layers, whose entries are no codes."""
+        new = slice(self.used, self.used + tokens)
+        of_other = slice(other.used - tokens, other.used)
+        k, v = other.tail_k[..., of_other, :], other.tail_v[..., of_other, :]
+        scales = (None, None) if self.entry_format == "model" else (self.tail_k_scale, self.tail_v_scale)
+        store_entries(k, v, (self.tail_k, self.tail_v, *scales), new)
+        self.advance(tokens)
 
     def clone(self, reuse: BufferReuse = NO_REUSE) -> FullAttentionLayers:
         """Return an independent copy; buffers that no call writes are shared."""

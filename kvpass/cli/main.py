@@ -338,6 +338,36 @@ def curve(
 
 
 @app.command()
+def exact(
+    model: Annotated[str, typer.Argument(help=_MODEL)],
+    tasks: Annotated[str, typer.Option(help="Tasks of 'kvpass eval' whose prompts are answered.")] = "niah_single_2",
+    policies: Annotated[str, typer.Option(help="Policies as in 'kvpass eval'.")] = "snapkv,lava",
+    budgets: Annotated[str, typer.Option(help="Budgets as in 'kvpass eval'.")] = "0.125,0.25,0.5",
+    samples: Annotated[int, typer.Option(help="Prompts of each task.")] = 20,
+    length: Annotated[int, typer.Option(help="Longest prompt in tokens.")] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of generated prompts.")] = 0,
+    backend: _Backend = "inductor",
+    dtype: _Dtype = "auto",
+    device: _Device = "cpu",
+) -> None:
+    """Answer prompts exactly: tokens until full and compressed cache differ, and milliseconds a token."""
+    given = locals()
+    _import_libraries()
+    from kvpass.eval.experiments.exact import Exact, ExactSettings, exact_table, write
+    from kvpass.progress import progress_console
+
+    with _bad_values():
+        checked = Exact(ExactSettings(**_read(ExactSettings, given)))
+        if json_path is not None:
+            _make_folder("json", json_path.parent)
+    with _interruptible("the same command begins anew"):
+        result = checked.run(progress_console(), partial(write, json_path))
+    Console().print(exact_table(result))
+
+
+@app.command()
 def results(
     output: Annotated[Path, typer.Option(help="Folder of results.md and its pictures.")] = Path("docs"),
     work: Annotated[Path, typer.Option(help="Folder of answers and figures; a rerun goes on there.")] = (

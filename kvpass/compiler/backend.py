@@ -25,7 +25,7 @@ from kvpass.compiler.blocks import BlockedPrefill, Fill, lengths_allowed, nothin
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_guarded, compile_parts
 from kvpass.compiler.step import Call, Phase
-from kvpass.config import Layout
+from kvpass.config import EntryFormat, Layout
 from kvpass.graphs.bind_state import add_state_placeholders, backend_mode, copy_graph, held_by_module, size_reader
 from kvpass.graphs.canonical import batch_and_tokens, find_sites, groups_of, layout_of
 from kvpass.graphs.fx_utils import recorded
@@ -111,7 +111,7 @@ class CanonicalGraph:
     gm: GraphModule
     passes: Sequence[PassRecord]
     blocked: BlockedPrefill | None = None
-    appending: dict[Phase, _CompiledPhase] = field(default_factory=dict)
+    appending: dict[tuple[Phase, EntryFormat], _CompiledPhase] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,10 @@ class PhaseCompiler:
                     f"layers: {why_not or 'compile_regions=False rules that out'}"
                 )
         appends = phase != "prefill" and not call.observed and cache.policy.decode_rule() is None
-        made = made or (captured.appending.get(phase) if appends else None) or self._rewritten(captured, inputs, call)
+        kind = phase, cache.entry_format
+        made = made or (captured.appending.get(kind) if appends else None) or self._rewritten(captured, inputs, call)
         if appends:  # no policy is part of it
-            captured.appending[phase] = made
+            captured.appending[kind] = made
         self.records.append(
             CompileRecord(
                 policy=cache.policy.spec,

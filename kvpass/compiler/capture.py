@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from kvpass.compiler.backend import PhaseCompiler, Runner, rows_text
 from kvpass.compiler.step import Call, GraphCall, Phase, RepeatedStep, given_places
+from kvpass.config import EntryFormat
 from kvpass.graphs.bind_state import backend_mode, fake_inputs, input_named, placeholders
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import recorded
@@ -115,7 +116,7 @@ class Capture:
         assert shapes is not None
         self._shapes = shapes
         self._tokens = batch_and_tokens(self.graph.gm)[1]
-        self._runners: dict[tuple[type[Policy], str, Phase, bool, bool], Runner] = {}
+        self._runners: dict[tuple[type[Policy], str, EntryFormat, Phase, bool, bool], Runner] = {}
 
     def admit_one_token(self) -> None:
         """Let Dynamo call this capture with one token too. To be called last in its trace."""
@@ -139,8 +140,11 @@ class Capture:
             ranks: processes that now need it too.
         """
         policy = call.cache.policy
-        # a policy may be defined again by the same name
-        key = (type(policy), policy.spec, call.phase, call.observed, call.one_token_prompt)
+        # a policy may be defined again by the same name; of a full cache, entries are no codes
+        key = (
+            *(type(policy), policy.spec, call.cache.entry_format),
+            *(call.phase, call.observed, call.one_token_prompt),
+        )
         if key in self._runners:
             return self._runners[key]
 

@@ -14,7 +14,9 @@ from transformers import Cache, PreTrainedModel
 from kvpass.cache.cache import CompressedCache
 from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
 from kvpass.policies.base import Policy
+from kvpass.policies.options import check_int
 from kvpass.policies.rules import Rules
+from kvpass.ranks import Ranks
 from kvpass.transformers_compat import CACHE
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -269,16 +271,19 @@ def said(name: str, given: Mapping[str, Any], *configs: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def check_drafts(kwargs: Mapping[str, Any], configured: Any, rules: Rules, *, begun: bool, recurrent: bool) -> None:
-    """Check that tokens which are not accepted can be taken back, where ``generate`` is asked to check drafts.
+def drafts_asked(kwargs: Mapping[str, Any], configured: Any) -> str | None:
+    """Return the argument of ``generate``, given or configured, by which it is asked to check drafts."""
+    return next((name for name in _DRAFTS if kwargs.get(name, getattr(configured, name, None)) is not None), None)
+
+
+def check_drafts(asked: str, rules: Rules, *, recurrent: bool) -> None:
+    """Check that tokens of drafts which are not accepted can be taken back.
 
     Args:
-        kwargs, configured: as given, and the generation configuration. begun: the ids continue a filled cache.
-        recurrent: the decoder has recurrent layers.
+        asked: the argument of ``generate`` that asks for drafts. recurrent: the decoder has recurrent layers.
     Raises:
         ValueError: they cannot; the message says why.
     """
-    asked = next((name for name in _DRAFTS if kwargs.get(name, getattr(configured, name, None)) is not None), None)
     reason = None
     if recurrent:
         reason = (
@@ -292,7 +297,57 @@ def check_drafts(kwargs: Mapping[str, Any], configured: Any, rules: Rules, *, be
         )
     elif rules.recompress != "never":
         reason = f"recompress={rules.recompress!r}"
-    elif begun:
-        reason = "a filled cache: give the whole text and no cache"
-    if asked is not None and reason is not None:
+    if reason is not None:
         raise ValueError(f"generate argument {asked!r} is not supported with {reason}")
+
+
+def check_exact(kwargs: Mapping[str, Any], configured: Any, tokens: object) -> None:
+    """Check a call of ``generate`` with ``exact=True``.
+
+    Args:
+        kwargs, configured: as given, and the generation configuration. tokens: ``draft_tokens``.
+    Raises:
+        ValueError: it has several rows, drafts of another kind, or embeddings; ``tokens`` is out of range.
+    """
+    if tokens != "auto":
+        check_int("draft_tokens", tokens, 1)
+    asked = drafts_asked(kwargs, configured)
+    if asked is not None:
+        raise ValueError(f"exact=True and {asked!r} are two kinds of drafts: give one of them")
+    if kwargs.get("inputs_embeds") is not None:
+        raise ValueError("exact=True with inputs_embeds is not supported: pass input_ids")
+    ids = kwargs.get("input_ids", kwargs.get("inputs"))
+    rows = len(ids) if isinstance(ids, Tensor) and ids.ndim else 1
+    for name in ("num_beams", "num_return_sequences"):
+        rows *= said(name, kwargs, configured) or 1
+    if rows > 1:
+        raise ValueError(f"exact=True verifies the tokens of one row, the call has {rows}: call generate for each")
+
+
+def full_of(cache: CompressedCache) -> CompressedCache:
+    """Return the full cache of the text that a compressed one holds.
+
+    Raises:
+        CacheMismatchError: there is none, or it holds other tokens.
+    """
+    if cache.full is None:
+        raise CacheMismatchError(
+            f"exact=True needs the full cache of the text beside {cache!r}: compress it with keep_full=True, or give "
+            "the whole text and no cache"
+        )
+    if cache.full.columns != cache.columns or cache.full.batch_size != cache.batch_size:
+        raise CacheMismatchError(
+            f"cache.full holds {cache.full.columns} tokens, and the cache {cache.columns}: a call without exact=True "
+            "continued only one of them; prefill the text again"
+        )
+    return cache.full
+
+
+def check_one_process(ranks: Ranks, asked: str) -> None:
+    """Check that no other process shares the model.
+
+    Raises:
+        ValueError: others do; a prompt fills one cache then.
+    """
+    if ranks.several:
+        raise ValueError(f"{asked}: several processes share this model, whose prompts fill one cache at a time")

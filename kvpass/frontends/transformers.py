@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -35,13 +35,18 @@ from kvpass.frontends.arguments import (
     check_cache,
     check_drafts,
     check_embeds,
+    check_exact,
     check_forward,
     check_generate,
     check_generate_mask,
     check_ids,
+    check_one_process,
+    drafts_asked,
+    full_of,
     said,
     unsupported_argument,
 )
+from kvpass.frontends.exact import CompressedDrafts, DraftTokens
 from kvpass.frontends.padding import Padding, first_real_column, read_padding
 from kvpass.frontends.whole_text import by_name, has_new_ids, new_ids_only, with_text_of_cache
 from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
@@ -211,7 +216,7 @@ class CompressedModel(_Base):
             else:
                 cache = _new_cache(runtime) if cache is None else cache
                 logits = _prefill(self, cache, text, attention_mask, position_ids, logits_to_keep)
-                runtime.last_prompt = cache.record
+                runtime.last_prompt = (cache.fills[0] if cache.fills else cache).record
         held: dict[str, Any] = {CACHE: None if use_cache is False else cache}
         output = CausalLMOutputWithPast(logits=logits, **held)
         return output.to_tuple() if return_dict is False else output
@@ -222,6 +227,8 @@ class CompressedModel(_Base):
         generation_config: Any = None,
         *args: Any,
         budget: BudgetLike = None,
+        exact: bool = False,
+        draft_tokens: DraftTokens = "auto",
         **kwargs: Any,
     ) -> Any:
         """``generate`` of transformers; with a filled cache, the ids can be only the new tokens.
@@ -240,17 +247,60 @@ class CompressedModel(_Base):
 
         ``prefill_chunk_size`` is taken as ``prefill_block`` of this call: what is kept is that of the whole prompt.
 
+        ``exact=True`` gives the answer of the full cache: ``draft_tokens`` tokens at a time ("auto": as many as are
+        being accepted) are drafted on the compressed cache and verified against the full one, in one call of the model.
+        Greedy answers are those of ``policy="full"``, sampled ones have its distribution. Both caches are held: one
+        prompt fills them, or the given cache has its full one (:meth:`compress` with ``keep_full``). The cache in the
+        output is the compressed one, with the full one in ``cache.full``; :meth:`report` says what was accepted.
+
         Raises:
-            ValueError: drafts (``assistant_model``, ``prompt_lookup_num_tokens``) with a policy that evicts while
-                decoding, with recompression, recurrent layers, layers with a sliding window or a filled cache; a cache
+            ValueError: drafts (``exact``, ``assistant_model``, ``prompt_lookup_num_tokens``) with a policy that evicts
+                while decoding, with recompression, recurrent layers or layers with a sliding window; ``exact`` with
+                several rows, several processes, or a cache without its full one; a cache
                 of another kind, given or asked for by ``cache_implementation`` (one that the checkpoint configures is
                 replaced by ours); or the configuration has ``use_cache=False`` and the call does not set it.
             CacheMismatchError: the cache is not of this model and its policy, or has another budget.
         """
         theirs: Callable[..., Any] = super().generate  # type: ignore[misc]
         rules = self._kvpass.rules_now.with_budget(budget)
+        given = by_name(theirs, inputs, generation_config, *args, **kwargs)
+        if draft_tokens != "auto" and not exact:
+            raise ValueError(f"draft_tokens={draft_tokens!r} goes with exact=True")
         with self._kvpass.call(rules):
-            return self._generate(theirs, rules, by_name(theirs, inputs, generation_config, *args, **kwargs))
+            if exact:
+                return self._generate_exactly(theirs, rules, given, draft_tokens)
+            return self._generate(theirs, rules, given)
+
+    def _generate_exactly(
+        self, theirs: Callable[..., Any], rules: Rules, kwargs: dict[str, Any], tokens: DraftTokens
+    ) -> Any:
+        """Call ``generate`` of transformers on the full cache, with drafts from the compressed one."""
+        runtime = self._kvpass
+        check_one_process(runtime.adapted.heads, "exact=True")
+        check_exact(kwargs, kwargs["generation_config"] or self.generation_config, tokens)
+        check_drafts("exact", rules, recurrent=runtime.adapted.recurrent is not None)
+        compressed: CompressedCache | None = cache_argument(kwargs)
+        check_cache(compressed)
+        if compressed is None or compressed.is_empty:
+            compressed, full = _new_cache(runtime, rules), _new_cache(runtime, rules.keeping_all)
+            full.fills = (compressed,)
+        else:
+            compressed.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
+            full = full_of(compressed)
+            if compressed.reusable:
+                compressed, full = compressed.clone(), full.clone()
+        drafts = full.drafts = CompressedDrafts(self, rules, full, compressed, tokens)
+        kwargs.pop("past_key_values", None)
+        arguments = {**kwargs, "cache": full, "prompt_lookup_num_tokens": 1}  # whose drafts are then ours
+        with runtime.call(rules.keeping_all):
+            output = self._generate(theirs, rules.keeping_all, arguments)
+        drafts.synchronise()
+        full.drafts, full.fills, compressed.full = None, (), full
+        if compressed.record is not None:
+            compressed.record = runtime.last_prompt = replace(compressed.record, accepted=drafts.acceptance)
+        if hasattr(output, CACHE):
+            output[CACHE] = compressed
+        return output
 
     def _generate(self, theirs: Callable[..., Any], rules: Rules, kwargs: dict[str, Any]) -> Any:
         """Call ``generate`` of transformers with these arguments, by name, under the rules of the call."""
@@ -264,13 +314,9 @@ class CompressedModel(_Base):
                 f"generate(budget=...) is {rules.budget}, but the cache has {cache.budget} and keeps it: leave it out"
             )
         begun = cache is not None and not cache.is_empty
-        check_drafts(
-            kwargs,
-            generation_config or self.generation_config,
-            rules,
-            begun=begun,
-            recurrent=self._kvpass.adapted.recurrent is not None,
-        )
+        asked = drafts_asked(kwargs, generation_config or self.generation_config)
+        if asked is not None:
+            check_drafts(asked, rules, recurrent=self._kvpass.adapted.recurrent is not None)
         generation_config, block = self._take_chunk_size(generation_config, kwargs)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         ids, text = kwargs.get("input_ids", inputs), kwargs.get("inputs_embeds")
@@ -295,7 +341,8 @@ class CompressedModel(_Base):
             tokens, configs = text.shape[1], (generation_config, self.generation_config)
             continues = ids is not None and has_new_ids(cache, ids, kwargs.get("attention_mask"))
             most = _new_tokens(tokens, kwargs, *configs)
-            cache.expected = (cache.columns if continues else 0) + tokens + most - 1  # the last one is not appended
+            for one in (cache, *cache.fills):
+                one.expected = (cache.columns if continues else 0) + tokens + most - 1  # the last one is not appended
             if continues:
                 assert ids is not None
                 arguments, held = with_text_of_cache(cache, ids, arguments, configs)
@@ -333,6 +380,9 @@ class CompressedModel(_Base):
 
         It would be part of the prompt, and of what scores its entries.
         """
+        drafts = kwargs["model_kwargs"][CACHE].drafts
+        if drafts is not None:
+            return drafts.begin(kwargs["input_ids"], kwargs["logits_processor"], kwargs["generation_config"])
         generator: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
         draft = generator.get_candidates
 
@@ -373,6 +423,8 @@ class CompressedModel(_Base):
         limit = self._kvpass.adapted.longrope_limit
         if limit is not None and cache is not None and not cache.is_empty:
             check_rows_stay(limit, cache, 1)  # transformers may drop the cache there
+        if kwargs.get("is_first_iteration") and cache is not None and 0 < cache.columns < args[0].shape[1]:
+            kwargs["next_sequence_length"] = args[0].shape[1] - cache.columns  # with drafts, transformers gives all ids
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         prepared.pop("tokenizer", None)  # of stop strings, which generate reads itself
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
@@ -389,6 +441,7 @@ class CompressedModel(_Base):
         *,
         inputs_embeds: Tensor | None = None,
         reusable: bool = True,
+        keep_full: bool = False,
         budget: BudgetLike = None,
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
@@ -400,13 +453,21 @@ class CompressedModel(_Base):
             inputs_embeds: the context as embeddings ``[B, N, D]``, in place of ``input_ids``.
             reusable: True: each later call continues from a copy, so you can ask any number of independent questions.
                 False: later calls continue the cache itself, as in a conversation.
+            keep_full: also keep the full cache, in ``cache.full``, for ``generate(..., exact=True)``.
             budget: of this context alone, by default the model's. Calls continue the cache whatever the model's is.
         """
-        with self._kvpass.call(self._kvpass.rules_now.with_budget(budget)):
-            output = self.forward(input_ids, attention_mask, inputs_embeds=inputs_embeds, logits_to_keep=1)
-        assert isinstance(output, CausalLMOutputWithPast)
-        cache = output[CACHE]
-        assert isinstance(cache, CompressedCache)
+        runtime = self._kvpass
+        rules = runtime.rules_now.with_budget(budget)
+        filled = cache = _new_cache(runtime, rules)
+        if keep_full:
+            check_one_process(runtime.adapted.heads, "keep_full=True")
+            filled = cache.full = _new_cache(runtime, rules.keeping_all)
+            filled.fills = (cache,)
+        with runtime.call(rules.keeping_all if keep_full else rules):
+            self.forward(
+                input_ids, attention_mask, past_key_values=filled, inputs_embeds=inputs_embeds, logits_to_keep=1
+            )
+        filled.fills = ()
         cache.reusable = reusable
         if self.policy.needs_question:
             _warn_of_question(self.policy.name)
@@ -435,10 +496,7 @@ class CompressedModel(_Base):
             ValueError: no condition, or one is out of range; several processes share the model; or as for a call.
         """
         runtime = self._kvpass
-        if runtime.captures.compiler.ranks.several:
-            raise ValueError(
-                "compress_each: several processes share this model; call set_policy and compress for each condition"
-            )
+        check_one_process(runtime.adapted.heads, "compress_each")
         kept = [_new_cache(runtime, self._read_rules(policy, budget)) for policy, budget in conditions]
         if not kept:
             raise ValueError("conditions=[]: name at least one, a pair of a policy and its budget")
@@ -447,7 +505,9 @@ class CompressedModel(_Base):
             raise ValueError("the model is in training mode; call model.eval() first")
         runtime.identity.look_again()
         with torch.inference_mode(False), torch.no_grad():
-            _prefill(self, kept[0], input_ids, attention_mask, None, 1, kept[1:])
+            kept[0].fills = kept[1:]
+            _prefill(self, kept[0], input_ids, attention_mask, None, 1)
+            kept[0].fills = ()
         runtime.last_prompt = None
         for cache in kept:
             cache.reusable = reusable
@@ -615,7 +675,6 @@ def _prefill(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     logits_to_keep: int,
-    others: Sequence[CompressedCache] = (),
 ) -> Tensor:
     """Read a prompt: ids ``[B, N]``, or embeddings ``[B, N, D]``, whose ids the cache then does not know."""
     text = text.clone(memory_format=torch.contiguous_format)
@@ -626,7 +685,7 @@ def _prefill(
         _check_ascending(positions, start)
 
     run, ids = _graph(model, text, positions, logits_to_keep), text if text.ndim == 2 else None
-    return prefill(cache, start, text.shape[1], run, cache.block or model._kvpass.block, others, ids)
+    return prefill(cache, start, text.shape[1], run, cache.block or model._kvpass.block, cache.fills, ids)
 
 
 def _continue(

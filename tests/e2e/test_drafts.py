@@ -121,10 +121,19 @@ def test_refused_with_the_reason(family, options, message, calls):
     assert not calls or family == "gemma3", "the prompt was read first"
 
 
-def test_a_filled_cache_and_early_exit_are_refused():
+@pytest.mark.parametrize("question", [1, 6])
+def test_drafts_continue_a_filled_cache(question, calls):
     _, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
-    with pytest.raises(ValueError, match="with a filled cache: give the whole text and no cache"):
-        greedy(fast, REPEATING, past_key_values=fast.compress(REPEATING), prompt_lookup_num_tokens=4)
+    document, ids = fast.compress(REPEATING), REPEATING[:, :question]
+    expected = greedy(fast, ids, past_key_values=document).sequences
+    calls.clear()
+    found = greedy(fast, ids, past_key_values=document, prompt_lookup_num_tokens=4)
+    assert torch.equal(found.sequences, expected)
+    assert calls[0] == question and len(calls) < NEW, "no draft was accepted"
+
+
+def test_early_exit_is_refused():
+    _, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
     with pytest.raises(ValueError, match="'assistant_early_exit' is not supported: the compiled decoder runs all"):
         greedy(fast, REPEATING, assistant_early_exit=1)
 

@@ -1,0 +1,176 @@
+"""``kvpass exact``: how far the compressed cache and the full one agree, and what exact answers cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import kvpass
+from kvpass.cache.cache import CompressedCache
+from kvpass.cache.prompt_record import Acceptance
+from kvpass.compiler.backend import Compiler
+from kvpass.eval.environment import conditions, machine, save_json, versions
+from kvpass.eval.policy_spec import PolicySpec
+from kvpass.eval.run import BudgetValue, stop_tokens
+from kvpass.eval.tables import FirstThatFits, fitting_table
+from kvpass.eval.tasks import encode, find_tasks
+from kvpass.loading import load_model
+from kvpass.progress import progress_bar
+from kvpass.transformers_compat import CACHE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactSettings:
+    """One measurement; ``kvpass exact --help`` says what each setting is.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    model: str
+    tasks: tuple[str, ...]
+    policies: tuple[PolicySpec, ...]
+    budgets: tuple[BudgetValue, ...]
+    samples: int = 20
+    length: int = 1024
+    new_tokens: int = 64
+    seed: int = 0
+    backend: Compiler = "inductor"
+    dtype: str = "auto"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, low in {"samples": 1, "length": 2, "new_tokens": 2, "seed": 0}.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}={getattr(self, name)}: must be >= {low}")
+        for spec in self.policies:
+            if not spec.resolve().needs_budget or spec.resolve().decode_rule() is not None:
+                raise ValueError(f"policies={str(spec)!r}: must compress a prompt and only append while decoding")
+
+
+@dataclass
+class Condition:
+    """What was measured of a policy and budget.
+
+    Attributes:
+        identical: exact answers that are those of the full cache. same: answers of the compressed cache alone that are.
+        accepted: of each exact answer. compressed, exact: milliseconds a token of each answer.
+    """
+
+    policy: str
+    budget: str
+    identical: int = 0
+    same: int = 0
+    accepted: list[Acceptance] = field(default_factory=list)
+    compressed: list[float] = field(default_factory=list)
+    exact: list[float] = field(default_factory=list)
+
+
+class Exact:
+    """A checked measurement.
+
+    Each prompt but its last token is read once and compressed under every condition, question included. Answers are
+    greedy and end at the model's own end token, or after ``new_tokens``.
+
+    Raises:
+        ValueError: what does not exist or is out of range: model, tasks, budgets.
+    """
+
+    def __init__(self, settings: ExactSettings) -> None:
+        self.settings = s = settings
+        tasks = find_tasks(s.tasks)
+        self.model, self.tokenizer = load_model(s.model, dtype=s.dtype, device=s.device)
+        self.fast = kvpass.compile(self.model, policy="full", backend=s.backend)
+        self.prompts = [
+            torch.tensor([encode(self.tokenizer, sample, chat=task.chat, limit=s.length).ids])
+            for task in tasks
+            for sample in task.samples(self.tokenizer, s.length, s.samples, s.seed)
+        ]
+        self.rules = [(spec.resolve(), budget) for spec in s.policies for budget in s.budgets]
+        self.conditions = [Condition(str(spec), str(budget)) for spec in s.policies for budget in s.budgets]
+        for rule in self.rules:
+            self.fast.set_policy(*rule)
+        self.full: list[float] = []
+
+    def run(self, console: Console, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Answer all prompts; ``save`` gets what is known after each."""
+        with progress_bar(console) as progress:
+            bar = progress.add_task("prompts", total=len(self.prompts))
+            for ids in self.prompts:
+                self._answer(ids.to(self.fast.device))
+                progress.update(bar, advance=1)
+                save(self.result())
+        return self.result()
+
+    def _answer(self, ids: Tensor) -> None:
+        full, *caches = self.fast.compress_each(ids[:, :-1], conditions=[("full", None), *self.rules])
+        self.fast.set_policy("full")
+        expected, seconds, _ = self._timed(ids[:, -1:], full)
+        self.full.append(seconds)
+        for condition, rule in zip(self.conditions, self.rules, strict=True):
+            cache = caches.pop(0)
+            self.fast.set_policy(*rule)
+            found, seconds, _ = self._timed(ids[:, -1:], cache)
+            condition.same += torch.equal(found, expected)
+            condition.compressed.append(seconds)
+            cache.full = full
+            found, seconds, used = self._timed(ids[:, -1:], cache, exact=True)
+            condition.identical += torch.equal(found, expected)
+            condition.exact.append(seconds)
+            assert used.record is not None and used.record.accepted is not None
+            condition.accepted.append(used.record.accepted)
+
+    def _timed(self, ids: Tensor, cache: CompressedCache, **options: Any) -> tuple[Tensor, float, CompressedCache]:
+        """Return an answer, milliseconds a token, and the cache."""
+        ends = sorted(stop_tokens(self.model, self.tokenizer)) or None
+        settings = {"do_sample": False, "eos_token_id": ends, "max_new_tokens": self.settings.new_tokens, **options}
+        began = time.perf_counter()
+        output = self.fast.generate(ids, past_key_values=cache, return_dict_in_generate=True, **settings)
+        seconds = time.perf_counter() - began
+        return output.sequences, 1000 * seconds / (output.sequences.shape[1] - 1), output[CACHE]
+
+    def result(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        settings = asdict(self.settings) | {"policies": [str(spec) for spec in self.settings.policies]}
+        return {
+            "settings": settings,
+            "versions": versions(),
+            "machine": machine(self.model.device),
+            "tokens": [ids.shape[1] for ids in self.prompts],
+            "full_ms": self.full,
+            "conditions": [asdict(condition) for condition in self.conditions],
+        }
+
+
+def exact_table(result: dict[str, Any]) -> FirstThatFits:
+    """Return the table of a result; times are medians."""
+    header = ["policy", "budget", "identical", "same alone", "run", "accepted", "full ms", "alone ms", "exact ms"]
+    rows = [_cells(condition, result["full_ms"]) for condition in result["conditions"]]
+    return fitting_table(header, rows, spare=("same alone",), left=1, title=conditions(result))
+
+
+def _cells(condition: dict[str, Any], full: Sequence[float]) -> list[str]:
+    count = len(condition["exact"])
+    drafts = [pair for one in condition["accepted"] for pair in zip(one["drafted"], one["accepted"], strict=True)]
+    drafted, accepted = (sum(pair[side] for pair in drafts) for side in (0, 1))
+    whole = Acceptance(tuple(pair[0] for pair in drafts), tuple(pair[1] for pair in drafts))
+    times = (full, condition["compressed"], condition["exact"])
+    return [
+        *(condition["policy"], condition["budget"]),
+        *(f"{condition[name]} of {count}" for name in ("identical", "same")),
+        *(f"{whole.run:.1f}", f"{accepted / max(drafted, 1):.0%}"),
+        *(f"{torch.tensor(list(some)).median():.1f}" for some in times),
+    ]
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """Write a result as JSON, if there is a path."""
+    if path is not None:
+        save_json(path, result)

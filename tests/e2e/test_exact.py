@@ -1,0 +1,180 @@
+"""Exact answers: drafted on the compressed cache, verified against the full one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+import kvpass
+from kvpass.errors import CacheMismatchError
+from kvpass.ops.entry_formats import quantised
+from kvpass.transformers_compat import CACHE
+from tiny_models import compiled_once, random_ids, tiny_model
+
+NEW = 24
+PROMPT, QUESTION = random_ids(1, 65, seed=5), random_ids(1, 5, seed=6)
+
+
+def greedy(model: Any, ids: Tensor, **options: Any) -> Any:
+    return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False, **options})
+
+
+def fast_model(family: str = "llama", **settings: Any) -> tuple[Any, Any]:
+    return compiled_once(
+        family, layers=2, **{"policy": "snapkv", "budget": 12, "window": 8, "backend": "eager", **settings}
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "draft_tokens"),
+    [("llama", "snapkv", "auto"), ("gpt2", "lava", 3), ("qwen3", "keydiff", 1), ("deepseek_v3", "lava", 5)],
+)
+def test_greedy_answers_are_those_of_the_uncompiled_model(family, policy, draft_tokens):
+    model, fast = fast_model(family, policy=policy)
+    for ids in (PROMPT, random_ids(1, 90, seed=7)):
+        found = greedy(fast, ids, exact=True, draft_tokens=draft_tokens)
+        assert torch.equal(found, greedy(model, ids))
+        accepted = fast.report().prompt.accepted
+        assert sum(accepted.accepted) + len(accepted.drafted) in (
+            NEW - 2,
+            NEW - 1,
+        )  # the prompt gives one, the last may have no draft
+        if draft_tokens != "auto":
+            assert max(accepted.drafted) == draft_tokens
+
+
+def test_drafts_are_refused_and_accepted():
+    """With a small budget some of both; with everything kept, all are accepted."""
+    _, fast = fast_model(budget=40)
+    greedy(fast, PROMPT, exact=True)
+    some = fast.report().prompt.accepted
+    assert 0 < sum(some.accepted) < sum(some.drafted)
+    greedy(fast, PROMPT, exact=True, budget=1.0)
+    every = fast.report().prompt.accepted
+    assert every.accepted == every.drafted
+    assert every.run == sum(every.drafted)
+    assert every.drafted == (8, 13)  # twice as many after a whole draft, as far as the answer goes
+
+
+@pytest.mark.parametrize("entries", ["model", "int8", "rot4"])
+def test_the_compressed_cache_has_the_exact_entries_of_the_answer(entries):
+    model = tiny_model("llama", layers=2)
+    fast = kvpass.compile(model, policy="snapkv", budget=12, window=8, backend="eager", entries=entries)
+    out = greedy(fast, PROMPT, exact=True, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, greedy(model, PROMPT))
+    compressed = out[CACHE]
+    assert compressed.get_seq_length() == compressed.full.get_seq_length() == PROMPT.shape[1] + NEW - 1
+    for store, full in zip(compressed.full_layers, compressed.full.full_layers, strict=True):
+        answer = slice(store.used - (NEW - 1), store.used), slice(full.used - (NEW - 1), full.used)
+        for name in ("tail_k", "tail_v"):
+            held, exact = getattr(store, name)[..., answer[0], :], getattr(full, name)[..., answer[1], :]
+            if entries == "model":
+                assert torch.equal(held, exact)
+            else:
+                codes, scale = quantised(exact, entries)
+                assert torch.equal(held, codes)
+                assert torch.equal(getattr(store, f"{name}_scale")[..., answer[0]], scale)
+    assert compressed.full.full_layers[0].tail_k.dtype == torch.float32
+
+
+def test_documents_and_conversations_keep_their_full_cache():
+    model, fast = fast_model()
+    document = fast.compress(PROMPT, keep_full=True)
+    assert document.nbytes < document.full.nbytes
+    whole = torch.cat([PROMPT, QUESTION], 1)
+    expected = greedy(model, whole)[:, whole.shape[1] :]
+    for _ in range(2):  # the document does not change
+        found = greedy(fast, QUESTION, past_key_values=document, exact=True)
+        assert torch.equal(found[:, QUESTION.shape[1] :], expected)
+    assert document.get_seq_length() == document.full.get_seq_length() == PROMPT.shape[1]
+
+    first = greedy(fast, PROMPT, exact=True, return_dict_in_generate=True)
+    text = torch.cat([first.sequences, QUESTION], 1)
+    second = greedy(fast, text[:, first[CACHE].get_seq_length() :], past_key_values=first[CACHE], exact=True)
+    seen = torch.ones_like(text)  # an answer may have the token of padding
+    assert torch.equal(second[:, -NEW:], greedy(model, text, attention_mask=seen)[:, -NEW:])
+
+
+def test_a_saved_full_cache_answers_exactly(tmp_path):
+    model, fast = fast_model()
+    document = fast.compress(PROMPT, keep_full=True)
+    document.save(tmp_path / "small")
+    document.full.save(tmp_path / "full")
+    loaded = kvpass.load_cache(tmp_path / "small", fast)
+    with pytest.raises(CacheMismatchError, match="exact=True needs the full cache of the text beside"):
+        greedy(fast, QUESTION, past_key_values=loaded, exact=True)
+    loaded.full = kvpass.load_cache(tmp_path / "full", fast)
+    whole = torch.cat([PROMPT, QUESTION], 1)
+    found = greedy(fast, QUESTION, past_key_values=loaded, exact=True)
+    assert torch.equal(found[:, -NEW:], greedy(model, whole)[:, -NEW:])
+
+
+def test_processors_end_tokens_and_padding_count():
+    model, fast = fast_model()
+    plain = greedy(model, PROMPT)
+    end = int(plain[0, PROMPT.shape[1] + 9])
+    for options in ({"repetition_penalty": 1.5}, {"eos_token_id": end}, {"bad_words_ids": [[end]]}):
+        found = greedy(fast, PROMPT, exact=True, **options)
+        assert torch.equal(found, greedy(model, PROMPT, **options))
+    padded = torch.cat([torch.zeros(1, 7, dtype=torch.int64), PROMPT], 1)
+    mask = (torch.arange(padded.shape[1]) >= 7).long()[None]
+    assert torch.equal(greedy(fast, padded, exact=True, attention_mask=mask)[:, 7:], plain)
+
+
+def test_sampled_answers_have_the_distribution_of_the_full_cache():
+    """Every text of three tokens out of two each, as often as the uncompiled model has it (chi-squared test)."""
+    model, fast = fast_model(budget=40)
+    document = fast.compress(PROMPT, keep_full=True)
+    options = {"do_sample": True, "top_k": 2, "temperature": 1.5, "max_new_tokens": 3}
+    expected: dict[tuple[int, ...], float] = {}
+    for choice in itertools.product(range(2), repeat=3):
+        text, chance = torch.cat([PROMPT, QUESTION], 1), 1.0
+        for place in choice:
+            best = (model(text).logits[0, -1] / options["temperature"]).topk(2)
+            chance *= best.values.double().softmax(-1)[place].item()
+            text = torch.cat([text, best.indices[place].view(1, 1)], 1)
+        expected[tuple(text[0, -3:].tolist())] = chance
+    torch.manual_seed(0)
+    counts, total, refused = dict.fromkeys(expected, 0), 400, 0
+    for _ in range(total):
+        found = greedy(fast, QUESTION, past_key_values=document, exact=True, return_dict_in_generate=True, **options)
+        counts[tuple(found.sequences[0, -3:].tolist())] += 1
+        accepted = found[CACHE].record.accepted
+        refused += sum(accepted.drafted) - sum(accepted.accepted)
+    assert refused > total / 20, "the full cache hardly ever decided"
+    chances = torch.tensor(list(expected.values()), dtype=torch.float64)
+    assert chisquare(list(counts.values()), total * chances / chances.sum()).pvalue > 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({"policy": "h2o"}, {}, "'exact' is not supported with policy 'h2o': for every draft it evicts"),
+        ({"recompress": "every_turn"}, {}, "'exact' is not supported with recompress='every_turn'"),
+        ({}, {"num_beams": 2}, "exact=True verifies the tokens of one row, the call has 2"),
+        ({}, {"num_return_sequences": 3}, "exact=True verifies the tokens of one row, the call has 3"),
+        ({}, {"prompt_lookup_num_tokens": 3}, "exact=True and 'prompt_lookup_num_tokens' are two kinds of drafts"),
+        ({}, {"draft_tokens": 0}, "draft_tokens=0: must be"),
+        ({}, {"draft_tokens": 4, "exact": False}, "draft_tokens=4 goes with exact=True"),
+        ({"family": "gemma3"}, {}, "cannot be cropped, as drafts .* need it: layers with a sliding window"),
+    ],
+)
+def test_refused_with_the_reason(settings, options, message):
+    _, fast = fast_model(**settings)
+    with pytest.raises(ValueError, match=message):
+        greedy(fast, PROMPT, **{"exact": True, **options})
+
+
+def test_a_full_cache_left_behind_is_refused():
+    _, fast = fast_model()
+    cache = fast.compress(PROMPT, keep_full=True, reusable=False)
+    greedy(fast, QUESTION, past_key_values=cache)
+    with pytest.raises(CacheMismatchError, match=r"cache\.full holds 65 tokens, and the cache 93"):
+        greedy(fast, QUESTION, past_key_values=cache, exact=True)
+    with pytest.raises(ValueError, match="exact=True verifies the tokens of one row, the call has 2"):
+        greedy(fast, random_ids(2, 30), exact=True)
