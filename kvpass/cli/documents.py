@@ -47,11 +47,13 @@ class Document:
         dtype: str = "auto",
         device: str = "cpu",
         backend: Compiler = "inductor",
+        keep_full: bool = False,
     ) -> Document:
         """Compress a text before any question is known.
 
         Args:
-            model: as in :func:`load_model`. options: of the policy. dtype: as in ``kvpass eval``.
+            model: as in :func:`load_model`. options: of the policy. dtype: as in ``kvpass eval``. keep_full: keep the
+                full cache too, for exact answers.
         Raises:
             ValueError: the text is empty, or an argument does not fit.
         """
@@ -61,25 +63,36 @@ class Document:
         chosen: Any = policy  # its name and options are checked when it is compiled
         fast = kvpass.compile(made, policy=chosen, budget=budget, backend=backend, **(options or {}))
         ids = tokenizer(text, return_tensors="pt").input_ids
-        return cls(fast, tokenizer, fast.compress(ids.to(device)), {"model": model, "dtype": dtype})
+        cache = fast.compress(ids.to(device), keep_full=keep_full)
+        return cls(fast, tokenizer, cache, {"model": model, "dtype": dtype})
 
     def save(self, path: str | Path) -> None:
-        """Write the cache and the name of the model to a file for :meth:`load`."""
+        """Write the cache and the name of the model to a file for :meth:`load`, and a full cache to one beside it."""
+        if self.cache.full is not None:
+            self.cache.full.save(full_path(path))
         self.cache.save(path, notes=self.notes)
 
     @classmethod
     def load(
-        cls, path: str | Path, *, model: str | None = None, device: str = "cpu", backend: Compiler = "inductor"
+        cls,
+        path: str | Path,
+        *,
+        model: str | None = None,
+        device: str = "cpu",
+        backend: Compiler = "inductor",
+        with_full: bool = False,
     ) -> Document:
         """Load what :meth:`save` wrote; policy, options and budget come from the file.
 
         Args:
             model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin``, fetched, or
-                a local folder or GGUF file: a file must not cause a download.
+                a local folder or GGUF file: a file must not cause a download. with_full: also load the full cache.
         Raises:
             ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and
-                the file names another.
+                the file names another; or there is no file of the full cache.
         """
+        if with_full and not full_path(path).is_file():
+            raise ValueError(f"exact answers need {str(full_path(path))!r}, which 'kvpass compress --keep-full' writes")
         metadata, tensors = read_saved(path)
         named, dtype = metadata.notes.get("model"), metadata.notes.get("dtype")
         if not isinstance(named, str) or not isinstance(dtype, str):
@@ -88,13 +101,17 @@ class Document:
         made, tokenizer = load_model(model or _trusted(path, named), dtype=dtype, device=device)
         fast = kvpass.compile(made, policy=policy, budget=metadata.budget, backend=backend)
         cache = restore_cache(path, metadata, tensors, fast)
+        if with_full:
+            cache.full = kvpass.load_cache(full_path(path), fast)
         return cls(fast, tokenizer, cache, {"model": named, "dtype": dtype})
 
-    def ask(self, question: str, *, new_tokens: int = 64) -> str:
+    def ask(self, question: str, *, new_tokens: int = 64, exact: bool = False) -> str:
         """Return the model's greedy continuation of the text followed by the question.
 
+        Args:
+            exact: that of the full cache.
         Raises:
-            ValueError: the question is empty, or ``new_tokens`` below 1.
+            ValueError: the question is empty, ``new_tokens`` below 1, or the full cache was not kept.
         """
         if new_tokens < 1:
             raise ValueError(f"new_tokens={new_tokens}: must be >= 1")
@@ -107,11 +124,17 @@ class Document:
             ids,
             attention_mask=mask,
             past_key_values=self.cache,
+            exact=exact,
             max_new_tokens=new_tokens,
             do_sample=False,
             use_cache=True,
         )
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+
+
+def full_path(path: str | Path) -> Path:
+    """Return the file of the full cache beside that of a compressed one."""
+    return Path(f"{path}.full")
 
 
 def _trusted(path: str | Path, name: str) -> str:

@@ -434,6 +434,9 @@ def compress(
         str, typer.Option(help="Entries per KV head per layer (1024), share of the document (0.25) or bytes ('4MiB').")
     ] = "0.25",
     window: Annotated[int | None, typer.Option(help="Last tokens, always kept; the policy's own default.")] = None,
+    keep_full: Annotated[
+        bool, typer.Option("--keep-full", help="Also write the full cache, to FILE.full, for 'kvpass ask --exact'.")
+    ] = False,
     backend: _Backend = "inductor",
     dtype: _Dtype = "auto",
     device: _Device = "cpu",
@@ -459,6 +462,7 @@ def compress(
             dtype=dtype,
             device=device,
             backend=_compiler(backend),
+            keep_full=keep_full,
         )
         made.save(output)
     if launched()[0] > 0:
@@ -484,6 +488,9 @@ def ask(
         str | None, typer.Option(help="Import a policy of your own that the file was made with: my.module:KeyDiff.")
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="The answer of the full cache, of 'kvpass compress --keep-full'.")
+    ] = False,
     backend: _Backend = "inductor",
     device: _Device = "cpu",
 ) -> None:
@@ -496,8 +503,8 @@ def ask(
     with _bad_values():
         if policy is not None:
             policy_class(policy)
-        found = Document.load(cache, model=model, device=device, backend=_compiler(backend))
-        answer = found.ask(question, new_tokens=new_tokens)
+        found = Document.load(cache, model=model, device=device, backend=_compiler(backend), with_full=exact)
+        answer = found.ask(question, new_tokens=new_tokens, exact=exact)
     if launched()[0] == 0:
         typer.echo(answer)
 

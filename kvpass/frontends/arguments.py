@@ -340,6 +340,9 @@ def full_of(cache: CompressedCache) -> CompressedCache:
             f"cache.full holds {cache.full.columns} tokens, and the cache {cache.columns}: a call without exact=True "
             "continued only one of them; prefill the text again"
         )
+    ids, full_ids = cache.ids, cache.full.ids
+    if ids is not None and full_ids is not None and not torch.equal(ids, full_ids):
+        raise CacheMismatchError("cache.full holds another text than the cache: give it the full cache of the same one")
     return cache.full
 
 

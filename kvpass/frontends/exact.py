@@ -7,6 +7,7 @@ transformers verifies (``generate`` with drafts); this module drafts.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ class CompressedDrafts(CandidateGenerator):
     def __post_init__(self) -> None:
         self._next = _FIRST if self.tokens == "auto" else self.tokens
         self._agreed = self.full.appended
-        self._last = 0
+        self._draft: list[int] = []
 
     def begin(self, ids: Tensor, processor: Any, config: Any) -> CompressedDrafts:
         """Take the ids ``[1, T]`` of the call, its processor of logits and its configuration."""
@@ -77,18 +78,20 @@ class CompressedDrafts(CandidateGenerator):
             ids = torch.cat([ids, best], 1)
             if int(best) in self._ends:
                 break
-        self._last = len(found)
+        self._draft = ids[0, input_ids.shape[1] :].tolist()
         return ids, torch.stack(found, 1) if self._samples and found else None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Note how many tokens of the draft were accepted."""
-        accepted = int(num_matches)
-        if self._last == 0:
+        """Note how many tokens of the draft are in the text: also the one that ends it, unlike ``num_matches``."""
+        if not self._draft:
             return
-        self.drafted.append(self._last)
+        given = input_ids[0, -num_matches - 1 :].tolist()
+        agree = [ours == theirs for ours, theirs in zip(self._draft, given, strict=False)]
+        accepted = len(list(itertools.takewhile(bool, agree)))
+        self.drafted.append(len(self._draft))
         self.accepted.append(accepted)
         if self.tokens == "auto":
-            self._next = min(2 * self._next, _MOST) if accepted == self._last else max(accepted, _LEAST)
+            self._next = min(2 * self._next, _MOST) if accepted == len(self._draft) else max(accepted, _LEAST)
 
     def synchronise(self) -> None:
         """Let the compressed cache hold the tokens that the full one holds, with its keys and values.

@@ -108,6 +108,9 @@ def test_a_saved_full_cache_answers_exactly(tmp_path):
     loaded = kvpass.load_cache(tmp_path / "small", fast)
     with pytest.raises(CacheMismatchError, match="exact=True needs the full cache of the text beside"):
         greedy(fast, QUESTION, past_key_values=loaded, exact=True)
+    loaded.full = fast.compress(PROMPT.flip(1), keep_full=True).full
+    with pytest.raises(CacheMismatchError, match=r"cache\.full holds another text"):
+        greedy(fast, QUESTION, past_key_values=loaded, exact=True)
     loaded.full = kvpass.load_cache(tmp_path / "full", fast)
     whole = torch.cat([PROMPT, QUESTION], 1)
     found = greedy(fast, QUESTION, past_key_values=loaded, exact=True)
