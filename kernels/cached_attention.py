@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.kernels.checks import Expected, check_heads, check_tensors, of_table
+from kvpass.kernels.checks import Expected, check_heads, check_packed_rows, check_tensors, of_table
 from kvpass.kernels.launch import strides
 from kvpass.kernels.prefill_attention import (
     FLOOR,
@@ -199,12 +200,14 @@ def check_call(
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     if tokens > slots:
         raise ValueError(f"q has {tokens} tokens: the tail has {slots} slots")
+    tail_used, row_index = held.get("tail_used"), held.get("row_index")
+    held_rows = rows if row_index is None else tail_k.shape[1]
     sizes = {
-        **{"B": rows, "L": layers, "K": kv_heads, "D": key_dim, "C": slots},
-        "Z": 1 if pool_k is not None and len(pool_k) == 1 and line is None else rows,
+        **{"B": held_rows, "L": layers, "K": kv_heads, "D": key_dim, "C": slots},
+        "Z": 1 if pool_k is not None and len(pool_k) == 1 and line is None else held_rows,
         "V": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
-        **{"E": 0 if pool_k is None else pool_k.shape[1], "X": 0 if tiles is None else tiles.shape[1]},
-        **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "Y": rows * kv_heads + 1},
+        **{"E": 0 if pool_k is None else pool_k.shape[1], "X": 0 if tiles is None else tiles.shape[2]},
+        **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "Y": kv_heads + 1, "*": rows},
     }  # fmt: skip
     expected = {
         "q": (q, q.shape, q.dtype),
@@ -215,7 +218,15 @@ def check_call(
     }
     if sinks is not None:
         expected["sinks"] = (sinks, (heads,), sinks.dtype)
-    check_tensors(expected, q.device, strided=strided.split())
+    free = {"tiles", *strided.split()}
+    if row_index is not None:
+        if held.get("tail_k_scale") is not None:
+            raise ValueError("row_index is given: kernels then read no codes")
+        assert tail_used is not None
+        expected["tail_used"] = (tail_used, (held_rows,), torch.int64)
+        free |= {"pool_k", "pool_v", "tail_k", "tail_v"}
+        check_packed_rows(held)
+    check_tensors(expected, q.device, strided=free)
 
 
 def entry_arguments(held: AppendBuffers | SlotCache, key_dim: int, value_dim: int) -> dict[str, Any]:
@@ -234,17 +245,24 @@ def entry_arguments(held: AppendBuffers | SlotCache, key_dim: int, value_dim: in
     }  # fmt: skip
 
 
+def row_strides(held: AppendBuffers) -> dict[str, int]:
+    """Return strides in entries: of the rows of the pool, of layers and of rows of the tails."""
+    row = held.tail_k.shape[-1]
+    return {
+        "stride_p": held.pool_k.stride(0) // row, "stride_tl": held.tail_k.stride(0) // row,
+        "stride_tb": held.tail_k.stride(1) // row,
+    }  # fmt: skip
+
+
 def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:
     """Return the common arguments of the decode and the extend kernel."""
     q, k, v, scale, softcap, _ = call
-    rows, heads, tokens, key_dim = q.shape
+    _, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     return {
         "q": q, "k": k, "v": v, **entry_arguments(held, key_dim, value_dim),
-        "tail_start": held.tail_start, "tail_used": held.tail_used, **strides("bht", q=q, k=k, v=v),
-        "scale": scale, "softcap": softcap,
-        "layer": layer, "rows": rows, "pool_rows": held.pool_k.shape[0],
-        "entries": held.pool_k.shape[1],
-        "slots": held.tail_k.shape[3], "tokens": tokens, "K": kv_heads, "G": heads // kv_heads,
-        "BLOCK_T": APPEND_BLOCK,
+        "tail_start": held.tail_start, "tail_used": held.tail_used, "row_index": held.row_index,
+        **strides("bht", q=q, k=k, v=v), **row_strides(held), "scale": scale, "softcap": softcap, "layer": layer,
+        "layers": held.tail_k.shape[0], "pool_rows": held.pool_k.shape[0], "slots": held.tail_k.shape[3],
+        "tokens": tokens, "K": kv_heads, "G": heads // kv_heads, "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip

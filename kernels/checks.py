@@ -79,16 +79,18 @@ def check_tensors(expected: Expected, device: torch.device, strided: Collection[
             raise ValueError(f"{name} has strides {tensor.stride()}: must be contiguous")
 
 
-def check_block_layout(keys: Tensor, values: Tensor, dim: int, entries: int) -> None:
-    """Raise if blocks of keys and values ``[blocks, R, D]`` are not packed, or hold fewer than these entries.
+def check_packed_rows(held: Mapping[str, Tensor | None]) -> None:
+    """Raise if a row of pool or tails is not packed, or keys and values lie apart by other strides.
 
     Raises:
-        ValueError: says which.
+        ValueError: says so.
     """
-    if keys.shape[2] != dim or keys.stride() != values.stride() or keys.stride()[1:] != (dim, 1):
-        raise ValueError("keys and values must be [blocks, entries, D], packed within a block")
-    if keys.stride(0) % dim or keys.shape[1] < entries:
-        raise ValueError(f"a block of {keys.shape[1]} entries does not hold its pool and tails of {entries}")
+    for side, at in (("pool", 0), ("tail", (0, 0))):
+        keys, values = held[f"{side}_k"], held[f"{side}_v"]
+        assert keys is not None and values is not None
+        steps = [step % keys.shape[-1] for step in keys.stride()[:-1]]
+        if keys.stride() != values.stride() or any(steps) or not keys[at].is_contiguous():
+            raise ValueError(f"{side}_k and {side}_v must be packed in each row, with the same strides")
 
 
 def check_heads(heads: int, kv_heads: int) -> None:

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from kvpass.kernels.checks import check_block_layout, check_heads, code_bits
-from kvpass.operands import AppendBuffers, Attention, Blocks, SlotCache
+from kvpass.kernels.checks import check_heads, check_packed_rows, code_bits
+from kvpass.operands import AppendBuffers, Attention, SlotCache
 from kvpass.rotation import rotation_parts
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
@@ -33,12 +33,11 @@ _CODE_TYPES = {
 Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of some tensors."""
 
-_ATTEND_CALL = struct.Struct("=50q2d")
-"""Fields of ``struct Call`` in decode_cpu.cpp: 25 pointers, 13 sizes, 9 strides, 3 of lines, scale, softcap."""
+_ATTEND_CALL = struct.Struct("=53q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 25 pointers, 13 sizes, 12 strides, 3 of lines, scale, softcap."""
 
 _CACHE_NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
 _SCALE_NAMES = ("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale")
-_BLOCK_NAMES = ("k", "v", "block", "used", "values")
 _SLOT_NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
 _POOL_NAMES = ("pool_k", "pool_v", "offsets")
 _ENTERED_NAMES = ("storage_order", "decode_state", "norm", "now")
@@ -113,7 +112,7 @@ def call_attend(
     sizes: tuple[int, int, int, int, int],
     line: Sequence[Tensor | None] = (None,) * 6,
     line_sizes: tuple[int, int, int] = (0, 0, 0),
-    blocks: tuple[Tensor | None, Tensor | None] = (None, None),
+    rows_held: tuple[Tensor | None, Tensor | None] = (None, None),
     scales: Sequence[Tensor | None] = (None,) * 4,
 ) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
@@ -124,8 +123,8 @@ def call_attend(
         sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer.
         line: position, storage_order, decode_state, norm, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
-        blocks: first entry and used tail slots of each row, for rows that lie in blocks of one array.
-        scales: of pool_k, pool_v, tail_k and tail_v, if these are codes; then not with ``blocks``.
+        rows_held: row_index, and used slots of each tail, where rows are not those of the call.
+        scales: of pool_k, pool_v, tail_k and tail_v, if these are codes.
 
     Returns:
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; the row with the fault.
@@ -159,7 +158,8 @@ def call_attend(
         device="cpu",
     )
     tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out)
-    pointers = (*tensors, *line, *blocks, *scales, *rotations)
+    pointers = (*tensors, *line, *rows_held, *scales, *rotations)
+    width = tail_k.shape[-1]
     held = "" if scales[2] is None else _CODE_TYPES[tail_k.dtype, tail_k.shape[-1] * 8 // key_dim]
     fault = attend_function(q.dtype, held)(
         _ATTEND_CALL.pack(
@@ -173,6 +173,9 @@ def call_attend(
             value_row,
             0 if pool_k is None else pool_k.shape[0],
             *sizes,
+            0 if pool_k is None else pool_k.stride(0) // width,
+            tail_k.stride(0) // width,
+            tail_k.stride(1) // width,
             *q_strides[:3],
             *k_strides[:3],
             *v_strides[:3],
@@ -228,7 +231,8 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
 
     All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or pool and tail hold codes
     with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits), which become numbers while they are read. q, k and v
-    may have any strides, but are copied if the last dim is not contiguous; the buffers are contiguous.
+    may have any strides, but are copied if the last dim is not contiguous; the buffers are contiguous. With a
+    row_index pool and tail hold no codes, and are packed in each row.
 
     Returns:
         [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
@@ -244,14 +248,16 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     layers, _, _, slots, _ = tail_k.shape
     pool_rows, entries = pool_k.shape[:2]
     stored = _stored_columns(tail_v, key_dim, value_dim)
-    pool_rows = 1 if pool_rows == 1 else rows
-    used = int(tail_used)
+    row_index = held.row_index
+    held_rows = rows if row_index is None else tail_k.shape[1]
+    pool_rows = 1 if pool_rows == 1 else held_rows
+    used = 0 if row_index is not None else int(tail_used)
     if used < 0 or used + tokens > slots:
         raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     check_heads(heads, kv_heads)
-    codes, dtype, bits, scales = q.dtype, q.dtype, 8, held[10:]
+    codes, dtype, bits, scales = q.dtype, q.dtype, 8, held[10:14]
     given = [k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start]
     names: tuple[str, ...] = _CACHE_NAMES
     are_codes = any([scale is not None for scale in scales])
@@ -262,78 +268,44 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         ((rows, kv_heads, tokens, value_dim), dtype),
         ((pool_rows, entries, key_dim * bits // 8), codes),
         ((pool_rows, entries, stored * bits // 8), codes),
-        ((layers, rows, kv_heads, slots, key_dim * bits // 8), codes),
-        ((layers, rows, kv_heads, slots, stored * bits // 8), codes),
-        ((rows, layers * kv_heads + 1), torch.int32),
-        ((rows,), torch.int64),
+        ((layers, held_rows, kv_heads, slots, key_dim * bits // 8), codes),
+        ((layers, held_rows, kv_heads, slots, stored * bits // 8), codes),
+        ((held_rows, layers * kv_heads + 1), torch.int32),
+        ((held_rows,), torch.int64),
     ]
+    if row_index is not None:
+        names, given = (*names, "tail_used", "row_index"), [*given, tail_used, row_index]
+        expected += [((held_rows,), torch.int64), ((rows,), torch.int64)]
     if are_codes:
         described = _layout_of_scales(scales, (pool_rows, entries), tail_k.shape[:4])
         names, given, expected = names + described[0], given + described[1], expected + described[2]
     check_layout(names, given, expected)
-    packed = [x.is_contiguous() for x in given[2:]]
+    first = 2
+    if row_index is not None:
+        if are_codes:
+            raise ValueError("row_index is given: the kernel then reads no codes")
+        if rows and not 0 <= int(row_index.min()) <= int(row_index.max()) < held_rows:
+            raise ValueError(f"row_index={row_index.tolist()}: must be in 0..{held_rows - 1}")
+        check_packed_rows(held._asdict())
+        first = 6  # pool and tail may be views
+    packed = [x.is_contiguous() for x in given[first:]]
     if not all(packed):
-        raise ValueError(f"{names[2 + packed.index(False)]} is not contiguous")
+        raise ValueError(f"{names[first + packed.index(False)]} is not contiguous")
     if not all([x.is_cpu for x in (q, *given)]):
         raise ValueError("q, k, v, pool, tail, offsets and tail_start must all be on the CPU")
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
-    out, fault, row = call_attend(call, pools, sizes, scales=scales)
-    if fault == InvalidCall.OFFSETS:
-        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
-    if fault == InvalidCall.START:
-        raise ValueError(f"tail_start[{row}]={int(tail_start[row])}: must be in 0..{used}")
-    return out
-
-
-def attend_blocks(call: Attention, held: Blocks, layer: int) -> Tensor:
-    """As :func:`attend_cache` for rows that lie in blocks of one array, each with its own number of appended tokens.
-
-    Returns:
-        [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
-
-    Raises:
-        ValueError: a row's tail cannot take T more tokens, or an argument would be read out of bounds; nothing was
-            written.
-        RuntimeError: there is no C++ compiler.
-    """
-    q, k, v = call[:3]
-    rows, heads, tokens, dim = q.shape
-    kv_heads = k.shape[1]
-    check_heads(heads, kv_heads)
-    keys, values, block, offsets, used, pool, tail = held[:7]
-    segments = offsets.shape[1] - 1
-    given = [k, v, block, used, values]
-    shape = (rows, kv_heads, tokens, dim)
-    expected: Layouts = [
-        *[(shape, q.dtype)] * 2,
-        *[((rows,), torch.int64)] * 2,
-        (tuple(keys.shape), q.dtype),
-    ]
-    check_layout(_BLOCK_NAMES, given, expected)
-    if keys.dtype != q.dtype:
-        raise ValueError(f"keys has dtype {keys.dtype}: expected {q.dtype}")
-    check_block_layout(keys, values, dim, pool + segments * tail)
-    if offsets.shape[0] != rows or offsets.dtype != torch.int32 or not offsets.is_contiguous():
-        raise ValueError(f"offsets must be int32 [{rows}, P], contiguous")
-    if not 0 <= layer < segments // kv_heads:
-        raise ValueError(f"layer={layer}: must be in 0..{segments // kv_heads - 1}")
-    if rows and not 0 <= int(block.min()) <= int(block.max()) < keys.shape[0]:
-        raise ValueError(f"block={block.tolist()}: must be in 0..{keys.shape[0] - 1}")
-    first = block * (keys.stride(0) // dim)
-    pools = (
-        keys,
-        values,
-        offsets,
-        keys[:, pool:],
-        values[:, pool:],
-        torch.zeros(rows, dtype=torch.int64, device="cpu"),
-    )
-    out, fault, row = call_attend(call, pools, (pool, segments + 1, tail, 0, layer), blocks=(first, used.contiguous()))
-    if fault == InvalidCall.OFFSETS:
-        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{pool}")
+    rows_held = (None, None) if row_index is None else (row_index, tail_used)
+    out, fault, row = call_attend(call, pools, sizes, rows_held=rows_held, scales=scales)
     if fault:
-        raise ValueError(f"used[{row}]={int(used[row])}: appending {tokens} entries to a tail of {tail} slots")
+        if row_index is not None:
+            row = int(row_index[row])
+            used = int(tail_used[row])
+        if fault == InvalidCall.OFFSETS:
+            raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
+        if fault == InvalidCall.START:
+            raise ValueError(f"tail_start[{row}]={int(tail_start[row])}: must be in 0..{used}")
+        raise ValueError(f"tail_used[{row}]={used}: appending {tokens} entries exceeds the tail's {slots} slots")
     return out
 
 
