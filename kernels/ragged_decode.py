@@ -245,7 +245,7 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots = tail_k.shape[3]
     row_tiles = tiles.shape[2]
-    check_call(call, held._asdict(), layer)
+    check_call(call, held, layer)
     if held.tail_k_scale is not None:
         append_codes(call, held, layer)
     query_rows = heads // kv_heads * tokens

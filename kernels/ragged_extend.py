@@ -140,7 +140,7 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
     q, _, v, _, _, sinks = call
     rows, heads, tokens, _ = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
-    check_call(call, held._asdict(), layer)
+    check_call(call, held, layer)
     if held.tail_k_scale is not None:
         append_codes(call, held, layer)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
