@@ -11,14 +11,12 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvpass.kernels.checks import Expected, check_heads, check_tensors, of_table
+from kvpass.kernels.checks import check_cache, check_slots, values_in_keys
 from kvpass.kernels.launch import strides
 from kvpass.kernels.prefill_attention import (
     FLOOR,
@@ -170,52 +168,20 @@ def append_entries(  # type: ignore[no-untyped-def]
         store_parts(p_tail_v + o_t * SV, b_v, m_t, DV)
 
 
-def values_in_keys(stored: Tensor, key_dim: int, value_dim: int) -> bool:
-    """Return whether the values, of which no columns are stored, are the first columns of the keys."""
-    return stored.shape[-1] == 0 and value_dim <= key_dim
-
-
-def check_call(
-    call: Attention, held: Mapping[str, Tensor | None], layer: int, line: Expected | None = None, strided: str = "q k v"
-) -> None:
+def check_call(call: Attention, held: AppendBuffers | SlotCache, layer: int) -> None:
     """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only.
 
-    Args:
-        held: buffers by name, tails among them. line: tables of the slots. strided: as in :func:`check_tensors`.
     Raises:
         ValueError: names the first bad argument.
     """
-    q, k, v, _, _, sinks = call
-    tail_k, tail_v, pool_k, tiles = held["tail_k"], held["tail_v"], held["pool_k"], held.get("tiles")
-    assert tail_k is not None and tail_v is not None
-    rows, heads, tokens, key_dim = q.shape
-    _, kv_heads, _, value_dim = v.shape
-    layers, _, _, slots, _ = tail_k.shape
-    check_heads(heads, kv_heads)
+    key_dim, value_dim = call.q.shape[3], call.v.shape[3]
     check_dims(key_dim, value_dim)
-    if in_parts(key_dim, value_dim) and held.get("tail_k_scale") is not None:
+    if in_parts(key_dim, value_dim) and held.tail_k_scale is not None:
         raise ValueError(f"tail_k holds codes of {key_dim} columns: kernels on CUDA read codes of at most {PART.value}")
-    if not 0 <= layer < layers:
-        raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
-    if tokens > slots:
-        raise ValueError(f"q has {tokens} tokens: the tail has {slots} slots")
-    sizes = {
-        **{"B": rows, "L": layers, "K": kv_heads, "D": key_dim, "C": slots},
-        "Z": 1 if pool_k is not None and len(pool_k) == 1 and line is None else rows,
-        "V": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
-        **{"E": 0 if pool_k is None else pool_k.shape[1], "X": 0 if tiles is None else tiles.shape[1]},
-        **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "Y": rows * kv_heads + 1},
-    }  # fmt: skip
-    expected = {
-        "q": (q, q.shape, q.dtype),
-        "k": (k, (rows, kv_heads, tokens, key_dim), q.dtype),
-        "v": (v, (rows, kv_heads, tokens, value_dim), q.dtype),
-        **(line or {}),
-        **of_table(held, sizes, q.dtype),
-    }
-    if sinks is not None:
-        expected["sinks"] = (sinks, (heads,), sinks.dtype)
-    check_tensors(expected, q.device, strided=strided.split())
+    if isinstance(held, SlotCache):
+        check_slots(call, held, layer)
+    else:
+        check_cache(call, held._asdict(), layer)
 
 
 def entry_arguments(held: AppendBuffers | SlotCache, key_dim: int, value_dim: int) -> dict[str, Any]:
@@ -234,17 +200,24 @@ def entry_arguments(held: AppendBuffers | SlotCache, key_dim: int, value_dim: in
     }  # fmt: skip
 
 
+def row_strides(held: AppendBuffers) -> dict[str, int]:
+    """Return strides in entries: of the rows of the pool, of layers and of rows of the tails."""
+    row = held.tail_k.shape[-1]
+    return {
+        "stride_p": held.pool_k.stride(0) // row, "stride_tl": held.tail_k.stride(0) // row,
+        "stride_tb": held.tail_k.stride(1) // row,
+    }  # fmt: skip
+
+
 def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:
     """Return the common arguments of the decode and the extend kernel."""
     q, k, v, scale, softcap, _ = call
-    rows, heads, tokens, key_dim = q.shape
+    _, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     return {
         "q": q, "k": k, "v": v, **entry_arguments(held, key_dim, value_dim),
-        "tail_start": held.tail_start, "tail_used": held.tail_used, **strides("bht", q=q, k=k, v=v),
-        "scale": scale, "softcap": softcap,
-        "layer": layer, "rows": rows, "pool_rows": held.pool_k.shape[0],
-        "entries": held.pool_k.shape[1],
-        "slots": held.tail_k.shape[3], "tokens": tokens, "K": kv_heads, "G": heads // kv_heads,
-        "BLOCK_T": APPEND_BLOCK,
+        "tail_start": held.tail_start, "tail_used": held.tail_used, "row_index": held.row_index,
+        **strides("bht", q=q, k=k, v=v), **row_strides(held), "scale": scale, "softcap": softcap, "layer": layer,
+        "layers": held.tail_k.shape[0], "pool_rows": held.pool_k.shape[0], "slots": held.tail_k.shape[3],
+        "tokens": tokens, "K": kv_heads, "G": heads // kv_heads, "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.operands import BITS, BUFFERS, CODES
+from kvpass.operands import BITS, BUFFERS, CODES, Attention, SlotCache
 
 Expected = Mapping[str, tuple[Tensor, Sequence[int], torch.dtype]]
 """Name of an argument -> the tensor given, and the shape and dtype it must have."""
@@ -79,18 +79,6 @@ def check_tensors(expected: Expected, device: torch.device, strided: Collection[
             raise ValueError(f"{name} has strides {tensor.stride()}: must be contiguous")
 
 
-def check_block_layout(keys: Tensor, values: Tensor, dim: int, entries: int) -> None:
-    """Raise if blocks of keys and values ``[blocks, R, D]`` are not packed, or hold fewer than these entries.
-
-    Raises:
-        ValueError: says which.
-    """
-    if keys.shape[2] != dim or keys.stride() != values.stride() or keys.stride()[1:] != (dim, 1):
-        raise ValueError("keys and values must be [blocks, entries, D], packed within a block")
-    if keys.stride(0) % dim or keys.shape[1] < entries:
-        raise ValueError(f"a block of {keys.shape[1]} entries does not hold its pool and tails of {entries}")
-
-
 def check_heads(heads: int, kv_heads: int) -> None:
     """Raise if the query heads do not divide into equal groups, one per KV head.
 
@@ -99,3 +87,122 @@ def check_heads(heads: int, kv_heads: int) -> None:
     """
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads: must be a multiple of the {kv_heads} KV heads")
+
+
+def values_in_keys(stored: Tensor, key_dim: int, value_dim: int) -> bool:
+    """Return whether the values, of which no columns are stored, are the first columns of the keys."""
+    return stored.shape[-1] == 0 and value_dim <= key_dim
+
+
+def check_cache(
+    call: Attention,
+    held: Mapping[str, Tensor | None],
+    layer: int,
+    line: Expected | None = None,
+    strided: Collection[str] = ("q", "k", "v"),
+) -> None:
+    """Check a call of attention to pool and tail.
+
+    Args:
+        held: buffers by name, tails among them. line: tables of the slots. strided: as in :func:`check_tensors`.
+    Raises:
+        ValueError: names the first bad argument.
+    """
+    q, k, v, _, _, sinks = call
+    tail_k, tail_v, pool_k, tiles = held["tail_k"], held["tail_v"], held["pool_k"], held.get("tiles")
+    assert tail_k is not None and tail_v is not None
+    rows, heads, tokens, key_dim = q.shape
+    _, kv_heads, _, value_dim = v.shape
+    layers, _, _, slots, _ = tail_k.shape
+    check_heads(heads, kv_heads)
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
+    if tokens > slots:
+        raise ValueError(f"q has {tokens} tokens: the tail has {slots} slots")
+    tail_used, row_index = held.get("tail_used"), held.get("row_index")
+    held_rows = rows if row_index is None else tail_k.shape[1]
+    sizes = {
+        **{"B": held_rows, "L": layers, "K": kv_heads, "D": key_dim, "C": slots},
+        "Z": 1 if pool_k is not None and len(pool_k) == 1 and line is None else held_rows,
+        "V": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
+        **{"E": 0 if pool_k is None else pool_k.shape[1], "X": 0 if tiles is None else tiles.shape[2]},
+        **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "Y": kv_heads + 1, "*": rows},
+    }  # fmt: skip
+    expected = {
+        "q": (q, q.shape, q.dtype),
+        "k": (k, (rows, kv_heads, tokens, key_dim), q.dtype),
+        "v": (v, (rows, kv_heads, tokens, value_dim), q.dtype),
+        **(line or {}),
+        **of_table(held, sizes, q.dtype),
+    }
+    if sinks is not None:
+        expected["sinks"] = (sinks, (heads,), sinks.dtype)
+    free = {"tiles", *strided}
+    if row_index is not None:
+        if held.get("tail_k_scale") is not None:
+            raise ValueError("row_index is given: kernels then read no codes")
+        assert tail_used is not None
+        expected["tail_used"] = (tail_used, (held_rows,), torch.int64)
+        free |= {"pool_k", "pool_v", "tail_k", "tail_v"}
+        check_packed_rows(held)
+    check_tensors(expected, q.device, free)
+
+
+def check_packed_rows(held: Mapping[str, Tensor | None]) -> None:
+    """Raise if a row of pool or tails is not packed, or keys and values lie apart by other strides.
+
+    Raises:
+        ValueError: says so.
+    """
+    for side, at in (("pool", 0), ("tail", (0, 0))):
+        keys, values = held[f"{side}_k"], held[f"{side}_v"]
+        assert keys is not None and values is not None
+        steps = [step % keys.shape[-1] for step in keys.stride()[:-1]]
+        if keys.stride() != values.stride() or any(steps) or not keys[at].is_contiguous():
+            raise ValueError(f"{side}_k and {side}_v must be packed in each row, with the same strides")
+
+
+def check_slots(call: Attention, lines: SlotCache, layer: int) -> None:
+    """Check a call of attention to lines of slots; as :func:`check_cache`."""
+    pool_k, position, tables = lines.pool_k, lines.position, lines.tables
+    if call.q.shape[2] != 1:
+        raise ValueError(f"q has {call.q.shape[2]} tokens: must be 1")
+    slots, width = lines.tail_k.shape[3], position.shape[2]
+    rows, kv_heads = call.v.shape[:2]
+    shape = (rows, kv_heads, width)
+    line: dict[str, tuple[Tensor, Sequence[int], torch.dtype]] = {"position": (position, shape, torch.int32)}
+    if tables is not None:
+        types = torch.int32, torch.float32, torch.float32
+        for name, tensor, dtype in zip(("storage_order", "decode_state", "norm"), tables, types, strict=False):
+            line[name] = (tensor, shape, dtype)
+        line["now"] = (tables.now, (rows,), torch.int64)
+        if lines.offsets is None:
+            raise ValueError("an entry is written down in lines that have a pool: offsets is None")
+    held = {name: x for name, x in lines._asdict().items() if name not in ("position", "tables")}
+    check_cache(call, held, layer, line, ("q", "k", "v", *(["position"] if tables is None else [])))
+    if not slots <= width <= (slots if pool_k is None else width):
+        raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")
+
+
+def check_eviction(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor) -> None:
+    """Check the tables of lines ``[B, K, S]`` from which entries are evicted."""
+    line = position.shape
+    expected = {
+        "worth": (worth, line, torch.float32),
+        "position": (position, line, torch.int32),
+        "decode_state": (decode_state, line, torch.float32),
+        "quota": (quota, line[:2], torch.int64),
+    }
+    check_tensors(expected, position.device)
+
+
+def check_order(attention: Tensor, position: Tensor, storage_order: Tensor) -> None:
+    """Check attention ``[B, H, S]`` over lines ``[B, K, S]``, and their tables."""
+    rows, kv_heads, width = line = position.shape
+    check_heads(attention.shape[1], kv_heads)
+    expected = {
+        "attention": (attention, (rows, attention.shape[1], width), torch.float32),
+        "position": (position, line, torch.int32),
+        "storage_order": (storage_order, line, torch.int32),
+    }
+    check_tensors(expected, position.device)

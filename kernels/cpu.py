@@ -10,16 +10,16 @@ import ctypes
 import functools
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from kvpass.kernels.checks import check_block_layout, check_heads, code_bits
-from kvpass.operands import AppendBuffers, Attention, Blocks, SlotCache
+from kvpass.kernels.checks import check_cache, check_eviction, check_order, check_packed_rows, check_slots
+from kvpass.operands import AppendBuffers, Attention, SlotCache
 from kvpass.rotation import rotation_parts
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
@@ -30,20 +30,13 @@ _CODE_TYPES = {
     **{(torch.uint8, bits): f"levels<{bits}>" for bits in (4, 3, 2)},
 }
 
-Layouts: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of some tensors."""
+_ATTEND_CALL = struct.Struct("=53q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 25 pointers, 13 sizes, 12 strides, 3 of lines, scale, softcap."""
 
-_ATTEND_CALL = struct.Struct("=50q2d")
-"""Fields of ``struct Call`` in decode_cpu.cpp: 25 pointers, 13 sizes, 9 strides, 3 of lines, scale, softcap."""
+_CHECKED: set[Hashable] = set()
+"""Layouts of arguments that have been checked."""
+MOST_CHECKED = 1024
 
-_CACHE_NAMES = ("k", "v", "pool_k", "pool_v", "tail_k", "tail_v", "offsets", "tail_start")
-_SCALE_NAMES = ("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale")
-_BLOCK_NAMES = ("k", "v", "block", "used", "values")
-_SLOT_NAMES = ("q", "k", "v", "tail_k", "tail_v", "position")
-_POOL_NAMES = ("pool_k", "pool_v", "offsets")
-_ENTERED_NAMES = ("storage_order", "decode_state", "norm", "now")
-_EVICT_NAMES = ("worth", "position", "decode_state", "quota")
-_ORDER_NAMES = ("attention", "position", "storage_order")
 _POOLS = (None, "avg", "max")
 _GROUPS = ("mean", "max", "sum")
 
@@ -113,7 +106,7 @@ def call_attend(
     sizes: tuple[int, int, int, int, int],
     line: Sequence[Tensor | None] = (None,) * 6,
     line_sizes: tuple[int, int, int] = (0, 0, 0),
-    blocks: tuple[Tensor | None, Tensor | None] = (None, None),
+    rows_held: tuple[Tensor | None, Tensor | None] = (None, None),
     scales: Sequence[Tensor | None] = (None,) * 4,
 ) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
@@ -124,8 +117,8 @@ def call_attend(
         sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer.
         line: position, storage_order, decode_state, norm, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
-        blocks: first entry and used tail slots of each row, for rows that lie in blocks of one array.
-        scales: of pool_k, pool_v, tail_k and tail_v, if these are codes; then not with ``blocks``.
+        rows_held: row_index, and used slots of each tail, where rows are not those of the call.
+        scales: of pool_k, pool_v, tail_k and tail_v, if these are codes.
 
     Returns:
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; the row with the fault.
@@ -159,7 +152,8 @@ def call_attend(
         device="cpu",
     )
     tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out)
-    pointers = (*tensors, *line, *blocks, *scales, *rotations)
+    pointers = (*tensors, *line, *rows_held, *scales, *rotations)
+    width = tail_k.shape[-1]
     held = "" if scales[2] is None else _CODE_TYPES[tail_k.dtype, tail_k.shape[-1] * 8 // key_dim]
     fault = attend_function(q.dtype, held)(
         _ATTEND_CALL.pack(
@@ -173,6 +167,9 @@ def call_attend(
             value_row,
             0 if pool_k is None else pool_k.shape[0],
             *sizes,
+            0 if pool_k is None else pool_k.stride(0) // width,
+            tail_k.stride(0) // width,
+            tail_k.stride(1) // width,
             *q_strides[:3],
             *k_strides[:3],
             *v_strides[:3],
@@ -186,36 +183,23 @@ def call_attend(
     return out, fault % 4, fault // 4
 
 
-def check_layout(names: Sequence[str], given: Sequence[Tensor], expected: Layouts) -> None:
-    """Raise at the first tensor with an unexpected shape or dtype; whole lists are compared, for speed.
-
-    Raises:
-        ValueError: names the tensor.
-    """
-    found: Layouts = [(x.shape, x.dtype) for x in given]
-    if found != expected:
-        for name, pair, wanted in zip(names, found, expected, strict=True):
-            for what, has, must in zip(("shape", "dtype"), pair, wanted, strict=True):
-                if has != must:
-                    raise ValueError(f"{name} has {what} {has}: expected {must}")
-
-
-def _stored_columns(values: Tensor, key_dim: int, value_dim: int) -> int:
-    """Return how many columns stored values must have: none if they are stored in the keys."""
-    return 0 if values.shape[-1] == 0 and value_dim <= key_dim else value_dim
+def _check_once(kind: str, tensors: Sequence[Tensor | None], check: Callable[[], None]) -> None:
+    """Check arguments of a layout that was not seen yet: a check takes longer than a small step."""
+    layout = (kind, *[None if x is None else (x.shape, x.dtype, x.is_contiguous(), x.is_cpu) for x in tensors])
+    if layout not in _CHECKED:
+        for x in tensors:
+            if x is not None and not x.is_cpu:
+                raise ValueError(f"a tensor of {list(x.shape)} is on {x.device}: all must be on the CPU")
+        check()
+        if len(_CHECKED) == MOST_CHECKED:
+            _CHECKED.clear()
+        _CHECKED.add(layout)
 
 
-def _layout_of_scales(
-    scales: Sequence[Tensor | None], pool: tuple[int, ...], tail: tuple[int, ...]
-) -> tuple[tuple[str, ...], list[Tensor], Layouts]:
-    """Return names, tensors and layouts of the scales that are given, of pools and tails of these shapes."""
-    shapes = (pool, pool, tail, tail)
-    found = [(name, x, shape) for name, x, shape in zip(_SCALE_NAMES, scales, shapes, strict=True) if x is not None]
-    return (
-        tuple(name for name, _, _ in found),
-        [x for _, x, _ in found],
-        [(shape, torch.float32) for _, _, shape in found],
-    )
+def _packed(call: Attention) -> Attention:
+    """Return a call to be checked: q, k and v may have any strides here, sinks any dtype and device."""
+    q, k, v = (x.contiguous() for x in call[:3])
+    return Attention(q, k, v, call.scale)
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
@@ -228,7 +212,8 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
 
     All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or pool and tail hold codes
     with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits), which become numbers while they are read. q, k and v
-    may have any strides, but are copied if the last dim is not contiguous; the buffers are contiguous.
+    may have any strides, but are copied if the last dim is not contiguous; the buffers are contiguous. With a
+    row_index pool and tail hold no codes, and are packed in each row.
 
     Returns:
         [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
@@ -237,103 +222,32 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         ValueError: used + T > C, or an argument that would be read out of bounds; nothing was written.
         RuntimeError: there is no C++ compiler.
     """
-    q, k, v = call[:3]
     pool_k, pool_v, offsets, tail_k, tail_v, tail_start, tail_used = held[:7]
-    rows, heads, tokens, key_dim = q.shape
-    _, kv_heads, _, value_dim = v.shape
-    layers, _, _, slots, _ = tail_k.shape
-    pool_rows, entries = pool_k.shape[:2]
-    stored = _stored_columns(tail_v, key_dim, value_dim)
-    pool_rows = 1 if pool_rows == 1 else rows
-    used = int(tail_used)
+    (layers, held_rows, kv_heads, slots, _), tokens = tail_k.shape, call.q.shape[2]
+    entries, row_index = pool_k.shape[1], held.row_index
+    used = 0 if row_index is not None else int(tail_used)
     if used < 0 or used + tokens > slots:
         raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
-    check_heads(heads, kv_heads)
-    codes, dtype, bits, scales = q.dtype, q.dtype, 8, held[10:]
-    given = [k, v, pool_k, pool_v, tail_k, tail_v, offsets, tail_start]
-    names: tuple[str, ...] = _CACHE_NAMES
-    are_codes = any([scale is not None for scale in scales])
-    if are_codes:
-        bits, codes = code_bits(tail_k, key_dim, scales, stored), tail_k.dtype
-    expected: Layouts = [
-        ((rows, kv_heads, tokens, key_dim), dtype),
-        ((rows, kv_heads, tokens, value_dim), dtype),
-        ((pool_rows, entries, key_dim * bits // 8), codes),
-        ((pool_rows, entries, stored * bits // 8), codes),
-        ((layers, rows, kv_heads, slots, key_dim * bits // 8), codes),
-        ((layers, rows, kv_heads, slots, stored * bits // 8), codes),
-        ((rows, layers * kv_heads + 1), torch.int32),
-        ((rows,), torch.int64),
-    ]
-    if are_codes:
-        described = _layout_of_scales(scales, (pool_rows, entries), tail_k.shape[:4])
-        names, given, expected = names + described[0], given + described[1], expected + described[2]
-    check_layout(names, given, expected)
-    packed = [x.is_contiguous() for x in given[2:]]
-    if not all(packed):
-        raise ValueError(f"{names[2 + packed.index(False)]} is not contiguous")
-    if not all([x.is_cpu for x in (q, *given)]):
-        raise ValueError("q, k, v, pool, tail, offsets and tail_start must all be on the CPU")
+    if row_index is not None:
+        check_packed_rows(held._asdict())
+        if row_index.numel() and not 0 <= int(row_index.min()) <= int(row_index.max()) < held_rows:
+            raise ValueError(f"row_index={row_index.tolist()}: must be in 0..{held_rows - 1}")
+    _check_once("cache", (*call[:3], *held), lambda: check_cache(_packed(call), held._asdict(), layer))
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
-    out, fault, row = call_attend(call, pools, sizes, scales=scales)
-    if fault == InvalidCall.OFFSETS:
-        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
-    if fault == InvalidCall.START:
-        raise ValueError(f"tail_start[{row}]={int(tail_start[row])}: must be in 0..{used}")
-    return out
-
-
-def attend_blocks(call: Attention, held: Blocks, layer: int) -> Tensor:
-    """As :func:`attend_cache` for rows that lie in blocks of one array, each with its own number of appended tokens.
-
-    Returns:
-        [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
-
-    Raises:
-        ValueError: a row's tail cannot take T more tokens, or an argument would be read out of bounds; nothing was
-            written.
-        RuntimeError: there is no C++ compiler.
-    """
-    q, k, v = call[:3]
-    rows, heads, tokens, dim = q.shape
-    kv_heads = k.shape[1]
-    check_heads(heads, kv_heads)
-    keys, values, block, offsets, used, pool, tail = held[:7]
-    segments = offsets.shape[1] - 1
-    given = [k, v, block, used, values]
-    shape = (rows, kv_heads, tokens, dim)
-    expected: Layouts = [
-        *[(shape, q.dtype)] * 2,
-        *[((rows,), torch.int64)] * 2,
-        (tuple(keys.shape), q.dtype),
-    ]
-    check_layout(_BLOCK_NAMES, given, expected)
-    if keys.dtype != q.dtype:
-        raise ValueError(f"keys has dtype {keys.dtype}: expected {q.dtype}")
-    check_block_layout(keys, values, dim, pool + segments * tail)
-    if offsets.shape[0] != rows or offsets.dtype != torch.int32 or not offsets.is_contiguous():
-        raise ValueError(f"offsets must be int32 [{rows}, P], contiguous")
-    if not 0 <= layer < segments // kv_heads:
-        raise ValueError(f"layer={layer}: must be in 0..{segments // kv_heads - 1}")
-    if rows and not 0 <= int(block.min()) <= int(block.max()) < keys.shape[0]:
-        raise ValueError(f"block={block.tolist()}: must be in 0..{keys.shape[0] - 1}")
-    first = block * (keys.stride(0) // dim)
-    pools = (
-        keys,
-        values,
-        offsets,
-        keys[:, pool:],
-        values[:, pool:],
-        torch.zeros(rows, dtype=torch.int64, device="cpu"),
-    )
-    out, fault, row = call_attend(call, pools, (pool, segments + 1, tail, 0, layer), blocks=(first, used.contiguous()))
-    if fault == InvalidCall.OFFSETS:
-        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{pool}")
+    rows_held = (None, None) if row_index is None else (row_index, tail_used)
+    out, fault, row = call_attend(call, pools, sizes, rows_held=rows_held, scales=held[10:14])
     if fault:
-        raise ValueError(f"used[{row}]={int(used[row])}: appending {tokens} entries to a tail of {tail} slots")
+        if row_index is not None:
+            row = int(row_index[row])
+            used = int(tail_used[row])
+        if fault == InvalidCall.OFFSETS:
+            raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
+        if fault == InvalidCall.START:
+            raise ValueError(f"tail_start[{row}]={int(tail_start[row])}: must be in 0..{used}")
+        raise ValueError(f"tail_used[{row}]={used}: appending {tokens} entries exceeds the tail's {slots} slots")
     return out
 
 
@@ -347,63 +261,21 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
         ValueError: a line has no empty slot, or an argument would be read out of bounds; nothing was written.
         RuntimeError: there is no C++ compiler.
     """
-    q, k, v = call[:3]
     pool_k, pool_v, offsets, tail_k, tail_v, position, tables = lines[:7]
-    rows, heads, _, key_dim = q.shape
-    _, kv_heads, _, value_dim = v.shape
-    layers, _, _, slots, _ = tail_k.shape
-    width = position.shape[2]
+    (layers, rows, kv_heads, slots, _), heads, width = tail_k.shape, call.q.shape[1], position.shape[2]
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
-    check_heads(heads, kv_heads)
-    dtype, stored = q.dtype, _stored_columns(tail_v, key_dim, value_dim)
-    codes, bits, scales = dtype, 8, lines[7:]
-    are_codes = any([scale is not None for scale in scales])
-    if are_codes:
-        bits, codes = code_bits(tail_k, key_dim, scales, stored), tail_k.dtype
-    given = [q, k, v, tail_k, tail_v, position]
-    line_shape = (rows, kv_heads, width)
-    expected: Layouts = [
-        ((rows, heads, 1, key_dim), dtype),
-        ((rows, kv_heads, 1, key_dim), dtype),
-        ((rows, kv_heads, 1, value_dim), dtype),
-        ((layers, rows, kv_heads, slots, key_dim * bits // 8), codes),
-        ((layers, rows, kv_heads, slots, stored * bits // 8), codes),
-        (line_shape, torch.int32),
-    ]
-    names: tuple[str, ...] = _SLOT_NAMES
-    contiguous = [tail_k, tail_v]
-    entries, pool_width = 0, 0
-    if pool_k is not None and pool_v is not None and offsets is not None:
-        entries, pool_width = pool_k.shape[1], width - slots
-        names += _POOL_NAMES
-        given += [pool_k, pool_v, offsets]
-        expected += [((rows, entries, columns * bits // 8), codes) for columns in (key_dim, stored)]
-        expected += [((rows, layers * kv_heads + 1), torch.int32)]
-        contiguous += [pool_k, pool_v, offsets]
-    if tables is not None:
-        names += _ENTERED_NAMES
-        given += tables
-        expected += [(line_shape, torch.int32), (line_shape, torch.float32), (line_shape, torch.float32)]
-        expected += [((rows,), torch.int64)]
-        contiguous += [position, *tables]
-    if are_codes:
-        described = _layout_of_scales(scales, (rows, entries), tail_k.shape[:4])
-        names, given, expected = names + described[0], given + described[1], expected + described[2]
-        contiguous += described[1]
-    check_layout(names, given, expected)
-    if width - slots != pool_width or pool_width < 0:
-        raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")
-    if not all([x.is_contiguous() for x in contiguous]) or position.stride(2) != 1:
-        raise ValueError("pool, tail, offsets and what a line remembers must be contiguous")
-    if not all([x.is_cpu for x in given]):
-        raise ValueError("all tensors must be on the CPU")
+    if position.stride(2) != 1:
+        raise ValueError(f"position has strides {position.stride()}: the last must be 1")
+    given = (*call[:3], *lines[:6], *(tables or ()), *lines[7:])
+    _check_once("slots", given, lambda: check_slots(_packed(call), lines, layer))
+    entries = 0 if pool_k is None else pool_k.shape[1]
     weights = None if tables is None else torch.empty(rows, heads, width, dtype=torch.float32, device="cpu")
     line = (position, *(tables or (None,) * 4), weights)
     sizes = (entries, layers * kv_heads + 1, slots, slots, layer)
     line_sizes = (position.stride(0), position.stride(1), width)
     buffers = (pool_k, pool_v, offsets, tail_k, tail_v, None)
-    out, fault, row = call_attend(call, buffers, sizes, line, line_sizes, scales=scales)
+    out, fault, row = call_attend(call, buffers, sizes, line, line_sizes, scales=lines[7:])
     if fault == InvalidCall.OFFSETS:
         most = f"by at most {width - slots}, the slots of a line before the tail's"
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}, {most}")
@@ -427,17 +299,12 @@ def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: T
         ValueError: an argument would be read out of bounds; nothing was written.
         RuntimeError: there is no C++ compiler.
     """
-    rows, kv_heads, width = line = position.shape
-    given = [worth, position, decode_state, quota]
-    expected: Layouts = [(line, torch.float32), (line, torch.int32), (line, torch.float32)]
-    check_layout(_EVICT_NAMES, given, [*expected, ((rows, kv_heads), torch.int64)])
-    worth = worth.contiguous()
-    if not all([x.is_contiguous() and x.is_cpu for x in given[1:]]) or not worth.is_cpu:
-        raise ValueError("position, decode_state and quota must be contiguous, and all tensors on the CPU")
-    keep = torch.empty(line, dtype=torch.bool, device="cpu")
-    tensors = (worth, position, decode_state, quota, keep)
+    given = (worth.contiguous(), position, decode_state, quota)
+    _check_once("evict", given, lambda: check_eviction(*given))
+    rows, kv_heads, width = position.shape
+    keep = torch.empty(position.shape, dtype=torch.bool, device="cpu")
     run = _function("kvpass_evict_lowest", 5, 3)
-    run(*[x.data_ptr() for x in tensors], rows * kv_heads, width, window)
+    run(*[x.data_ptr() for x in (*given, keep)], rows * kv_heads, width, window)
     return keep
 
 
@@ -458,16 +325,11 @@ def pool_in_order(
         ValueError: an argument would be read out of bounds.
         RuntimeError: there is no C++ compiler.
     """
-    rows, kv_heads, width = line = position.shape
-    heads = attention.shape[1]
-    given = [attention, position, storage_order]
-    expected: Layouts = [((rows, heads, width), torch.float32), (line, torch.int32), (line, torch.int32)]
-    check_layout(_ORDER_NAMES, given, expected)
-    check_heads(heads, kv_heads)
-    if not all([x.is_contiguous() and x.is_cpu for x in given]):
-        raise ValueError("attention, position and storage_order must be contiguous and on the CPU")
-    worth = torch.empty(line, dtype=torch.float32, device="cpu")
+    given = (attention, position, storage_order)
+    _check_once("order", given, lambda: check_order(*given))
+    rows, kv_heads, width = position.shape
+    worth = torch.empty(position.shape, dtype=torch.float32, device="cpu")
     how = (window, _POOLS.index(pool), kernel_size, _GROUPS.index(group))
     run = _function("kvpass_pool_in_order", 4, 7)
-    run(*[x.data_ptr() for x in (*given, worth)], rows * kv_heads, heads // kv_heads, width, *how)
+    run(*[x.data_ptr() for x in (*given, worth)], rows * kv_heads, attention.shape[1] // kv_heads, width, *how)
     return worth

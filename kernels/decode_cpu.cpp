@@ -34,14 +34,15 @@ struct Call {
     float *decode_state, *norm;
     const int64_t* now;
     float* weights;
-    // For rows that lie in blocks of one array; else null. row_at: first entry of the row's block; row_used: as used.
-    const int64_t *row_at, *row_used;
+    // Rows of the buffers, if they are not those of the call, and tail slots in use of each; else null.
+    const int64_t *row_index, *row_used;
     float *pool_k_scale, *pool_v_scale, *tail_k_scale, *tail_v_scale;  // of each entry, if they are codes
     const float *rotate_k, *rotate_v;  // parts of the rotations of q and k, and of v and outputs; null: none
     int64_t rows, heads, kv_heads, tokens, key_dim, value_dim;
     int64_t value_row;  // elements from one value row of pool and tail to the next: value_dim, or key_dim in keys
     int64_t pool_rows;  // rows, or 1: then its row serves all
     int64_t pool_entries, offset_stride, slots, used, layer;
+    int64_t pool_stride, tail_stride[2];  // entries from row to row; of tails, from layer to layer and row to row
     int64_t q_stride[3], k_stride[3], v_stride[3];  // row, head, token, in elements
     int64_t position_stride[2], width;              // row, KV head; slots of a line
     double scale, softcap;                          // softcap 0: none
@@ -81,23 +82,23 @@ struct Decoder {
         return {at, at + queries * value_width, at + queries * (value_width + W)};
     }
 
+    static int64_t held_row(const Call& c, int64_t row) { return c.row_index ? c.row_index[row] : row; }
+    static int64_t used(const Call& c, int64_t row) { return c.row_used ? c.row_used[held_row(c, row)] : c.used; }
+
+    int64_t row_of(int64_t unit) const { return held_row(c, unit / c.kv_heads); }
     int64_t segment(int64_t unit, int64_t end) const {
-        return c.offsets ? c.offsets[unit / c.kv_heads * c.offset_stride + c.layer * c.kv_heads + unit % c.kv_heads + end]
-                         : 0;
+        return c.offsets ? c.offsets[row_of(unit) * c.offset_stride + c.layer * c.kv_heads + unit % c.kv_heads + end] : 0;
     }
-    int64_t used(int64_t row) const { return c.row_used ? c.row_used[row] : c.used; }
+    int64_t used(int64_t unit) const { return used(c, unit / c.kv_heads); }
     int64_t pool_length(int64_t unit) const { return segment(unit, 1) - segment(unit, 0); }
     int64_t length(int64_t unit) const {
-        return pool_length(unit) + (c.position ? c.slots : used(unit / c.kv_heads) + c.tokens - c.tail_start[unit / c.kv_heads]);
+        return pool_length(unit) + (c.position ? c.slots : used(unit) + c.tokens - c.tail_start[row_of(unit)]);
     }
-    int64_t row_in_pool(int64_t unit) const { return std::min(unit / c.kv_heads, c.pool_rows - 1); }
     int64_t pool_row(int64_t unit) const {
-        return (c.row_at ? c.row_at[unit / c.kv_heads] : row_in_pool(unit) * c.pool_entries) + segment(unit, 0);
+        return std::min(row_of(unit), c.pool_rows - 1) * c.pool_stride + segment(unit, 0);
     }
     int64_t tail_slot(int64_t unit, int64_t slot) const {
-        const int64_t row = unit / c.kv_heads, head = unit % c.kv_heads;
-        if (c.row_at) return c.row_at[row] + (c.layer * c.kv_heads + head) * c.slots + slot;
-        return (c.layer * units + unit) * c.slots + slot;
+        return c.layer * c.tail_stride[0] + row_of(unit) * c.tail_stride[1] + unit % c.kv_heads * c.slots + slot;
     }
 
     // Calls f for tiles of four, two or one queries.
@@ -170,7 +171,7 @@ struct Decoder {
 
     void append() const {
         for (int64_t unit = 0; unit < units; unit++) {
-            for (int64_t t = 0; t < c.tokens; t++) put(tail, tail_slot(unit, used(unit / c.kv_heads) + t), unit, t);
+            for (int64_t t = 0; t < c.tokens; t++) put(tail, tail_slot(unit, used(unit) + t), unit, t);
         }
     }
 
@@ -278,10 +279,10 @@ struct Decoder {
     // Attends entries begin..end-1 of a unit: its pool segment, then its valid tail slots.
     void attend(int64_t unit, int64_t begin, int64_t end, float* scratch, Partial out) const {
         start(unit, scratch, out);
-        const int64_t kept = pool_length(unit), first = c.tail_start[unit / c.kv_heads];
+        const int64_t kept = pool_length(unit), first = c.tail_start[row_of(unit)];
         attend_rows(pool, pool_row(unit), begin, std::min(end, kept), kept, scratch, out);
         attend_rows(tail, tail_slot(unit, first), std::max(begin - kept, int64_t(0)), end - kept,
-                    used(unit / c.kv_heads) + 1 - first, scratch, out);
+                    used(unit) + 1 - first, scratch, out);
     }
 
     // Computes the output of a unit from the partial results of its parts.
@@ -385,15 +386,15 @@ extern "C" int64_t kvpass_attend_decode(const Call* call) {
     const Call& c = *call;
     for (int64_t row = 0; row < c.rows; row++) {
         if (c.offsets) {
-            const int32_t* offsets = c.offsets + row * c.offset_stride + c.layer * c.kv_heads;
+            const int32_t* offsets = c.offsets + Decoder::held_row(c, row) * c.offset_stride + c.layer * c.kv_heads;
             if (offsets[0] < 0 || offsets[c.kv_heads] > c.pool_entries) return 4 * row + BAD_OFFSETS;
             const int64_t longest = c.position ? c.width - c.slots : c.pool_entries;
             for (int64_t head = 0; head < c.kv_heads; head++)
                 if (offsets[head] > offsets[head + 1] || offsets[head + 1] - offsets[head] > longest)
                     return 4 * row + BAD_OFFSETS;
         }
-        const int64_t used = c.row_used ? c.row_used[row] : c.used;
-        if (!c.position && (c.tail_start[row] < 0 || c.tail_start[row] > used)) return 4 * row + BAD_START;
+        const int64_t used = Decoder::used(c, row), start = c.position ? 0 : c.tail_start[Decoder::held_row(c, row)];
+        if (!c.position && (start < 0 || start > used)) return 4 * row + BAD_START;
         if (!c.position && used + c.tokens > c.slots) return 4 * row + NO_SLOT;
     }
     const Decoder decoder{c};

@@ -24,7 +24,7 @@ from kvpass.kernels.cached_attention import (
     merge_partials,
     shared_arguments,
 )
-from kvpass.kernels.launch import KernelConfig, kind, launch
+from kvpass.kernels.launch import KernelConfig, kind, launch, strides
 from kvpass.kernels.prefill_attention import block_dim, hold_rows, in_parts, wide_case
 from kvpass.operands import AppendBuffers, Attention
 
@@ -71,7 +71,7 @@ def _merge_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def attend_part(  # type: ignore[no-untyped-def]
+def _attend_part(  # type: ignore[no-untyped-def]
     q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh,
     stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last, new, used,
     first_tile, pool_tiles, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
@@ -138,44 +138,55 @@ def attend_part(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer", "rows", "pool_rows", "entries", "slots", "tokens", "num_tiles", "tail_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_p", "stride_tl", "stride_tb", "stride_xb", "stride_xl", "layer", "layers", "pool_rows", "slots",
+        "tokens", "row_tiles", "num_tiles", "tail_tiles",
+    ]
+)  # fmt: skip
 def _attend_tile(  # type: ignore[no-untyped-def]
     q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, tiles, tile_offsets, arrivals, tail_k, tail_v,
-    tail_k_scale, tail_v_scale, tail_start, tail_used, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, layer, rows, pool_rows, entries,
-    slots, tokens, num_tiles, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    SV: tl.constexpr, BITS: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+    tail_k_scale, tail_v_scale, tail_start, tail_used, row_index, sinks, partial, partial_ml, out, stride_qb, stride_qh,
+    stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_p, stride_tl, stride_tb,
+    stride_xb, stride_xl, scale, softcap, layer, layers, pool_rows, slots, tokens, row_tiles, num_tiles, tail_tiles,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, BITS: tl.constexpr,
+    BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of pool or tail and store its partial result; the last program of a KV head merges them.
 
     Stores acc ``[P, G*T, Dv]`` not divided by l, and ``(m, l)`` ``[2, P, G*T]`` in base 2. Programs 0..num_tiles-1
-    handle the layer's pool tiles; after them come tail_tiles programs for each (row, head). The program whose tail tile
-    holds the slot tail_used also attends the new tokens and appends them.
+    handle pool tiles, row_tiles for each row; after them come tail_tiles programs for each (row, head). The program
+    whose tail tile holds the slot tail_used also attends the new tokens and appends them. Rows of the buffers are
+    those of the call, or, if row_index is given, those that it names; then tail_used is of each row.
     """
     i_p = tl.program_id(0)
-    used = tl.load(tail_used).to(tl.int32)
+    i_b = tl.where(i_p < num_tiles, i_p // row_tiles, (i_p - num_tiles) // tail_tiles // K)
+    i_row = i_b.to(tl.int64)
+    p_used = tail_used
+    if row_index is not None:
+        i_row = tl.load(row_index + i_b)
+        p_used += i_row
+    used = tl.load(p_used).to(tl.int32)
+    p_offsets = tile_offsets + (i_row * layers + layer) * (K + 1)
     if i_p < num_tiles:
-        p_tile = tiles + (layer.to(tl.int64) * num_tiles + i_p) * 4
-        i_b = tl.load(p_tile)
-        i_h = tl.load(p_tile + 1)
-        first = tl.load(p_tile + 2)
-        last = tl.load(p_tile + 3)
-        is_live = i_b >= 0
+        p_tile = tiles + i_row * stride_xb + layer * stride_xl + i_p % row_tiles * 3
+        i_h = tl.load(p_tile)
+        first = tl.load(p_tile + 1)
+        last = tl.load(p_tile + 2)
+        is_live = i_h >= 0
         new = 0
-        i_row = tl.minimum(i_b, pool_rows - 1).to(tl.int64) * entries
+        i_row = tl.minimum(i_row, pool_rows - 1) * stride_p
         p_k = pool_k + i_row * (D * BITS // 8)
         p_v = pool_v + i_row * (SV * BITS // 8)
     else:
-        i_segment = (i_p - num_tiles) // tail_tiles
         i_tile = (i_p - num_tiles) % tail_tiles
-        i_b = i_segment // K
-        i_h = i_segment % K
-        first = tl.maximum(i_tile * TAIL_TILE, tl.load(tail_start + i_b).to(tl.int32))
+        i_h = (i_p - num_tiles) // tail_tiles % K
+        first = tl.maximum(i_tile * TAIL_TILE, tl.load(tail_start + i_row).to(tl.int32))
         last = tl.minimum(i_tile * TAIL_TILE + TAIL_TILE, used)
         is_live = i_tile <= used // TAIL_TILE
         new = tl.where(i_tile == used // TAIL_TILE, tokens, 0)
-        i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
+        i_row = layer.to(tl.int64) * stride_tl + i_row * stride_tb + i_h * slots
         p_k = tail_k + i_row * (D * BITS // 8)
         p_v = tail_v + i_row * (SV * BITS // 8)
     if is_live:
@@ -189,12 +200,11 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             else:
                 k_scale = tail_k_scale + i_row
                 v_scale = tail_v_scale + i_row
-        i_segment = i_b * K + i_h
-        p_offsets = tile_offsets + layer.to(tl.int64) * (rows * K + 1) + i_segment
-        first_tile = tl.load(p_offsets)
-        pool_tiles = tl.load(p_offsets + 1) - first_tile
-        first_tail = num_tiles + i_segment * tail_tiles - pool_tiles
-        attend_part(
+        begin = tl.load(p_offsets + i_h)
+        pool_tiles = tl.load(p_offsets + i_h + 1) - begin
+        first_tile = i_b * row_tiles + begin
+        first_tail = num_tiles + (i_b * K + i_h) * tail_tiles - pool_tiles
+        _attend_part(
             q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
             stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
             new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, DV, SV, BDV, TAIL_TILE, BLOCK_T,
@@ -216,8 +226,9 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
 
     Args:
         call: K divides H; q, k and v with any strides but a contiguous last dim.
-        held: contiguous; the tiles come from ``tile_map`` and may have any length. arrivals are zero, and are so again
-            afterwards; calls that may run at the same time must not share them.
+        held: contiguous, unless it has a row_index; the tiles come from ``tile_map`` and may have any length, or be cut
+            to the tiles that the layer has in any row. arrivals are zero, and are so again afterwards; calls that may
+            run at the same time must not share them.
         layer: index of the layer in tiles and tail. config: block sizes; None: the pinned ones.
 
     Returns:
@@ -233,12 +244,13 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     rows, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots = tail_k.shape[3]
-    num_tiles = tiles.shape[1]
-    check_call(call, held._asdict(), layer)
+    row_tiles = tiles.shape[2]
+    check_call(call, held, layer)
     if held.tail_k_scale is not None:
         append_codes(call, held, layer)
     query_rows = heads // kv_heads * tokens
     tail_tiles = triton.cdiv(slots, TAIL_TILE)
+    num_tiles = rows * row_tiles
     num_partials = num_tiles + rows * kv_heads * tail_tiles
     partial = torch.empty(num_partials, query_rows, value_dim, dtype=torch.float32, device=q.device)
     partial_ml = torch.empty(2, num_partials, query_rows, dtype=torch.float32, device=q.device)
@@ -247,7 +259,8 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
     block_rows = block_rows_of(q.dtype, key_dim, value_dim, query_rows)
     arguments = {
         **shared, "tiles": tiles, "tile_offsets": tile_offsets, "arrivals": arrivals, "sinks": sinks, "out": out,
-        "partial": partial, "partial_ml": partial_ml, "num_tiles": num_tiles, "tail_tiles": tail_tiles,
+        "partial": partial, "partial_ml": partial_ml, **strides("bl", x=tiles), "row_tiles": row_tiles,
+        "num_tiles": num_tiles, "tail_tiles": tail_tiles,
         "TAIL_TILE": TAIL_TILE, "BLOCK_R": block_rows,
     }  # fmt: skip
     grid = (num_partials, triton.cdiv(query_rows, block_rows))

@@ -39,13 +39,13 @@ def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers)
     return "extend half" if is_aligned(key_dim, value_dim) else "extend half unaligned"
 
 
-@triton.jit(do_not_specialize=["layer", "rows", "pool_rows", "layers", "entries", "slots", "tokens"])
+@triton.jit(do_not_specialize=["stride_p", "stride_tl", "stride_tb", "layer", "layers", "pool_rows", "slots", "tokens"])
 def _attend_queries(  # type: ignore[no-untyped-def]
     q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, offsets, tail_k, tail_v, tail_k_scale, tail_v_scale,
-    tail_start, tail_used, sinks, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb,
-    stride_vh, stride_vt, scale, softcap, layer, rows, pool_rows, layers, entries, slots, tokens,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, BITS: tl.constexpr,
-    BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    tail_start, tail_used, row_index, sinks, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt, stride_p, stride_tl, stride_tb, scale, softcap, layer, layers, pool_rows, slots,
+    tokens, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr,
+    BITS: tl.constexpr, BDV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Attend a block of query rows of one KV head to pool segment, tail and new tokens."""
     i_r = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -63,9 +63,16 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     b_l = tl.zeros([BLOCK_R], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
 
-    p_offsets = offsets + i_b.to(tl.int64) * (layers * K + 1) + layer * K + i_h
-    i_pool = tl.minimum(i_b, pool_rows - 1)
-    i_row = i_pool.to(tl.int64) * entries
+    i_row = i_b.to(tl.int64)
+    p_used = tail_used
+    if row_index is not None:
+        i_row = tl.load(row_index + i_b)
+        p_used += i_row
+    used = tl.load(p_used).to(tl.int32)
+    begin = tl.load(tail_start + i_row).to(tl.int32)
+    i_tail = layer.to(tl.int64) * stride_tl + i_row * stride_tb + i_h * slots
+    p_offsets = offsets + i_row * (layers * K + 1) + layer * K + i_h
+    i_row = tl.minimum(i_row, pool_rows - 1) * stride_p
     p_pool_k = pool_k + i_row * (D * BITS // 8)
     p_pool_v = pool_v + i_row * (SV * BITS // 8)
     first = tl.load(p_offsets)
@@ -79,16 +86,14 @@ def _attend_queries(  # type: ignore[no-untyped-def]
         b_q, b_m, b_l, b_acc, p_pool_k, p_pool_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S,
         False, p_k_scale=p_k_scale, p_v_scale=p_v_scale, p_levels=levels, BITS=BITS,
     )  # fmt: skip
-    used = tl.load(tail_used).to(tl.int32)
-    i_row = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
-    p_tail_k = tail_k + i_row * (D * BITS // 8)
-    p_tail_v = tail_v + i_row * (SV * BITS // 8)
+    p_tail_k = tail_k + i_tail * (D * BITS // 8)
+    p_tail_v = tail_v + i_tail * (SV * BITS // 8)
     if pool_k_scale is not None:
-        p_k_scale = tail_k_scale + i_row
-        p_v_scale = tail_v_scale + i_row
+        p_k_scale = tail_k_scale + i_tail
+        p_v_scale = tail_v_scale + i_tail
     b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, tl.load(tail_start + i_b).to(tl.int32), used, o_t, scale,
-        softcap, D, DV, BDV, BLOCK_S, False, p_k_scale=p_k_scale, p_v_scale=p_v_scale, p_levels=levels, BITS=BITS,
+        b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, begin, used, o_t, scale, softcap, D, DV, BDV, BLOCK_S, False,
+        p_k_scale=p_k_scale, p_v_scale=p_v_scale, p_levels=levels, BITS=BITS,
     )  # fmt: skip
     last = tl.minimum((i_r * BLOCK_R + BLOCK_R - 1) // G + 1, tokens)
     p_tail_k += used.to(tl.int64) * (D * BITS // 8)
@@ -135,13 +140,13 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
     q, _, v, _, _, sinks = call
     rows, heads, tokens, _ = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
-    check_call(call, held._asdict(), layer)
+    check_call(call, held, layer)
     if held.tail_k_scale is not None:
         append_codes(call, held, layer)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     shared = shared_arguments(call, held, layer)
     arguments = {
-        **shared, "sinks": sinks, "out": out, "offsets": held.offsets, "layers": held.tail_k.shape[0],
+        **shared, "sinks": sinks, "out": out, "offsets": held.offsets,
     }  # fmt: skip
     query_rows = heads // kv_heads * tokens
     grid = blocks(query_rows, "BLOCK_R", rows * kv_heads)

@@ -10,7 +10,6 @@ tail capacity, S slots of a line, the last C of them the tail's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -208,7 +207,7 @@ def attend_slots(
     rows, heads, _, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots, width = tail_k.shape[3], position.shape[2]
-    _check(call, lines, layer)
+    check_call(call, lines, layer)
     if lines.tail_k_scale is not None:
         append_codes(call, lines, layer)
     group, num_lines = heads // kv_heads, rows * kv_heads
@@ -245,25 +244,3 @@ def attend_slots(
     }  # fmt: skip
     launch(_finish_slots, (rows * heads,), finish, "finish slots")
     return out.transpose(1, 2), weights
-
-
-def _check(call: Attention, lines: SlotCache, layer: int) -> None:
-    """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only."""
-    pool_k, position, tables = lines.pool_k, lines.position, lines.tables
-    if call.q.shape[2] != 1:
-        raise ValueError(f"q has {call.q.shape[2]} tokens: must be 1")
-    slots, width = lines.tail_k.shape[3], position.shape[2]
-    rows, kv_heads = call.v.shape[:2]
-    shape = (rows, kv_heads, width)
-    line: dict[str, tuple[Tensor, Sequence[int], torch.dtype]] = {"position": (position, shape, torch.int32)}
-    if tables is not None:
-        types = torch.int32, torch.float32, torch.float32
-        for name, tensor, dtype in zip(("storage_order", "decode_state", "norm"), tables, types, strict=False):
-            line[name] = (tensor, shape, dtype)
-        line["now"] = (tables.now, (rows,), torch.int64)
-        if lines.offsets is None:
-            raise ValueError("an entry is written down in lines that have a pool: offsets is None")
-    held = {name: x for name, x in lines._asdict().items() if name not in ("position", "tables")}
-    check_call(call, held, layer, line, strided="q k v position" if tables is None else "q k v")
-    if not slots <= width <= (slots if pool_k is None else width):
-        raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.kernels.checks import check_heads, check_tensors
+from kvpass.kernels.checks import check_eviction, check_order
 from kvpass.kernels.launch import launch
 
 EMPTY = tl.constexpr(-1)
@@ -108,17 +108,13 @@ def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: T
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
-    rows, kv_heads, width = line = position.shape
-    expected = {
-        "worth": (worth, line, torch.float32),
-        "position": (position, line, torch.int32),
-        "decode_state": (decode_state, line, torch.float32),
-        "quota": (quota, (rows, kv_heads), torch.int64),
-    }
-    check_tensors(expected, position.device)
-    keep = torch.empty(line, dtype=torch.int8, device=position.device)
-    tensors = {name: tensor for name, (tensor, _, _) in expected.items()}
-    arguments = {**tensors, "keep": keep, "width": width, "window": window}
+    check_eviction(worth, position, decode_state, quota)
+    rows, kv_heads, width = position.shape
+    keep = torch.empty_like(position, dtype=torch.int8)
+    arguments = {
+        "worth": worth, "position": position, "decode_state": decode_state, "quota": quota, "keep": keep,
+        "width": width, "window": window,
+    }  # fmt: skip
     launch(_evict_lowest, (rows * kv_heads,), arguments, "evict")
     return keep.view(torch.bool)
 
@@ -212,20 +208,14 @@ def pool_in_order(
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit.
     """
+    check_order(attention, position, storage_order)
     rows, kv_heads, width = line = position.shape
-    heads = attention.shape[1]
-    check_heads(heads, kv_heads)
-    expected = {
-        "attention": (attention, (rows, heads, width), torch.float32),
-        "position": (position, line, torch.int32),
-        "storage_order": (storage_order, line, torch.int32),
-    }
-    check_tensors(expected, position.device)
     in_order = torch.empty_like(attention)
     rank = torch.empty_like(position)
     worth = torch.empty(line, dtype=torch.float32, device=position.device)
-    shared = {"in_order": in_order, "rank": rank, "width": width, "G": heads // kv_heads, "LINE_BLOCK": _LINE_BLOCK}
-    tensors = {name: tensor for name, (tensor, _, _) in expected.items()}
+    group_size = attention.shape[1] // kv_heads
+    shared = {"in_order": in_order, "rank": rank, "width": width, "G": group_size, "LINE_BLOCK": _LINE_BLOCK}
+    tensors = {"attention": attention, "position": position, "storage_order": storage_order}
 
     def grid(given: dict[str, int]) -> tuple[int, int]:
         return rows * kv_heads, triton.cdiv(width, given["BLOCK_S"])

@@ -15,7 +15,7 @@ MOST_TILES = 1024
 FEWEST_TILES = 2
 """Fewest tiles in the list of a layer: graphs would specialise on a first pool with one or none."""
 NO_TILE = -1
-"""Row and KV head of a list element that holds no tile."""
+"""KV head of a list element that holds no tile."""
 
 
 def tile_of(entries: int) -> int:
@@ -33,10 +33,10 @@ def most_tiles(entries: int, kv_heads: int, tile: int) -> int:
 
 
 def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE, count: int | None = None) -> tuple[Tensor, Tensor]:
-    """Cut every segment of the pool into tiles of at most ``tile`` entries, layer by layer.
+    """Cut every segment of the pool into tiles of at most ``tile`` entries, for each row and layer.
 
     A segment of n entries has ceil(n / tile) tiles, an empty one none; only the last tile of a segment may be shorter.
-    Without ``count`` the host reads one value, the number of tiles of the largest layer. It is rounded up by at most a
+    Without ``count`` the host reads one value, the most tiles of a row and layer. It is rounded up by at most a
     quarter, so that prompts of one shape mostly have lists of one length: a CUDA graph fits one.
 
     Args:
@@ -46,10 +46,10 @@ def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE, count: int | None
         count: length of the list, at least :func:`most_tiles`.
 
     Returns:
-        tiles: int32 ``[L, tiles, 4]``, each (row, KV head, first, last) with last exclusive. Tiles are ordered by row,
-            head and position; layers with fewer tiles are padded with (-1, -1, 0, 0).
-        tile_offsets: int32 ``[L, B*K + 1]``: the tiles of (row, head) are those from ``tile_offsets[:, row*K + head]``
-            up to the next offset.
+        tiles: int32 ``[B, L, tiles, 3]``, each (KV head, first, last) with last exclusive. Tiles are ordered by head
+            and position; layers with fewer tiles are padded with (-1, 0, 0).
+        tile_offsets: int32 ``[B, L, K + 1]``: the tiles of a head are those from ``tile_offsets[row, layer, head]`` up
+            to the next offset.
 
     Raises:
         ValueError: tile is not a power of two, or offsets do not fit kv_heads.
@@ -60,23 +60,19 @@ def tile_map(offsets: Tensor, kv_heads: int, tile: int = TILE, count: int | None
     if kv_heads < 1 or segments % kv_heads:
         raise ValueError(f"offsets has {segments} segments: must be a multiple of the {kv_heads} KV heads")
     layers = segments // kv_heads
-
-    def by_layer(of_segments: Tensor) -> Tensor:
-        return of_segments.view(rows, layers, kv_heads).transpose(0, 1).flatten(1)
-
-    first, last = by_layer(offsets[:, :-1].contiguous()), by_layer(offsets[:, 1:].contiguous())
+    first, last = (bounds.reshape(rows, layers, kv_heads) for bounds in (offsets[:, :-1], offsets[:, 1:]))
     counts = (last - first + (tile - 1)) // tile
-    tile_offsets = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
-    total = tile_offsets[:, -1:]
+    tile_offsets = torch.nn.functional.pad(counts.cumsum(2, dtype=torch.int32), (1, 0))
+    total = tile_offsets[..., -1:]
 
     if count is None:
         count = max(int(total.max()), FEWEST_TILES)
         step = 1 << max(count.bit_length() - 3, 0)
         count = -(-count // step) * step
-    index = torch.arange(count, dtype=torch.int32, device=offsets.device).expand(layers, -1).contiguous()
-    segment = torch.searchsorted(tile_offsets[:, 1:].contiguous(), index, right=True).clamp(max=rows * kv_heads - 1)
-    tile_first = first.gather(1, segment) + (index - tile_offsets.gather(1, segment)) * tile
-    tile_last = torch.minimum(tile_first + tile, last.gather(1, segment))
-    tiles = torch.stack([segment // kv_heads, segment % kv_heads, tile_first, tile_last], -1).int()
-    nothing = tiles.new_tensor([NO_TILE, NO_TILE, 0, 0])
+    index = torch.arange(count, dtype=torch.int32, device=offsets.device).expand(rows, layers, -1).contiguous()
+    head = torch.searchsorted(tile_offsets[..., 1:].contiguous(), index, right=True).clamp(max=kv_heads - 1)
+    tile_first = first.gather(2, head) + (index - tile_offsets.gather(2, head)) * tile
+    tile_last = torch.minimum(tile_first + tile, last.gather(2, head))
+    tiles = torch.stack([head, tile_first, tile_last], -1).int()
+    nothing = tiles.new_tensor([NO_TILE, 0, 0])
     return torch.where((index < total)[..., None], tiles, nothing), tile_offsets

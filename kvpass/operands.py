@@ -2,7 +2,7 @@
 
 Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim (of buffers: 0 where
 values are stored in the keys only), L layers of one KV geometry, E pool slots, C tail slots, W window (at least 1),
-P = L*K + 1 bounds of segments, S slots of a line, R slots of a ring, X tiles, A = B*K, Y = A + 1, G = H / K, Q rows of
+P = L*K + 1 bounds of segments, S slots of a line, R slots of a ring, X tiles, A = B*K, Y = K + 1, G = H / K, Q rows of
 a decode rule.
 """
 
@@ -63,7 +63,7 @@ class Buffer:
 
         They change with the prompt, and with the number of rows unless it is 1, for which there are graphs of its own.
         """
-        return {dim for dim, size in enumerate(self.sizes) if size in ("ECSXBZAY" if rows > 1 else "ECSX")}
+        return {dim for dim, size in enumerate(self.sizes) if size in ("ECSXBZA" if rows > 1 else "ECSX")}
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the sizes as numbers; the pool has as many rows as the batch, unless Z is given."""
@@ -118,9 +118,10 @@ BUFFERS = {
     "tail_used": Buffer("", _I64, append="r", counter=True),
     "entries": Buffer("B", _I64, prefill="r"),
     # division of the pool among CUDA programs
-    "tiles": Buffer("L X 4", _I32, append="r"),
-    "tile_offsets": Buffer("L Y", _I32, append="r"),
+    "tiles": Buffer("B L X 3", _I32, append="r"),
+    "tile_offsets": Buffer("B L Y", _I32, append="r"),
     "arrivals": Buffer("A", _I32, append="r"),  # written, but as before at the end of each call
+    "row_index": Buffer("*", _I64),  # of engines alone
     # policies that evict while decoding
     "table": Buffer("2 L B K S", _I32, evict="w", saved="evicting"),
     "decode_state": Buffer("2 L B K S", _F32, evict="w", saved="evicting"),
@@ -169,6 +170,8 @@ class AppendBuffers(NamedTuple):
     only: the tiles of the pool, and counters by which the last program of a KV head finds out that it is the last.
     Scales only where entries are codes: key e is what the codes ``pool_k[b, e]`` stand for, as
     :mod:`kvpass.ops.entry_formats` says, times ``pool_k_scale[b, e]``. Values stored in keys have no scales.
+    row_index: where an engine's requests lie in any rows of one array, the row of each row of the call, int64. Then
+    tail_used is of each row, int64 ``[B]``, and the rows of pool and tails need not lie side by side.
     """
 
     pool_k: Tensor
@@ -185,27 +188,7 @@ class AppendBuffers(NamedTuple):
     pool_v_scale: Tensor | None = None
     tail_k_scale: Tensor | None = None
     tail_v_scale: Tensor | None = None
-
-
-class Blocks(NamedTuple):
-    """Cache of an engine's requests: each row's pool and tails lie in one block of a large array.
-
-    keys, values ``[blocks, R, D]``, packed within a block: first ``pool`` entries of the pool, then the tails
-    ``[L, K, tail]``. block: of each row, int64 ``[B]``; offsets int32 ``[B, P]``; used: tail slots in use, int64.
-    On CUDA only: the tiles of all blocks, int32 ``[blocks, L, X, 4]``, (0 or -1, KV head, first, last), and
-    ``[blocks, L, K + 1]``; arrivals as in :class:`AppendBuffers`.
-    """
-
-    keys: Tensor
-    values: Tensor
-    block: Tensor
-    offsets: Tensor
-    used: Tensor
-    pool: int
-    tail: int
-    tiles: Tensor | None = None
-    tile_offsets: Tensor | None = None
-    arrivals: Tensor | None = None
+    row_index: Tensor | None = None
 
 
 class EvictBuffers(NamedTuple):

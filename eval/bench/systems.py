@@ -268,4 +268,4 @@ class Kvpass(System):
 
     def attended_bytes(self, cache: Any, tokens: int) -> int:
         stored = sum(store.entry_bytes for store in cache.full_layers)
-        return stored + sum(x.nbytes for x in (*cache.sliding_layers, *cache.states.held))
+        return stored + sum(x.nbytes for x in (*cache.sliding_layers, *(state.held for state in cache.states)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,12 +23,11 @@ from kvpass.cache.copying import forbid_pickling
 from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint, reference
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.metadata import CacheMetadata, check_tensors
+from kvpass.cache.part import CachePart, RecurrentState, SlidingWindowLayers
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, layer_ids, scatter_to_layers
 from kvpass.cache.recompression import Recompression
-from kvpass.cache.recurrent_states import RecurrentStates
 from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all, record_of_all
-from kvpass.cache.sliding_layers import SlidingWindowLayers
 from kvpass.config import Block, Budget, EntryFormat, Geometry, Layout
 from kvpass.errors import CacheMismatchError
 from kvpass.ops.recompress import NOT_DUE
@@ -81,8 +81,7 @@ class CompressedCache(Cache):
         full: the full cache of the same text, of which exact answers are (``compress(keep_full=True)``); not part of
             ``nbytes``, of copies on other devices or of files. Set it to None to free the memory.
         drafts: who drafts tokens for calls on this cache, while ``generate(exact=True)`` runs.
-        full_layers: the layers that share the budget, a group for each KV geometry. sliding_layers: the layers with a
-            sliding window. states: those of the recurrent layers.
+        parts: full_layers, sliding_layers and states.
     """
 
     def __init__(
@@ -112,9 +111,7 @@ class CompressedCache(Cache):
 
     def _forget(self) -> None:
         self.layout: Layout | None = None
-        self.full_layers: list[FullAttentionLayers] = []
-        self.sliding_layers: list[SlidingWindowLayers] = []
-        self.states = RecurrentStates((), ())
+        self.parts: list[CachePart] = []
         self._recompressions: list[Recompression] = []
         self.columns = 0
         self.appended = 0
@@ -154,9 +151,8 @@ class CompressedCache(Cache):
             self.reuse = reuse
             self._allocate(layout, dtype, device, groups)
         self._check_layout(layout)
-        state = self._state([store.prefill_state for store in self.full_layers])
         first = self.start.to(device, non_blocking=True)
-        return {**state, **self.states.state, "start": self.start, "first": first}
+        return {**self._named([part.prefill_state for part in self.parts]), "start": self.start, "first": first}
 
     def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device, groups: Sequence[int]) -> None:
         for group in layout.pools:
@@ -167,15 +163,12 @@ class CompressedCache(Cache):
         if self.budget is not None and layout.pools:
             token_bytes = layout.token_bytes_as(self.entry_format) * self.ranks.size
             self._budgets = [self.budget.check(length, window, token_bytes) for length in lengths]
-        self.full_layers = [
-            FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools
-        ]
-        for store, g in zip(self.full_layers, groups, strict=True):
+        stores = [FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools]
+        for store, g in zip(stores, groups, strict=True):
             store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.reuse, g)
-        self.sliding_layers = [
-            SlidingWindowLayers.empty(group, len(lengths), dtype, device, self.reuse) for group in layout.rings
-        ]
-        self.states = RecurrentStates.empty(layout.states, len(lengths), device, self.reuse)
+        rows, reuse = len(lengths), self.reuse
+        rings = [SlidingWindowLayers.empty(group, rows, dtype, device, reuse) for group in layout.rings]
+        self.parts = [*stores, *rings, *(RecurrentState.empty(shape, rows, device, reuse) for shape in layout.states)]
         self._device = device
         self.layout = layout
 
@@ -183,8 +176,8 @@ class CompressedCache(Cache):
         """Store the results of the prefill graph."""
         n = self._prompt_columns
         window = min(self.policy.window, n)
-        stores = tuple(store.finish_prefill(self.reuse) for store in self.full_layers)
-        self.states = self.states.advance()
+        kept = [part.finish_prefill(self.reuse) for part in self.parts]
+        stores = tuple(record for record in kept if record is not None)
         self._seen_columns = self.reuse.empty("seen", (), torch.int64, self._device).fill_(n)
         start = self.reuse.empty("start", self.start.shape, torch.int64, self._device)
         self.start, self.columns = start.copy_(self.start), n
@@ -195,8 +188,8 @@ class CompressedCache(Cache):
 
     def ensure_room(self, tokens: int) -> None:
         """Grow the tails to hold ``tokens`` more."""
-        for store in self.full_layers:
-            store.ensure_room(tokens, self.expected - self.columns, self.reuse)
+        for part in self.parts:
+            part.ensure_room(tokens, self.expected - self.columns, self.reuse)
 
     def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the buffers of decode and extend graphs, which write tails and rings in place.
@@ -217,12 +210,9 @@ class CompressedCache(Cache):
                     f"{self!r} of {held.dtype} was handed to a model of {dtype}: prefill the prompt again"
                 )
         self._check_layout(layout)
-        turns = [turn.buffers._asdict() for turn in self._recompressions] or [{}] * len(self.full_layers)
-        state = self._state(
-            [{**store.cached_state, **turn} for store, turn in zip(self.full_layers, turns, strict=True)]
-        )
-        states = self.states.state if self.states.held else {}
-        return {**state, **states, "seen": self._seen_columns, "first": self.start}
+        state = self._named([part.cached_state for part in self.parts])
+        state |= self._named([turn.buffers._asdict() for turn in self._recompressions])  # of the first parts
+        return {**state, "seen": self._seen_columns, "first": self.start}
 
     def advance(self, tokens: int, ids: Tensor | None = None) -> None:
         """Count tokens whose rows a graph has written; ``ids`` are theirs, ``[B, tokens]``."""
@@ -230,15 +220,18 @@ class CompressedCache(Cache):
         self.columns += tokens
         self.appended += tokens
         self._seen_columns.add_(tokens)
-        if self.states.held:
-            self.states = self.states.advance()
-        for store in self.full_layers:
-            store.advance(tokens)
+        for part in self.parts:
+            part.advance(tokens)
 
     @property
     def overwrites(self) -> bool:
         """Whether decoding overwrites entries, so that an interrupted call cannot be rolled back."""
-        return bool(self.sliding_layers) or any(store.evicts for store in self.full_layers)
+        return any(part.overwrites for part in self.parts)
+
+    @property
+    def only_appends(self) -> bool:
+        """Whether appended tokens can be taken back: no call overwrites entries or the state of a recurrent layer."""
+        return not self.overwrites and not self.states
 
     def begin_recompression(self, tokens: int, threshold: float) -> bool:
         """Prepare recompression of rows that will exceed ``threshold`` budgets after ``tokens`` more.
@@ -279,7 +272,7 @@ class CompressedCache(Cache):
         window = budgets.clamp(max=self.policy.window)
         seen = self.columns - self.start
         done = [turn.finish(budgets - window, seen) for turn in self._recompressions]
-        self.full_layers = [store for store, _ in done]
+        self.parts = [*(store for store, _ in done), *self.parts[len(done) :]]
         self.appended = 0
         if not self._every_row_due:
             return None
@@ -303,15 +296,19 @@ class CompressedCache(Cache):
             sliding_layers=tuple(ring.group for ring in self.sliding_layers),
             nbytes=self.nbytes,
             ring_nbytes=sum(ring.nbytes for ring in self.sliding_layers),
-            state_nbytes=self.states.nbytes,
+            state_nbytes=sum(state.nbytes for state in self.states),
             entry_format=self.entry_format,
         )
         return record_of_all(record, self.ranks, self._device) if self.ranks.several else record
 
-    def _state(self, stores: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        named = [(f"store{i}", state) for i, state in enumerate(stores)]
-        named += [(f"ring{i}", ring.state) for i, ring in enumerate(self.sliding_layers)]
-        return {f"{prefix}_{name}": tensor for prefix, state in named for name, tensor in state.items()}
+    def _named(self, tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return tensors of the first parts, by their names with a prefix such as ``store0_``."""
+        counts = Counter[str]()
+        found = {}
+        for part, own in zip(self.parts, tensors, strict=False):
+            found.update({f"{part.kind}{counts[part.kind]}_{name}": x for name, x in own.items()})
+            counts[part.kind] += 1
+        return found
 
     def _check_layout(self, layout: Layout) -> None:
         if layout != self.layout:
@@ -379,11 +376,22 @@ class CompressedCache(Cache):
         if self.is_empty:
             return 0
         held = (self.start,) if self.ids is None else (self.start, self.ids)
-        return sum(part.nbytes for part in self._parts) + sum(x.untyped_storage().nbytes() for x in held)
+        return sum(part.nbytes for part in self.parts) + sum(x.untyped_storage().nbytes() for x in held)
 
     @property
-    def _parts(self) -> tuple[FullAttentionLayers | SlidingWindowLayers | RecurrentStates, ...]:
-        return (*self.full_layers, *self.sliding_layers, self.states)
+    def full_layers(self) -> list[FullAttentionLayers]:
+        """The layers that share the budget, a group for each KV geometry."""
+        return [part for part in self.parts if isinstance(part, FullAttentionLayers)]
+
+    @property
+    def sliding_layers(self) -> list[SlidingWindowLayers]:
+        """The layers with a sliding window."""
+        return [part for part in self.parts if isinstance(part, SlidingWindowLayers)]
+
+    @property
+    def states(self) -> list[RecurrentState]:
+        """The states of recurrent layers."""
+        return [part for part in self.parts if isinstance(part, RecurrentState)]
 
     @property
     def device(self) -> torch.device:
@@ -439,9 +447,7 @@ class CompressedCache(Cache):
         """Return an independent copy, not reusable; buffers that no call writes are shared."""
         twin = copy.copy(self)
         twin.reusable = False
-        twin.full_layers = [store.clone(self.reuse) for store in self.full_layers]
-        twin.sliding_layers = [ring.clone(self.reuse) for ring in self.sliding_layers]
-        twin.states = self.states.clone(() if self.layout is None else self.layout.states, self.reuse)
+        twin.parts = [part.clone(self.reuse) for part in self.parts]
         twin._seen_columns = self.reuse.copy("seen", self._seen_columns)
         return twin
 
@@ -459,9 +465,7 @@ class CompressedCache(Cache):
         if target.type == self._device.type and target.index in (None, self._device.index):
             return self
         twin = copy.copy(self)
-        twin.full_layers = [store.to(target) for store in self.full_layers]
-        twin.sliding_layers = [ring.to(target) for ring in self.sliding_layers]
-        twin.states = self.states.to(target)
+        twin.parts = [part.to(target) for part in self.parts]
         for name in ("start", "_seen_columns"):
             setattr(twin, name, getattr(self, name).to(target))
         twin.ids = None if self.ids is None else self.ids.to(target)
@@ -542,7 +546,7 @@ class CompressedCache(Cache):
             ValueError: they are not all appended, or are no more there: layers with a sliding window or a policy that
                 evicts while decoding have overwritten older entries for them, recurrent layers hold one state only.
         """
-        if self.states.held or self.overwrites:
+        if not self.only_appends:
             raise ValueError(
                 f"{self!r} cannot be cropped, as drafts (assistant_model, prompt_lookup_num_tokens) need it: layers "
                 "with a sliding window and policies that evict while decoding overwrite older entries, and a "
@@ -558,8 +562,8 @@ class CompressedCache(Cache):
         self.columns -= taken
         self._seen_columns.sub_(taken)
         self.ids = None if self.ids is None else self.ids[:, : self.columns]
-        for store in self.full_layers:
-            store.crop(taken)
+        for part in self.parts:
+            part.crop(taken)
 
     def follow(self, full: CompressedCache, agreed: int) -> None:
         """Hold the tokens that ``full`` has appended to the same prompt, with its keys and values.
@@ -612,8 +616,7 @@ class CompressedCache(Cache):
         identity = None if self._identity is None else self._identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
-        kept = self._state([store.compact_tensors() for store in self.full_layers])
-        tensors = {**kept, **self.states.saved, "start": self.start}
+        tensors = {**self._named([part.saved for part in self.parts]), "start": self.start}
         if self.ids is not None:
             tensors["ids"] = self.ids
         metadata = CacheMetadata(
@@ -665,14 +668,15 @@ class CompressedCache(Cache):
         def part(prefix: str) -> dict[str, Tensor]:
             return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-        cache.full_layers = [
-            FullAttentionLayers.restore(
-                group, policy, part(f"store{i}_"), metadata.stores[i], cache.entry_format, ranks
-            )
-            for i, group in enumerate(layout.pools)
+        stores = enumerate(zip(layout.pools, metadata.stores, strict=True))
+        cache.parts = [
+            *(
+                FullAttentionLayers.restore(group, policy, part(f"store{i}_"), facts, cache.entry_format, ranks)
+                for i, (group, facts) in stores
+            ),
+            *(SlidingWindowLayers(group, **part(f"ring{i}_")) for i, group in enumerate(layout.rings)),
+            *(RecurrentState(shape, **part(f"state{i}_")) for i, shape in enumerate(layout.states)),
         ]
-        cache.sliding_layers = [SlidingWindowLayers(group, **part(f"ring{i}_")) for i, group in enumerate(layout.rings)]
-        cache.states = RecurrentStates.restore(layout.states, tensors)
         cache.start = tensors["start"]
         cache._device = cache.start.device
         cache._budgets = list(metadata.entries)
@@ -701,9 +705,7 @@ class CompressedCache(Cache):
     def _pick_rows(self, index: Tensor) -> None:
         index = index.clone().to(self.start.device)
         picked = {
-            "full_layers": [store.with_rows(index) for store in self.full_layers],
-            "sliding_layers": [ring.with_rows(index) for ring in self.sliding_layers],
-            "states": self.states.with_rows(index),
+            "parts": [part.with_rows(index) for part in self.parts],
             "start": self.start[index],
             "ids": None if self.ids is None else self.ids[index],
             "_budgets": [self._budgets[row] for row in index.tolist()],
@@ -723,13 +725,10 @@ class CompressedCache(Cache):
         """
         columns = mask.shape[1]
         shifts = [columns - part.columns for part in parts]
-        stores = zip(*(part.full_layers for part in parts), strict=True)
-        rings = zip(*(part.sliding_layers for part in parts), strict=True)
+        same_layers = zip(*(part.parts for part in parts), strict=True)
         budgets = [budget for part in parts for budget in part._budgets]
         joined = {
-            "full_layers": [FullAttentionLayers.joined(same, order) for same in stores],
-            "sliding_layers": [SlidingWindowLayers.joined(same, shifts, order) for same in rings],
-            "states": RecurrentStates.joined([part.states for part in parts], order),
+            "parts": [type(same[0]).joined(same, shifts, order) for same in same_layers],
             "start": torch.cat([part.start + shift for part, shift in zip(parts, shifts, strict=True)])[order],
             "columns": columns,
             "appended": 0,

@@ -6,7 +6,7 @@ Legend: B batch, N prompt columns, L layers of this geometry, K KV heads, D head
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.metadata import LayersFacts
+from kvpass.cache.part import CachePart
 from kvpass.cache.prompt_record import LayersRecord, entries_of
 from kvpass.config import EntryFormat, LayerGroup
 from kvpass.operands import (
@@ -42,7 +43,7 @@ MOST_SPARE = 1024
 decode step."""
 
 
-class FullAttentionLayers:
+class FullAttentionLayers(CachePart):
     """KV entries of the layers ``group.layers`` for one batch of sequences.
 
     Made when a prompt begins, written by the prefill graph, then read and appended to by decode and extend graphs.
@@ -52,7 +53,7 @@ class FullAttentionLayers:
             the layers; the store and the geometry are of those of this process. entry_format: of pool and tail, from
             the end of the prompt on.
     Attributes:
-        used: tail slots in use.
+        used: tail slots in use. tables: by which CUDA kernels divide the pool.
     """
 
     pool_k: Tensor
@@ -72,27 +73,27 @@ class FullAttentionLayers:
     quota: Tensor
     next_position: Tensor
     rule_rows: Tensor
-    tiles: Tensor
-    tile_offsets: Tensor
-    arrivals: Tensor
+
+    kind = "store"
 
     def __init__(
         self, group: LayerGroup, policy: Policy, ranks: Ranks = ONE_PROCESS, entry_format: EntryFormat = "model"
     ) -> None:
-        self.group = group
+        self.group = self.key = group
         self.geometry = group.geometry
         self.policy = policy
         self.ranks = ranks
         self.entry_format: EntryFormat = entry_format
         rule = policy.decode_rule()
-        self.evicts = rule is not None
+        self.evicts = self.overwrites = rule is not None
         self._rows_per_head = 0 if rule is None else rule.rows_per_head
         self.used = 0
+        self.tables: dict[str, Tensor] = {}
         self._tail_bound = 0
         self._prefill: PrefillBuffers | None = None
 
     @property
-    def saved(self) -> list[str]:
+    def saved_names(self) -> list[str]:
         """Names of buffers that are saved to files and row-selected in beam search."""
         return saved_buffers(
             evicts=self.evicts,
@@ -104,18 +105,17 @@ class FullAttentionLayers:
     @property
     def pool_names(self) -> list[str]:
         """Names of the saved buffers that have one element or row for each slot of the pool."""
-        return [name for name in self.saved if BUFFERS[name].sizes[:2] in (("B", "E"), ("Z", "E"))]
+        return [name for name in self.saved_names if BUFFERS[name].sizes[:2] in (("B", "E"), ("Z", "E"))]
 
     @property
     def tail_names(self) -> list[str]:
         """Names of the saved buffers that have one number or row for each slot of the tail."""
-        return [name for name in self.saved if "C" in BUFFERS[name].sizes]
+        return [name for name in self.saved_names if "C" in BUFFERS[name].sizes]
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
     @property
     def prefill_state(self) -> dict[str, Tensor]:
-        """Buffers that the prefill graph writes."""
         if self._prefill is None:
             return {}
         return self._prefill._asdict() | ({"rule_rows": self.rule_rows} if self._rows_per_head else {})
@@ -165,7 +165,7 @@ class FullAttentionLayers:
             self.rule_rows = torch.empty(BUFFERS["rule_rows"].shape(sizes), dtype=torch.float32, device=device)
 
     def finish_prefill(self, reuse: BufferReuse = NO_REUSE) -> LayersRecord:
-        """Store the results of the prefill graph and drop tables that only the cascade needs."""
+        """Also drop tables that only the cascade needs."""
         prompt, g, n = self._prefill, self.geometry, self._columns
         assert prompt is not None
         self._prefill = None
@@ -190,8 +190,10 @@ class FullAttentionLayers:
             del prompt
             self._pack(reuse)
         self._index_pool()
-        for name in self.cached_state.keys() - set(PrefillBuffers._fields):
-            setattr(self, name, reuse.copy((self.group, name), getattr(self, name)))
+        for found in vars(self), self.tables:
+            for name in self._cached:
+                if name in found and name not in PrefillBuffers._fields:
+                    found[name] = reuse.copy((self.group, name), found[name])
         del self._start
         return LayersRecord(
             group=self.group,
@@ -217,15 +219,11 @@ class FullAttentionLayers:
             del floats
 
     def _index_pool(self) -> None:
-        """Make the tables by which CUDA kernels divide the pool; the CPU and ``attend_evict`` need none."""
+        """Make the tables anew; the CPU and ``attend_evict`` need none."""
+        self.tables = {}
         if self.offsets.is_cuda and not self.evicts:
             tables = index_pool(self.offsets, self.geometry.kv_heads, self.pool_k.shape[1])
-            self.tiles, self.tile_offsets, self.arrivals = tables
-
-    @property
-    def _tables(self) -> list[str]:
-        """Names of the tables that :meth:`_index_pool` made."""
-        return [name for name in ("tiles", "tile_offsets", "arrivals") if hasattr(self, name)]
+            self.tables = dict(zip(("tiles", "tile_offsets", "arrivals"), tables, strict=True))
 
     def _begin_evicting(self, prompt: PrefillBuffers) -> None:
         """Make the tables for eviction while decoding: slots of entries, quota of each head."""
@@ -252,14 +250,14 @@ class FullAttentionLayers:
     @property
     def cached_state(self) -> dict[str, Tensor]:
         """Buffers that decode and extend graphs read; they append to the tail in place."""
-        return {name: getattr(self, name) for name in self._cached if hasattr(self, name)}
+        found = vars(self) | self.tables
+        return {name: found[name] for name in self._cached if name in found}
 
     @property
     def _cached(self) -> tuple[str, ...]:
         return EvictBuffers._fields if self.evicts else AppendBuffers._fields
 
     def ensure_room(self, tokens: int, expected: int = 0, reuse: BufferReuse = NO_REUSE) -> None:
-        """Grow the tail, if needed, so that ``tokens`` more fit; ``expected`` in all, if known, are then reserved."""
         old_capacity = self.tail_k.shape[3]
         needed = min(self.used + tokens, self._tail_bound) if self.evicts else self.used + tokens
         if needed <= old_capacity:
@@ -280,14 +278,12 @@ class FullAttentionLayers:
         vars(self).update(grown)  # all or none, since an allocation may fail
 
     def advance(self, tokens: int) -> None:
-        """Count tokens whose rows a graph has appended to the tail."""
         self.used += tokens
         self.tail_used.add_(tokens)
         if self.evicts:
             self.next_position.add_(tokens)
 
     def crop(self, tokens: int) -> None:
-        """Take back that many tokens, which were appended since the prompt, from a store that only appends."""
         self.used -= tokens
         self.tail_used.sub_(tokens)
 
@@ -302,21 +298,27 @@ class FullAttentionLayers:
 
     def clone(self, reuse: BufferReuse = NO_REUSE) -> FullAttentionLayers:
         """Return an independent copy; buffers that no call writes are shared."""
+        written = written_in("evict" if self.evicts else "append")
         twin = copy.copy(self)
-        phase = "evict" if self.evicts else "append"
-        counters = {name for name, buffer in BUFFERS.items() if buffer.counter}
-        for name in (written_in(phase) | counters) & vars(self).keys():
-            setattr(twin, name, reuse.copy((self.group, name), getattr(self, name)))
+        for name, x in self.buffers.items():
+            if name in written or BUFFERS[name].counter:
+                setattr(twin, name, reuse.copy((self.group, name), x))
+        return twin
+
+    def mapped(self, change: Callable[[str, Tensor], Tensor]) -> FullAttentionLayers:
+        twin = super().mapped(change)
+        twin._index_pool()
         return twin
 
     def with_rows(self, index: Tensor) -> FullAttentionLayers:
         """Return a store whose row i is row ``index[i]`` of this one; a pool of one row serves them all."""
-        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self.saved}
-        picked = {
-            name: x if self._serves_all(name) else x.index_select(BUFFERS[name].row_dim, index.to(x.device))
-            for name, x in tensors.items()
-        }
-        return self.holding(picked, self.used)
+
+        def picked(name: str, x: Tensor) -> Tensor:
+            if x.ndim == 0:
+                return x.clone()
+            return x if self._serves_all(name) else x.index_select(BUFFERS[name].row_dim, index.to(x.device))
+
+        return self.mapped(picked)
 
     def _serves_all(self, name: str) -> bool:
         """Whether a saved buffer has one row that no call writes, for any number of rows."""
@@ -336,7 +338,7 @@ class FullAttentionLayers:
         """Return a store of the same layers with other entries.
 
         Args:
-            tensors: one for each name in ``saved``. used: tail slots in use.
+            tensors: one for each name in ``saved_names``. used: tail slots in use.
         """
         twin = copy.copy(self)
         twin.used = used
@@ -345,16 +347,12 @@ class FullAttentionLayers:
         twin._index_pool()
         return twin
 
-    @staticmethod
-    def joined(parts: Sequence[FullAttentionLayers], order: Tensor) -> FullAttentionLayers:
-        """Return a store of the rows of several stores of the same layers, with the used slots of the fullest.
-
-        Args:
-            order: place of each row among those of all parts, int64 ``[B]``.
-        """
+    @classmethod
+    def joined(cls, parts: Sequence[FullAttentionLayers], shifts: Sequence[int], order: Tensor) -> FullAttentionLayers:
+        """Return a store of the rows of several, with the used slots of the fullest."""
         used = max(part.used for part in parts)
         tensors = {}
-        for name in parts[0].saved:
+        for name in parts[0].saved_names:
             first: Tensor = getattr(parts[0], name)
             if all(part._serves_all(name) and getattr(part, name) is first for part in parts):
                 tensors[name] = first
@@ -389,9 +387,10 @@ class FullAttentionLayers:
         """What :meth:`restore` needs besides the tensors."""
         return LayersFacts(used=self.used, tail_bound=self._tail_bound)
 
-    def compact_tensors(self) -> dict[str, Tensor]:
-        """Return the store's tensors without unused capacity, zeros in slots without an entry."""
-        tensors = {name: self.of_rows(name) for name in self.saved}
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        """The store's tensors without unused capacity, zeros in slots without an entry."""
+        tensors = {name: self.of_rows(name) for name in self.saved_names}
         count = self.offsets[:, -1].long()
         held = max(2, int(count.max()))
         spare = torch.arange(held, device=count.device) >= count[:, None]
@@ -417,20 +416,10 @@ class FullAttentionLayers:
         entry_format: EntryFormat,
         ranks: Ranks = ONE_PROCESS,
     ) -> FullAttentionLayers:
-        """Return the store of these :meth:`compact_tensors` and :attr:`facts`; nothing is checked."""
+        """Return the store of these :attr:`saved` and :attr:`facts`; nothing is checked."""
         store = cls(group, policy, ranks, entry_format)
         store._tail_bound = facts.tail_bound
         return store.holding(tensors, facts.used)
-
-    def to(self, device: torch.device) -> FullAttentionLayers:
-        """Return a copy on another device."""
-        twin = copy.copy(self)
-        for name in (*self.saved, "tail_used"):
-            setattr(twin, name, getattr(self, name).to(device, copy=True))
-        for name in self._tables:
-            delattr(twin, name)
-        twin._index_pool()
-        return twin
 
     # -- what a user reads ------------------------------------------------------------------------------------------
 
@@ -441,9 +430,8 @@ class FullAttentionLayers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages: spare slots, tail capacity, positions and all tables included."""
-        names = (*self.saved, *self._tables)
-        return sum(getattr(self, name).untyped_storage().nbytes() for name in names)
+        found = [getattr(self, name) for name in self.saved_names]
+        return sum(x.untyped_storage().nbytes() for x in (*found, *self.tables.values()))
 
     @property
     def entry_bytes(self) -> int:

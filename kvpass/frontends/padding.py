@@ -91,7 +91,7 @@ def read_padding(given: Tensor, cache: CompressedCache) -> Padding | None:
         return None
     if most:
         where = f"attention_mask: row {int(taken.argmax())} hides its last {most} columns, "
-        if cache.states.held or cache.overwrites:
+        if not cache.only_appends:
             raise ValueError(
                 where + "which cannot be taken back: recurrent layers, layers with a sliding window and policies that "
                 "evict while decoding have overwritten what was before; continue this row alone, with its own cache"

@@ -19,7 +19,6 @@ from kvpass.operands import (
     NO_POLICY_INPUTS,
     AppendBuffers,
     Attention,
-    Blocks,
     Candidates,
     PolicyInputs,
     PrefillBuffers,
@@ -132,26 +131,24 @@ def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tens
 def index_blocks(
     blocks: int, layers: int, kv_heads: int, pool: int, most: int, rows: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty tables of :func:`attend_blocks`, for :func:`index_block` to fill.
+    """Return the tables of empty pools, for :func:`index_block` to fill: those of :func:`index_pool`.
 
     Args:
         pool: entries that all layers of a block share. most: of them, that one layer can have. rows: most that attend
             in one call.
-    Returns:
-        tiles, tile_offsets and arrivals of :class:`kvpass.operands.Blocks`.
     """
-    from kvpass.kernels.tile_map import most_tiles, tile_of
+    from kvpass.kernels.tile_map import NO_TILE, most_tiles, tile_of
 
     count = most_tiles(most, kv_heads, tile_of(pool // layers))
     return (
-        torch.full((blocks, layers, count, 4), -1, dtype=torch.int32, device=device),
+        torch.full((blocks, layers, count, 3), NO_TILE, dtype=torch.int32, device=device),
         torch.zeros(blocks, layers, kv_heads + 1, dtype=torch.int32, device=device),
         torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
     )
 
 
 def index_block(tiles: Tensor, tile_offsets: Tensor, block: int, offsets: Tensor, pool: int) -> None:
-    """Divide the packed pool of one block among the programs of :func:`attend_blocks`; the host reads nothing.
+    """Divide the packed pool of one block among the programs of :func:`attend_cache`; the host reads nothing.
 
     Args:
         offsets: of its pool, int32 ``[P]``. pool: as in :func:`index_blocks`.
@@ -160,11 +157,12 @@ def index_block(tiles: Tensor, tile_offsets: Tensor, block: int, offsets: Tensor
 
     _, layers, count, _ = tiles.shape
     kv_heads = tile_offsets.shape[2] - 1
-    tiles[block], tile_offsets[block] = tile_map(offsets[None], kv_heads, tile_of(pool // layers), count)
+    rows = slice(block, block + 1)
+    tiles[rows], tile_offsets[rows] = tile_map(offsets[None], kv_heads, tile_of(pool // layers), count)
 
 
 def empty_blocks(tiles: Tensor, tile_offsets: Tensor, blocks: Tensor) -> None:
-    """Write into the tables of :func:`attend_blocks` that some blocks, int64 ``[n]``, have nothing in their pools."""
+    """Write into the tables of :func:`index_blocks` that some blocks, int64 ``[n]``, have nothing in their pools."""
     from kvpass.kernels.tile_map import NO_TILE
 
     tiles.index_fill_(0, blocks, NO_TILE)
@@ -174,7 +172,7 @@ def empty_blocks(tiles: Tensor, tile_offsets: Tensor, blocks: Tensor) -> None:
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     """See :func:`kvpass.ops.reference.attend_cache`; needs the tables of :func:`index_pool`.
 
-    The caller must ensure that T more tokens fit in the tail: the device is not asked.
+    The caller must ensure that T more tokens fit in the tails: the device is not asked.
     """
     from kvpass.kernels.ragged_decode import attend_ragged
     from kvpass.kernels.ragged_extend import attend_extend
@@ -183,19 +181,6 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     if not is_rotated(held, call.q.shape[3]):
         return attend(readable(call), held, layer)
     return rotated_output(attend(readable(rotated_call(call, held)), held, layer), call)
-
-
-def attend_blocks(call: Attention, held: Blocks, layer: int, row_tiles: int | None = None) -> Tensor:
-    """See :func:`kvpass.kernels.cpu.attend_blocks`; needs the tables of :func:`index_block` of each block.
-
-    The caller must ensure that T more tokens fit in the tails: the device is not asked.
-
-    Args:
-        row_tiles: at least the tiles that the layer has in any of the blocks; None: as many as the tables hold.
-    """
-    from kvpass.kernels import block_decode
-
-    return block_decode.attend_blocks(readable(call), held, layer, row_tiles)
 
 
 def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor, Tensor | None]:

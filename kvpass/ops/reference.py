@@ -379,21 +379,23 @@ def _attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     b, h, t, key_dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     group = h // kv_heads
-    used, slots = int(held.tail_used), held.tail_k.shape[3]
-    if used + t > slots:
-        raise ValueError(f"appending {t} tokens to a tail with {used} of {slots} slots used")
-    store(k, v, side_at(held, "tail", layer), slice(used, used + t))
+    rows, slots = range(b) if held.row_index is None else held.row_index.tolist(), held.tail_k.shape[3]
+    used = held.tail_used.expand(held.tail_k.shape[1]).tolist()
+    if any(used[row] + t > slots for row in rows):
+        raise ValueError(f"appending {t} tokens to a tail with {max(used)} of {slots} slots used")
+    for i, row in enumerate(rows):
+        store(k[i], v[i], side_at(held, "tail", (layer, row)), slice(used[row], used[row] + t))
     out = q.new_empty(b, t, h, value_dim).transpose(1, 2)
     bounds, starts = held.offsets.tolist(), held.tail_start.tolist()
     future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
-    for row in range(b):
+    for i, row in enumerate(rows):
         for kv_head in range(kv_heads):
             segment = layer * kv_heads + kv_head
             kept = slice(bounds[row][segment], bounds[row][segment + 1])
-            tail = (layer, row, kv_head, slice(starts[row], used + t))
+            tail = (layer, row, kv_head, slice(starts[row], used[row] + t))
             keys, values = (x.float() for x in entries_of_head(held, row, kept, tail, key_dim, value_dim))
             heads = slice(kv_head * group, (kv_head + 1) * group)
-            logits = (q[row, heads].float() @ keys.T) * scale
+            logits = (q[i, heads].float() @ keys.T) * scale
             extra = None if sinks is None else sinks[heads, None, None]
-            out[row, heads] = (attention_weights(logits, future, softcap, extra) @ values).to(q.dtype)
+            out[i, heads] = (attention_weights(logits, future, softcap, extra) @ values).to(q.dtype)
     return out

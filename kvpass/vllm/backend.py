@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvpass.kernels import cpu
-from kvpass.operands import AppendBuffers, Attention, Blocks, Candidates, PolicyInputs, PrefillBuffers
+from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers
 from kvpass.ops import reference
 from kvpass.vllm import devices, versions
 from kvpass.vllm.admission import Rows
@@ -32,7 +32,7 @@ from kvpass.vllm.spec import KVPassSpec
 from kvpass.vllm.steps import PromptRow, Step, read_step
 
 Entries = tuple[Tensor, Tensor]
-"""Keys and values of one block, each ``[R, D]``."""
+"""Keys and values of one block, each ``[1, R, D]``."""
 
 
 class KVPassBackend(AttentionBackend):
@@ -94,14 +94,11 @@ class KVPassMetadata:
     """One step.
 
     Attributes:
-        step: its rows. block, used, offsets: of the rows that go on, as in :class:`kvpass.operands.Blocks`. order:
-            index of each layer by its name.
+        step: its rows. block: of each row that goes on, int64. order: index of each layer by its name.
     """
 
     step: Step
     block: Tensor
-    used: Tensor
-    offsets: Tensor
     tables: Tables
     order: dict[str, int]
 
@@ -110,7 +107,7 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
     """Makes the metadata of a step.
 
     What a decode step on CUDA reads is at the same addresses in every step, so that it can be a CUDA graph: ``block``
-    and ``used`` are written anew, tables of blocks are written when a prompt has been read.
+    and the used slots are written anew, tables of blocks are written when a prompt has been read.
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
@@ -126,7 +123,7 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         rows = vllm_config.scheduler_config.max_num_seqs
         self.limits = devices.Limits(rows, vllm_config.model_config.max_model_len, versions.graphs(vllm_config))
         self.rows = Rows.latest
-        self.block, self.used = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self.block = torch.zeros(rows, dtype=torch.int64, device=device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -151,10 +148,10 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         step = read_step(starts, lengths, on_device, self.rows)
         if len(step.empty):
             tables.empty(step.empty)
-        block, used = (buffer[: len(step.block)] for buffer in (self.block, self.used))
+        block = self.block[: len(step.block)]
         block.copy_(step.block)
-        used.copy_((step.length - 1 - tables.before[block]).clamp(min=0))  # rows that only fill a graph have length 0
-        return KVPassMetadata(step, block, used, tables.offsets[block], tables, self.order)
+        tables.used[block] = (step.length - 1 - tables.before[block]).clamp(min=0)  # length 0: it only fills a graph
+        return KVPassMetadata(step, block, tables, self.order)
 
 
 class KVPassImpl(AttentionImpl):
@@ -209,7 +206,8 @@ class KVPassImpl(AttentionImpl):
         keys, values = self.layout.blocks(kv_cache, site)
         for row in meta.step.prompts:
             call = self._call(*(x[row.tokens].transpose(0, 1)[None] for x in (query, key, value)))
-            self._begin(call, output[row.tokens], (keys[row.block], values[row.block]), site, row, meta)
+            block = slice(row.block, row.block + 1)
+            self._begin(call, output[row.tokens], (keys[block], values[block]), site, row, meta)
         if len(meta.block):
             output[meta.step.tokens] = self._append(query, key, value, keys, values, site, meta)
         return output
@@ -221,7 +219,9 @@ class KVPassImpl(AttentionImpl):
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, site: int, meta: KVPassMetadata
     ) -> Tensor:
         """One token of each row that goes on, in one call of the kernel."""
-        held = Blocks(keys, values, meta.block, meta.offsets, meta.used, self.layout.pool, self.layout.tail)
+        (pool_k, tail_k), (pool_v, tail_v), tables = self.layout.parts(keys), self.layout.parts(values), meta.tables
+        buffers = (pool_k, pool_v, tables.offsets, tail_k, tail_v, tables.start, tables.used)
+        held = AppendBuffers(*buffers, row_index=meta.block)
         call = self._call(*(x[meta.step.tokens][:, :, None] for x in (query, key, value)))
         return meta.tables.device.attend_blocks(call, held, site)[:, :, 0]
 

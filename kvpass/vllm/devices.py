@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels import cpu
-from kvpass.operands import Attention, Blocks
+from kvpass.operands import AppendBuffers, Attention
 from kvpass.ops import cuda, reference
 from kvpass.vllm import versions
 from kvpass.vllm.layout import BlockLayout
@@ -46,9 +46,9 @@ class OnCPU:
         versions.attend_prompt(call, out)
         return None
 
-    def attend_blocks(self, call: Attention, held: Blocks, layer: int) -> Tensor:
-        """See :func:`kvpass.kernels.cpu.attend_blocks`."""
-        return cpu.attend_blocks(call, held, layer)
+    def attend_blocks(self, call: Attention, held: AppendBuffers, layer: int) -> Tensor:
+        """Attend a cache with a row_index, as :func:`kvpass.kernels.cpu.attend_cache`."""
+        return cpu.attend_cache(call, held, layer)
 
 
 class OnCUDA(OnCPU):
@@ -82,10 +82,11 @@ class OnCUDA(OnCPU):
         out.copy_(attended[0].transpose(0, 1))
         return lse
 
-    def attend_blocks(self, call: Attention, held: Blocks, layer: int) -> Tensor:
+    def attend_blocks(self, call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         arrivals = self._arrivals[: call.q.shape[0] * self._kv_heads]
-        held = held._replace(tiles=self._tiles, tile_offsets=self._tile_offsets, arrivals=arrivals)
-        return cuda.attend_blocks(call, held, layer, None if self._graphs else max([1, *self._most.values()]))
+        tiles = self._tiles if self._graphs else self._tiles[:, :, : max([1, *self._most.values()])]
+        held = held._replace(tiles=tiles, tile_offsets=self._tile_offsets, arrivals=arrivals)
+        return cuda.attend_cache(call, held, layer)
 
 
 def operators(device: torch.device) -> type[OnCPU]:

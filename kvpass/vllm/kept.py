@@ -25,6 +25,7 @@ class Tables:
         most: digests to keep of prompts that are in no block: at least as many as requests run at once, since all of
             them may be preempted together.
         offsets: int32 ``[blocks, P]``. before: tokens of the prompt that are not in the tails, int64 ``[blocks]``.
+            start, used: slots of the tails in use, likewise.
         kept: by digest of the prompt, so that a request that was preempted, and comes back with its answer so far, gets
             the cache back that it had. nothing: what a prompt of one token kept. digests: of the prompt that a block
             had last. device: its operators.
@@ -34,7 +35,7 @@ class Tables:
         """Args: segments: layers times KV heads. where: the tables are."""
         self.most, self.device = most, device
         self.offsets = torch.zeros(blocks, segments + 1, dtype=torch.int32, device=where)
-        self.before = torch.zeros(blocks, dtype=torch.int64, device=where)
+        self.before, self.start, self.used = torch.zeros(3, blocks, dtype=torch.int64, device=where)
         self.kept = OrderedDict[bytes, Kept]()
         self.nothing = Kept(self.offsets.new_empty(0), self.offsets.new_zeros(segments + 1))
         self.digests = dict[int, bytes]()

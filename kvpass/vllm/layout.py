@@ -63,7 +63,7 @@ class BlockLayout:
         return keys, values
 
     def parts(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Return pool ``[1, E, D]`` and tails ``[L, 1, K, C, D]`` of the keys or values ``[R, D]`` of one block."""
+        """Return pools ``[n, E, D]`` and tails ``[L, n, K, C, D]`` of the keys or values ``[n, R, D]`` of blocks."""
         end = self.pool + self.layers * self.kv_heads * self.tail
-        tails = entries[self.pool : end].view(self.layers, 1, self.kv_heads, self.tail, self.head_dim)
-        return entries[None, : self.pool], tails
+        tails = entries[:, self.pool : end].unflatten(1, (self.layers, self.kv_heads, self.tail))
+        return entries[:, : self.pool], tails.transpose(0, 1)

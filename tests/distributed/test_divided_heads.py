@@ -273,7 +273,7 @@ def test_threads_evict_together_what_one_evicts(name):
 
 
 def of_file(store: FullAttentionLayers, start: Tensor) -> dict[str, Tensor]:
-    return {"start": start, **{f"store0_{name}": x for name, x in store.compact_tensors().items()}}
+    return {"start": start, **{f"store0_{name}": x for name, x in store.saved.items()}}
 
 
 @pytest.mark.parametrize("name", ["tova", "uneven"])

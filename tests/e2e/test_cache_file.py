@@ -230,7 +230,7 @@ def test_a_cache_moves_to_another_device_as_a_whole(case):
     assert cache.to("cpu") is cache
     moved = cache.to("meta")
     assert moved.reusable and moved.nbytes == before and moved.device.type == "meta" and cache.device.type == "cpu"
-    parts = [moved, *moved.full_layers, *moved.sliding_layers]
+    parts = [moved, *moved.parts]
     tensors = {name: value for part in parts for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
     assert {name for name, tensor in tensors.items() if tensor.device.type != "meta"} == set()
     with pytest.raises(kvpass.CacheMismatchError, match="cache on meta"):

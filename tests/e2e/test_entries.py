@@ -284,7 +284,7 @@ def test_processes_divide_codes_by_heads_and_join_them(entries: str) -> None:
     ids, mask = prompt()
     cache = compiled(entries, budget=60)(ids, attention_mask=mask).past_key_values
     tensors = {"start": cache.start}
-    tensors |= {f"store0_{name}": x for name, x in cache.full_layers[0].compact_tensors().items()}
+    tensors |= {f"store0_{name}": x for name, x in cache.full_layers[0].saved.items()}
     parts, layouts = zip(*(divided(tensors, cache.layout, Ranks("", rank, 2)) for rank in range(2)), strict=True)
 
     def entries_of(part: Any, row: int, segment: int) -> list[torch.Tensor]:

@@ -56,7 +56,7 @@ def whole(family, backend):
 
 
 def states_of(cache):
-    return [state.clone() for state in cache.states.held]
+    return [state.held.clone() for state in cache.states]
 
 
 def check_two_turns(model, fast):
@@ -114,10 +114,10 @@ def test_states_are_those_of_transformers(family):
     expected = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=expected, use_cache=True)
-    for shape, held in zip(cache.layout.states, cache.states.held, strict=True):
-        layer = expected.layers[shape.layer]
-        kind, index = shape.name.rstrip("0123456789"), int(shape.name[-1])
-        torch.testing.assert_close(held, getattr(layer, f"{kind}_states")[index], atol=1e-4, rtol=1e-4)
+    for state in cache.states:
+        layer = expected.layers[state.shape.layer]
+        kind, index = state.shape.name.rstrip("0123456789"), int(state.shape.name[-1])
+        torch.testing.assert_close(state.held, getattr(layer, f"{kind}_states")[index], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -156,7 +156,7 @@ def test_blocks_of_a_prompt_change_neither_entries_nor_states(family):
         assert_close("logits", logits, found[0][0], atol=1e-4)
         assert_close("last logits", last, found[0][1], atol=1e-4)
         assert torch.equal(cache.positions, found[0][2].positions)
-        torch.testing.assert_close(cache.states.held, found[0][2].states.held, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(states_of(cache), states_of(found[0][2]), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.exhaustive
@@ -177,7 +177,7 @@ def test_a_saved_cache_continues(family, tmp_path):
     cache = fast.compress(random_ids(1, 60))
     cache.save(tmp_path / "context.kv")
     loaded, question = kvpass.load_cache(tmp_path / "context.kv", fast), random_ids(1, 9, seed=5)
-    assert all(map(torch.equal, loaded.states.held, cache.states.held))
+    assert all(map(torch.equal, states_of(loaded), states_of(cache)))
     answers = [fast.generate(question, past_key_values=given, **GREEDY) for given in (cache, loaded)]
     assert torch.equal(*answers)
 
@@ -202,7 +202,9 @@ def test_thousands_of_steps_take_no_more_memory():
     sizes, token, resident = set(), random_ids(1, 1), []
     for step in range(3000):
         token = fast(token, past_key_values=cache).logits.argmax(-1)
-        sizes.add((cache.nbytes - cache.ids.nbytes, cache.states.nbytes, int(cache.lengths.max())))
+        sizes.add(
+            (cache.nbytes - cache.ids.nbytes, sum(state.nbytes for state in cache.states), int(cache.lengths.max()))
+        )
         if step % 500 == 499:
             resident.append(resident_bytes())
     assert len(sizes) == 1 and cache.columns == 3060
@@ -214,10 +216,10 @@ def test_a_reusable_cache_and_rows_of_beams_have_states_of_their_own():
     cache = fast.compress(random_ids(2, 60))
     before = states_of(cache)
     fast(random_ids(2, 5), past_key_values=cache)
-    assert all(map(torch.equal, before, cache.states.held))
+    assert all(map(torch.equal, before, states_of(cache)))
     cache.reorder_cache(torch.tensor([1, 1]))
-    for held, old in zip(cache.states.held, before, strict=True):
-        assert torch.equal(held, old[[1, 1]])
+    for state, old in zip(cache.states, before, strict=True):
+        assert torch.equal(state.held, old[[1, 1]])
 
 
 def test_a_call_that_fails_leaves_the_states(monkeypatch):
@@ -229,14 +231,14 @@ def test_a_call_that_fails_leaves_the_states(monkeypatch):
 
     def interrupted(call):
         begin(call)
-        for made in call.cache.states.made:  # as if the graph had written them
-            made.fill_(7.0)
+        for state in call.cache.states:  # as if the graph had written them
+            state.made.fill_(7.0)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(backends.Call, "begin", interrupted)
         fast(question, past_key_values=cache)
-    assert all(map(torch.equal, cache.states.held, twin.states.held))
+    assert all(map(torch.equal, states_of(cache), states_of(twin)))
     expected = fast(question, past_key_values=twin).logits
     assert torch.equal(fast(question, past_key_values=cache).logits, expected)
 
@@ -245,7 +247,7 @@ def test_the_report_names_the_layers_of_the_model_and_the_bytes_of_states():
     _, fast = pair(budget=24)
     cache = fast.compress(random_ids(1, 60))
     report = fast.report()
-    size = sum(state.nbytes for state in (*cache.states.held, *cache.states.made))
+    size = sum(state.held.nbytes + state.made.nbytes for state in cache.states)
     assert report.to_dict()["model_layers"] == [1] and report.layer_ids == (0,)
     assert report.to_dict()["state_nbytes"] == size > 0
     assert f"recurrent layers are outside the budget: {size} bytes of states" in str(report)
@@ -271,7 +273,7 @@ def test_recompression_leaves_the_states():
         caches.append(compiled.compress(texts[0], reusable=False))
         compiled(texts[1], past_key_values=caches[-1])
     assert int(caches[0].lengths.sum()) < int(caches[1].lengths.sum())
-    torch.testing.assert_close(caches[0].states.held, caches[1].states.held)
+    torch.testing.assert_close(states_of(caches[0]), states_of(caches[1]))
 
 
 @pytest.mark.parametrize(("family", "named"), [("lfm2", True), ("falcon_h1", True), ("falcon_h1", False)])

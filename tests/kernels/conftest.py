@@ -19,7 +19,7 @@ if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
 
 
 ON_CPU_TENSORS = {
-    "test_block_decode.py",
+    "test_row_index.py",
     "test_device.py",
     "test_gather.py",
     "test_launch.py",

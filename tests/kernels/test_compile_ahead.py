@@ -82,7 +82,6 @@ def call_everything(
 ) -> None:
     """Call every launcher with tensors of these sizes; with soft-capping, sinks and a sliding window, or plain."""
     from kvpass.kernels import (
-        block_decode,
         gather,
         prefill_attention,
         ragged_decode,
@@ -96,7 +95,6 @@ def call_everything(
         BITS,
         AppendBuffers,
         Attention,
-        Blocks,
         Candidates,
         PrefillBuffers,
         SlotCache,
@@ -153,12 +151,10 @@ def call_everything(
         slot_decode.attend_slots(site(1), SlotCache(*packed[:5], position, tables, *scales), 1)
 
     if dims[0] == dims[1]:
-        sides = [torch.zeros(3, entries + layers * kv_heads * capacity, dims[0], dtype=dtype) for _ in range(2)]
-        tiles = torch.zeros(3, layers, 12, 4, dtype=torch.int32)
-        tile_offsets = torch.zeros(3, layers, kv_heads + 1, dtype=torch.int32)
-        blocks = Blocks(*sides, start, offsets, start, entries, capacity, tiles, tile_offsets, arrivals)
+        indexed = held._replace(tail_used=start, row_index=start)
         for count in (1, 16):
-            block_decode.attend_blocks(site(count), blocks, 1)
+            ragged_decode.attend_ragged(site(count), indexed, 1)
+        ragged_extend.attend_extend(site(17), indexed, 1)
 
     slot_decode.attend_slots(site(1), SlotCache(*pool, offsets, *tail, position, tables), 1)
     ring = torch.zeros(rows, 1, capacity, dtype=torch.int32).expand(-1, kv_heads, -1)

@@ -315,7 +315,7 @@ def test_the_index_of_a_small_pool_has_two_tiles_and_attends_it(held):
     pool = (random(1, 70, DIM), random(1, 70, VALUE_DIM), torch.tensor([[0, held]], dtype=torch.int32))
     call = Attention(random(1, 2, 1, DIM), random(1, 1, 1, DIM), random(1, 1, 1, VALUE_DIM), 0.3)
     tables = device.index_pool(pool[2], 1, 70)
-    assert tables[0].shape[1] == 2
+    assert tables[0].shape[2] == 2
     cached = AppendBuffers(*pool, *tail, torch.tensor([1]), torch.tensor(3), *tables)
     expected = exact_step(call, cached, 0)
     assert_rounded("out", device.attend_cache(call, cached, 0), expected)

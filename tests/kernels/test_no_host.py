@@ -135,7 +135,7 @@ def test_a_step_on_the_cache(
     tokens: int, kernel: str, softcap: float | None, sinks: Tensor | None, launched: list[str]
 ) -> None:
     used = [on_device(ROWS, dtype=torch.int64), on_device(dtype=torch.int64)]
-    sizes = (LAYERS, 5, 4), (LAYERS, ROWS * KV_HEADS + 1), (ROWS * KV_HEADS,)
+    sizes = (ROWS, LAYERS, 5, 3), (ROWS, LAYERS, KV_HEADS + 1), (ROWS * KV_HEADS,)
     tables = [on_device(*size, dtype=torch.int32) for size in sizes]
     call = Attention(*site(tokens, torch.bfloat16), 0.3, softcap, sinks)
     out = device.attend_cache(call, AppendBuffers(*cached(torch.bfloat16), *used, *tables), 1)

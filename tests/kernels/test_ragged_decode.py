@@ -348,7 +348,7 @@ def test_tables_of_another_cache() -> None:
         attend_ragged(case.call, case.held, case.layer)
     held = tiled(case)
     with pytest.raises(ValueError, match="tile_offsets is"):
-        attend_ragged(case.call, held._replace(tile_offsets=held.tile_offsets[:, 1:]), case.layer)
+        attend_ragged(case.call, held._replace(tile_offsets=held.tile_offsets[1:]), case.layer)
     with pytest.raises(ValueError, match="arrivals is"):
         attend_ragged(case.call, held._replace(arrivals=held.arrivals[1:]), case.layer)
     with pytest.raises(ValueError, match="tiles is"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,37 +34,36 @@ def test_tiles_partition_every_segment(given_lengths: tuple[list[list[int]], int
 
     rows, layers = len(lengths), len(lengths[0]) // kv_heads
     assert tiles.dtype == tile_offsets.dtype == torch.int32
-    assert tile_offsets.shape == (layers, rows * kv_heads + 1)
-    most = max(*tile_offsets[:, -1].tolist(), FEWEST_TILES)
-    assert tiles.shape == (layers, tiles.shape[1], 4) and most <= tiles.shape[1] <= 1.25 * most
-    for layer in range(layers):
+    assert tile_offsets.shape == (rows, layers, kv_heads + 1)
+    most = max(int(tile_offsets.max()), FEWEST_TILES)
+    assert tiles.shape == (rows, layers, tiles.shape[2], 3) and most <= tiles.shape[2] <= 1.25 * most
+    for row, layer in itertools.product(range(rows), range(layers)):
         expected, bounds = [], [0]
-        for row in range(rows):
-            for head in range(kv_heads):
-                first = int(offsets[row, layer * kv_heads + head])
-                last = int(offsets[row, layer * kv_heads + head + 1])
-                expected += [[row, head, at, min(at + tile, last)] for at in range(first, last, tile)]
-                bounds.append(len(expected))
-        assert tile_offsets[layer].tolist() == bounds
-        assert tiles[layer, : len(expected)].tolist() == expected
-        assert (tiles[layer, len(expected) :] == torch.tensor([-1, -1, 0, 0])).all()
+        for head in range(kv_heads):
+            first = int(offsets[row, layer * kv_heads + head])
+            last = int(offsets[row, layer * kv_heads + head + 1])
+            expected += [[head, at, min(at + tile, last)] for at in range(first, last, tile)]
+            bounds.append(len(expected))
+        assert tile_offsets[row, layer].tolist() == bounds
+        assert tiles[row, layer, : len(expected)].tolist() == expected
+        assert (tiles[row, layer, len(expected) :] == torch.tensor([-1, 0, 0])).all()
 
 
 def test_an_empty_pool_has_no_tiles() -> None:
     tiles, tile_offsets = tile_map(make_offsets([[0] * 6]), kv_heads=2)
-    assert tiles.tolist() == [[[-1, -1, 0, 0]] * FEWEST_TILES] * 3
-    assert tile_offsets.tolist() == [[0, 0, 0]] * 3
+    assert tiles.tolist() == [[[[-1, 0, 0]] * FEWEST_TILES] * 3]
+    assert tile_offsets.tolist() == [[[0, 0, 0]] * 3]
 
 
 def test_lists_of_like_pools_are_of_one_length() -> None:
     """A CUDA graph is captured for one length."""
-    lists = {tile_map(make_offsets([[TILE * count]]), kv_heads=1)[0].shape[1] for count in range(129, 257)}
+    lists = {tile_map(make_offsets([[TILE * count]]), kv_heads=1)[0].shape[2] for count in range(129, 257)}
     assert lists == {160, 192, 224, 256}
 
 
 def test_the_usual_tile() -> None:
     tiles, _ = tile_map(make_offsets([[TILE + 1, 3]]), kv_heads=2)
-    assert tiles.tolist() == [[[0, 0, 0, TILE], [0, 0, TILE, TILE + 1], [0, 1, TILE + 1, TILE + 4]]]
+    assert tiles.tolist() == [[[[0, 0, TILE], [0, TILE, TILE + 1], [1, TILE + 1, TILE + 4]]]]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_every_layer_sees_the_same_block_and_no_number_has_two_places(layout, bl
 def test_pool_and_tails_of_a_block_are_disjoint_views_of_it(layout, blocks):
     pages = memory(layout, blocks)
     for entries in layout.blocks(pages[0], 0):
-        pool, tails = layout.parts(entries[-1])
+        pool, tails = layout.parts(entries[-1:])
         assert pool.shape == (1, layout.pool, layout.head_dim)
         assert tails.shape == (layout.layers, 1, layout.kv_heads, layout.tail, layout.head_dim)
         both = torch.cat([pool.flatten(), tails.flatten()])

@@ -76,5 +76,5 @@ def test_the_builder_reads_no_value_of_the_device_on_the_host(new, lengths):
     )
     found = builder.build(0, common)
     goes_on = new.count(1)
-    assert found.block.is_meta and found.block.shape == found.used.shape == (goes_on,)
-    assert found.offsets.shape == (goes_on, 2 * 2 + 1)
+    assert found.block.is_meta and found.block.shape == (goes_on,)
+    assert found.tables.used.is_meta and found.tables.offsets.shape == (5, 2 * 2 + 1)

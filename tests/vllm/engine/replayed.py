@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from kvpass.kernels import block_decode
+from kvpass.kernels import ragged_decode
 from kvpass.vllm import versions
 from kvpass.vllm.backend import KVPassBuilder, KVPassImpl
 
@@ -41,7 +41,7 @@ class Recording(TorchDispatchMode):
                     old.copy_(new)
 
 
-launch, forward, build = block_decode.launch, KVPassImpl.forward, KVPassBuilder.build
+launch, forward, build = ragged_decode.launch, KVPassImpl.forward, KVPassBuilder.build
 
 
 def with_rows(common: Any, starts: torch.Tensor, lengths: torch.Tensor, blocks: torch.Tensor) -> Any:
@@ -90,10 +90,10 @@ def replay_decode_steps() -> None:
         if layer.layer_name not in graphs:
             static = [x.new_zeros(ROWS, *x.shape[1:]) for x in (q, k, v, output)]
             recording = Recording()
-            block_decode.launch = recording.launch
+            ragged_decode.launch = recording.launch
             with recording:
                 forward(self, layer, *static[:3], cache, captured[0], static[3])
-            block_decode.launch = launch
+            ragged_decode.launch = launch
             graphs[layer.layer_name] = recording, static
         recording, static = graphs[layer.layer_name]
         for memory, x in zip(static, (q, k, v), strict=False):

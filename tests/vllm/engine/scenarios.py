@@ -90,7 +90,7 @@ def cuda_kernels(folder: str, settings: dict[str, Any], graphs: bool) -> tuple[d
         replay_decode_steps()
     with engine(folder, settings) as llm:
         found = joined(llm, every=2, preempt_at=5, cases=SHORT, new=SHORT_NEW)
-    assert "kvpass.kernels.block_decode" in sys.modules
+    assert "kvpass.kernels.ragged_decode" in sys.modules
     return found
 
 

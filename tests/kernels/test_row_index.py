@@ -1,25 +1,36 @@
-"""Decode kernel for rows in blocks, in Triton's interpreter, against rows alone; what it must not read is NaN."""
+"""Kernels for rows anywhere in one array, in Triton's interpreter, against each alone; what is not theirs is NaN."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvpass.kernels.block_decode import attend_blocks
 from kvpass.kernels.launch import KernelConfig
-from kvpass.operands import AppendBuffers, Attention, Blocks
+from kvpass.kernels.ragged_decode import attend_ragged
+from kvpass.kernels.ragged_extend import attend_extend
+from kvpass.operands import AppendBuffers, Attention
 from kvpass.ops import cuda, reference
 from kvpass.vllm.layout import BlockLayout
 
 LAYERS, KV_HEADS, BLOCKS, TAIL = 3, 2, 5, 70
+ROWS = (4, 0, 2)
 SMALL = KernelConfig.of(4, 2, BLOCK_S=16, BLOCK_P=4, BLOCK_M=2)
+EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
 USED = (3, 64, 0)
 """Tail slots in use: in the first of two tiles, at the begin of the second, none."""
+BUFFERS = (0, 1, 3, 4)
+"""Fields of pool and tail."""
+
+
+def reference_of(call: Attention, held: AppendBuffers, layer: int, config: object) -> Tensor:
+    return reference.attend_cache(call, held, layer)
 
 
 class Case:
-    """Rows in blocks 4, 0 and 2 of five; NaN outside of their segments and used tail slots."""
+    """Rows 4, 0 and 2 of five; NaN outside of their segments and used tail slots."""
 
     def __init__(
         self,
@@ -34,25 +45,25 @@ class Case:
         self.layout = BlockLayout(LAYERS, KV_HEADS, dim, pool=200, tail=TAIL)
         heads = KV_HEADS * group
         page = torch.full((BLOCKS, LAYERS, KV_HEADS, self.layout.slots, 2 * dim), torch.nan, dtype=dtype)[:, 0]
-        keys, values = self.layout.blocks(page, 0)
-        block = torch.tensor([4, 0, 2])
+        sides = (pool_k, tail_k), (pool_v, tail_v) = [self.layout.parts(x) for x in self.layout.blocks(page, 0)]
         bounds = [[0, 0, 130, 131, 131, 199, 200], [0, 1, 66, 66, 66, 66, 66], [0] * 7]
-        offsets = torch.tensor(bounds, dtype=torch.int32)
-        for row, used in enumerate(USED):
-            for side in (keys, values):
-                pool, tails = self.layout.parts(side[block[row]])
-                pool[0, : bounds[row][-1]] = torch.randn(bounds[row][-1], dim).to(dtype)
-                tails[..., :used, :] = torch.randn(*tails.shape[:3], used, dim).to(dtype)
+        offsets = torch.full((BLOCKS, 7), -1, dtype=torch.int32)
+        used, start = torch.full((BLOCKS,), -1), torch.zeros(BLOCKS, dtype=torch.int64)
+        for row, (at, count) in enumerate(zip(ROWS, USED, strict=True)):
+            offsets[at], used[at] = torch.tensor(bounds[row]), count
+            for pool, tails in sides:
+                pool[at, : bounds[row][-1]] = torch.randn(bounds[row][-1], dim).to(dtype)
+                tails[:, at, :, :count] = torch.randn(LAYERS, KV_HEADS, count, dim).to(dtype)
         q, k, v = (torch.randn(3, tokens, n, dim).to(dtype).transpose(1, 2) for n in (heads, KV_HEADS, KV_HEADS))
         extra = (20.0, torch.randn(heads)) if options else ()
         self.call = Attention(q, k, v, 0.25, *extra)
-        held = Blocks(keys, values, block, offsets, torch.tensor(USED), self.layout.pool, TAIL)
         tables = cuda.index_blocks(
             BLOCKS, LAYERS, KV_HEADS, self.layout.pool, self.layout.pool, len(USED), torch.device("cpu")
         )
-        self.held = Blocks(*held[:7], *tables)
-        for row, place in enumerate(block.tolist()):
-            self.index(place, offsets[row])
+        buffers = (pool_k, pool_v, offsets, tail_k, tail_v, start, used, *tables)
+        self.held = AppendBuffers(*buffers, row_index=torch.tensor(ROWS))
+        for at in ROWS:
+            self.index(at, offsets[at])
 
     def index(self, block: int, offsets: Tensor) -> None:
         tiles, tile_offsets = self.held.tiles, self.held.tile_offsets
@@ -61,28 +72,29 @@ class Case:
 
     def row(self, row: int) -> tuple[Attention, AppendBuffers]:
         """A row by itself, in memory of its own."""
-        place = int(self.held.block[row])
-        (pool_k, tail_k), (pool_v, tail_v) = (self.layout.parts(side[place].clone()) for side in self.held[:2])
-        offsets, start = self.held.offsets[row : row + 1], torch.zeros(1, dtype=torch.int64)
+        at = slice(ROWS[row], ROWS[row] + 1)
+        pool_k, pool_v, offsets = (x[at].clone() for x in self.held[:3])
+        tail_k, tail_v = (x[:, at].clone() for x in self.held[3:5])
         tables = cuda.index_pool(offsets, KV_HEADS, self.layout.pool)
-        used = self.held.used[row]
-        alone = AppendBuffers(pool_k, pool_v, offsets, tail_k, tail_v, start, used, *tables)
-        return self.call.rows(slice(row, row + 1), slice(None)), alone
+        alone = (pool_k, pool_v, offsets, tail_k, tail_v, self.held.tail_start[at], self.held.tail_used[at][0])
+        return self.call.rows(slice(row, row + 1), slice(None)), AppendBuffers(*alone, *tables)
 
-    def check(self, layer: int, config: KernelConfig | None = SMALL, row_tiles: int | None = None) -> Tensor:
-        before = self.held.keys.clone(), self.held.values.clone()
+    def check(
+        self, layer: int, config: KernelConfig | None = SMALL, way: Callable[..., Tensor] = attend_ragged
+    ) -> Tensor:
+        before = [self.held[i].clone() for i in BUFFERS]
         expected = []
-        for row in range(len(USED)):
+        for row, at in enumerate(ROWS):
             call, alone = self.row(row)
             expected.append(reference.attend_cache(call, alone, layer))
-            for side, tails in zip(before, (alone.tail_k, alone.tail_v), strict=True):
-                self.layout.parts(side[self.held.block[row]])[1].copy_(tails)
-        found = attend_blocks(self.call, self.held, layer, row_tiles, config)
+            for tails, i in zip(before[2:], BUFFERS[2:], strict=True):
+                tails[:, at] = alone[i][:, 0]
+        found = way(self.call, self.held, layer, config)
         tolerance = 1e-5 if self.call.q.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(found, torch.cat(expected), atol=tolerance, rtol=tolerance)
         assert found.transpose(1, 2).is_contiguous()
-        for side, wanted in zip(self.held[:2], before, strict=True):
-            assert torch.equal(side.nan_to_num(77.0), wanted.nan_to_num(77.0)), "only the new tail slots are written"
+        for i, wanted in zip(BUFFERS, before, strict=True):
+            assert torch.equal(self.held[i].nan_to_num(77.0), wanted.nan_to_num(77.0)), "only new slots are written"
         assert not self.held.arrivals.any()
         return found
 
@@ -94,8 +106,13 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_rows_in_blocks_attend_and_append_as_each_alone(layer):
+def test_rows_anywhere_attend_and_append_as_each_alone(layer):
     Case().check(layer)
+
+
+@pytest.mark.parametrize("way", [lambda *given: attend_extend(*given[:3], EXTEND), reference_of])
+def test_other_ways_address_rows_alike(way):
+    Case(tokens=3, group=2).check(1, way=way)
 
 
 def test_several_tokens_groups_soft_capping_and_sinks():
@@ -121,37 +138,32 @@ def test_the_grid_may_be_cut_to_the_largest_row():
     case = Case()
     most = int(case.held.tile_offsets[..., -1].max())
     assert 1 < most < case.held.tiles.shape[2]
-    assert torch.equal(case.check(0, row_tiles=most), Case().check(0))
+    case.held = case.held._replace(tiles=case.held.tiles[:, :, :most])
+    assert torch.equal(case.check(0), Case().check(0))
 
 
 def test_new_tables_of_a_block_replace_its_old_ones():
     case = Case()
     other = torch.tensor([0, 150, 160, 160, 160, 160, 200], dtype=torch.int32)
     case.index(4, other)
-    case.index(4, case.held.offsets[0])
+    case.index(4, case.held.offsets[4])
     case.check(0)
-
-
-@pytest.mark.parametrize("name", ["tiles", "tile_offsets", "arrivals"])
-def test_without_tables_it_is_refused(name):
-    case = Case()
-    with pytest.raises(ValueError, match="kernels on CUDA need the tile maps"):
-        attend_blocks(case.call, case.held._replace(**{name: None}), 0)
 
 
 @pytest.mark.parametrize(
     ("change", "layer", "message"),
     [
-        ({"block": torch.zeros(2, dtype=torch.int64)}, 0, "block is"),
-        ({"used": torch.zeros(3, dtype=torch.int32)}, 0, "used is"),
+        ({"row_index": torch.zeros(2, dtype=torch.int64)}, 0, "row_index is"),
+        ({"tail_used": torch.zeros(3, dtype=torch.int64)}, 0, "tail_used is"),
         ({"arrivals": torch.zeros(5, dtype=torch.int32)}, 0, "arrivals is"),
-        ({"tail": TAIL + 60}, 0, "does not hold"),
+        ({"tail_k": torch.zeros(LAYERS, BLOCKS, KV_HEADS, TAIL, 16)}, 0, "with the same strides"),
+        ({"tail_k_scale": torch.zeros(LAYERS, BLOCKS, KV_HEADS, TAIL)}, 0, "must be given together"),
         ({}, 3, "layer=3"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_is_written(change, layer, message):
     case = Case()
-    before = case.held.keys.clone()
+    before = case.held.tail_k.clone()
     with pytest.raises(ValueError, match=message):
-        attend_blocks(case.call, case.held._replace(**change), layer)
-    assert torch.equal(case.held.keys.nan_to_num(), before.nan_to_num())
+        attend_ragged(case.call, case.held._replace(**change), layer)
+    assert torch.equal(case.held.tail_k.nan_to_num(), before.nan_to_num())

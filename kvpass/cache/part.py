@@ -1,0 +1,171 @@
+"""Parts of a cache: a prompt fills them, calls append to them; they are copied, moved and saved buffer by buffer.
+
+Legend: B batch, L layers of this geometry and window, K KV heads, D head dim, R ring slots (the sliding window).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
+from kvpass.cache.prompt_record import LayersRecord
+from kvpass.config import LayerGroup, StateShape
+from kvpass.operands import BUFFERS, RingBuffers
+
+
+class CachePart:
+    """Buffers of some layers of a cache: attributes, named as in the table of :mod:`kvpass.operands`.
+
+    Attributes:
+        key: by which its memory is taken again. kind: names the parts in graphs and files: ``store0``, ``ring1``, ...
+        overwrites: whether a step overwrites entries.
+    """
+
+    key: Hashable
+    kind: ClassVar[str]
+    overwrites: bool = False
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers by name."""
+        return {name: x for name, x in vars(self).items() if name in BUFFERS}
+
+    @property
+    def prefill_state(self) -> dict[str, Tensor]:
+        """Buffers of the prefill graph."""
+        return self.buffers
+
+    def finish_prefill(self, reuse: BufferReuse) -> LayersRecord | None:
+        """Store the results of the prefill graph; return what was kept, of layers that share the budget."""
+        return None
+
+    @property
+    def cached_state(self) -> dict[str, Tensor]:
+        """Buffers of decode and extend graphs."""
+        return self.buffers
+
+    def ensure_room(self, tokens: int, expected: int, reuse: BufferReuse) -> None:
+        """Grow, if needed, so that ``tokens`` more fit; ``expected`` in all, if known, are then reserved."""
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens that a graph has written."""
+
+    def crop(self, tokens: int) -> None:
+        """Take back that many tokens, from a part that only appends."""
+
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        """What a file holds, by name."""
+        return self.buffers
+
+    def mapped(self, change: Callable[[str, Tensor], Tensor]) -> Self:
+        """Return a copy in which each buffer is what ``change(name, buffer)`` returns."""
+        twin = copy.copy(self)
+        vars(twin).update({name: change(name, x) for name, x in self.buffers.items()})
+        return twin
+
+    def clone(self, reuse: BufferReuse = NO_REUSE) -> Self:
+        """Return an independent copy."""
+        return self.mapped(lambda name, x: reuse.copy((self.key, name), x))
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on another device."""
+        return self.mapped(lambda name, x: x.to(device, copy=True))
+
+    def with_rows(self, index: Tensor) -> Self:
+        """Return a part whose row i is row ``index[i]`` of this one."""
+        return self.mapped(lambda name, x: x.index_select(BUFFERS[name].row_dim, index.to(x.device)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self], shifts: Sequence[int], order: Tensor) -> Self:
+        """Return a part of the rows of several of the same layers, of which each has moved by so many columns.
+
+        Args:
+            order: place of each row among those of all parts, int64 ``[B]``.
+        """
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages: spare slots, tail capacity, positions and all tables included."""
+        return sum(x.untyped_storage().nbytes() for x in self.buffers.values())
+
+
+class SlidingWindowLayers(CachePart):
+    """The last ``window`` columns of some layers, outside the budget; column c is in slot ``c % R``.
+
+    Attributes:
+        group: the layers, their geometry and window. ring_k, ring_v: read and written by every graph.
+    """
+
+    kind = "ring"
+    overwrites = True
+
+    def __init__(self, group: LayerGroup, ring_k: Tensor, ring_v: Tensor) -> None:
+        self.group = self.key = group
+        self.ring_k, self.ring_v = ring_k, ring_v
+
+    @classmethod
+    def empty(
+        cls, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device, reuse: BufferReuse
+    ) -> SlidingWindowLayers:
+        """Return rings for ``rows`` rows of a batch."""
+        g, window = group.geometry, group.sliding_window
+        assert window is not None
+        sizes = {"L": g.layers, "B": rows, "K": g.kv_heads, "R": window, "D": g.key_dim, "V": g.value_dim}
+        shapes = {name: BUFFERS[name].shape(sizes) for name in RingBuffers._fields}
+        return cls(group, *(reuse.empty((group, name), shapes[name], dtype, device).zero_() for name in shapes))
+
+    @classmethod
+    def joined(cls, parts: Sequence[SlidingWindowLayers], shifts: Sequence[int], order: Tensor) -> SlidingWindowLayers:
+        def join(name: str, _: Tensor) -> Tensor:
+            moved = [part.buffers[name].roll(shift, 3) for part, shift in zip(parts, shifts, strict=True)]
+            return torch.cat(moved, 1).index_select(1, order)
+
+        return parts[0].mapped(join)
+
+    @property
+    def window(self) -> int | None:
+        """R."""
+        return self.group.sliding_window
+
+
+class RecurrentState(CachePart):
+    """A state of a recurrent layer, ``[B, *shape]``, in two copies.
+
+    A call reads one and writes the other, so that a failed call changes none.
+
+    Attributes:
+        shape: of a row. held: after the tokens seen. made: what the next call writes.
+    """
+
+    kind = "state"
+
+    def __init__(self, shape: StateShape, held: Tensor, made: Tensor | None = None) -> None:
+        self.shape = self.key = shape
+        self.held, self.made = held, torch.zeros_like(held) if made is None else made
+
+    @classmethod
+    def empty(cls, shape: StateShape, rows: int, device: torch.device, reuse: BufferReuse) -> RecurrentState:
+        """Return zeros: the state before a text."""
+        sizes, dtype = (rows, *shape.shape), getattr(torch, shape.dtype)
+        return cls(shape, *(reuse.empty((shape, name), sizes, dtype, device).zero_() for name in ("held", "made")))
+
+    def finish_prefill(self, reuse: BufferReuse) -> None:
+        self.advance(0)
+
+    def advance(self, tokens: int) -> None:
+        self.held, self.made = self.made, self.held
+
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        return {"held": self.held}
+
+    @classmethod
+    def joined(cls, parts: Sequence[RecurrentState], shifts: Sequence[int], order: Tensor) -> RecurrentState:
+        return cls(parts[0].shape, torch.cat([part.held for part in parts]).index_select(0, order))
