@@ -222,6 +222,46 @@ def test_expected_attention_keeps_short_prompts_from_the_front(obs):
     assert torch.equal(resolve("expected_attention", sinks=4).score(short), torch.ones(1, K, 4))
 
 
+def chunks_kept(s: list[float], chunk: int, spikes: int, n: int) -> set[int]:
+    """Which n positions stay: one chunk after the other is taken, then single positions, as kvpress does it."""
+    parts = [[*range(first, min(first + chunk, len(s)))] for first in range(0, len(s), chunk)]
+    worth = [sum(s[i] for i in part) / len(part) for part in parts]
+    entropy = []
+    for part in parts:
+        shares = [s[i] / sum(s[j] for j in part) for i in part]
+        entropy.append(-sum(p * math.log(p) for p in shares) / math.log(max(len(part), 2)))
+    kept: list[int] = []
+    for at in sorted(range(len(parts)), key=lambda at: -worth[at]):
+        best = sorted(parts[at], key=lambda i: -s[i])
+        if spikes and worth[at] >= statistics.median_low(worth) and entropy[at] < statistics.median_low(entropy):
+            best = best[:spikes]
+        kept += best[: n - len(kept)]
+    rest = sorted({*range(len(s))} - {*kept}, key=lambda i: -s[i])
+    return {*kept, *rest[: n - len(kept)]}
+
+
+@pytest.mark.parametrize(("chunk", "spikes"), [(5, 0), (5, 2), (8, 2), (2, 1), (1, 3), (10, 4), (20, 0), (20, 4)])
+def test_chunkkv_keeps_chunks_by_their_mean_and_cuts_the_last_one(chunk, spikes):
+    q, k, v = torch.randn(3, 1, 1, K * G, 40, D, generator=torch.Generator().manual_seed(2))
+    k, v = k[:, :, :K] * 2, v[:, :, :K]
+    base = resolve("snapkv", window=W, pool="avg", kernel_size=3).score(Observation(q[0], k[0], v[0], D**-0.5, W, 0, 1))
+    for n in range(1, 36):
+        given = {"window": W, "kernel_size": 3, "chunk": chunk, "spikes": spikes}
+        kept = plan("chunkkv", q, k, v, budget=W + n, **given).keep[0, 0, :, :36]
+        assert {*kept[0].nonzero().flatten().tolist()} == chunks_kept(base[0].sum(0).tolist(), chunk, spikes, n)
+        assert torch.equal(kept, kept[:1].expand(K, -1))
+
+
+def test_chunkkv_leaves_of_a_chunk_with_one_spike_only_the_spike():
+    """By hand: of four chunks the second has the best mean, the fourth comes next, the first has one high number."""
+    s = [1.0, 0.1, 0.1, 0.5, 0.5, 0.6, 0.1, 0.1, 0.1, 0.4, 0.4, 0.41]
+    obs = Observation(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 13, 2), torch.zeros(1, 1, 13, 2), 1.0, 1, 0, 1)
+    vars(obs)["mean"] = torch.tensor([[[*s, 0.0]]])
+    for spikes, order in ((0, [5, 3, 4, 11, 9, 10, 0, 1, 2, 6, 7, 8]), (1, [5, 3, 4, 11, 9, 10, 0, 6, 7, 8, 1, 2])):
+        policy = resolve("chunkkv", window=1, pool=None, chunk=3, spikes=spikes)
+        assert policy.score(obs)[0, 0].argsort(descending=True).tolist() == order
+
+
 @pytest.mark.parametrize("cross", [False, True])
 def test_lagkv_scores_the_spread_within_the_range_of_the_next_part(obs, cross):
     sinks, lag = 3, 4  # parts begin at 3, 7 and 11; 15 and 16 are left

@@ -56,18 +56,18 @@ BAD_OPTIONS = [
     ("window", True, [*POLICIES]),
     ("parity", "papr", [*POLICIES]),
     *(
-        ("pool", bad, ["lava", "snapkv", "pyramidkv", "ada_snapkv", "cake", "criticalkv", "h2o", "vatp"])
+        ("pool", bad, ["lava", "snapkv", "pyramidkv", "ada_snapkv", "cake", "chunkkv", "criticalkv", "h2o", "vatp"])
         for bad in ("mx", 3)
     ),
     *(
         (
             "kernel_size",
             bad,
-            ["lava", "snapkv", "ada_pyramidkv", "cake", "criticalkv", "h2o", "vatp", "r_kv", *DEFENSIVE],
+            ["lava", "snapkv", "ada_pyramidkv", "cake", "chunkkv", "criticalkv", "h2o", "vatp", "r_kv", *DEFENSIVE],
         )
         for bad in (0, 4, -3, 5.0, None)
     ),
-    ("group", "median", ["lava", "snapkv", "cake", "criticalkv", "h2o", "triattention", "vatp"]),
+    ("group", "median", ["lava", "snapkv", "cake", "chunkkv", "criticalkv", "h2o", "triattention", "vatp"]),
     *(
         ("alpha", bad, ["lava", "lava_uniform", "ada_snapkv", "ada_pyramidkv", "criticalkv", "expected_attention"])
         for bad in (-0.1, 1.1, math.nan, "a")
@@ -87,7 +87,8 @@ BAD_OPTIONS = [
     ("head_split", "x", ["expected_attention"]),
     *(("lag", bad, ["lagkv"]) for bad in (1, 2.5)),
     ("cross_scoring", 1, ["lagkv"]),
-    ("chunk", 0, REPLAYING),
+    *(("chunk", bad, ["chunkkv", *REPLAYING]) for bad in (0, 2.0)),
+    *(("spikes", bad, ["chunkkv"]) for bad in (-1, None)),
     ("overlap", -1, REPLAYING),
     ("split", "x", REPLAYING),
     *((ids, bad, REPLAYING) for ids in ("prompt_ids", "again_ids", "suffix_ids") for bad in ((-1,), 5, "a")),
