@@ -38,6 +38,7 @@ OPTIONS = {
     "duo_attention": {"head_map": torch.rand(LAYERS, KV_HEADS).tolist(), "sinks": 3},
     "criticalkv": {"base": "ada_snapkv", "epsilon": 0.1},
     "kvzap": {"weights": kvzap_file(LAYERS, KV_HEADS, 10), "split": "file"},
+    "dropkv": {"alpha": 0.2},
     "expected_attention": {"head_split": "adaptive"},
 }
 WEIGHTS = torch.randn(LAYERS, 12, KV_HEADS * GROUP * DIM, generator=torch.Generator().manual_seed(1))

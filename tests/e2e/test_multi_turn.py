@@ -26,6 +26,7 @@ LIKE_A_PROMPT = {
     "vatp": {"sinks": 2},
     "streaming_llm": {"evict_during_decode": False},
     "keydiff": {},
+    "dropkv": {"alpha": 0.2},
     "knorm": {},
 }
 """Policies that can compress again, with options."""

@@ -47,6 +47,7 @@ VARIANTS = [
     *(("criticalkv", {"base": "ada_snapkv", "alpha": alpha, "epsilon": 0.01}) for alpha in (0.0, 0.2)),
     ("expected_attention", {"head_split": "adaptive", "epsilon": 0.02, "sinks": 2}),
     ("ada_snapkv", {"critical": True}),
+    ("dropkv", {"form": "caote", "alpha": 0.2}),
     *(("chunkkv", {"chunk": 4, "spikes": spikes}) for spikes in (0, 2)),
     *(("kvzip", {"split": split, "sinks": 2}) for split in ("heads", "none")),
 ]

@@ -185,6 +185,60 @@ def test_keydiff_prefers_keys_unlike_the_mean_direction(obs):
     assert_score(resolve("keydiff", window=W), obs, want)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([2.0, -1.0, 0.5, 1.0])])
+@pytest.mark.parametrize("form", ["dropkv", "caote"])
+def test_dropkv_is_what_the_output_changes_by_if_one_entry_is_missing(obs, form, sinks):
+    """By the softmax over the other entries, one row and one entry after the other; float64."""
+    obs = dataclasses.replace(obs, sinks=sinks)
+    rows = range(N - W, N) if form == "dropkv" else [N - 1]
+
+    def output(head: int, row: int, without: int | None) -> Tensor:
+        held = [i for i in range(row + 1) if i != without]
+        logits = obs.keys[0, head // G, held].double() @ obs.queries[0, head, row].double() * 0.5
+        if sinks is not None:
+            logits = torch.cat([logits, sinks[head, None].double()])
+        return logits.softmax(0)[: len(held)] @ obs.values[0, head // G, held].double()
+
+    def change(head: int, entry: int) -> float:
+        lengths = [float((output(head, i, entry) - output(head, i, None)).norm()) for i in rows]
+        return sum(x**2 for x in lengths) if form == "dropkv" else sum(lengths)
+
+    change_of = [[[change(k * G + g, i) for i in range(M)] for g in range(G)] for k in range(K)]
+    want = [[sum(x) / G for x in zip(*heads, strict=True)] for heads in change_of]
+    if form == "dropkv":
+        want = [pooled(row, "avg", 3) for row in want]
+    found = resolve("dropkv", window=W, form=form, kernel_size=3).score(obs)
+    assert found.shape == (1, K, M) and found.dtype == torch.float32
+    torch.testing.assert_close(found[0].double(), torch.tensor(want, dtype=torch.float64), rtol=1e-4, atol=1e-9)
+
+
+def test_dropkv_by_hand():
+    """One query with equal attention to two entries: without either, the output is the other's value."""
+    zeros, values = torch.zeros(1, 1, 2, 2), torch.tensor([[[[3.0, 0.0], [0.0, 4.0]]]])
+    obs = Observation(zeros, zeros, values, 1.0, 0, 0, 1)
+    for form, want in (("dropkv", 2.5**2), ("caote", 2.5)):  # from [1.5, 2] to [0, 4] or [3, 0]
+        score = resolve("dropkv", window=0, kernel_size=1, form=form).score(obs)
+        torch.testing.assert_close(score, torch.full((1, 1, 2), want), rtol=1e-5, atol=0)
+
+
+def test_dropkv_knows_what_an_entry_with_nearly_all_attention_hides(obs):
+    """Its value is nearly the output; without it the output is the mean of the others' values."""
+    obs.queries[:], obs.keys[:] = 2.0, 0.0
+    obs.keys[0, :, 3] = 2.5  # e^10 against 1
+    score = resolve("dropkv", window=W, form="caote").score(obs)[0]
+    others = obs.values[0, :, [i for i in range(N) if i != 3]].double().mean(1)
+    share = 1 / (1 + (N - 1) / math.exp(10))
+    want = (obs.values[0, :, 3].double() - others).norm(dim=-1) * share
+    torch.testing.assert_close(score[:, 3].double(), want, rtol=5e-3, atol=0)
+
+
+def test_heads_of_dropkv_share_equally_unless_they_compete():
+    q, k, v = torch.randn(3, 1, 1, K * G, 40, D, generator=torch.Generator().manual_seed(4))
+    k, v = k[:, :, :K], v[:, :, :K] * torch.tensor([0.5, 2.0])[:, None, None]
+    equal, compete = (plan("dropkv", q, k, v, budget=16, window=W, alpha=alpha).lengths[0, 0] for alpha in (1.0, 0.2))
+    assert equal.tolist() == [16, 16] and compete[1] > compete[0] > W and compete.sum() == 32
+
+
 @pytest.mark.parametrize("covariance", [True, False])
 def test_expected_attention_is_that_of_gaussian_queries_turned_by_the_mean_rotation(obs, covariance):
     """With matrices of rotation, one for each position, and one query after the other; float64."""

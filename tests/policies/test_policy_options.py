@@ -63,13 +63,29 @@ BAD_OPTIONS = [
         (
             "kernel_size",
             bad,
-            ["lava", "snapkv", "ada_pyramidkv", "cake", "chunkkv", "criticalkv", "h2o", "vatp", "r_kv", *DEFENSIVE],
+            [
+                "lava",
+                "snapkv",
+                "ada_pyramidkv",
+                "cake",
+                "chunkkv",
+                "criticalkv",
+                "dropkv",
+                "h2o",
+                "vatp",
+                "r_kv",
+                *DEFENSIVE,
+            ],
         )
         for bad in (0, 4, -3, 5.0, None)
     ),
     ("group", "median", ["lava", "snapkv", "cake", "chunkkv", "criticalkv", "h2o", "triattention", "vatp"]),
     *(
-        ("alpha", bad, ["lava", "lava_uniform", "ada_snapkv", "ada_pyramidkv", "criticalkv", "expected_attention"])
+        (
+            "alpha",
+            bad,
+            ["lava", "lava_uniform", "ada_snapkv", "ada_pyramidkv", "criticalkv", "dropkv", "expected_attention"],
+        )
         for bad in (-0.1, 1.1, math.nan, "a")
     ),
     *(("beta", bad, ["pyramidkv", "ada_pyramidkv", "lava_pyramid"]) for bad in (0, -2, 2.5)),
@@ -78,6 +94,7 @@ BAD_OPTIONS = [
     ("tau1", None, ["cake"]),
     ("sinks", -1, ["streaming_llm", "vatp", "duo_attention", "expected_attention", "lagkv", "kvzap", *REPLAYING]),
     ("base", "lava", ["criticalkv"]),
+    ("form", "cake", ["dropkv"]),
     *(("first_stage", bad, ["criticalkv"]) for bad in (-0.1, 1.1, math.nan)),
     *(("epsilon", bad, ["criticalkv", "expected_attention"]) for bad in (-1, math.inf)),
     ("critical", 1, ["snapkv", "ada_snapkv", "expected_attention"]),
