@@ -158,6 +158,7 @@ def sent_of_a_prompt(name: str, evictable: int) -> int:
         "pyramidkv": queries * evictable,
         "tova": queries * evictable,
         "chunkkv": heads * evictable,
+        "compactor": 4 * 2 * heads,
         "criticalkv": heads * evictable,
         "defensivekv": heads * (evictable + 2),
         "layer_defensivekv": heads * (evictable + 2) + 8 * slots,

@@ -295,6 +295,7 @@ def test_a_turn_that_is_never_compressed_does_not_look_at_lengths(monkeypatch):
         ({"policy": "chunkkv"}, "defined for a prompt, not for the entries that are left of one"),
         ({"policy": "lagkv"}, "defined for a prompt, not for the entries that are left of one"),
         ({"policy": "criticalkv"}, "reads the output projection, which only a prompt has at hand"),
+        ({"policy": "compactor"}, "only a prompt has queries of all its tokens"),
         ({"policy": "expected_attention"}, "only a prompt has queries of all its tokens"),
         ({"policy": "kvzip"}, "runs the prompt once more behind all its entries"),
     ],

@@ -185,6 +185,59 @@ def test_keydiff_prefers_keys_unlike_the_mean_direction(obs):
     assert_score(resolve("keydiff", window=W), obs, want)
 
 
+@pytest.mark.parametrize(("chunk", "blend"), [(4, 0.5), (3, None), (100, 0.0)])
+def test_compactor_adds_leverage_and_attention_within_chunks(obs, chunk, blend):
+    """With a matrix of rotation for each position, the whole leverage matrix and one query after the other; float64."""
+    turns, sinks = torch.tensor([1.0, 0.1]), 2
+    obs = dataclasses.replace(obs, frequencies=turns, entries=torch.tensor([3]))
+    middle = range(sinks, M)
+
+    def before_rope(key: Tensor, position: int) -> Tensor:
+        real, imaginary = key.double().chunk(2)
+        turned = torch.complex(real, imaginary) * torch.polar(torch.ones(2).double(), -position * turns.double())
+        return torch.cat([turned.real, turned.imag])
+
+    leverage, attended = [], []
+    for keys, values, head in zip(obs.keys[0], obs.values[0].double(), range(K), strict=True):
+        x = torch.stack([before_rope(keys[i], i) for i in middle])
+        x = x - x.mean(0)
+        leverage.append((x @ torch.linalg.inv(x.T @ x + 0.01 * torch.eye(D)) @ x.T).diagonal().tolist())
+        paid = dict.fromkeys(middle, 0.0)
+        for i, query in itertools.product(middle, obs.queries[0, head * G : (head + 1) * G].double().unbind(0)):
+            near = [j for j in middle if (j - sinks) // chunk == (i - sinks) // chunk]
+            for j, p in zip(near, (keys[near].double() @ query[i]).softmax(0).tolist(), strict=True):
+                paid[j] += p * float(values[j].norm()) / G
+        attended.append(pooled([*paid.values()], "avg", 3))
+
+    def standard(rows: list[list[float]]) -> Tensor:
+        flat = [x for row in rows for x in row]
+        return (torch.tensor(rows).double() - statistics.mean(flat)) / statistics.stdev(flat)
+
+    weight = 1 - (3 + W) / N if blend is None else blend
+    want = weight * standard(leverage) + standard(attended)
+    score = resolve("compactor", window=W, sinks=sinks, chunk=chunk, blend=blend).score(obs)
+    assert score.shape == (1, K, M) and score.dtype == torch.float32
+    torch.testing.assert_close(score[0, :, sinks:].double(), want, rtol=1e-4, atol=1e-5)
+    assert score[0, :, :sinks].amin() > 1e30
+
+
+def test_leverage_of_compactor_is_exact_where_keys_nearly_depend_on_each_other():
+    """Of n independent keys in n + 1 dimensions each is needed (n - 1 of n once their mean is gone); of copies none."""
+    keys = torch.cat([100 * torch.eye(8), 100 * torch.ones(24, 8) + 1e-3 * torch.randn(24, 8)])[None, None]
+    obs = Observation(keys, keys, keys, 1.0, 0, 0, 1, frequencies=torch.zeros(4), entries=torch.tensor([8]))
+    leverage = resolve("compactor", window=0, sinks=0)._leverage(obs)[0, 0]
+    assert leverage[:8].amin() > 0.85 and leverage[8:].amax() < 0.1 and 7.9 < leverage.sum() < 8.0
+
+
+def test_compactor_keeps_short_prompts_from_the_front_and_the_end(obs):
+    turns = torch.ones(L, D // 2)
+    q, k, v = (x[None, :, :, :12].expand(L, -1, -1, -1, -1) for x in (obs.queries, obs.keys, obs.values))
+    for length, budget, want in ((12, 9, [0, 1, 2, 3, 4, 8, 9, 10, 11]), (3, 5, [0, 1, 2]), (10, 5, [0, 6, 7, 8, 9])):
+        cut = (x[:, :, :, :length] for x in (q, k, v))
+        keep = plan("compactor", *cut, budget=budget, rope_frequencies=turns).keep
+        assert all(head.nonzero().flatten().tolist() == want for head in keep[:, 0].flatten(0, 1))
+
+
 @pytest.mark.parametrize("sinks", [None, torch.tensor([2.0, -1.0, 0.5, 1.0])])
 @pytest.mark.parametrize("form", ["dropkv", "caote"])
 def test_dropkv_is_what_the_output_changes_by_if_one_entry_is_missing(obs, form, sinks):
