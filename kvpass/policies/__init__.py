@@ -17,8 +17,11 @@ from kvpass.policies.ada_kv import AdaPyramidKV, AdaSnapKV
 from kvpass.policies.base import Policy
 from kvpass.policies.baselines import Full, Random
 from kvpass.policies.cake import Cake
+from kvpass.policies.chunkkv import ChunkKV
+from kvpass.policies.compactor import Compactor
 from kvpass.policies.criticalkv import CriticalKV
 from kvpass.policies.defensivekv import DefensiveKV, LayerDefensiveKV
+from kvpass.policies.dropkv import DropKV
 from kvpass.policies.duo_attention import DuoAttention
 from kvpass.policies.expected_attention import ExpectedAttention
 from kvpass.policies.h2o import H2O
@@ -47,10 +50,10 @@ _BESIDE_OPTIONS = ("policy", "budget", "backend", "recompress", "cuda_graphs")
 P = TypeVar("P", bound=type[Policy])
 
 PolicyName = Literal[
-    "ada_pyramidkv", "ada_snapkv", "cake", "criticalkv", "defensivekv", "duo_attention", "expected_attention", "full",
-    "h2o", "keydiff", "knorm", "kvzap", "kvzip", "kvzip_plus", "lagkv", "lava", "layer_defensivekv", "lava_nohead",
-    "lava_pyramid", "lava_uniform", "pyramidkv", "r_kv", "random", "snapkv", "streaming_llm", "tova", "triattention",
-    "vatp",
+    "ada_pyramidkv", "ada_snapkv", "cake", "chunkkv", "compactor", "criticalkv", "defensivekv", "dropkv",
+    "duo_attention", "expected_attention", "full", "h2o", "keydiff", "knorm", "kvzap", "kvzip", "kvzip_plus",
+    "lagkv", "lava", "lava_nohead", "lava_pyramid", "lava_uniform", "layer_defensivekv", "pyramidkv", "r_kv",
+    "random", "snapkv", "streaming_llm", "tova", "triattention", "vatp",
 ]  # fmt: skip
 """Policies of kvpass; of your own, give an instance: a type checker does not know its name.
 
@@ -172,9 +175,9 @@ def _check_options(kind: type[Policy], options: dict[str, object]) -> None:
 
 
 for _policy in (
-    Full, Lava, LavaUniform, LavaPyramid, LavaNoHead, SnapKV, PyramidKV, AdaSnapKV, AdaPyramidKV, Cake, CriticalKV,
-    DefensiveKV, LayerDefensiveKV, DuoAttention, ExpectedAttention, H2O, Tova, StreamingLLM, Vatp, KeyDiff, LagKV,
-    Knorm, KVzap, KVzip, KVzipPlus, RKV, TriAttention, Random,
+    Full, Lava, LavaUniform, LavaPyramid, LavaNoHead, SnapKV, PyramidKV, AdaSnapKV, AdaPyramidKV, Cake, ChunkKV,
+    Compactor, CriticalKV, DefensiveKV, LayerDefensiveKV, DropKV, DuoAttention, ExpectedAttention, H2O, Tova,
+    StreamingLLM, Vatp, KeyDiff, LagKV, Knorm, KVzap, KVzip, KVzipPlus, RKV, TriAttention, Random,
 ):  # fmt: skip
     register_policy(_policy)
 

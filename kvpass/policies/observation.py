@@ -219,15 +219,19 @@ class Observation:
             ValueError: rows before the R given queries are needed, or the frequencies are not given.
         """
         cos, sin = self.rotation(torch.arange(first, self.length, device=self.keys.device))
-        return with_rope(self._queries(kv_head, first, self.length), cos, -sin)
+        return with_rope(self.prompt_queries(first, self.length, kv_head), cos, -sin)
 
-    def _queries(self, kv_head: int, first: int, last: int) -> Tensor:
-        """Queries of prompt rows ``first <= i < last`` for one KV head, fp32 ``[B, G, rows, D]``."""
+    def prompt_queries(self, first: int, last: int, kv_head: int | None = None) -> Tensor:
+        """Return queries of prompt rows ``first <= i < last``, fp32 ``[B, H, rows, D]``; ``[B, G, ...]`` of one head.
+
+        Raises:
+            ValueError: rows before the R given queries are needed.
+        """
         given = self.queries.shape[2]
         offset = self.length - given
         if first < offset:
             raise ValueError(f"queries hold the last {given} of {self.length} prompt rows; row {first} is needed")
-        heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
+        heads = slice(None) if kv_head is None else slice(kv_head * self.group, (kv_head + 1) * self.group)
         return self.queries[:, heads, first - offset : last - offset].float()
 
     def attention(self, kv_head: int, first: int, last: int) -> Tensor:
@@ -238,7 +242,7 @@ class Observation:
         Raises:
             ValueError: rows before the R given queries were requested.
         """
-        q, k = self._queries(kv_head, first, last), self.keys[:, kv_head, :last].float()
+        q, k = self.prompt_queries(first, last, kv_head), self.keys[:, kv_head, :last].float()
         logits = torch.einsum("bgrd,bnd->bgrn", q, k).mul_(self.scale)
         heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
         sinks = None if self.sinks is None else self.sinks[heads, None, None]

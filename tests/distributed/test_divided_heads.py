@@ -33,10 +33,12 @@ SIZE, LAYERS, ROWS, KV_HEADS, GROUP, TOKENS, DIM, BUDGET = 2, 3, 2, 4, 2, 60, 8,
 NUMBERS = tuple(range(LAYERS))
 OPTIONS = {
     "cake": {"tau1": 1.0, "tau2": 1.0},
+    "chunkkv": {"chunk": 7, "spikes": 2},
     "pyramidkv": {"shape": "entropy"},
     "duo_attention": {"head_map": torch.rand(LAYERS, KV_HEADS).tolist(), "sinks": 3},
     "criticalkv": {"base": "ada_snapkv", "epsilon": 0.1},
     "kvzap": {"weights": kvzap_file(LAYERS, KV_HEADS, 10), "split": "file"},
+    "dropkv": {"alpha": 0.2},
     "expected_attention": {"head_split": "adaptive"},
 }
 WEIGHTS = torch.randn(LAYERS, 12, KV_HEADS * GROUP * DIM, generator=torch.Generator().manual_seed(1))
@@ -155,6 +157,8 @@ def sent_of_a_prompt(name: str, evictable: int) -> int:
         "cake": 2 * queries * evictable,
         "pyramidkv": queries * evictable,
         "tova": queries * evictable,
+        "chunkkv": heads * evictable,
+        "compactor": 4 * 2 * heads,
         "criticalkv": heads * evictable,
         "defensivekv": heads * (evictable + 2),
         "layer_defensivekv": heads * (evictable + 2) + 8 * slots,

@@ -26,6 +26,7 @@ LIKE_A_PROMPT = {
     "vatp": {"sinks": 2},
     "streaming_llm": {"evict_during_decode": False},
     "keydiff": {},
+    "dropkv": {"alpha": 0.2},
     "knorm": {},
 }
 """Policies that can compress again, with options."""
@@ -291,8 +292,10 @@ def test_a_turn_that_is_never_compressed_does_not_look_at_lengths(monkeypatch):
         ({"policy": "h2o", "evict_during_decode": False}, "more than the window's queries"),
         ({"policy": "vatp", "indicator": "h2o", "evict_during_decode": False}, "more than the window's queries"),
         ({"policy": "tova", "evict_during_decode": False}, "each KV head by itself"),
+        ({"policy": "chunkkv"}, "defined for a prompt, not for the entries that are left of one"),
         ({"policy": "lagkv"}, "defined for a prompt, not for the entries that are left of one"),
         ({"policy": "criticalkv"}, "reads the output projection, which only a prompt has at hand"),
+        ({"policy": "compactor"}, "only a prompt has queries of all its tokens"),
         ({"policy": "expected_attention"}, "only a prompt has queries of all its tokens"),
         ({"policy": "kvzip"}, "runs the prompt once more behind all its entries"),
     ],

@@ -204,7 +204,8 @@ def attended_ragged(ops):
 def test_rows_of_different_padding_are_judged_together_as_each_alone(name, options):
     policy = resolve(name, **{"window": WINDOW, **options})
     # parts and positions that begin where the row does; rows of the window
-    apart = ("lagkv", "expected_attention", "defensivekv", "layer_defensivekv", "r_kv", "triattention")
+    apart = {"chunkkv", "compactor", "dropkv", "lagkv", "expected_attention", "defensivekv", "layer_defensivekv"}
+    apart |= {"r_kv", "triattention"}
     assert policy.takes_padded_rows == (name not in apart)
     call = Attention(*(x[:1].repeat(len(RAGGED), 1, 1, 1) for x in site(1)), 0.3)
     asked = PolicyInputs(WEIGHT, TURNS, torch.full((len(RAGGED),), 9), replayed=call.k.norm(dim=-1))

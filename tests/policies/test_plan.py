@@ -47,6 +47,9 @@ VARIANTS = [
     *(("criticalkv", {"base": "ada_snapkv", "alpha": alpha, "epsilon": 0.01}) for alpha in (0.0, 0.2)),
     ("expected_attention", {"head_split": "adaptive", "epsilon": 0.02, "sinks": 2}),
     ("ada_snapkv", {"critical": True}),
+    ("compactor", {"sinks": 2, "chunk": 5, "alpha": 1.0, "blend": 0.5}),
+    ("dropkv", {"form": "caote", "alpha": 0.2}),
+    *(("chunkkv", {"chunk": 4, "spikes": spikes}) for spikes in (0, 2)),
     *(("kvzip", {"split": split, "sinks": 2}) for split in ("heads", "none")),
 ]
 EVICTING = [
@@ -627,7 +630,9 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
     assert torch.equal(keep, want)
 
 
-@pytest.mark.parametrize("name", ["h2o", "criticalkv", "expected_attention", "kvzip", "kvzip_plus", "r_kv"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "compactor", "criticalkv", "expected_attention", "kvzip", "kvzip_plus", "r_kv"]
+)
 def test_no_statistic_holds_every_pair_of_tokens(name):
     q, k, v = tensors(0, 1, kv_heads=2, group=1, length=2048)
     given = {"output_weights": output_weights(q, v), "rope_frequencies": rope_frequencies(q)}

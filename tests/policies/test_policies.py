@@ -185,6 +185,113 @@ def test_keydiff_prefers_keys_unlike_the_mean_direction(obs):
     assert_score(resolve("keydiff", window=W), obs, want)
 
 
+@pytest.mark.parametrize(("chunk", "blend"), [(4, 0.5), (3, None), (100, 0.0)])
+def test_compactor_adds_leverage_and_attention_within_chunks(obs, chunk, blend):
+    """With a matrix of rotation for each position, the whole leverage matrix and one query after the other; float64."""
+    turns, sinks = torch.tensor([1.0, 0.1]), 2
+    obs = dataclasses.replace(obs, frequencies=turns, entries=torch.tensor([3]))
+    middle = range(sinks, M)
+
+    def before_rope(key: Tensor, position: int) -> Tensor:
+        real, imaginary = key.double().chunk(2)
+        turned = torch.complex(real, imaginary) * torch.polar(torch.ones(2).double(), -position * turns.double())
+        return torch.cat([turned.real, turned.imag])
+
+    leverage, attended = [], []
+    for keys, values, head in zip(obs.keys[0], obs.values[0].double(), range(K), strict=True):
+        x = torch.stack([before_rope(keys[i], i) for i in middle])
+        x = x - x.mean(0)
+        leverage.append((x @ torch.linalg.inv(x.T @ x + 0.01 * torch.eye(D)) @ x.T).diagonal().tolist())
+        paid = dict.fromkeys(middle, 0.0)
+        for i, query in itertools.product(middle, obs.queries[0, head * G : (head + 1) * G].double().unbind(0)):
+            near = [j for j in middle if (j - sinks) // chunk == (i - sinks) // chunk]
+            for j, p in zip(near, (keys[near].double() @ query[i]).softmax(0).tolist(), strict=True):
+                paid[j] += p * float(values[j].norm()) / G
+        attended.append(pooled([*paid.values()], "avg", 3))
+
+    def standard(rows: list[list[float]]) -> Tensor:
+        flat = [x for row in rows for x in row]
+        return (torch.tensor(rows).double() - statistics.mean(flat)) / statistics.stdev(flat)
+
+    weight = 1 - (3 + W) / N if blend is None else blend
+    want = weight * standard(leverage) + standard(attended)
+    score = resolve("compactor", window=W, sinks=sinks, chunk=chunk, blend=blend).score(obs)
+    assert score.shape == (1, K, M) and score.dtype == torch.float32
+    torch.testing.assert_close(score[0, :, sinks:].double(), want, rtol=1e-4, atol=1e-5)
+    assert score[0, :, :sinks].amin() > 1e30
+
+
+def test_leverage_of_compactor_is_exact_where_keys_nearly_depend_on_each_other():
+    """Of n independent keys in n + 1 dimensions each is needed (n - 1 of n once their mean is gone); of copies none."""
+    keys = torch.cat([100 * torch.eye(8), 100 * torch.ones(24, 8) + 1e-3 * torch.randn(24, 8)])[None, None]
+    obs = Observation(keys, keys, keys, 1.0, 0, 0, 1, frequencies=torch.zeros(4), entries=torch.tensor([8]))
+    leverage = resolve("compactor", window=0, sinks=0)._leverage(obs)[0, 0]
+    assert leverage[:8].amin() > 0.85 and leverage[8:].amax() < 0.1 and 7.9 < leverage.sum() < 8.0
+
+
+def test_compactor_keeps_short_prompts_from_the_front_and_the_end(obs):
+    turns = torch.ones(L, D // 2)
+    q, k, v = (x[None, :, :, :12].expand(L, -1, -1, -1, -1) for x in (obs.queries, obs.keys, obs.values))
+    for length, budget, want in ((12, 9, [0, 1, 2, 3, 4, 8, 9, 10, 11]), (3, 5, [0, 1, 2]), (10, 5, [0, 6, 7, 8, 9])):
+        cut = (x[:, :, :, :length] for x in (q, k, v))
+        keep = plan("compactor", *cut, budget=budget, rope_frequencies=turns).keep
+        assert all(head.nonzero().flatten().tolist() == want for head in keep[:, 0].flatten(0, 1))
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([2.0, -1.0, 0.5, 1.0])])
+@pytest.mark.parametrize("form", ["dropkv", "caote"])
+def test_dropkv_is_what_the_output_changes_by_if_one_entry_is_missing(obs, form, sinks):
+    """By the softmax over the other entries, one row and one entry after the other; float64."""
+    obs = dataclasses.replace(obs, sinks=sinks)
+    rows = range(N - W, N) if form == "dropkv" else [N - 1]
+
+    def output(head: int, row: int, without: int | None) -> Tensor:
+        held = [i for i in range(row + 1) if i != without]
+        logits = obs.keys[0, head // G, held].double() @ obs.queries[0, head, row].double() * 0.5
+        if sinks is not None:
+            logits = torch.cat([logits, sinks[head, None].double()])
+        return logits.softmax(0)[: len(held)] @ obs.values[0, head // G, held].double()
+
+    def change(head: int, entry: int) -> float:
+        lengths = [float((output(head, i, entry) - output(head, i, None)).norm()) for i in rows]
+        return sum(x**2 for x in lengths) if form == "dropkv" else sum(lengths)
+
+    change_of = [[[change(k * G + g, i) for i in range(M)] for g in range(G)] for k in range(K)]
+    want = [[sum(x) / G for x in zip(*heads, strict=True)] for heads in change_of]
+    if form == "dropkv":
+        want = [pooled(row, "avg", 3) for row in want]
+    found = resolve("dropkv", window=W, form=form, kernel_size=3).score(obs)
+    assert found.shape == (1, K, M) and found.dtype == torch.float32
+    torch.testing.assert_close(found[0].double(), torch.tensor(want, dtype=torch.float64), rtol=1e-4, atol=1e-9)
+
+
+def test_dropkv_by_hand():
+    """One query with equal attention to two entries: without either, the output is the other's value."""
+    zeros, values = torch.zeros(1, 1, 2, 2), torch.tensor([[[[3.0, 0.0], [0.0, 4.0]]]])
+    obs = Observation(zeros, zeros, values, 1.0, 0, 0, 1)
+    for form, want in (("dropkv", 2.5**2), ("caote", 2.5)):  # from [1.5, 2] to [0, 4] or [3, 0]
+        score = resolve("dropkv", window=0, kernel_size=1, form=form).score(obs)
+        torch.testing.assert_close(score, torch.full((1, 1, 2), want), rtol=1e-5, atol=0)
+
+
+def test_dropkv_knows_what_an_entry_with_nearly_all_attention_hides(obs):
+    """Its value is nearly the output; without it the output is the mean of the others' values."""
+    obs.queries[:], obs.keys[:] = 2.0, 0.0
+    obs.keys[0, :, 3] = 2.5  # e^10 against 1
+    score = resolve("dropkv", window=W, form="caote").score(obs)[0]
+    others = obs.values[0, :, [i for i in range(N) if i != 3]].double().mean(1)
+    share = 1 / (1 + (N - 1) / math.exp(10))
+    want = (obs.values[0, :, 3].double() - others).norm(dim=-1) * share
+    torch.testing.assert_close(score[:, 3].double(), want, rtol=5e-3, atol=0)
+
+
+def test_heads_of_dropkv_share_equally_unless_they_compete():
+    q, k, v = torch.randn(3, 1, 1, K * G, 40, D, generator=torch.Generator().manual_seed(4))
+    k, v = k[:, :, :K], v[:, :, :K] * torch.tensor([0.5, 2.0])[:, None, None]
+    equal, compete = (plan("dropkv", q, k, v, budget=16, window=W, alpha=alpha).lengths[0, 0] for alpha in (1.0, 0.2))
+    assert equal.tolist() == [16, 16] and compete[1] > compete[0] > W and compete.sum() == 32
+
+
 @pytest.mark.parametrize("covariance", [True, False])
 def test_expected_attention_is_that_of_gaussian_queries_turned_by_the_mean_rotation(obs, covariance):
     """With matrices of rotation, one for each position, and one query after the other; float64."""
@@ -220,6 +327,46 @@ def test_expected_attention_is_that_of_gaussian_queries_turned_by_the_mean_rotat
 def test_expected_attention_keeps_short_prompts_from_the_front(obs):
     short = Observation(obs.queries[:, :, :4], obs.keys[:, :, :4], obs.values[:, :, :4], 0.5, 0, 0, L)
     assert torch.equal(resolve("expected_attention", sinks=4).score(short), torch.ones(1, K, 4))
+
+
+def chunks_kept(s: list[float], chunk: int, spikes: int, n: int) -> set[int]:
+    """Which n positions stay: one chunk after the other is taken, then single positions, as kvpress does it."""
+    parts = [[*range(first, min(first + chunk, len(s)))] for first in range(0, len(s), chunk)]
+    worth = [sum(s[i] for i in part) / len(part) for part in parts]
+    entropy = []
+    for part in parts:
+        shares = [s[i] / sum(s[j] for j in part) for i in part]
+        entropy.append(-sum(p * math.log(p) for p in shares) / math.log(max(len(part), 2)))
+    kept: list[int] = []
+    for at in sorted(range(len(parts)), key=lambda at: -worth[at]):
+        best = sorted(parts[at], key=lambda i: -s[i])
+        if spikes and worth[at] >= statistics.median_low(worth) and entropy[at] < statistics.median_low(entropy):
+            best = best[:spikes]
+        kept += best[: n - len(kept)]
+    rest = sorted({*range(len(s))} - {*kept}, key=lambda i: -s[i])
+    return {*kept, *rest[: n - len(kept)]}
+
+
+@pytest.mark.parametrize(("chunk", "spikes"), [(5, 0), (5, 2), (8, 2), (2, 1), (1, 3), (10, 4), (20, 0), (20, 4)])
+def test_chunkkv_keeps_chunks_by_their_mean_and_cuts_the_last_one(chunk, spikes):
+    q, k, v = torch.randn(3, 1, 1, K * G, 40, D, generator=torch.Generator().manual_seed(2))
+    k, v = k[:, :, :K] * 2, v[:, :, :K]
+    base = resolve("snapkv", window=W, pool="avg", kernel_size=3).score(Observation(q[0], k[0], v[0], D**-0.5, W, 0, 1))
+    for n in range(1, 36):
+        given = {"window": W, "kernel_size": 3, "chunk": chunk, "spikes": spikes}
+        kept = plan("chunkkv", q, k, v, budget=W + n, **given).keep[0, 0, :, :36]
+        assert {*kept[0].nonzero().flatten().tolist()} == chunks_kept(base[0].sum(0).tolist(), chunk, spikes, n)
+        assert torch.equal(kept, kept[:1].expand(K, -1))
+
+
+def test_chunkkv_leaves_of_a_chunk_with_one_spike_only_the_spike():
+    """By hand: of four chunks the second has the best mean, the fourth comes next, the first has one high number."""
+    s = [1.0, 0.1, 0.1, 0.5, 0.5, 0.6, 0.1, 0.1, 0.1, 0.4, 0.4, 0.41]
+    obs = Observation(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 13, 2), torch.zeros(1, 1, 13, 2), 1.0, 1, 0, 1)
+    vars(obs)["mean"] = torch.tensor([[[*s, 0.0]]])
+    for spikes, order in ((0, [5, 3, 4, 11, 9, 10, 0, 1, 2, 6, 7, 8]), (1, [5, 3, 4, 11, 9, 10, 0, 6, 7, 8, 1, 2])):
+        policy = resolve("chunkkv", window=1, pool=None, chunk=3, spikes=spikes)
+        assert policy.score(obs)[0, 0].argsort(descending=True).tolist() == order
 
 
 @pytest.mark.parametrize("cross", [False, True])

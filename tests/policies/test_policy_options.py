@@ -50,34 +50,29 @@ def test_contract_10_an_unknown_name_is_answered_with_the_nearest(given, near):
         resolve(given)
 
 
-DEFENSIVE, REPLAYING = ["defensivekv", "layer_defensivekv"], ["kvzip", "kvzip_plus"]
+REPLAYING = ["kvzip", "kvzip_plus"]
+POOLING = "lava snapkv ada_pyramidkv cake chunkkv criticalkv dropkv h2o vatp r_kv defensivekv layer_defensivekv".split()
+SHARING = "lava lava_uniform ada_snapkv ada_pyramidkv compactor criticalkv dropkv expected_attention".split()
+FIRST = "streaming_llm vatp compactor duo_attention expected_attention lagkv kvzap kvzip kvzip_plus".split()
 BAD_OPTIONS = [
     ("window", -1, [*POLICIES]),
     ("window", True, [*POLICIES]),
     ("parity", "papr", [*POLICIES]),
     *(
-        ("pool", bad, ["lava", "snapkv", "pyramidkv", "ada_snapkv", "cake", "criticalkv", "h2o", "vatp"])
+        ("pool", bad, ["lava", "snapkv", "pyramidkv", "ada_snapkv", "cake", "chunkkv", "criticalkv", "h2o", "vatp"])
         for bad in ("mx", 3)
     ),
-    *(
-        (
-            "kernel_size",
-            bad,
-            ["lava", "snapkv", "ada_pyramidkv", "cake", "criticalkv", "h2o", "vatp", "r_kv", *DEFENSIVE],
-        )
-        for bad in (0, 4, -3, 5.0, None)
-    ),
-    ("group", "median", ["lava", "snapkv", "cake", "criticalkv", "h2o", "triattention", "vatp"]),
-    *(
-        ("alpha", bad, ["lava", "lava_uniform", "ada_snapkv", "ada_pyramidkv", "criticalkv", "expected_attention"])
-        for bad in (-0.1, 1.1, math.nan, "a")
-    ),
+    *(("kernel_size", bad, POOLING) for bad in (0, 4, -3, 5.0, None)),
+    ("group", "median", ["lava", "snapkv", "cake", "chunkkv", "criticalkv", "h2o", "triattention", "vatp"]),
+    *(("alpha", bad, SHARING) for bad in (-0.1, 1.1, math.nan, "a")),
     *(("beta", bad, ["pyramidkv", "ada_pyramidkv", "lava_pyramid"]) for bad in (0, -2, 2.5)),
     *(("gamma", bad, ["cake"]) for bad in (-1, math.inf, None)),
     *((tau, bad, ["cake", "snapkv", "h2o"]) for tau in TAUS for bad in (0, -1.0, math.inf, True)),
     ("tau1", None, ["cake"]),
-    ("sinks", -1, ["streaming_llm", "vatp", "duo_attention", "expected_attention", "lagkv", "kvzap", *REPLAYING]),
+    ("sinks", -1, FIRST),
     ("base", "lava", ["criticalkv"]),
+    *(("blend", bad, ["compactor"]) for bad in (-0.1, math.inf, "a")),
+    ("form", "cake", ["dropkv"]),
     *(("first_stage", bad, ["criticalkv"]) for bad in (-0.1, 1.1, math.nan)),
     *(("epsilon", bad, ["criticalkv", "expected_attention"]) for bad in (-1, math.inf)),
     ("critical", 1, ["snapkv", "ada_snapkv", "expected_attention"]),
@@ -87,7 +82,8 @@ BAD_OPTIONS = [
     ("head_split", "x", ["expected_attention"]),
     *(("lag", bad, ["lagkv"]) for bad in (1, 2.5)),
     ("cross_scoring", 1, ["lagkv"]),
-    ("chunk", 0, REPLAYING),
+    *(("chunk", bad, ["chunkkv", "compactor", *REPLAYING]) for bad in (0, 2.0)),
+    *(("spikes", bad, ["chunkkv"]) for bad in (-1, None)),
     ("overlap", -1, REPLAYING),
     ("split", "x", REPLAYING),
     *((ids, bad, REPLAYING) for ids in ("prompt_ids", "again_ids", "suffix_ids") for bad in ((-1,), 5, "a")),
