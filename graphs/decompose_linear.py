@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from kvpass.graphs.fx_utils import arguments_of, recorded
 
+_TO = torch.ops.aten.to.dtype
 _LINEAR = torch.nn.functional.linear
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,16 +49,19 @@ def decompose_linear_pass(gm: GraphModule) -> int:
 
 
 def _reduction(gm: GraphModule, x: Node, weight: Node, bias: Node | None) -> Node:
-    """Insert the product as a reduction: computed in fp32, its result in the dtype of ``x``."""
+    """Insert the product as a reduction: computed in fp32, its result in the dtype of ``x``.
+
+    Functions, no methods: torch caches no compiled graph with methods of nodes that Dynamo did not make.
+    """
     dtype = recorded(x).dtype
     if dtype != torch.float32:
-        x, weight = (gm.graph.call_method("float", (operand,)) for operand in (x, weight))
-    row = gm.graph.call_method("unsqueeze", (x, -2))
+        x, weight = (gm.graph.call_function(_TO, (operand, torch.float32)) for operand in (x, weight))
+    row = gm.graph.call_function(torch.unsqueeze, (x, -2))
     product = gm.graph.call_function(torch.mul, (row, weight))
-    total = gm.graph.call_method("sum", (product, -1))
+    total = gm.graph.call_function(torch.sum, (product, -1))
     if bias is not None:
         total = gm.graph.call_function(torch.add, (total, bias))
-    return total if dtype == torch.float32 else gm.graph.call_method("to", (total, dtype))
+    return total if dtype == torch.float32 else gm.graph.call_function(_TO, (total, dtype))
 
 
 def _is_vector(node: Node) -> bool:
