@@ -57,7 +57,7 @@ class CompressedDrafts(CandidateGenerator):
         return self
 
     def get_candidates(  # type: ignore[override]  # without logits where nothing was sampled, as their own
-        self, input_ids: Tensor, **_: Any
+        self, input_ids: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return the ids ``[1, T]`` and a draft behind them, and the logits it was sampled from, if it was.
 

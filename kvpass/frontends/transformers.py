@@ -55,7 +55,7 @@ from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
 from kvpass.ranks import digest, run_on_all_ranks
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
-from kvpass.transformers_compat import CACHE
+from kvpass.transformers_compat import CACHE, NEXT_LENGTH, SAYS_NEXT_LENGTH
 
 
 @dataclass(kw_only=True)
@@ -423,8 +423,9 @@ class CompressedModel(_Base):
         limit = self._kvpass.adapted.longrope_limit
         if limit is not None and cache is not None and not cache.is_empty:
             check_rows_stay(limit, cache, 1)  # transformers may drop the cache there
-        if kwargs.get("is_first_iteration") and cache is not None and 0 < cache.columns < args[0].shape[1]:
-            kwargs["next_sequence_length"] = args[0].shape[1] - cache.columns  # with drafts, transformers gives all ids
+        first = kwargs.get("is_first_iteration") and SAYS_NEXT_LENGTH
+        if first and cache is not None and 0 < cache.columns < args[0].shape[1]:
+            kwargs[NEXT_LENGTH] = args[0].shape[1] - cache.columns  # with drafts, transformers gives all ids
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         prepared.pop("tokenizer", None)  # of stop strings, which generate reads itself
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
