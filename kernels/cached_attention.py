@@ -39,6 +39,17 @@ APPEND_BLOCK = 16
 
 
 @triton.jit
+def held_row(row_index, tail_used, i_b):  # type: ignore[no-untyped-def]
+    """Return the row of the buffers that row i_b of a call has, and how many slots of its tail are used."""
+    i_row = i_b.to(tl.int64)
+    p_used = tail_used
+    if row_index is not None:
+        i_row = tl.load(row_index + i_b)
+        p_used += i_row
+    return i_row, tl.load(p_used).to(tl.int32)
+
+
+@triton.jit
 def load_levels(  # type: ignore[no-untyped-def]
     p_codes, p_levels, o_row, m_row, D: tl.constexpr, BD: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip

@@ -21,6 +21,7 @@ from kvpass.kernels.cached_attention import (
     append_entries,
     begin_merge,
     check_call,
+    held_row,
     merge_partials,
     shared_arguments,
 )
@@ -157,17 +158,11 @@ def _attend_tile(  # type: ignore[no-untyped-def]
 
     Stores acc ``[P, G*T, Dv]`` not divided by l, and ``(m, l)`` ``[2, P, G*T]`` in base 2. Programs 0..num_tiles-1
     handle pool tiles, row_tiles for each row; after them come tail_tiles programs for each (row, head). The program
-    whose tail tile holds the slot tail_used also attends the new tokens and appends them. Rows of the buffers are
-    those of the call, or, if row_index is given, those that it names; then tail_used is of each row.
+    whose tail tile holds the slot tail_used also attends the new tokens and appends them.
     """
     i_p = tl.program_id(0)
     i_b = tl.where(i_p < num_tiles, i_p // row_tiles, (i_p - num_tiles) // tail_tiles // K)
-    i_row = i_b.to(tl.int64)
-    p_used = tail_used
-    if row_index is not None:
-        i_row = tl.load(row_index + i_b)
-        p_used += i_row
-    used = tl.load(p_used).to(tl.int32)
+    i_row, used = held_row(row_index, tail_used, i_b)
     p_offsets = tile_offsets + (i_row * layers + layer) * (K + 1)
     if i_p < num_tiles:
         p_tile = tiles + i_row * stride_xb + layer * stride_xl + i_p % row_tiles * 3

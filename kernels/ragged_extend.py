@@ -18,6 +18,7 @@ from kvpass.kernels.cached_attention import (
     absorb_entries,
     append_entries,
     check_call,
+    held_row,
     shared_arguments,
 )
 from kvpass.kernels.launch import KernelConfig, blocks, kind, launch
@@ -63,12 +64,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     b_l = tl.zeros([BLOCK_R], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
 
-    i_row = i_b.to(tl.int64)
-    p_used = tail_used
-    if row_index is not None:
-        i_row = tl.load(row_index + i_b)
-        p_used += i_row
-    used = tl.load(p_used).to(tl.int32)
+    i_row, used = held_row(row_index, tail_used, i_b)
     begin = tl.load(tail_start + i_row).to(tl.int32)
     i_tail = layer.to(tl.int64) * stride_tl + i_row * stride_tb + i_h * slots
     p_offsets = offsets + i_row * (layers * K + 1) + layer * K + i_h

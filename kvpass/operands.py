@@ -42,7 +42,7 @@ class Buffer:
     evict: str = ""
     counter: bool = False
     saved: str = ""
-    initial: int | None = None
+    initial: float | None = None
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -69,6 +69,11 @@ class Buffer:
         """Return the sizes as numbers; the pool has as many rows as the batch, unless Z is given."""
         sizes = {"Z": sizes["B"], **sizes} if self.of_pool else sizes
         return tuple(int(size) if size.isdigit() else sizes[size] for size in self.sizes)
+
+    def new(self, sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the buffer before the prompt; ``dtype``: of keys and values."""
+        found = torch.empty(self.shape(sizes), dtype=self.dtype or dtype, device=device)
+        return found if self.initial is None else found.fill_(self.initial)
 
 
 _I32, _I64, _F32, _F64 = torch.int32, torch.int64, torch.float32, torch.float64
@@ -129,9 +134,9 @@ BUFFERS = {
     "next_position": Buffer("B", _I64, evict="r", counter=True, saved="evicting"),
     "rule_rows": Buffer("L B K G Q D", _F32, prefill="w", evict="w", saved="rows"),
     # recompression after an extension
-    "recompress_scores": Buffer("B L K S", _F32, append="w"),  # of the heads of all processes
-    "recompress_masses": Buffer("B L K S", _F32, append="w"),
-    "recompress_weights": Buffer("B L", _F64, append="w"),
+    "recompress_scores": Buffer("B L K S", _F32, append="w", initial=float("-inf")),  # of the heads of all processes
+    "recompress_masses": Buffer("B L K S", _F32, append="w", initial=0),
+    "recompress_weights": Buffer("B L", _F64, append="w", initial=0),
     "recompress_window": Buffer("B", _I64, append="r"),
     # layers with a sliding window
     "ring_k": Buffer("L B K R D", prefill="w", append="w", evict="w", saved="ring"),

@@ -162,7 +162,7 @@ class FullAttentionLayers(CachePart):
         self._prefill = PrefillBuffers(*map(allocate, PrefillBuffers._fields))
         self._prefill.entries.copy_(torch.tensor(entries, device="cpu"))
         if self._rows_per_head:
-            self.rule_rows = torch.empty(BUFFERS["rule_rows"].shape(sizes), dtype=torch.float32, device=device)
+            self.rule_rows = BUFFERS["rule_rows"].new(sizes, device)
 
     def finish_prefill(self, reuse: BufferReuse = NO_REUSE) -> LayersRecord:
         """Also drop tables that only the cascade needs."""

@@ -31,15 +31,11 @@ class Recompression:
         g, device = store.geometry, store.offsets.device
         slots = store.ranks.max_over_ranks(int(store.pool_lengths.max()) + store.tail_k.shape[3], device)
         sizes = {"B": store.rows, "L": g.layers, "K": g.kv_heads, "S": slots}
-
-        def allocate(name: str, value: float, **other: int) -> Tensor:
-            return torch.full(BUFFERS[name].shape(sizes | other), value, dtype=BUFFERS[name].dtype, device=device)
-
         self.buffers = RecompressBuffers(
-            recompress_scores=allocate("recompress_scores", float("-inf"), K=g.kv_heads * store.ranks.size),
-            recompress_masses=allocate("recompress_masses", 0.0),
-            recompress_weights=allocate("recompress_weights", 0.0),
-            recompress_window=window.to(device),
+            BUFFERS["recompress_scores"].new(sizes | {"K": g.kv_heads * store.ranks.size}, device),
+            BUFFERS["recompress_masses"].new(sizes, device),
+            BUFFERS["recompress_weights"].new(sizes, device),
+            window.to(device),
         )
 
     def finish(self, entries: Tensor, seen: Tensor) -> tuple[FullAttentionLayers, LayersRecord]:

@@ -112,61 +112,22 @@ def pack(buffers: PrefillBuffers) -> None:
     gather.pack(buffers)
 
 
-def index_pool(offsets: Tensor, kv_heads: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+def index_pool(offsets: Tensor, kv_heads: int, slots: int, most: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Divide a packed pool among the programs of :func:`attend_cache`.
 
     Returns the tables of :func:`kvpass.kernels.tile_map.tile_map`, and zeros to count the programs of each row and KV
     head, int32 ``[B*K]``.
 
     Args:
-        slots: E of the pool, which decides the size of a tile.
+        slots: E of the pool, which decides the size of a tile. most: entries that a layer can have; the tables then
+            have room for so many, and the host reads nothing.
     """
-    from kvpass.kernels.tile_map import tile_map, tile_of
+    from kvpass.kernels.tile_map import most_tiles, tile_map, tile_of
 
-    layers = (offsets.shape[1] - 1) // kv_heads
+    tile = tile_of(slots // ((offsets.shape[1] - 1) // kv_heads))
     counters = torch.zeros(offsets.shape[0] * kv_heads, dtype=torch.int32, device=offsets.device)
-    return *tile_map(offsets, kv_heads, tile_of(slots // layers)), counters
-
-
-def index_blocks(
-    blocks: int, layers: int, kv_heads: int, pool: int, most: int, rows: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tables of empty pools, for :func:`index_block` to fill: those of :func:`index_pool`.
-
-    Args:
-        pool: entries that all layers of a block share. most: of them, that one layer can have. rows: most that attend
-            in one call.
-    """
-    from kvpass.kernels.tile_map import NO_TILE, most_tiles, tile_of
-
-    count = most_tiles(most, kv_heads, tile_of(pool // layers))
-    return (
-        torch.full((blocks, layers, count, 3), NO_TILE, dtype=torch.int32, device=device),
-        torch.zeros(blocks, layers, kv_heads + 1, dtype=torch.int32, device=device),
-        torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
-    )
-
-
-def index_block(tiles: Tensor, tile_offsets: Tensor, block: int, offsets: Tensor, pool: int) -> None:
-    """Divide the packed pool of one block among the programs of :func:`attend_cache`; the host reads nothing.
-
-    Args:
-        offsets: of its pool, int32 ``[P]``. pool: as in :func:`index_blocks`.
-    """
-    from kvpass.kernels.tile_map import tile_map, tile_of
-
-    _, layers, count, _ = tiles.shape
-    kv_heads = tile_offsets.shape[2] - 1
-    rows = slice(block, block + 1)
-    tiles[rows], tile_offsets[rows] = tile_map(offsets[None], kv_heads, tile_of(pool // layers), count)
-
-
-def empty_blocks(tiles: Tensor, tile_offsets: Tensor, blocks: Tensor) -> None:
-    """Write into the tables of :func:`index_blocks` that some blocks, int64 ``[n]``, have nothing in their pools."""
-    from kvpass.kernels.tile_map import NO_TILE
-
-    tiles.index_fill_(0, blocks, NO_TILE)
-    tile_offsets.index_fill_(0, blocks, 0)
+    count = None if most is None else most_tiles(most, kv_heads, tile)
+    return *tile_map(offsets, kv_heads, tile, count), counters
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:

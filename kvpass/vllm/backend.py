@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvpass.kernels import cpu
-from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers
+from kvpass.operands import BUFFERS, AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers
 from kvpass.ops import reference
 from kvpass.vllm import devices, versions
 from kvpass.vllm.admission import Rows
@@ -268,21 +268,14 @@ class KVPassImpl(AttentionImpl):
 
     def _buffers(self, block: Entries, offsets: Tensor) -> PrefillBuffers:
         """The buffers of a prompt: pool and tails in its block, the rest for this step only."""
-        layers, kv_heads, pool = self.layout.layers, self.layout.kv_heads, self.layout.pool
+        sizes = {"B": 1, "E": self.layout.pool, "L": self.layout.layers, "K": self.layout.kv_heads}
+        sizes["W"] = max(self.policy.window, 1)
         (pool_k, tail_k), (pool_v, tail_v) = map(self.layout.parts, block)
-        device = offsets.device
-        return PrefillBuffers(
-            pool_k=pool_k,
-            pool_v=pool_v,
-            slots=torch.full((4, 1, pool), -1, dtype=torch.int32, device=device),
-            slot_stats=torch.zeros(2, 1, pool, device=device),
-            layer_weights=torch.zeros(1, layers, dtype=torch.float64, device=device),
-            window_stats=torch.zeros(2, 1, layers, kv_heads, max(self.policy.window, 1), device=device),
-            tail_k=tail_k,
-            tail_v=tail_v,
-            offsets=offsets,
-            entries=torch.tensor([self.entries], device=device),
-        )
+        names = ("slots", "slot_stats", "layer_weights", "window_stats")
+        made = {name: BUFFERS[name].new(sizes, offsets.device) for name in names}
+        entries = torch.tensor([self.entries], device=offsets.device)
+        held = {"pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v}
+        return PrefillBuffers(**held, **made, offsets=offsets, entries=entries)
 
     def _before(self, n: int) -> int:
         """How many tokens of a prompt are not in the tails; one of one token is there, whatever the window is."""

@@ -63,16 +63,22 @@ class OnCUDA(OnCPU):
 
     def __init__(self, layout: BlockLayout, blocks: int, limits: Limits, device: torch.device) -> None:
         self._kv_heads, self._pool, self._graphs = layout.kv_heads, layout.pool, limits.graphs
-        sizes = layout.layers, layout.kv_heads, layout.pool, min(layout.pool, layout.kv_heads * limits.tokens)
-        self._tiles, self._tile_offsets, self._arrivals = cuda.index_blocks(blocks, *sizes, limits.rows, device)
+        self._most_entries = min(layout.pool, layout.kv_heads * limits.tokens)
+        self._nothing = torch.zeros(1, layout.layers * layout.kv_heads + 1, dtype=torch.int32, device=device)
+        self._tiles, self._tile_offsets = self._index(self._nothing.expand(blocks, -1))
+        self._arrivals = torch.zeros(limits.rows * layout.kv_heads, dtype=torch.int32, device=device)
         self._most: dict[int, int] = {}
 
+    def _index(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        tiles, tile_offsets, _ = cuda.index_pool(offsets, self._kv_heads, self._pool, self._most_entries)
+        return tiles, tile_offsets
+
     def enter(self, block: int, offsets: Tensor) -> None:
-        cuda.index_block(self._tiles, self._tile_offsets, block, offsets, self._pool)
+        self._tiles[block : block + 1], self._tile_offsets[block : block + 1] = self._index(offsets[None])
         self._most[block] = int(self._tile_offsets[block, :, -1].max())
 
     def empty(self, blocks: Tensor) -> None:
-        cuda.empty_blocks(self._tiles, self._tile_offsets, blocks)
+        self._tiles[blocks], self._tile_offsets[blocks] = self._index(self._nothing)
 
     def pool_tables(self, offsets: Tensor) -> tuple[Tensor, ...]:
         return cuda.index_pool(offsets[None], self._kv_heads, self._pool)

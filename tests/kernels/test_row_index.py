@@ -57,9 +57,9 @@ class Case:
         q, k, v = (torch.randn(3, tokens, n, dim).to(dtype).transpose(1, 2) for n in (heads, KV_HEADS, KV_HEADS))
         extra = (20.0, torch.randn(heads)) if options else ()
         self.call = Attention(q, k, v, 0.25, *extra)
-        tables = cuda.index_blocks(
-            BLOCKS, LAYERS, KV_HEADS, self.layout.pool, self.layout.pool, len(USED), torch.device("cpu")
-        )
+        pool = self.layout.pool
+        tables = cuda.index_pool(torch.zeros(BLOCKS, 7, dtype=torch.int32), KV_HEADS, pool, most=pool)
+        tables = (*tables[:2], torch.zeros(len(USED) * KV_HEADS, dtype=torch.int32))
         buffers = (pool_k, pool_v, offsets, tail_k, tail_v, start, used, *tables)
         self.held = AppendBuffers(*buffers, row_index=torch.tensor(ROWS))
         for at in ROWS:
@@ -68,7 +68,8 @@ class Case:
     def index(self, block: int, offsets: Tensor) -> None:
         tiles, tile_offsets = self.held.tiles, self.held.tile_offsets
         assert tiles is not None and tile_offsets is not None
-        cuda.index_block(tiles, tile_offsets, block, offsets, self.layout.pool)
+        pool, rows = self.layout.pool, slice(block, block + 1)
+        tiles[rows], tile_offsets[rows], _ = cuda.index_pool(offsets[None], KV_HEADS, pool, most=pool)
 
     def row(self, row: int) -> tuple[Attention, AppendBuffers]:
         """A row by itself, in memory of its own."""
