@@ -112,6 +112,11 @@ class FullAttentionLayers(CachePart):
         """Names of the saved buffers that have one number or row for each slot of the tail."""
         return [name for name in self.saved_names if "C" in BUFFERS[name].sizes]
 
+    @property
+    def _leaves_slots(self) -> bool:
+        """Whether the pool of a prompt may stay partly empty, so that its entries then move to one of their size."""
+        return self.ranks.several or self.policy.least_score > float("-inf")
+
     # -- prefill ----------------------------------------------------------------------------------------------------
 
     @property
@@ -155,7 +160,7 @@ class FullAttentionLayers(CachePart):
         def allocate(name: str) -> Tensor:
             buffer = BUFFERS[name]
             stays = name in self._cached and not (buffer.packed and self.entry_format != "model")
-            place = reuse if stays else NO_REUSE
+            place = reuse if stays and not (buffer.of_pool and self._leaves_slots) else NO_REUSE
             found = place.empty((self.group, name), buffer.shape(sizes), buffer.dtype or dtype, device)
             return found if buffer.initial is None else found.fill_(buffer.initial)
 
@@ -171,7 +176,7 @@ class FullAttentionLayers(CachePart):
         self._prefill = None
         window = min(self.policy.window, n)
         device = prompt.pool_k.device
-        if self.ranks.several:
+        if self._leaves_slots:
             prompt = _without_spare_slots(prompt)
         self.pool_k, self.pool_v, self.offsets = prompt.pool_k, prompt.pool_v, prompt.offsets
         self.tail_k, self.tail_v = prompt.tail_k, prompt.tail_v

@@ -301,7 +301,7 @@ def reallocate_budgets(
     buffers.layer_weights[:, layer] = candidates.weight
     available = (n - candidates.start - policy.window).clamp(min=0)
     if policy.compares_layers:
-        buffers.layer_weights.copy_(_best_entries(buffers, candidates, layer, ranks))
+        buffers.layer_weights.copy_(_best_entries(buffers, candidates, layer, policy, ranks))
     budgets = policy.layer_budgets(buffers.layer_weights, entries, available, kv_heads, layer + 1)
     owner_layer = slots[OWNER].clamp(min=0).long() // candidates.k.shape[1]
     slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), _EMPTY)
@@ -314,7 +314,7 @@ def reallocate_budgets(
     return ranks.local_shard(keep, 1), ranks.local_shard(rank, 1), ranks.local_shard(storage_order, 1)
 
 
-def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, ranks: Ranks) -> Tensor:
+def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks) -> Tensor:
     """Return how many of the best entries each layer has, of those held and those of one more layer; ``[B, L]``."""
     slots, scores = buffers.slots, candidates.scores
     layers = buffers.layer_weights.shape[1]
@@ -323,7 +323,7 @@ def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, r
     both = torch.cat([held, scores.flatten(1)], 1)
     of_both = torch.cat([of_layer, torch.full_like(scores.flatten(1), layer, dtype=torch.int64)], 1)
     total = buffers.entries * (layers * scores.shape[1])
-    return best_over_layers(both, of_both, total, layers)
+    return best_over_layers(both, of_both, total, layers, policy.least_score)
 
 
 def keep_window(buffers: PrefillBuffers, candidates: Candidates, layer: int, window: int) -> None:

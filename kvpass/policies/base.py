@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,12 @@ class Policy(ABC):
     def compares_layers(self) -> bool:
         """Whether scores of all layers compete; the weights of layers are then counts of their best entries."""
         return isinstance(self.layers(), GlobalLayers)
+
+    @property
+    def least_score(self) -> float:
+        """Lowest score that is kept where scores of all layers compete; ``-inf``: the budget alone decides."""
+        layers = self.layers()
+        return layers.least if isinstance(layers, GlobalLayers) else -math.inf
 
     def replays(self, ids: Tensor) -> Sequence[Replay]:
         """Return what runs behind a prompt before it is scored, for policies that say ``reads_replays``.

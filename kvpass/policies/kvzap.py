@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +19,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation, takes_padding
-from kvpass.policies.options import check_choice, check_int, check_path, option
+from kvpass.policies.options import check_choice, check_float, check_int, check_path, option
 from kvpass.policies.scheduler import invert
 from kvpass.ranks import Ranks
 
@@ -65,8 +66,12 @@ class KVzap(Policy):
     and no later token changes the score of an earlier one. The best scores of all layers and heads stay, the first
     ``sinks`` tokens before others, and the newest ``window``.
 
-    Departures: the paper keeps what is above a threshold, and protects no first tokens; here the budget is met exactly,
-    and the fit leaves the first tokens out. While decoding new tokens are only appended.
+    With a ``threshold``, as in the paper, entries with a lower score are not kept even if the budget has room: how much
+    is kept follows from the text, and the budget is the most (1.0: all). The paper has -3 to -6 for Qwen3-8B and -6 to
+    -9 for Llama-3.1-8B. A prompt's pool is as large as the budget until it has been read.
+
+    Departures: without a threshold the budget is met exactly. The first tokens are protected, since the fit leaves them
+    out. While decoding new tokens are only appended.
 
     Args:
         window: newest tokens, always kept.
@@ -74,6 +79,7 @@ class KVzap(Policy):
         sinks: first tokens, kept before others.
         split: what competes: ``"layers"`` all entries, ``"heads"`` those of a layer, ``"none"`` those of a head, or
             ``"file"``: those of a head, which keeps its share by the file (``kvpass calibrate`` writes shares).
+        threshold: lowest score that is kept, a logarithm; None: the budget alone decides. Needs ``split="layers"``.
     """
 
     name: ClassVar[str] = "kvzap"
@@ -88,11 +94,14 @@ class KVzap(Policy):
     split: Literal["layers", "heads", "none", "file"] = option(
         "layers", check_choice, ("layers", "heads", "none", "file")
     )
+    threshold: float | None = option(None, check_float, -math.inf)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weights is None:
             raise ValueError("weights=None: must be a file of 'kvpass calibrate' for this model, or nvidia/KVzap-*")
+        if self.threshold is not None and self.split != "layers":
+            raise ValueError(f"threshold={self.threshold} with split={self.split!r}: must be with split='layers'")
 
     def made_for(self) -> str | None:
         return self._surrogate(torch.device("cpu")).model
@@ -144,7 +153,9 @@ class KVzap(Policy):
         return UniformHeads() if self.split == "none" else AdaptiveHeads(0.0)
 
     def layers(self) -> LayerSplit:
-        return GlobalLayers() if self.split in ("layers", "file") else UniformLayers(self.parity)
+        if self.split not in ("layers", "file"):
+            return UniformLayers(self.parity)
+        return GlobalLayers() if self.threshold is None else GlobalLayers(self.threshold)
 
 
 def surrogate_of(path: str, device: torch.device) -> Surrogate:

@@ -107,8 +107,11 @@ class GlobalLayers(LayerSplit):
     """The best scores of all layers stay: layers compete as heads do, and get what they have among the best.
 
     Scores must compare across layers, and rank the entries of a layer (``AdaptiveHeads(0.0)``). The weight of a layer
-    is the number of its entries among the best of the layers seen, which :func:`best_over_layers` counts.
+    is the number of its entries among the best of the layers seen, which :func:`best_over_layers` counts. Scores below
+    ``least`` are not kept, even if the budget has room.
     """
+
+    least: float = -math.inf
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         return zero_unseen_layers(seen, weights.long())

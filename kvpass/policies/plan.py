@@ -185,7 +185,8 @@ def _plan_row(
         if policy.compares_layers:
             held = scores[: i + 1, 0].flatten()[None]
             of_layer = torch.arange(i + 1, device=device).repeat_interleave(kv_heads * length)[None]
-            weights = best_over_layers(held, of_layer, entries * (layers * kv_heads), layers)
+            total = entries * (layers * kv_heads)
+            weights = best_over_layers(held, of_layer, total, layers, policy.least_score)
         stage = policy.layer_budgets(weights, entries, available, kv_heads, i + 1)
         limits[:, : i + 1] = torch.minimum(limits, stage)[:, : i + 1]
 

@@ -108,7 +108,7 @@ def fixed_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads:
     return torch.where(torch.arange(layers, device=final.device) < seen, final, 0)
 
 
-def best_over_layers(scores: Tensor, layer: Tensor, total: Tensor, layers: int) -> Tensor:
+def best_over_layers(scores: Tensor, layer: Tensor, total: Tensor, layers: int, least: float) -> Tensor:
     """Return how many of the ``total`` best scores each layer has, fp64 ``[B, L]``; ties: lower layer.
 
     Called with the best of the layers before and all entries of one more layer, it gives what it gives of all entries
@@ -116,7 +116,9 @@ def best_over_layers(scores: Tensor, layer: Tensor, total: Tensor, layers: int) 
 
     Args:
         scores: fp32 ``[B, C]``, ``-inf`` for no entry. layer: of each, int64 ``[B, C]``. total: int64 ``[B]``.
+        least: lower scores do not count.
     """
+    scores = scores.masked_fill(scores < least, float("-inf"))
     last = (total - 1).clamp(min=0, max=scores.shape[1] - 1)
     bound = scores.sort(dim=1, descending=True).values.gather(1, last[:, None])
     above, equal = scores > bound, (scores == bound) & (scores > float("-inf"))

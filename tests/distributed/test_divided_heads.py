@@ -193,6 +193,15 @@ def test_threads_keep_together_what_one_keeps(name, padding, parity):
         assert torch.equal(found, plan(policy, q, k, v, budget=budget, **given).keep)
 
 
+def test_threads_keep_together_what_is_above_a_threshold():
+    policy = resolve("kvzap", window=6, weights=OPTIONS["kvzap"]["weights"], threshold=4.0)
+    prompt, start = text(TOKENS, 3), torch.tensor([0, 9])
+    found = torch.cat(in_threads(lambda ranks: kept(policy, *prompt, start, ranks)), 2)
+    assert torch.equal(found, kept(policy, *prompt, start, ONE_PROCESS))
+    above = found.sum((0, 2, 3))
+    assert (above > LAYERS * KV_HEADS * 6).all() and (above < LAYERS * KV_HEADS * BUDGET).all()
+
+
 def test_the_record_of_threads_is_that_of_one():
     """Also of layers beside others with a sliding window."""
     policy, start, layers = resolve("lava", window=6), torch.tensor([0, 9]), (1, 3, 4)

@@ -124,6 +124,61 @@ def test_what_is_kept_is_decoded_and_saved_and_a_token_alone_is_a_prompt(tmp_pat
     assert int(fast.compress(random_ids(1, 1)).lengths.sum()) == LAYERS * KV_HEADS
 
 
+@pytest.mark.parametrize("budget", [1.0, 16, WINDOW + 1])
+@pytest.mark.parametrize("quantile", [0.0, 0.6, 1.0])
+def test_a_threshold_keeps_what_scores_as_much_up_to_the_budget(quantile, budget):
+    path = kvzap_file()
+    maps = load_file(path)
+    model, fast = compiled_once("llama", layers=LAYERS, policy="full", budget=None, backend="eager")
+    prompts = [torch.randperm(VOCABULARY)[None, :tokens] for tokens in (41, 19)]
+    entered = [torch.stack(entering(model, ids)) for ids in prompts]
+    weight, bias = (torch.stack([maps[f"module_list.{i}.{x}"] for i in range(LAYERS)]) for x in ("weight", "bias"))
+    scores = [weight @ x.mT + bias[..., None] for x in entered]
+    inner = torch.cat([s[..., SINKS : s.shape[2] - WINDOW].flatten() for s in scores]).sort().values
+    least = float(inner[int(quantile * (len(inner) - 1))]) - 1e-4  # not a score itself: rounding decides there
+    options = {"window": WINDOW, "sinks": SINKS, "weights": path, "threshold": least}
+    fast.set_policy("kvzap", budget, **options)
+    fast.prefill_block = 8
+    try:
+        cache = fast.compress(*left_pad([ids[0] for ids in prompts]))
+    finally:
+        fast.prefill_block = "auto"
+    totals = []
+    for row, (x, s) in enumerate(zip(entered, scores, strict=True)):
+        n = s.shape[2]
+        s[..., :SINKS] = torch.tensor([3e38, 2e38, 1e38])
+        room = (n if budget == 1.0 else min(budget, n)) - WINDOW
+        flat = s[..., : n - WINDOW].flatten()
+        best = flat.topk(room * LAYERS * KV_HEADS).values[-1]
+        wanted = s >= max(least, float(best))
+        wanted[..., n - WINDOW :] = True
+        if budget == WINDOW + 1:  # of equal sinks those of lower layers and heads
+            assert wanted[..., SINKS:-WINDOW].sum() == 0
+        q, k, v = torch.randn(3, LAYERS, 1, KV_HEADS, n, 4)
+        keep = plan("kvzap", q, k, v, budget=budget, entering=x[:, None], **options).keep[:, 0]
+        assert torch.equal(keep, wanted)
+        found = torch.zeros_like(wanted)
+        for layer, head in product(range(LAYERS), range(KV_HEADS)):
+            positions = cache.positions[row, layer, head]
+            found[layer, head, positions[positions >= 0]] = True
+        assert torch.equal(found, wanted)
+        totals.append(int(wanted.sum()))
+    report = fast.report()
+    assert report.lengths.sum((1, 2)).tolist() == totals
+    assert f"entries kept: {sum(totals)} of {60 * LAYERS * KV_HEADS}" in str(report)
+    (store,) = cache.full_layers
+    spare = max(2, max(totals) - WINDOW * LAYERS * KV_HEADS)
+    assert store.pool_k.shape[1] == spare and store.pool_k.untyped_storage().nbytes() == store.pool_k.nbytes
+
+
+def test_contract_10_a_threshold_is_for_scores_that_mean_the_same_in_every_text():
+    with pytest.raises(ValueError, match="threshold=-5: not an option of policy 'snapkv'"):
+        kvpass.compile(tiny_model("llama"), policy="snapkv", budget=1.0, threshold=-5)
+    for split in ("heads", "none", "file"):
+        with pytest.raises(ValueError, match=f"threshold=-5 with split='{split}': must be with split='layers'"):
+            kvpass.policies.KVzap(weights="x", split=split, threshold=-5)
+
+
 def test_one_prefill_fills_caches_of_it_and_of_others():
     fast = kvpass.compile(tiny_model("llama", layers=LAYERS), policy="full", backend="eager", prefill_block=16)
     options = {"weights": kvzap_file(), "window": 4}
