@@ -269,7 +269,9 @@ class DecodeCase:
             if self.entry_format == "model":
                 assert torch.equal(found, new.double()), name
                 continue
-            expected = rounded(new.double(), self.entry_format)
+            # of 8 bits a code is one division, which is the same in fp32 everywhere
+            x = new.float() if BITS[self.entry_format] == 8 else new.double()
+            expected = rounded(x, self.entry_format).double()
             if self.q.dtype == torch.float32:
                 torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
             else:  # kernels on CUDA rotate in the dtype of the call: a number between two levels may go to either
