@@ -103,7 +103,8 @@ def prefill(backend, policy, entries):
     buffers, outputs = state(policy, entries), []
     for layer in range(LAYERS):
         call = Attention(*site(layer), 0.3)
-        asked = PolicyInputs(WEIGHT, TURNS, buffers.entries)
+        given = torch.rand(STARTS.numel(), KV_HEADS, TOKENS, generator=torch.Generator().manual_seed(layer))
+        asked = PolicyInputs(WEIGHT, TURNS, buffers.entries, replayed=given, entered=given)
         out, lse = attended(backend, layer)
         seen = backend.score_layer(call, lse, STARTS, STARTS, layer, LAYERS, policy, asked)
         backend.cascade_step(buffers, Candidates(call.k, call.v, *seen, STARTS), layer, policy)
