@@ -120,10 +120,13 @@ def test_a_saved_full_cache_answers_exactly(tmp_path):
 def test_processors_end_tokens_and_padding_count():
     model, fast = fast_model()
     plain = greedy(model, PROMPT)
-    end = int(plain[0, PROMPT.shape[1] + 9])
+    end = int(plain[0, PROMPT.shape[1] + 14])
     for options in ({"repetition_penalty": 1.5}, {"eos_token_id": end}, {"bad_words_ids": [[end]]}):
-        found = greedy(fast, PROMPT, exact=True, **options)
-        assert torch.equal(found, greedy(model, PROMPT, **options))
+        for budget in (12, 1.0):
+            found = greedy(fast, PROMPT, exact=True, budget=budget, **options)
+            assert torch.equal(found, greedy(model, PROMPT, **options))
+        accepted = fast.report().prompt.accepted
+        assert accepted.accepted == accepted.drafted  # everything is kept, and drafts go by the same rules
     padded = torch.cat([torch.zeros(1, 7, dtype=torch.int64), PROMPT], 1)
     mask = (torch.arange(padded.shape[1]) >= 7).long()[None]
     assert torch.equal(greedy(fast, padded, exact=True, attention_mask=mask)[:, 7:], plain)

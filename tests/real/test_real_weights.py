@@ -150,7 +150,9 @@ def test_vllm_gives_the_tokens_of_generate(smollm2, tmp_path):
     prompts = [list(encode(tokenizer, sample, chat=True).ids) for sample in task.samples(tokenizer, 1024, 4, 0)]
     fast = kvpass.compile(model, policy=SnapKV(kernel_size=31), budget=256)
     call = {**GREEDY, "max_new_tokens": 12, "eos_token_id": None}
-    ours = [fast.generate(torch.tensor([ids]), **call)[0, len(ids) :].tolist() for ids in prompts]
+    texts = [torch.tensor([ids]) for ids in prompts]  # with the token of padding, which ends each message
+    answers = [fast.generate(ids, attention_mask=torch.ones_like(ids), **call) for ids in texts]
+    ours = [answer[0, ids.shape[1] :].tolist() for answer, ids in zip(answers, texts, strict=True)]
     settings = {"policy": "snapkv", "kernel_size": 31, "budget": 256, "room": 16}
     given = json.dumps({"kvpass": settings, "prompts": prompts, "new_tokens": 12})
     command = [VLLM, Path(__file__).parent / "vllm_answers.py", fetch_model("smollm2-135m")]
