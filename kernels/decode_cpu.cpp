@@ -114,7 +114,7 @@ struct Decoder {
         return (const S*)c.v + unit / c.kv_heads * c.v_stride[0] + unit % c.kv_heads * c.v_stride[1] + t * c.v_stride[2];
     }
 
-    // Rotates a vector in place, or back. parts: of ops/rotation.py, dim signs and the cosine transform of what is left.
+    // Rotates a vector in place, or back. parts: of rotation.py, dim signs and the cosine transform of what is left.
     static void rotate(float* x, const float* parts, int64_t dim, bool back) {
         const int64_t odd = dim / (dim & -dim);
         const float* cosines = parts + dim;
