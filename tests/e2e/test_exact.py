@@ -32,7 +32,12 @@ def fast_model(family: str = "llama", **settings: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     ("family", "policy", "draft_tokens"),
-    [("llama", "snapkv", "auto"), ("gpt2", "lava", 3), ("qwen3", "keydiff", 1), ("deepseek_v3", "lava", 5)],
+    [
+        ("llama", "snapkv", "auto"),
+        ("gpt2", "lava", 3),
+        pytest.param("qwen3", "keydiff", 1, marks=pytest.mark.exhaustive),
+        pytest.param("deepseek_v3", "lava", 5, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_greedy_answers_are_those_of_the_uncompiled_model(family, policy, draft_tokens):
     model, fast = fast_model(family, policy=policy)
@@ -61,7 +66,7 @@ def test_drafts_are_refused_and_accepted():
     assert every.drafted == (8, 13)  # twice as many after a whole draft, as far as the answer goes
 
 
-@pytest.mark.parametrize("entries", ["model", "int8", "rot4"])
+@pytest.mark.parametrize("entries", ["model", pytest.param("int8", marks=pytest.mark.exhaustive), "rot4"])
 def test_the_compressed_cache_has_the_exact_entries_of_the_answer(entries):
     model = tiny_model("llama", layers=2)
     fast = kvpass.compile(model, policy="snapkv", budget=12, window=8, backend="eager", entries=entries)
@@ -146,7 +151,7 @@ def test_sampled_answers_have_the_distribution_of_the_full_cache():
             text = torch.cat([text, best.indices[place].view(1, 1)], 1)
         expected[tuple(text[0, -3:].tolist())] = chance
     torch.manual_seed(0)
-    counts, total, refused = dict.fromkeys(expected, 0), 400, 0
+    counts, total, refused = dict.fromkeys(expected, 0), 250, 0
     for _ in range(total):
         found = greedy(fast, QUESTION, past_key_values=document, exact=True, return_dict_in_generate=True, **options)
         counts[tuple(found.sequences[0, -3:].tolist())] += 1

@@ -220,6 +220,6 @@ def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path, words, part):
 def test_settings_of_the_curve_are_those_of_a_run(tmp_path):
     made = curve_settings(output=tmp_path, samples=3, length=200, seed=7)
     assert (made.samples, made.length, made.seed, made.output) == (3, 200, 7, tmp_path)
-    assert {spec.resolve().window for spec in made.policies if spec.resolve().needs_budget} <= {0, 8}
+    assert max(spec.resolve().window for spec in made.policies if spec.resolve().needs_budget) == 8
     other = curve_settings(output=tmp_path, model="other", tasks=("vt",))
     assert (other.policies, other.tasks) == (default_policies(), ("vt",))
