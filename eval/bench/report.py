@@ -10,6 +10,7 @@ from kvpass.eval.bench.processes import PrefillMemory, Start
 from kvpass.eval.bench.serve import Serve
 from kvpass.eval.bench.shared_model import SharedModel
 from kvpass.eval.environment import conditions
+from kvpass.eval.experiments.exact import exact_table
 from kvpass.eval.tables import Tables
 
 Record = dict[str, Any]
@@ -108,6 +109,7 @@ SHOWN: dict[str, Callable[[Record], Tables]] = {
     "serve": Serve.shown,
     "decode": kernels.shown,
     "stages": stages,
+    "conditions": exact_table,
 }
 """How a result is shown, by the name under which it holds its records."""
 

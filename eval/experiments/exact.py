@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,7 @@ from kvpass.compiler.backend import Compiler
 from kvpass.eval.environment import conditions, machine, save_json, versions
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.run import BudgetValue, stop_tokens
-from kvpass.eval.tables import FirstThatFits, fitting_table
+from kvpass.eval.tables import Tables
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.loading import load_model
 from kvpass.progress import progress_bar
@@ -140,6 +141,7 @@ class Exact:
         """Return plain values for JSON."""
         settings = asdict(self.settings) | {"policies": [str(spec) for spec in self.settings.policies]}
         return {
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "settings": settings,
             "versions": versions(),
             "machine": machine(self.model.device),
@@ -149,11 +151,11 @@ class Exact:
         }
 
 
-def exact_table(result: dict[str, Any]) -> FirstThatFits:
+def exact_table(result: dict[str, Any]) -> Tables:
     """Return the table of a result; times are medians."""
     header = ["policy", "budget", "identical", "same alone", "run", "accepted", "full ms", "alone ms", "exact ms"]
     rows = [_cells(condition, result["full_ms"]) for condition in result["conditions"]]
-    return fitting_table(header, rows, spare=("same alone",), left=1, title=conditions(result))
+    return Tables([("", header, rows)], (conditions(result),), spare=("same alone",))
 
 
 def _cells(condition: dict[str, Any], full: Sequence[float]) -> list[str]:
