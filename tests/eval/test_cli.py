@@ -387,10 +387,11 @@ def test_processes_that_cannot_share_a_model_are_refused_before_one_starts(micro
 
 
 @pytest.mark.exhaustive
-def test_bench_of_processes_that_share_a_model(micro, tmp_path):
-    out = tmp_path / "out.json"
+def test_bench_of_processes_that_share_a_model(micro_sizes, tmp_path):
+    out, model = tmp_path / "out.json", tmp_path / "model.json"
+    model.write_text(json.dumps({"model_type": "llama", **micro_sizes, "num_hidden_layers": 2}))
     result = invoke(
-        "bench", "--model", micro, "--tensor-parallel", 2, "--contexts", 128, "--budget", 40, "--policies", "lava",
+        "bench", "--model", model, "--tensor-parallel", 2, "--contexts", 128, "--budget", 40, "--policies", "lava",
         "--repeats", 2, "--new-tokens", 3, "--backend", "eager", "--json", out,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
