@@ -17,12 +17,13 @@ import kvpass
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import Acceptance
 from kvpass.compiler.backend import Compiler
-from kvpass.eval.environment import conditions, machine, save_json, versions
+from kvpass.eval.environment import conditions, machine, versions
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.run import BudgetValue, stop_tokens
 from kvpass.eval.tables import Tables
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.loading import load_model
+from kvpass.policies.options import check_int
 from kvpass.progress import progress_bar
 from kvpass.transformers_compat import CACHE
 
@@ -49,8 +50,7 @@ class ExactSettings:
 
     def __post_init__(self) -> None:
         for name, low in {"samples": 1, "length": 2, "new_tokens": 2, "seed": 0}.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)}: must be >= {low}")
+            check_int(name, getattr(self, name), low)
         for spec in self.policies:
             if not spec.resolve().needs_budget or spec.resolve().decode_rule() is not None:
                 raise ValueError(f"policies={str(spec)!r}: must compress a prompt and only append while decoding")
@@ -88,6 +88,7 @@ class Exact:
         self.settings = s = settings
         tasks = find_tasks(s.tasks)
         self.model, self.tokenizer = load_model(s.model, dtype=s.dtype, device=s.device)
+        self.ends = sorted(stop_tokens(self.model, self.tokenizer)) or None
         self.fast = kvpass.compile(self.model, policy="full", backend=s.backend)
         self.prompts = [
             torch.tensor([encode(self.tokenizer, sample, chat=task.chat, limit=s.length).ids])
@@ -130,8 +131,12 @@ class Exact:
 
     def _timed(self, ids: Tensor, cache: CompressedCache, **options: Any) -> tuple[Tensor, float, CompressedCache]:
         """Return an answer, milliseconds a token, and the cache."""
-        ends = sorted(stop_tokens(self.model, self.tokenizer)) or None
-        settings = {"do_sample": False, "eos_token_id": ends, "max_new_tokens": self.settings.new_tokens, **options}
+        settings = {
+            "do_sample": False,
+            "eos_token_id": self.ends,
+            "max_new_tokens": self.settings.new_tokens,
+            **options,
+        }
         began = time.perf_counter()
         output = self.fast.generate(ids, past_key_values=cache, return_dict_in_generate=True, **settings)
         seconds = time.perf_counter() - began
@@ -160,19 +165,13 @@ def exact_table(result: dict[str, Any]) -> Tables:
 
 def _cells(condition: dict[str, Any], full: Sequence[float]) -> list[str]:
     count = len(condition["exact"])
-    drafts = [pair for one in condition["accepted"] for pair in zip(one["drafted"], one["accepted"], strict=True)]
-    drafted, accepted = (sum(pair[side] for pair in drafts) for side in (0, 1))
-    whole = Acceptance(tuple(pair[0] for pair in drafts), tuple(pair[1] for pair in drafts))
+    whole = Acceptance(
+        *(tuple(n for one in condition["accepted"] for n in one[name]) for name in ("drafted", "accepted"))
+    )
     times = (full, condition["compressed"], condition["exact"])
     return [
         *(condition["policy"], condition["budget"]),
         *(f"{condition[name]} of {count}" for name in ("identical", "same")),
-        *(f"{whole.run:.1f}", f"{accepted / max(drafted, 1):.0%}"),
+        *(f"{whole.run:.1f}", f"{sum(whole.accepted) / max(sum(whole.drafted), 1):.0%}"),
         *(f"{torch.tensor(list(some)).median():.1f}" for some in times),
     ]
-
-
-def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Write a result as JSON, if there is a path."""
-    if path is not None:
-        save_json(path, result)

@@ -576,11 +576,8 @@ class CompressedCache(Cache):
         new = full.appended - agreed
         self.ensure_room(new)
         for store, exact in zip(self.full_layers, full.full_layers, strict=True):
-            store.append_from(exact, new)
-        self.ids = full.ids
-        self.columns += new
-        self.appended += new
-        self._seen_columns.add_(new)
+            store.copy_newest(exact, new)
+        self.advance(new, None if full.ids is None else full.ids[:, self.columns :])
 
     @property
     def is_croppable(self) -> bool:

@@ -27,9 +27,8 @@ from kvpass.operands import (
     saved_buffers,
     written_in,
 )
+from kvpass.ops import entry_formats
 from kvpass.ops.cuda import index_pool
-from kvpass.ops.entry_formats import quantise
-from kvpass.ops.entry_formats import store as store_entries
 from kvpass.ops.evict import SLOT_POSITION, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
@@ -218,7 +217,7 @@ class FullAttentionLayers(CachePart):
             if shape[-1]:  # else values are stored in keys
                 scale = torch.empty(floats.shape[:-1], dtype=torch.float32, device=floats.device)
                 used = slice(self.used if name in self.tail_names else None)
-                quantise(floats[..., used, :], codes[..., used, :], scale[..., used])
+                entry_formats.quantise(floats[..., used, :], codes[..., used, :], scale[..., used])
                 setattr(self, f"{name}_scale", scale)
             setattr(self, name, codes)
             del floats
@@ -292,14 +291,12 @@ class FullAttentionLayers(CachePart):
         self.used -= tokens
         self.tail_used.sub_(tokens)
 
-    def append_from(self, other: FullAttentionLayers, tokens: int) -> None:
-        """Append copies of the last entries in the tail of a store of the same layers, whose entries are no codes."""
-        new = slice(self.used, self.used + tokens)
-        of_other = slice(other.used - tokens, other.used)
-        k, v = other.tail_k[..., of_other, :], other.tail_v[..., of_other, :]
-        scales = (None, None) if self.entry_format == "model" else (self.tail_k_scale, self.tail_v_scale)
-        store_entries(k, v, (self.tail_k, self.tail_v, *scales), new)
-        self.advance(tokens)
+    def copy_newest(self, other: FullAttentionLayers, tokens: int) -> None:
+        """Write the newest entries of a store of the same layers, which are no codes, behind those of the tail."""
+        newest = slice(other.used - tokens, other.used)
+        tail = entry_formats.side_at(AppendBuffers(**self.cached_state), "tail", ...)
+        k, v = other.tail_k[..., newest, :], other.tail_v[..., newest, :]
+        entry_formats.store(k, v, tail, slice(self.used, self.used + tokens))
 
     def clone(self, reuse: BufferReuse = NO_REUSE) -> FullAttentionLayers:
         """Return an independent copy; buffers that no call writes are shared."""

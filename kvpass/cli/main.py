@@ -218,7 +218,6 @@ def bench(
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.bench.serve import Serve
     from kvpass.eval.bench.shared_model import SharedModel
-    from kvpass.eval.environment import save_json
     from kvpass.progress import progress_console
 
     kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
@@ -237,13 +236,7 @@ def bench(
             raise ValueError(f"entries={entries!r}: {instead[0]} measures entries='model' alone")
         settings = BenchSettings(**_read(BenchSettings, given))
         checked = others[instead[0]](settings) if instead else Bench(settings)
-        if json_path is not None:
-            _make_folder("json", json_path.parent)
-
-    def save(result: dict[str, Any]) -> None:
-        if json_path is not None:
-            save_json(json_path, result)
-
+        save = _writer(json_path)
     with _interruptible(anew):
         result = checked.run(progress_console(), save)
     console = Console()
@@ -355,15 +348,13 @@ def exact(
     """Answer prompts exactly: tokens until full and compressed cache differ, and milliseconds a token."""
     given = locals()
     _import_libraries()
-    from kvpass.eval.experiments.exact import Exact, ExactSettings, exact_table, write
+    from kvpass.eval.experiments.exact import Exact, ExactSettings, exact_table
     from kvpass.progress import progress_console
 
     with _bad_values():
-        checked = Exact(ExactSettings(**_read(ExactSettings, given)))
-        if json_path is not None:
-            _make_folder("json", json_path.parent)
+        checked, save = Exact(ExactSettings(**_read(ExactSettings, given))), _writer(json_path)
     with _interruptible("the same command begins anew"):
-        result = checked.run(progress_console(), partial(write, json_path))
+        result = checked.run(progress_console(), save)
     Console().print(exact_table(result))
 
 
@@ -591,6 +582,16 @@ def _make_folder(option: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{option}: cannot make the folder {str(folder)!r} ({error.strerror}); name another") from None
+
+
+def _writer(path: Path | None) -> Callable[[dict[str, Any]], None]:
+    """Return what writes a result as JSON, if a file is named; its folder is made now."""
+    if path is None:
+        return lambda _: None
+    from kvpass.eval.environment import save_json
+
+    _make_folder("json", path.parent)
+    return partial(save_json, path)
 
 
 def _text(path: Path) -> str:

@@ -264,7 +264,7 @@ class PhaseCompiler:
         def run(call: Call, *inputs: Any) -> Any:
             device = decoder.device
             facts = decoder.layout, decoder.dtype, device, self.memory(device), decoder.groups
-            fills = [Fill(cache.policy, cache.prefill_state(*facts)) for cache in (call.cache, *call.others)]
+            fills = [Fill(cache.policy, cache.prefill_state(*facts)) for cache in (call.cache, *call.cache.fills)]
             decoder.check(inputs)
             call.begin()
             block = tokens_of(call.block, call.cache.batch_size, device)

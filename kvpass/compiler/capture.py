@@ -126,8 +126,8 @@ class Capture:
     def __call__(self, call: Call, *inputs: Any) -> Any:
         """Run a call; a prefill of several caches once, or where the decoder is not split into layers once for each."""
         run, ranks = self.runner(call, self.compiler.ranks), self.compiler.ranks
-        for cache in call.others:
-            alone = replace(call, cache=cache, others=())
+        for cache in call.cache.fills if call.phase == "prefill" else ():
+            alone = replace(call, cache=cache)
             run_alone = self.runner(alone, ranks)  # also where it is not run: policies are checked against the graph
             if self.graph.blocked is None or call.one_token_prompt:
                 run_alone(alone, *inputs)
@@ -196,7 +196,7 @@ class CaptureCache:
         seen = 0 if call.phase == "prefill" else call.cache.columns
         check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
         self._check_positions(seen, positions)
-        for cache in (call.cache, *call.others) if call.phase == "prefill" else ():
+        for cache in (call.cache, *call.cache.fills) if call.phase == "prefill" else ():
             if cache.policy.reads_replays:
                 self._check_replays(cache.policy, positions)
         key = self._key(ids, logits_to_keep)

@@ -58,7 +58,6 @@ class Call:
     """A call of a graph on a cache, or of a prefill on several.
 
     Attributes:
-        others: further caches that the prompt of a prefill fills.
         observed: the extension also computes recompression scores.
         one_token_prompt: the prompt of a prefill is one token.
         has_begun: the graph of the call was started. If not, the decoder ran without the cache.
@@ -75,7 +74,6 @@ class Call:
     only_capture: bool = False
     block: Block = "auto"
     made: GraphCall | None = None
-    others: Sequence[CompressedCache] = ()
 
     def begin(self) -> None:
         """Note that the graph starts; an interruption from here on may leave overwritten entries."""
@@ -100,25 +98,25 @@ def prefill(
     columns: int,
     run: Callable[[Call], R],
     block: Block = "auto",
-    others: Sequence[CompressedCache] = (),
     ids: Tensor | None = None,
 ) -> R:
-    """Fill the cache, and others, with a prompt; on any exception they are empty.
+    """Fill the cache, and those that it ``fills``, with a prompt; on any exception they are empty.
 
     Args:
         start: first real column of each row, int64 ``[B]`` on the CPU. columns: N. run: captures the graph of the call
             if needed, and runs it. block: as in :class:`Call`. ids: of the prompt ``[B, N]``, where they are known.
     """
+    filled = (cache, *cache.fills)
     try:
-        for one in (cache, *others):
+        for one in filled:
             one.begin_prefill(start, columns, ids)
-        call = Call(cache, "prefill", one_token_prompt=columns == 1, block=block, others=others)
+        call = Call(cache, "prefill", one_token_prompt=columns == 1, block=block)
         result = run(call)
         call.check_begun()
-        for one in (cache, *others):
+        for one in filled:
             one.finish_prefill()
     except BaseException:
-        for one in (cache, *others):
+        for one in filled:
             one.reset()
         raise
     return result

@@ -353,4 +353,7 @@ def check_one_process(ranks: Ranks, asked: str) -> None:
         ValueError: others do; a prompt fills one cache then.
     """
     if ranks.several:
-        raise ValueError(f"{asked}: several processes share this model, whose prompts fill one cache at a time")
+        raise ValueError(
+            f"{asked}: several processes share this model, whose prompts fill one cache at a time; call set_policy and "
+            "compress or generate for each policy"
+        )

@@ -216,7 +216,7 @@ class CompressedModel(_Base):
             else:
                 cache = _new_cache(runtime) if cache is None else cache
                 logits = _prefill(self, cache, text, attention_mask, position_ids, logits_to_keep)
-                runtime.last_prompt = (cache.fills[0] if cache.fills else cache).record
+                runtime.last_prompt = cache.record
         held: dict[str, Any] = {CACHE: None if use_cache is False else cache}
         output = CausalLMOutputWithPast(logits=logits, **held)
         return output.to_tuple() if return_dict is False else output
@@ -276,7 +276,7 @@ class CompressedModel(_Base):
     ) -> Any:
         """Call ``generate`` of transformers on the full cache, with drafts from the compressed one."""
         runtime = self._kvpass
-        check_one_process(runtime.adapted.heads, "exact=True")
+        check_one_process(runtime.captures.compiler.ranks, "exact=True")
         check_exact(kwargs, kwargs["generation_config"] or self.generation_config, tokens)
         check_drafts("exact", rules, recurrent=runtime.adapted.recurrent is not None)
         compressed: CompressedCache | None = cache_argument(kwargs)
@@ -292,10 +292,13 @@ class CompressedModel(_Base):
         drafts = full.drafts = CompressedDrafts(self, rules, full, compressed, tokens)
         kwargs.pop("past_key_values", None)
         arguments = {**kwargs, "cache": full, "prompt_lookup_num_tokens": 1}  # whose drafts are then ours
-        with runtime.call(rules.keeping_all):
-            output = self._generate(theirs, rules.keeping_all, arguments)
+        try:
+            with runtime.call(rules.keeping_all):
+                output = self._generate(theirs, rules.keeping_all, arguments)
+        finally:
+            full.drafts, full.fills = None, ()
         drafts.synchronise()
-        full.drafts, full.fills, compressed.full = None, (), full
+        compressed.full = full
         if compressed.record is not None:
             compressed.record = runtime.last_prompt = replace(compressed.record, accepted=drafts.acceptance)
         if hasattr(output, CACHE):
@@ -461,14 +464,14 @@ class CompressedModel(_Base):
         rules = runtime.rules_now.with_budget(budget)
         filled = cache = _new_cache(runtime, rules)
         if keep_full:
-            check_one_process(runtime.adapted.heads, "keep_full=True")
+            check_one_process(runtime.captures.compiler.ranks, "keep_full=True")
             filled = cache.full = _new_cache(runtime, rules.keeping_all)
             filled.fills = (cache,)
         with runtime.call(rules.keeping_all if keep_full else rules):
             self.forward(
                 input_ids, attention_mask, past_key_values=filled, inputs_embeds=inputs_embeds, logits_to_keep=1
             )
-        filled.fills = ()
+        filled.fills, runtime.last_prompt = (), cache.record
         cache.reusable = reusable
         if self.policy.needs_question:
             _warn_of_question(self.policy.name)
@@ -497,7 +500,7 @@ class CompressedModel(_Base):
             ValueError: no condition, or one is out of range; several processes share the model; or as for a call.
         """
         runtime = self._kvpass
-        check_one_process(runtime.adapted.heads, "compress_each")
+        check_one_process(runtime.captures.compiler.ranks, "compress_each")
         kept = [_new_cache(runtime, self._read_rules(policy, budget)) for policy, budget in conditions]
         if not kept:
             raise ValueError("conditions=[]: name at least one, a pair of a policy and its budget")
@@ -686,7 +689,7 @@ def _prefill(
         _check_ascending(positions, start)
 
     run, ids = _graph(model, text, positions, logits_to_keep), text if text.ndim == 2 else None
-    return prefill(cache, start, text.shape[1], run, cache.block or model._kvpass.block, cache.fills, ids)
+    return prefill(cache, start, text.shape[1], run, cache.block or model._kvpass.block, ids)
 
 
 def _continue(
