@@ -109,7 +109,7 @@ def check_cache(
         ValueError: names the first bad argument.
     """
     q, k, v, _, _, sinks = call
-    tail_k, tail_v, pool_k, tiles = held["tail_k"], held["tail_v"], held["pool_k"], held.get("tiles")
+    tail_k, tail_v, pool_k = held["tail_k"], held["tail_v"], held["pool_k"]
     assert tail_k is not None and tail_v is not None
     rows, heads, tokens, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
@@ -125,8 +125,8 @@ def check_cache(
         **{"B": held_rows, "L": layers, "K": kv_heads, "D": key_dim, "C": slots},
         "Z": 1 if pool_k is not None and len(pool_k) == 1 and line is None else held_rows,
         "V": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
-        **{"E": 0 if pool_k is None else pool_k.shape[1], "X": 0 if tiles is None else tiles.shape[2]},
-        **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "Y": kv_heads + 1, "*": rows},
+        "E": 0 if pool_k is None else pool_k.shape[1],
+        **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "*": rows},
     }  # fmt: skip
     expected = {
         "q": (q, q.shape, q.dtype),
@@ -137,7 +137,7 @@ def check_cache(
     }
     if sinks is not None:
         expected["sinks"] = (sinks, (heads,), sinks.dtype)
-    free = {"tiles", *strided}
+    free = set(strided)
     if row_index is not None:
         if held.get("tail_k_scale") is not None:
             raise ValueError("row_index is given: kernels then read no codes")

@@ -238,7 +238,8 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
     rows_held = (None, None) if row_index is None else (row_index, tail_used)
-    out, fault, row = call_attend(call, pools, sizes, rows_held=rows_held, scales=held[10:14])
+    scales = held.pool_k_scale, held.pool_v_scale, held.tail_k_scale, held.tail_v_scale
+    out, fault, row = call_attend(call, pools, sizes, rows_held=rows_held, scales=scales)
     if fault:
         if row_index is not None:
             row = int(row_index[row])

@@ -31,27 +31,38 @@ TABLE = Path(__file__).with_name("configs.json")
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Block sizes (under the names of the kernel's arguments), warps and pipeline stages."""
+    """Block sizes (under the names of the kernel's arguments), warps, pipeline stages and limit of registers.
+
+    registers: most that a thread may have, so that more programs fit on a multiprocessor; None: what it would take.
+    """
 
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
     @classmethod
-    def of(cls, num_warps: int, num_stages: int, **blocks: int) -> KernelConfig:
-        return cls(tuple(blocks.items()), num_warps, num_stages)
+    def of(cls, num_warps: int, num_stages: int, registers: int | None = None, **blocks: int) -> KernelConfig:
+        return cls(tuple(blocks.items()), num_warps, num_stages, registers)
 
     @classmethod
     def parse(cls, text: str) -> KernelConfig:
-        """Return the config that ``str`` gave as text, such as ``BLOCK_S=64 warps=4 stages=2``."""
+        """Return the config that ``str`` gave as text, such as ``BLOCK_S=64 warps=4 stages=2 registers=128``."""
         numbers = {name: int(number) for name, _, number in (part.partition("=") for part in text.split())}
-        return cls.of(numbers.pop("warps"), numbers.pop("stages"), **numbers)
+        return cls.of(numbers.pop("warps"), numbers.pop("stages"), numbers.pop("registers", None), **numbers)
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """What Triton's compiler is told beside the blocks."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.registers}
 
     def __getitem__(self, block: str) -> int:
         return dict(self.blocks)[block]
 
     def __str__(self) -> str:
-        return " ".join([*(f"{n}={s}" for n, s in self.blocks), f"warps={self.num_warps} stages={self.num_stages}"])
+        limit = [] if self.registers is None else [f"registers={self.registers}"]
+        blocks = [f"{name}={size}" for name, size in self.blocks]
+        return " ".join([*blocks, f"warps={self.num_warps} stages={self.num_stages}", *limit])
 
 
 @functools.cache
@@ -104,4 +115,4 @@ def launch(kernel: Any, grid: Any, arguments: Mapping[str, Any], case: str, conf
     tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
     config = config or pinned(case, architecture_of(tensor.device))
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
-        kernel[grid](**arguments, **dict(config.blocks), num_warps=config.num_warps, num_stages=config.num_stages)
+        kernel[grid](**arguments, **dict(config.blocks), **config.options)

@@ -1,9 +1,11 @@
 """Attention of a few new tokens to a compressed cache on CUDA.
 
-Split-KV decoding (FlashDecoding, Dao et al. 2023): the cache of each KV head (ragged pool, dense tail, new tokens) is
-cut into tiles, one program each. The last of them to finish merges their partial results, in the order of the tiles, so
-which one it is does not show. It also sets the counter of finished programs back to zero: a CUDA graph can replay the
-launch. There is no host synchronisation, and no workspace but the counters outlives the call.
+Split-KV decoding (FlashDecoding, Dao et al. 2023) over ragged heads: the pool entries of a row and layer, one KV head
+after the other, are cut into chunks of one length, and these where a head ends; each piece is a program, so that none
+reads more than another, however unequal the heads are. Tails and new tokens are cut into tiles, one program each. The
+last program of a KV head to finish merges the partial results of the head in their order, so which one it is does not
+show. It also sets the counter of finished ones back to zero: a CUDA graph can replay the launch. The grid depends on
+shapes only, nothing is read on the host, and no workspace but the counters outlives the call.
 
 Legend as in ``cached_attention.py``; P partial results.
 """
@@ -25,12 +27,26 @@ from kvpass.kernels.cached_attention import (
     merge_partials,
     shared_arguments,
 )
-from kvpass.kernels.launch import KernelConfig, kind, launch, strides
+from kvpass.kernels.launch import KernelConfig, kind, launch
 from kvpass.kernels.prefill_attention import block_dim, hold_rows, in_parts, wide_case
 from kvpass.operands import AppendBuffers, Attention
 
 TAIL_TILE = 64
 """Tail slots per program."""
+CHUNK = 64
+"""Pool entries of a chunk, of a layer of mean length: at budget 1024, a row of an 8B model is one H200 wave."""
+MOST_CHUNKS = 1024
+"""Approximate limit per row: eight for each multiprocessor of an H100 or H200. More only cost merging."""
+CHUNK_STEP = 16
+"""Of which the length of a chunk is a multiple."""
+
+
+def chunks_of(entries: int) -> int:
+    """Return into how many chunks the pool of a row and layer is cut, for the mean ``entries`` of its layers.
+
+    It does not depend on the batch, so a row is rounded as it is alone.
+    """
+    return max(1, min(MOST_CHUNKS, -(-entries // CHUNK)))
 
 
 def block_rows_of(dtype: torch.dtype, key_dim: int, value_dim: int, query_rows: int) -> int:
@@ -42,14 +58,14 @@ def block_rows_of(dtype: torch.dtype, key_dim: int, value_dim: int, query_rows: 
 
 
 @triton.jit
-def _merge_tiles(  # type: ignore[no-untyped-def]
-    partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_tile, pool_tiles, first_tail, count,
+def _merge_head(  # type: ignore[no-untyped-def]
+    partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_piece, pieces, first_tail, count,
     K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of KV head i_h of one row: pool_tiles of them from first_tile, then those of the tail.
+    """Merge the partial results of KV head i_h of one row: those of the pool from first_piece on, then of the tail.
 
-    Tile number j of all is partial result ``first_tail + j`` from pool_tiles on.
+    Number j of all is partial result ``first_tail + j`` from ``pieces`` on.
     """
     o_e = tl.arange(0, BDV)
     for i_m in range(0, G * tokens, BLOCK_M):
@@ -60,10 +76,10 @@ def _merge_tiles(  # type: ignore[no-untyped-def]
         for i_p in range(0, count, BLOCK_P):
             o_p = i_p + tl.arange(0, BLOCK_P)
             m_p = (o_p < count)[:, None] & m_m[None, :]
-            o_tile = tl.where(o_p < pool_tiles, first_tile + o_p, first_tail + o_p).to(tl.int64)
+            o_partial = tl.where(o_p < pieces, first_piece + o_p, first_tail + o_p).to(tl.int64)
             b_m, b_l, b_acc = merge_partials(
                 b_m, b_l, b_acc, partial, partial_ml, num_partials * G * tokens,
-                o_tile[:, None] * G * tokens + o_m[None, :], m_p, DV, BDV,
+                o_partial[:, None] * G * tokens + o_m[None, :], m_p, DV, BDV,
             )  # fmt: skip
         b_out = b_acc / tl.where(m_m, b_l, 1.0)[:, None]
         p_row = p_out + (o_m // G * (K * G) + o_h).to(tl.int64) * DV
@@ -75,7 +91,7 @@ def _merge_tiles(  # type: ignore[no-untyped-def]
 def _attend_part(  # type: ignore[no-untyped-def]
     q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh,
     stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last, new, used,
-    first_tile, pool_tiles, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    first_piece, pieces, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, SV: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
     k_scale=None, v_scale=None, levels=None, BITS: tl.constexpr = 8,
@@ -84,7 +100,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
 
     If k_scale and v_scale are given, entries are codes, and the new ones are there already.
     Stores the partial result of this program; the last program of KV head i_h of row i_b merges all of the head, which
-    are numbered as in :func:`_merge_tiles`.
+    are numbered as in :func:`_merge_head`.
     """
     i_p = tl.program_id(0)
     i_r = tl.program_id(1)
@@ -127,56 +143,66 @@ def _attend_part(  # type: ignore[no-untyped-def]
     tl.store(partial + o_partial[:, None] * DV + o_e[None, :], b_acc, mask=m_acc)
 
     i_segment = i_b * K + i_h
-    count = pool_tiles + tl.minimum(used // TAIL_TILE + 1, tail_tiles)
+    count = pieces + tl.minimum(used // TAIL_TILE + 1, tail_tiles)
     tl.debug_barrier()  # the stores of all threads, then the count
     before = tl.atomic_add(arrivals + i_segment, 1, sem="acq_rel")
     if before == count * tl.num_programs(1) - 1:
         tl.store(arrivals + i_segment, 0)
         p_out = out + i_b.to(tl.int64) * tokens * K * G * DV
-        _merge_tiles(
-            partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_tile, pool_tiles, first_tail, count, K,
-            G, DV, BDV, BLOCK_P, BLOCK_M,
+        _merge_head(
+            partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_piece, pieces, first_tail, count, K, G,
+            DV, BDV, BLOCK_P, BLOCK_M,
         )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=[
-        "stride_p", "stride_tl", "stride_tb", "stride_xb", "stride_xl", "layer", "layers", "pool_rows", "slots",
-        "tokens", "row_tiles", "num_tiles", "tail_tiles",
+        "stride_p", "stride_tl", "stride_tb", "layer", "layers", "pool_rows", "slots", "tokens", "chunks", "tail_tiles",
+        "num_pieces",
     ]
 )  # fmt: skip
-def _attend_tile(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, tiles, tile_offsets, arrivals, tail_k, tail_v,
-    tail_k_scale, tail_v_scale, tail_start, tail_used, row_index, sinks, partial, partial_ml, out, stride_qb, stride_qh,
-    stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_p, stride_tl, stride_tb,
-    stride_xb, stride_xl, scale, softcap, layer, layers, pool_rows, slots, tokens, row_tiles, num_tiles, tail_tiles,
+def _attend_piece(  # type: ignore[no-untyped-def]
+    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, offsets, arrivals, tail_k, tail_v, tail_k_scale,
+    tail_v_scale, tail_start, tail_used, row_index, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_p, stride_tl, stride_tb, scale, softcap,
+    layer, layers, pool_rows, slots, tokens, chunks, num_pieces, tail_tiles,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, BITS: tl.constexpr,
-    BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+    BDV: tl.constexpr, BK: tl.constexpr, TAIL_TILE: tl.constexpr, CHUNK_STEP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Attend one tile of pool or tail and store its partial result; the last program of a KV head merges them.
+    """Attend a piece of the pool or a tile of a tail; the last program of a KV head merges its partial results.
 
-    Stores acc ``[P, G*T, Dv]`` not divided by l, and ``(m, l)`` ``[2, P, G*T]`` in base 2. Programs 0..num_tiles-1
-    handle pool tiles, row_tiles for each row; after them come tail_tiles programs for each (row, head). The program
+    Stores acc ``[P, G*T, Dv]`` not divided by l, and ``(m, l)`` ``[2, P, G*T]`` in base 2. Programs 0..num_pieces-1
+    handle the pool, ``chunks + K`` for each row; after them come tail_tiles programs for each (row, head). The program
     whose tail tile holds the slot tail_used also attends the new tokens and appends them.
+
+    The piece of chunk j that belongs to head h has number ``j + h`` of its row: from one piece to the next j or h
+    grows, or both, so that no two have one number, and those of a head lie side by side.
     """
     i_p = tl.program_id(0)
-    i_b = tl.where(i_p < num_tiles, i_p // row_tiles, (i_p - num_tiles) // tail_tiles // K)
+    i_b = tl.where(i_p < num_pieces, i_p // (chunks + K), (i_p - num_pieces) // tail_tiles // K)
     i_row, used = held_row(row_index, tail_used, i_b)
-    p_offsets = tile_offsets + (i_row * layers + layer) * (K + 1)
-    if i_p < num_tiles:
-        p_tile = tiles + i_row * stride_xb + layer * stride_xl + i_p % row_tiles * 3
-        i_h = tl.load(p_tile)
-        first = tl.load(p_tile + 1)
-        last = tl.load(p_tile + 2)
-        is_live = i_h >= 0
+    p_bounds = offsets + i_row * (layers * K + 1) + layer * K
+    begin = tl.load(p_bounds)
+    length = tl.maximum(tl.cdiv(tl.cdiv(tl.load(p_bounds + K) - begin, chunks), CHUNK_STEP), 1) * CHUNK_STEP
+    if i_p < num_pieces:
+        i_piece = i_p % (chunks + K)
+        o_k = tl.arange(0, BK)
+        b_begin = tl.load(p_bounds + o_k, mask=o_k < K, other=0)
+        b_end = tl.load(p_bounds + 1 + o_k, mask=o_k < K, other=0)
+        m_k = ((b_begin - begin) // length + o_k <= i_piece) & (i_piece <= (b_end - 1 - begin) // length + o_k)
+        m_k = m_k & (b_begin < b_end)
+        is_live = tl.sum(m_k.to(tl.int32), 0) > 0
+        i_h = tl.sum(tl.where(m_k, o_k, 0), 0)
+        first = tl.maximum(begin + (i_piece - i_h) * length, tl.load(p_bounds + i_h))
+        last = tl.minimum(begin + (i_piece - i_h + 1) * length, tl.load(p_bounds + i_h + 1))
         new = 0
         i_row = tl.minimum(i_row, pool_rows - 1) * stride_p
         p_k = pool_k + i_row * (D * BITS // 8)
         p_v = pool_v + i_row * (SV * BITS // 8)
     else:
-        i_tile = (i_p - num_tiles) % tail_tiles
-        i_h = (i_p - num_tiles) // tail_tiles % K
+        i_tile = (i_p - num_pieces) % tail_tiles
+        i_h = (i_p - num_pieces) // tail_tiles % K
         first = tl.maximum(i_tile * TAIL_TILE, tl.load(tail_start + i_row).to(tl.int32))
         last = tl.minimum(i_tile * TAIL_TILE + TAIL_TILE, used)
         is_live = i_tile <= used // TAIL_TILE
@@ -189,25 +215,28 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             k_scale = None
             v_scale = None
         else:
-            if i_p < num_tiles:
+            if i_p < num_pieces:
                 k_scale = pool_k_scale + i_row
                 v_scale = pool_v_scale + i_row
             else:
                 k_scale = tail_k_scale + i_row
                 v_scale = tail_v_scale + i_row
-        begin = tl.load(p_offsets + i_h)
-        pool_tiles = tl.load(p_offsets + i_h + 1) - begin
-        first_tile = i_b * row_tiles + begin
-        first_tail = num_tiles + (i_b * K + i_h) * tail_tiles - pool_tiles
+        head_begin = tl.load(p_bounds + i_h) - begin
+        head_end = tl.load(p_bounds + i_h + 1) - begin
+        pieces = tl.where(head_begin < head_end, (head_end - 1) // length - head_begin // length + 1, 0)
+        first_piece = i_b * (chunks + K) + head_begin // length + i_h
+        first_tail = num_pieces + (i_b * K + i_h) * tail_tiles - pieces
         _attend_part(
             q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
             stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
-            new, used, first_tile, pool_tiles, first_tail, tail_tiles, K, G, D, DV, SV, BDV, TAIL_TILE, BLOCK_T,
-            BLOCK_R, BLOCK_S, BLOCK_P, BLOCK_M, k_scale, v_scale, levels, BITS,
+            new, used, first_piece, pieces, first_tail, tail_tiles, K, G, D, DV, SV, BDV, TAIL_TILE, BLOCK_T, BLOCK_R,
+            BLOCK_S, BLOCK_P, BLOCK_M, k_scale, v_scale, levels, BITS,
         )  # fmt: skip
 
 
-def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
+def attend_ragged(
+    call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None, chunks: int | None = None
+) -> Tensor:
     """Append a few new entries of one layer to its tail; attend pool, tail and new tokens.
 
     New token t of row b attends to the pool entries of its KV head, to the tail slots
@@ -221,10 +250,10 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
 
     Args:
         call: K divides H; q, k and v with any strides but a contiguous last dim.
-        held: contiguous, unless it has a row_index; the tiles come from ``tile_map`` and may have any length, or be cut
-            to the tiles that the layer has in any row. arrivals are zero, and are so again afterwards; calls that may
-            run at the same time must not share them.
-        layer: index of the layer in tiles and tail. config: block sizes; None: the pinned ones.
+        held: contiguous, unless it has a row_index. arrivals are zero, and are so again afterwards; calls that may run
+            at the same time must not share them.
+        layer: index of the layer in offsets and tail. config: block sizes; None: the pinned ones.
+        chunks: into how many the pool of each row is cut; None: :func:`chunks_of` the mean entries of a layer.
 
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
@@ -233,34 +262,32 @@ def attend_ragged(call: Attention, held: AppendBuffers, layer: int, config: Kern
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     q, _, v, _, _, sinks = call
-    tail_k, (tiles, tile_offsets, arrivals) = held.tail_k, held[7:10]
-    if tiles is None or tile_offsets is None or arrivals is None:
-        raise ValueError("tiles, tile_offsets or arrivals are None: kernels on CUDA need the tile map of the pool")
+    if held.arrivals is None:
+        raise ValueError("arrivals are None: kernels on CUDA need counters of the programs of a KV head")
     rows, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
-    slots = tail_k.shape[3]
-    row_tiles = tiles.shape[2]
+    layers, _, _, slots, _ = held.tail_k.shape
     check_call(call, held, layer)
     if held.tail_k_scale is not None:
         append_codes(call, held, layer)
     query_rows = heads // kv_heads * tokens
     tail_tiles = triton.cdiv(slots, TAIL_TILE)
-    num_tiles = rows * row_tiles
-    num_partials = num_tiles + rows * kv_heads * tail_tiles
+    chunks = chunks_of(held.pool_k.shape[1] // layers) if chunks is None else chunks
+    num_pieces = rows * (chunks + kv_heads)
+    num_partials = num_pieces + rows * kv_heads * tail_tiles
     partial = torch.empty(num_partials, query_rows, value_dim, dtype=torch.float32, device=q.device)
     partial_ml = torch.empty(2, num_partials, query_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
-    shared = shared_arguments(call, held, layer)
     block_rows = block_rows_of(q.dtype, key_dim, value_dim, query_rows)
     arguments = {
-        **shared, "tiles": tiles, "tile_offsets": tile_offsets, "arrivals": arrivals, "sinks": sinks, "out": out,
-        "partial": partial, "partial_ml": partial_ml, **strides("bl", x=tiles), "row_tiles": row_tiles,
-        "num_tiles": num_tiles, "tail_tiles": tail_tiles,
-        "TAIL_TILE": TAIL_TILE, "BLOCK_R": block_rows,
+        **shared_arguments(call, held, layer), "offsets": held.offsets, "arrivals": held.arrivals, "sinks": sinks,
+        "out": out, "partial": partial, "partial_ml": partial_ml, "chunks": chunks, "num_pieces": num_pieces,
+        "tail_tiles": tail_tiles, "BK": triton.next_power_of_2(kv_heads), "TAIL_TILE": TAIL_TILE,
+        "CHUNK_STEP": CHUNK_STEP, "BLOCK_R": block_rows,
     }  # fmt: skip
     grid = (num_partials, triton.cdiv(query_rows, block_rows))
     codes = "" if held.tail_k_scale is None else " codes"  # they take registers
     if codes and held.tail_k.shape[-1] < key_dim and q.dtype != torch.float32:
         codes = " levels"
-    launch(_attend_tile, grid, arguments, f"decode {kind(q.dtype)}{codes}{wide_case(key_dim, value_dim)}", config)
+    launch(_attend_piece, grid, arguments, f"decode {kind(q.dtype)}{codes}{wide_case(key_dim, value_dim)}", config)
     return out.transpose(1, 2)

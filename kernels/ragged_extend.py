@@ -125,7 +125,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
 def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
     """Append many new entries of one layer to its tail; attend pool, tail and new tokens.
 
-    Arguments and contract as in ``ragged_decode.attend_ragged``; tiles are not read.
+    Arguments and contract as in ``ragged_decode.attend_ragged``; arrivals are not read.
 
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.

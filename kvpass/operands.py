@@ -122,10 +122,7 @@ BUFFERS = {
     "tail_start": Buffer("B", _I64, append="r", saved="always"),
     "tail_used": Buffer("", _I64, append="r", counter=True),
     "entries": Buffer("B", _I64, prefill="r"),
-    # division of the pool among CUDA programs
-    "tiles": Buffer("B L X 3", _I32, append="r"),
-    "tile_offsets": Buffer("B L Y", _I32, append="r"),
-    "arrivals": Buffer("A", _I32, append="r"),  # written, but as before at the end of each call
+    "arrivals": Buffer("A", _I32, append="r", initial=0),  # written, but as before at the end of each call
     "row_index": Buffer("*", _I64),  # of engines alone
     # policies that evict while decoding
     "table": Buffer("2 L B K S", _I32, evict="w", saved="evicting"),
@@ -172,7 +169,7 @@ class AppendBuffers(NamedTuple):
 
     A pool of one row serves all rows of the batch: several questions about one document. offsets cut the pool into
     segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA
-    only: the tiles of the pool, and counters by which the last program of a KV head finds out that it is the last.
+    only: counters by which the last program of a KV head finds out that it is the last, zeros ``[B*K]``.
     Scales only where entries are codes: key e is what the codes ``pool_k[b, e]`` stand for, as
     :mod:`kvpass.ops.entry_formats` says, times ``pool_k_scale[b, e]``. Values stored in keys have no scales.
     row_index: where an engine's requests lie in any rows of one array, the row of each row of the call, int64. Then
@@ -186,8 +183,6 @@ class AppendBuffers(NamedTuple):
     tail_v: Tensor
     tail_start: Tensor
     tail_used: Tensor
-    tiles: Tensor | None = None
-    tile_offsets: Tensor | None = None
     arrivals: Tensor | None = None
     pool_k_scale: Tensor | None = None
     pool_v_scale: Tensor | None = None

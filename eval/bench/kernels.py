@@ -30,7 +30,6 @@ from kvpass.eval.environment import machine, save_json, versions
 from kvpass.eval.tables import Tables
 from kvpass.operands import AppendBuffers, Attention, PolicyInputs
 from kvpass.ops import reference
-from kvpass.ops.cuda import index_pool
 from kvpass.ops.entry_formats import packed
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
@@ -132,6 +131,7 @@ class TimedCase:
             tail_v=shape.random(layers, rows, kv_heads, WINDOW + 32, dims[1]),
             tail_start=torch.zeros(rows, dtype=torch.int64, device=shape.device),
             tail_used=torch.tensor(WINDOW, device=shape.device),
+            arrivals=torch.zeros(rows * kv_heads, dtype=torch.int32, device=shape.device),
         )
         return cls(shape.tokens(rows, 1), held if entry_format == "model" else packed(held, entry_format))
 
@@ -150,9 +150,7 @@ def decode_kernel(case: TimedCase) -> Callable[[int], Tensor]:
     """Return attention of the new token at a layer, ``[B, H, 1, D]``, by the kernels of this package."""
     from kvpass.ops.cuda import attend_cache
 
-    tiles, tile_offsets, arrivals = index_pool(case.held.offsets, case.call.k.shape[1], case.held.pool_k.shape[1])
-    held = case.held._replace(tiles=tiles, tile_offsets=tile_offsets, arrivals=arrivals)
-    return lambda layer: attend_cache(case.call, held, layer)
+    return lambda layer: attend_cache(case.call, case.held, layer)
 
 
 KINDS: dict[str, tuple[Callable[[Shape, int, int], Tensor], EntryFormat]] = {

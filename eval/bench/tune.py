@@ -21,13 +21,14 @@ from torch import Tensor
 
 from kvpass.eval.bench.kernels import LATENT, WINDOW, WORST_ERROR, Shape, TimedCase, ragged_lengths, time_graph
 from kvpass.eval.environment import machine, versions
-from kvpass.operands import AppendBuffers, SlotCache
-from kvpass.ops.cuda import index_pool
+from kvpass.operands import SlotCache
 
 LEAST_GAIN = 0.03
 """Share of the time that a config must save to be taken: less is noise."""
 MOST_STAGES = 4
 WARPS = (2, 4, 8)
+REGISTERS = (None, 168, 128)
+"""With four warps, three and four programs of a multiprocessor share its 65,536."""
 LEAST_BLOCK = 16
 
 Workload = Callable[..., Any]
@@ -61,10 +62,8 @@ def workloads(
         for shape in (usual, latent):
             case = kind(dtype) + wide_case(shape.dim)
             cache = TimedCase.make(shape, ragged_lengths(shape, rows, budget))
-            tables = index_pool(cache.held.offsets, shape.kv_heads, cache.held.pool_k.shape[1])
-            held = AppendBuffers(*cache.held[:7], *tables)
-            yield f"decode {case}", partial(attend_ragged, cache.call, held, 0)
-            yield f"extend {case}", partial(attend_extend, shape.tokens(rows, WINDOW), held, 0)
+            yield f"decode {case}", partial(attend_ragged, cache.call, cache.held, 0)
+            yield f"extend {case}", partial(attend_extend, shape.tokens(rows, WINDOW), cache.held, 0)
             position = torch.arange(budget, dtype=torch.int32, device=shape.device).expand(rows, shape.kv_heads, -1)
             stored = shape.dim, shape.geometry.stored_value_dim
             keys, values = (shape.random(1, rows, shape.kv_heads, budget, dim) for dim in stored)
@@ -81,16 +80,18 @@ def result(found: Any) -> Tensor:
 
 
 def neighbours(config: Any) -> Iterator[Any]:
-    """Yield the configs that differ in one number: a block or the warps by a factor of two, the stages by one."""
-    from kvpass.kernels.launch import KernelConfig
+    """Yield the configs that differ in one number: a block or the warps by a factor of two, the stages by one.
 
+    Or in the limit of registers.
+    """
     sizes, warps, stages = dict(config.blocks), config.num_warps, config.num_stages
     for name, size in sizes.items():
         for other in (2 * size, size // 2):
             if other >= LEAST_BLOCK:
-                yield KernelConfig.of(warps, stages, **{**sizes, name: other})
-    yield from (KernelConfig.of(other, stages, **sizes) for other in (2 * warps, warps // 2) if other in WARPS)
-    yield from (KernelConfig.of(warps, o, **sizes) for o in (stages + 1, stages - 1) if 1 <= o <= MOST_STAGES)
+                yield replace(config, blocks=tuple({**sizes, name: other}.items()))
+    yield from (replace(config, num_warps=other) for other in (2 * warps, warps // 2) if other in WARPS)
+    yield from (replace(config, num_stages=other) for other in (stages + 1, stages - 1) if 1 <= other <= MOST_STAGES)
+    yield from (replace(config, registers=other) for other in REGISTERS if other != config.registers)
 
 
 def fastest(config: Any, seconds: Callable[[Any], float | None]) -> Any:

@@ -28,7 +28,6 @@ from kvpass.operands import (
     written_in,
 )
 from kvpass.ops import entry_formats
-from kvpass.ops.cuda import index_pool
 from kvpass.ops.evict import SLOT_POSITION, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
@@ -52,7 +51,7 @@ class FullAttentionLayers(CachePart):
             the layers; the store and the geometry are of those of this process. entry_format: of pool and tail, from
             the end of the prompt on.
     Attributes:
-        used: tail slots in use. tables: by which CUDA kernels divide the pool.
+        used: tail slots in use. arrivals: of :class:`kvpass.operands.AppendBuffers`; None on the CPU.
     """
 
     pool_k: Tensor
@@ -87,7 +86,7 @@ class FullAttentionLayers(CachePart):
         self.evicts = self.overwrites = rule is not None
         self._rows_per_head = 0 if rule is None else rule.rows_per_head
         self.used = 0
-        self.tables: dict[str, Tensor] = {}
+        self.arrivals: Tensor | None = None
         self._tail_bound = 0
         self._prefill: PrefillBuffers | None = None
 
@@ -193,11 +192,10 @@ class FullAttentionLayers(CachePart):
         if self.entry_format != "model":
             del prompt
             self._pack(reuse)
-        self._index_pool()
-        for found in vars(self), self.tables:
-            for name in self._cached:
-                if name in found and name not in PrefillBuffers._fields:
-                    found[name] = reuse.copy((self.group, name), found[name])
+        self._count_programs()
+        for name, held in self.cached_state.items():
+            if name not in PrefillBuffers._fields:
+                setattr(self, name, reuse.copy((self.group, name), held))
         del self._start
         return LayersRecord(
             group=self.group,
@@ -222,12 +220,11 @@ class FullAttentionLayers(CachePart):
             setattr(self, name, codes)
             del floats
 
-    def _index_pool(self) -> None:
-        """Make the tables anew; the CPU and ``attend_evict`` need none."""
-        self.tables = {}
+    def _count_programs(self) -> None:
+        """Make the counters for the rows anew; the CPU and ``attend_evict`` need none."""
         if self.offsets.is_cuda and not self.evicts:
-            tables = index_pool(self.offsets, self.geometry.kv_heads, self.pool_k.shape[1])
-            self.tables = dict(zip(("tiles", "tile_offsets", "arrivals"), tables, strict=True))
+            sizes = {"A": self.rows * self.geometry.kv_heads}
+            self.arrivals = BUFFERS["arrivals"].new(sizes, self.offsets.device)
 
     def _begin_evicting(self, prompt: PrefillBuffers) -> None:
         """Make the tables for eviction while decoding: slots of entries, quota of each head."""
@@ -254,8 +251,8 @@ class FullAttentionLayers(CachePart):
     @property
     def cached_state(self) -> dict[str, Tensor]:
         """Buffers that decode and extend graphs read; they append to the tail in place."""
-        found = vars(self) | self.tables
-        return {name: found[name] for name in self._cached if name in found}
+        held = vars(self)
+        return {name: held[name] for name in self._cached if held.get(name) is not None}
 
     @property
     def _cached(self) -> tuple[str, ...]:
@@ -309,7 +306,7 @@ class FullAttentionLayers(CachePart):
 
     def mapped(self, change: Callable[[str, Tensor], Tensor]) -> FullAttentionLayers:
         twin = super().mapped(change)
-        twin._index_pool()
+        twin._count_programs()
         return twin
 
     def with_rows(self, index: Tensor) -> FullAttentionLayers:
@@ -346,7 +343,7 @@ class FullAttentionLayers(CachePart):
         twin.used = used
         vars(twin).update(tensors)
         twin.tail_used = torch.tensor(used, dtype=torch.int64, device=twin.offsets.device)
-        twin._index_pool()
+        twin._count_programs()
         return twin
 
     @classmethod
@@ -432,8 +429,8 @@ class FullAttentionLayers(CachePart):
 
     @property
     def nbytes(self) -> int:
-        found = [getattr(self, name) for name in self.saved_names]
-        return sum(x.untyped_storage().nbytes() for x in (*found, *self.tables.values()))
+        held = [*(getattr(self, name) for name in self.saved_names), self.arrivals]
+        return sum(x.untyped_storage().nbytes() for x in held if x is not None)
 
     @property
     def entry_bytes(self) -> int:

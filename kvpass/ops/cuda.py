@@ -1,8 +1,7 @@
 """``kvpass::`` operators on CUDA: kernels to read keys and values, plus the policies' tensor functions.
 
 Contracts as in :mod:`kvpass.ops.reference`. No operator reads a device value on the host: the start columns of a padded
-prompt are given on the CPU too, everything else stays where it is. Only :func:`index_pool` reads one, once after a pool
-is packed. Kernels are imported when an operator first runs.
+prompt are given on the CPU too, everything else stays where it is. Kernels are imported when an operator first runs.
 """
 
 from __future__ import annotations
@@ -112,26 +111,8 @@ def pack(buffers: PrefillBuffers) -> None:
     gather.pack(buffers)
 
 
-def index_pool(offsets: Tensor, kv_heads: int, slots: int, most: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide a packed pool among the programs of :func:`attend_cache`.
-
-    Returns the tables of :func:`kvpass.kernels.tile_map.tile_map`, and zeros to count the programs of each row and KV
-    head, int32 ``[B*K]``.
-
-    Args:
-        slots: E of the pool, which decides the size of a tile. most: entries that a layer can have; the tables then
-            have room for so many, and the host reads nothing.
-    """
-    from kvpass.kernels.tile_map import most_tiles, tile_map, tile_of
-
-    tile = tile_of(slots // ((offsets.shape[1] - 1) // kv_heads))
-    counters = torch.zeros(offsets.shape[0] * kv_heads, dtype=torch.int32, device=offsets.device)
-    count = None if most is None else most_tiles(most, kv_heads, tile)
-    return *tile_map(offsets, kv_heads, tile, count), counters
-
-
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
-    """See :func:`kvpass.ops.reference.attend_cache`; needs the tables of :func:`index_pool`.
+    """See :func:`kvpass.ops.reference.attend_cache`; needs the counters ``arrivals``.
 
     The caller must ensure that T more tokens fit in the tails: the device is not asked.
     """

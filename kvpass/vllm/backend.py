@@ -120,10 +120,8 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
                 f"{WITHOUT}"
             )
         self.order = {name: i for i, name in enumerate(layer_names)}
-        rows = vllm_config.scheduler_config.max_num_seqs
-        self.limits = devices.Limits(rows, vllm_config.model_config.max_model_len, versions.graphs(vllm_config))
         self.rows = Rows.latest
-        self.block = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.block = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -136,8 +134,9 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
     def tables(self) -> Tables:
         """Made for the first step: layers have no cache before."""
         blocks = versions.cache_of(self.vllm_config, self.layer_names[0]).shape[0]
-        device = devices.operators(self.device)(self.layout, blocks, self.limits, self.device)
-        return Tables(blocks, self.layout.layers * self.layout.kv_heads, 2 * self.limits.rows, device, self.device)
+        rows, kv_heads = len(self.block), self.layout.kv_heads
+        device = devices.operators(self.device)(rows, kv_heads, self.device)
+        return Tables(blocks, self.layout.layers * kv_heads, 2 * rows, device, self.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVPassMetadata:
         """Read a step; no value of the device is read on the host."""
@@ -221,9 +220,10 @@ class KVPassImpl(AttentionImpl):
         """One token of each row that goes on, in one call of the kernel."""
         (pool_k, tail_k), (pool_v, tail_v), tables = self.layout.parts(keys), self.layout.parts(values), meta.tables
         buffers = (pool_k, pool_v, tables.offsets, tail_k, tail_v, tables.start, tables.used)
-        held = AppendBuffers(*buffers, row_index=meta.block)
+        device = meta.tables.device
+        held = AppendBuffers(*buffers, arrivals=device.arrivals(len(meta.block)), row_index=meta.block)
         call = self._call(*(x[meta.step.tokens][:, :, None] for x in (query, key, value)))
-        return meta.tables.device.attend_blocks(call, held, site)[:, :, 0]
+        return device.attend_blocks(call, held, site)[:, :, 0]
 
     def _begin(
         self, call: Attention, out: Tensor, block: Entries, site: int, row: PromptRow, meta: KVPassMetadata
@@ -239,10 +239,8 @@ class KVPassImpl(AttentionImpl):
         buffers = self._restore(prompt, block, site, kept)
         if site == 0:
             meta.tables.enter(row.block, self._before(n), row.prompt.digest, kept)
-        if row.resumed is None:
-            row.resumed = device.pool_tables(kept.offsets)
         device.attend_prompt(prompt, out[:n])
-        held = AppendBuffers(*buffers, *row.resumed)
+        held = AppendBuffers(*buffers)._replace(arrivals=device.arrivals(1))
         out[n:] = device.ops.attend_cache(answer, held, site)[0].transpose(0, 1)
 
     def _prefill(
@@ -285,7 +283,7 @@ class KVPassImpl(AttentionImpl):
         """Put what this layer's prompt had kept back into its block; nothing is decided anew.
 
         Returns:
-            the buffers of :class:`kvpass.operands.AppendBuffers`, without tables of a device.
+            the first buffers of :class:`kvpass.operands.AppendBuffers`.
         """
         kv_heads, n = self.layout.kv_heads, prompt.k.shape[2]
         window = n - self._before(n)

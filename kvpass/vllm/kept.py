@@ -43,7 +43,6 @@ class Tables:
     def enter(self, block: int, before: int, digest: bytes, kept: Kept) -> None:
         """Note that a prompt is in a block, and what it kept; forget the oldest of those that are in no block."""
         self.offsets[block], self.before[block] = kept.offsets, before
-        self.device.enter(block, kept.offsets)
         previous = self.digests.get(block)
         if previous is not None:
             self.kept.move_to_end(previous)
@@ -56,4 +55,3 @@ class Tables:
         """Note that nothing is in some blocks, int64 on the device; the host reads nothing."""
         self.offsets.index_fill_(0, blocks, 0)
         self.before.index_fill_(0, blocks, 0)
-        self.device.empty(blocks)

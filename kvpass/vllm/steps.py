@@ -18,15 +18,13 @@ class PromptRow:
 
     Attributes:
         tokens: of the row in the step. place: its block, on the device. prompt: the part that is the prompt. buffers:
-            what it is compressed into; or, of a request that was preempted, resumed: tables of its pool; both once the
-            first layer has made them.
+            what it is compressed into, once the first layer has made them.
     """
 
     tokens: slice
     place: Tensor
     prompt: Prompt
     buffers: PrefillBuffers | None = None
-    resumed: tuple[Tensor, ...] | None = None
 
     @cached_property
     def block(self) -> int:

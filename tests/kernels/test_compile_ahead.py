@@ -88,7 +88,6 @@ def call_everything(
         ragged_extend,
         slot_decode,
         slot_lines,
-        tile_map,
         window_statistics,
     )
     from kvpass.operands import (
@@ -134,7 +133,7 @@ def call_everything(
 
     used = torch.zeros((), dtype=torch.int64)
     arrivals = torch.zeros(rows * kv_heads, dtype=torch.int32)
-    held = AppendBuffers(*pool, offsets, *tail, start, used, *tile_map.tile_map(offsets, kv_heads), arrivals)
+    held = AppendBuffers(*pool, offsets, *tail, start, used, arrivals)
     for count in (1, 16):
         ragged_decode.attend_ragged(site(count), held, 1)
     ragged_extend.attend_extend(site(17), held, 1)
@@ -220,8 +219,7 @@ def compile_ahead(launch: Launch, arch: int) -> dict[str, Any]:
 
     config = pinned(launch.case, arch)
     arguments = {name: MockTensor.wrap_dtype(value) for name, value in launch.arguments}
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    compiled = launch.kernel.warmup(grid=(1,), **arguments, **dict(config.blocks), **options)
+    compiled = launch.kernel.warmup(grid=(1,), **arguments, **dict(config.blocks), **config.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -115,9 +115,9 @@ def prefill(backend, policy, entries):
 
 def appended(buffers):
     """A compressed prompt as a step finds it, its tail copied."""
-    tables = device.index_pool(buffers.offsets, KV_HEADS, buffers.pool_k.shape[1])
     pool, tail = (buffers.pool_k, buffers.pool_v, buffers.offsets), (buffers.tail_k.clone(), buffers.tail_v.clone())
-    return AppendBuffers(*pool, *tail, torch.tensor([0, 1, 2]), torch.tensor(WINDOW), *tables)
+    arrivals = torch.zeros(STARTS.numel() * KV_HEADS, dtype=torch.int32)
+    return AppendBuffers(*pool, *tail, torch.tensor([0, 1, 2]), torch.tensor(WINDOW), arrivals)
 
 
 def exact_step(call, held, layer):
@@ -306,8 +306,7 @@ def test_attending_the_cache_answers_and_appends_the_same(tokens):
 
 
 @pytest.mark.parametrize("held", [0, 1, 64, 65])
-def test_the_index_of_a_small_pool_has_two_tiles_and_attends_it(held):
-    """Dynamo takes a size of 0 or 1 for a constant, and a graph traced with it is wrong for every later pool."""
+def test_a_small_pool_is_attended(held):
     generator = torch.Generator().manual_seed(0)
 
     def random(*sizes):
@@ -316,9 +315,7 @@ def test_the_index_of_a_small_pool_has_two_tiles_and_attends_it(held):
     tail = [random(1, 1, 1, 8, dim) for dim in (DIM, VALUE_DIM)]
     pool = (random(1, 70, DIM), random(1, 70, VALUE_DIM), torch.tensor([[0, held]], dtype=torch.int32))
     call = Attention(random(1, 2, 1, DIM), random(1, 1, 1, DIM), random(1, 1, 1, VALUE_DIM), 0.3)
-    tables = device.index_pool(pool[2], 1, 70)
-    assert tables[0].shape[2] == 2
-    cached = AppendBuffers(*pool, *tail, torch.tensor([1]), torch.tensor(3), *tables)
+    cached = AppendBuffers(*pool, *tail, torch.tensor([1]), torch.tensor(3), torch.zeros(1, dtype=torch.int32))
     expected = exact_step(call, cached, 0)
     assert_rounded("out", device.attend_cache(call, cached, 0), expected)
 
@@ -345,7 +342,7 @@ def test_chunks_of_a_prompt_are_attended_the_same(chunk):
 
 
 class OnTheCpu:
-    """The operators on CUDA, with the division of the pool that a cache on a CPU does not hold."""
+    """The operators on CUDA, with the counters that a cache on a CPU does not hold."""
 
     def __init__(self):
         self.attended = set()
@@ -358,9 +355,8 @@ class OnTheCpu:
         return device.attend_prompt(call, *rest)
 
     def attend_cache(self, call, held, layer):
-        tables = device.index_pool(held.offsets, call.k.shape[1], held.pool_k.shape[1])
-        names = ("tiles", "tile_offsets", "arrivals")
-        return device.attend_cache(call, held._replace(**dict(zip(names, tables, strict=True))), layer)
+        arrivals = torch.zeros(call.k.shape[0] * call.k.shape[1], dtype=torch.int32)
+        return device.attend_cache(call, held._replace(arrivals=arrivals), layer)
 
 
 @pytest.mark.exhaustive

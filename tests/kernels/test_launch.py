@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvpass.kernels import launch as module
 from kvpass.kernels.launch import KernelConfig, launch
 
-LOWER, HIGHER = KernelConfig.of(4, 2, BLOCK=16), KernelConfig.of(8, 3, BLOCK=64)
+LOWER, HIGHER = KernelConfig.of(4, 2, registers=128, BLOCK=16), KernelConfig.of(8, 3, BLOCK=64)
 TABLE = {"case": {80: LOWER, 90: HIGHER}}
 
 
@@ -59,7 +59,7 @@ def test_a_kernel_runs_where_its_tensors_are(
         launch(kernel, (7,), arguments, "case", config)
     ((device, grid, given),) = kernel.launches
     assert (device, grid) == (expected, (7,))
-    assert given == {**arguments, "BLOCK": 16, "num_warps": 4, "num_stages": 2}
+    assert given == {**arguments, "BLOCK": 16, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
     assert current == [0], "another device is current afterwards"
 
 

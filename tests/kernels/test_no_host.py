@@ -130,15 +130,14 @@ OPTIONAL = pytest.mark.parametrize(
 
 
 @OPTIONAL
-@pytest.mark.parametrize(("tokens", "kernel"), [(1, "_attend_tile"), (8, "_attend_tile"), (9, "_attend_queries")])
+@pytest.mark.parametrize(("tokens", "kernel"), [(1, "_attend_piece"), (8, "_attend_piece"), (9, "_attend_queries")])
 def test_a_step_on_the_cache(
     tokens: int, kernel: str, softcap: float | None, sinks: Tensor | None, launched: list[str]
 ) -> None:
     used = [on_device(ROWS, dtype=torch.int64), on_device(dtype=torch.int64)]
-    sizes = (ROWS, LAYERS, 5, 3), (ROWS, LAYERS, KV_HEADS + 1), (ROWS * KV_HEADS,)
-    tables = [on_device(*size, dtype=torch.int32) for size in sizes]
+    arrivals = on_device(ROWS * KV_HEADS, dtype=torch.int32)
     call = Attention(*site(tokens, torch.bfloat16), 0.3, softcap, sinks)
-    out = device.attend_cache(call, AppendBuffers(*cached(torch.bfloat16), *used, *tables), 1)
+    out = device.attend_cache(call, AppendBuffers(*cached(torch.bfloat16), *used, arrivals), 1)
     check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)
     assert launched == [kernel]
 

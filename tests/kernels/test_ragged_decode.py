@@ -13,9 +13,8 @@ from torch import Tensor
 from kvpass.config import EntryFormat
 from kvpass.kernels import append_codes, ragged_decode, ragged_extend
 from kvpass.kernels.launch import KernelConfig
-from kvpass.kernels.ragged_decode import TAIL_TILE, attend_ragged
+from kvpass.kernels.ragged_decode import CHUNK_STEP, MOST_CHUNKS, TAIL_TILE, attend_ragged, chunks_of
 from kvpass.kernels.ragged_extend import attend_extend
-from kvpass.kernels.tile_map import tile_map
 from kvpass.operands import AppendBuffers, Attention
 from kvpass.ops import reference
 from kvpass.rotation import is_rotated, rotated_call, rotated_output
@@ -30,14 +29,15 @@ def eager(case: DecodeCase) -> Tensor:
     return reference.attend_cache(case.call, case.held, case.layer)
 
 
-def tiled(case: DecodeCase, tile: int = 64) -> AppendBuffers:
-    tiles, tile_offsets = tile_map(case.offsets, case.k.shape[1], tile)
-    arrivals = torch.zeros(case.k.shape[0] * case.k.shape[1], dtype=torch.int32)
-    return case.held._replace(tiles=tiles, tile_offsets=tile_offsets, arrivals=arrivals)
+def counted(case: DecodeCase) -> AppendBuffers:
+    return case.held._replace(arrivals=torch.zeros(case.k.shape[0] * case.k.shape[1], dtype=torch.int32))
 
 
-def ragged(case: DecodeCase, tile: int = 32, config: KernelConfig | None = SPLIT) -> Tensor:
-    return turned(case, lambda call: attend_ragged(call, tiled(case, tile), case.layer, config))
+def ragged(case: DecodeCase, config: KernelConfig | None = SPLIT, chunks: int | None = 3) -> Tensor:
+    held = counted(case)
+    found = turned(case, lambda call: attend_ragged(call, held, case.layer, config, chunks))
+    assert not held.arrivals.any(), "the counters are not ready for the next step"
+    return found
 
 
 def extend(case: DecodeCase, config: KernelConfig | None = EXTEND) -> Tensor:
@@ -133,7 +133,7 @@ def test_values_stored_in_keys(group: int, dim: int, value_dim: int, tokens: int
         softcap=30.0 if group == 16 else None,
         sinks=group == 16,
     )
-    check(case, [lambda given: ragged(given, config=None), lambda given: extend(given, config=None)])
+    check(case, [lambda given: ragged(given, None, None), lambda given: extend(given, config=None)])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_codes_of_few_bits(entry_format: EntryFormat, dtype: torch.dtype, dim: i
     case = decode_case(
         [[0, 33, 70], [40, 1, 32]], group=3, dim=dim, value_dim=value_dim, tokens=2, dtype=dtype, start=[2, 0]
     ).packed(entry_format)
-    check(case, [*BOTH, lambda given: ragged(given, 64, config=None), lambda given: extend(given, config=None)])
+    check(case, [*BOTH, lambda given: ragged(given, None, None), lambda given: extend(given, config=None)])
 
 
 @pytest.mark.parametrize("entry_format", quick(["model", "int8", "rot4"], ["model", "rot4"]))
@@ -189,10 +189,10 @@ def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat) -> None:
         assert torch.equal(way(shared.copied()), way(apart.copied())), way.__name__
 
 
-@pytest.mark.parametrize("tile", quick([1, 16, 128], [16]))
-def test_codes_in_tiles_of_any_length(tile: int) -> None:
+@pytest.mark.parametrize("chunks", quick([1, 2, 7], [2]))
+def test_codes_in_chunks_of_any_number(chunks: int) -> None:
     case = decode_case([[70, 0], [31, 9]], softcap=20.0, sinks=True, layer=2).packed("rot4")
-    check(case, [lambda given: ragged(given, tile)])
+    check(case, [lambda given: ragged(given, chunks=chunks)])
 
 
 def test_scales_that_do_not_fit_are_refused() -> None:
@@ -213,8 +213,8 @@ def test_empty_segments(lengths: list[list[int]], used: int) -> None:
 
 
 def test_a_long_segment() -> None:
-    """More tiles than are merged at a time."""
-    check(decode_case([[1057, 0]], dim=16))
+    """More chunks than are merged at a time."""
+    check(decode_case([[1057, 0]], dim=16), [lambda given: ragged(given, chunks=40)])
 
 
 @pytest.mark.parametrize(
@@ -262,24 +262,44 @@ def test_large_scores_do_not_overflow() -> None:
     check(case)
 
 
-@pytest.mark.parametrize("tile", quick([1, 16, 64, 128], [16, 128]))
-def test_any_tile_length_and_the_usual_config(tile: int) -> None:
-    case = decode_case([[0, 70], [5, 64]] if tile < 16 else [[0, 130], [5, 64]], tokens=2, dim=32)
+@pytest.mark.parametrize("chunks", quick([1, 2, 9, 40], [1, 9]))
+def test_any_number_of_chunks_and_the_usual_config(chunks: int) -> None:
+    case = decode_case([[0, 130], [5, 64]], tokens=2, dim=32)
     expected = exact(case)
-    assert_rounded("ragged", ragged(case.copied(), tile), expected)
-    assert_rounded("ragged, usual config", ragged(case.copied(), tile, config=None), expected)
+    assert_rounded("ragged", ragged(case.copied(), chunks=chunks), expected)
+    assert_rounded("ragged, usual config", ragged(case.copied(), None, chunks), expected)
     assert_rounded("extend, usual config", extend(case.copied(), config=None), expected)
 
 
-@pytest.mark.parametrize("count", quick([1, 3, 4, 5, 8, 17], [1, 4, 5]))
-def test_any_number_of_tiles_is_merged_by_the_last_of_them(count: int) -> None:
-    """Tails of one tile and of two; the other heads and rows have other numbers of tiles, or none in the pool."""
+@pytest.mark.parametrize("chunks", quick([1, 3, 4, 5, 8, 17], [1, 4, 5]))
+def test_any_number_of_chunks_is_merged_by_the_last_of_them(chunks: int) -> None:
+    """Tails of one tile and of two; the other heads and rows are in fewer chunks, or have nothing in the pool."""
     for used in (TAIL_TILE - 1, TAIL_TILE):
-        lengths = [[16 * (count - 1), 0], [1, 40]]
+        lengths = [[CHUNK_STEP * chunks, 0], [1, 40]]
         case = decode_case(
             lengths, group=3, tokens=2, slots=TAIL_TILE + 9, used=used, start=[0, 60], dim=16, sinks=True
         )
-        check(case, [lambda given: ragged(given, 16)])
+        check(case, [lambda given: ragged(given, chunks=chunks)])
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [[0, 16, 0, 0, 16, 16, 0]],  # chunks end where heads do
+        [[1, 2, 3, 40, 1, 1, 0], [0, 0, 0, 0, 0, 0, 90]],  # a chunk with several heads, a head with all chunks
+        [[5, 5, 5, 5, 5, 5, 5]],  # fewer entries than programs have room for
+    ],
+)
+@pytest.mark.parametrize("chunks", quick([1, 3, 5, 64], [3, 64]))
+def test_chunks_over_many_heads(lengths: list[list[int]], chunks: int) -> None:
+    check(decode_case(lengths, dim=16, tokens=1), [lambda given: ragged(given, chunks=chunks)])
+
+
+@pytest.mark.parametrize(
+    ("entries", "chunks"), [(0, 1), (64, 1), (65, 2), (8 * 1024, 128), (65536, MOST_CHUNKS), (2**24, MOST_CHUNKS)]
+)
+def test_a_large_layer_has_longer_chunks(entries: int, chunks: int) -> None:
+    assert chunks_of(entries) == chunks
 
 
 @pytest.mark.parametrize(("group", "tokens"), [pytest.param(70, 1, marks=pytest.mark.exhaustive), (20, 4)])
@@ -303,11 +323,11 @@ def test_steps_one_after_another_are_one_long_step() -> None:
     """Tokens appended one by one, read back from the tail, give what all of them at once give."""
     case = decode_case(LENGTHS, tokens=4, slots=TAIL_TILE + 6, used=TAIL_TILE - 2, dim=16)
     expected = exact(case)
-    held = tiled(case, 32)
+    held = counted(case)
     for token in range(4):
         at = slice(token, token + 1)
         step = replace(case, **{name: getattr(case, name)[:, :, at] for name in "qkv"})
-        found = extend(step) if token == 1 else attend_ragged(step.call, held, step.layer, SPLIT)
+        found = extend(step) if token == 1 else attend_ragged(step.call, held, step.layer, SPLIT, 3)
         assert not held.arrivals.any(), f"token {token}: the counters are not ready for the next step"
         assert_rounded(f"token {token}", found, Exact(expected.value[:, :, at], expected.error[:, :, at]))
         case.tail_used += 1
@@ -344,15 +364,11 @@ def test_tables_of_another_cache() -> None:
     case = decode_case(THREE_HEADS)
     with pytest.raises(ValueError, match="offsets is"):
         extend(replace(case, offsets=case.offsets.long()))
-    with pytest.raises(ValueError, match="tiles, tile_offsets or arrivals are None"):
+    with pytest.raises(ValueError, match="arrivals are None"):
         attend_ragged(case.call, case.held, case.layer)
-    held = tiled(case)
-    with pytest.raises(ValueError, match="tile_offsets is"):
-        attend_ragged(case.call, held._replace(tile_offsets=held.tile_offsets[1:]), case.layer)
+    held = counted(case)
     with pytest.raises(ValueError, match="arrivals is"):
         attend_ragged(case.call, held._replace(arrivals=held.arrivals[1:]), case.layer)
-    with pytest.raises(ValueError, match="tiles is"):
-        attend_ragged(case.call, held._replace(tiles=held.tiles[1:]), case.layer)
 
 
 @pytest.mark.parametrize("entry_format", [None, "rot3"])
@@ -360,7 +376,7 @@ def test_no_value_reaches_the_host(entry_format: EntryFormat | None, monkeypatch
     """Launchers on meta tensors: reading a value would raise."""
     case = decode_case(THREE_HEADS, sinks=True)
     case = case.packed(entry_format) if entry_format else case
-    held = AppendBuffers(*(None if x is None else x.to("meta") for x in tiled(case)))
+    held = AppendBuffers(*(None if x is None else x.to("meta") for x in counted(case)))
     call = Attention(*(x.to("meta") if isinstance(x, Tensor) else x for x in case.call))
     for module in (append_codes, ragged_decode, ragged_extend):
         monkeypatch.setattr(module, "launch", lambda *args: None)

@@ -57,28 +57,18 @@ class Case:
         q, k, v = (torch.randn(3, tokens, n, dim).to(dtype).transpose(1, 2) for n in (heads, KV_HEADS, KV_HEADS))
         extra = (20.0, torch.randn(heads)) if options else ()
         self.call = Attention(q, k, v, 0.25, *extra)
-        pool = self.layout.pool
-        tables = cuda.index_pool(torch.zeros(BLOCKS, 7, dtype=torch.int32), KV_HEADS, pool, most=pool)
-        tables = (*tables[:2], torch.zeros(len(USED) * KV_HEADS, dtype=torch.int32))
-        buffers = (pool_k, pool_v, offsets, tail_k, tail_v, start, used, *tables)
+        arrivals = torch.zeros(len(USED) * KV_HEADS, dtype=torch.int32)
+        buffers = (pool_k, pool_v, offsets, tail_k, tail_v, start, used, arrivals)
         self.held = AppendBuffers(*buffers, row_index=torch.tensor(ROWS))
-        for at in ROWS:
-            self.index(at, offsets[at])
-
-    def index(self, block: int, offsets: Tensor) -> None:
-        tiles, tile_offsets = self.held.tiles, self.held.tile_offsets
-        assert tiles is not None and tile_offsets is not None
-        pool, rows = self.layout.pool, slice(block, block + 1)
-        tiles[rows], tile_offsets[rows], _ = cuda.index_pool(offsets[None], KV_HEADS, pool, most=pool)
 
     def row(self, row: int) -> tuple[Attention, AppendBuffers]:
         """A row by itself, in memory of its own."""
         at = slice(ROWS[row], ROWS[row] + 1)
         pool_k, pool_v, offsets = (x[at].clone() for x in self.held[:3])
         tail_k, tail_v = (x[:, at].clone() for x in self.held[3:5])
-        tables = cuda.index_pool(offsets, KV_HEADS, self.layout.pool)
         alone = (pool_k, pool_v, offsets, tail_k, tail_v, self.held.tail_start[at], self.held.tail_used[at][0])
-        return self.call.rows(slice(row, row + 1), slice(None)), AppendBuffers(*alone, *tables)
+        arrivals = torch.zeros(KV_HEADS, dtype=torch.int32)
+        return self.call.rows(slice(row, row + 1), slice(None)), AppendBuffers(*alone, arrivals)
 
     def check(
         self, layer: int, config: KernelConfig | None = SMALL, way: Callable[..., Tensor] = attend_ragged
@@ -133,22 +123,6 @@ def test_a_row_is_rounded_as_it_is_alone():
     case = Case()
     alone = [cuda.attend_cache(call, held, 0) for call, held in map(case.row, range(len(USED)))]
     assert torch.equal(case.check(0, config=None), torch.cat(alone))
-
-
-def test_the_grid_may_be_cut_to_the_largest_row():
-    case = Case()
-    most = int(case.held.tile_offsets[..., -1].max())
-    assert 1 < most < case.held.tiles.shape[2]
-    case.held = case.held._replace(tiles=case.held.tiles[:, :, :most])
-    assert torch.equal(case.check(0), Case().check(0))
-
-
-def test_new_tables_of_a_block_replace_its_old_ones():
-    case = Case()
-    other = torch.tensor([0, 150, 160, 160, 160, 160, 200], dtype=torch.int32)
-    case.index(4, other)
-    case.index(4, case.held.offsets[4])
-    case.check(0)
 
 
 @pytest.mark.parametrize(

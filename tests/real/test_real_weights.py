@@ -1,6 +1,7 @@
 """Real weights (``make test-real``): SmolLM2-135M from the package index, 4-bit GGUF, dequantised, fp32.
 
-Another model, in the folder ``KVPASS_REAL_MODEL`` (gemma-3-270m for sliding layers), gets the test of equal tokens too.
+On the CUDA device of this machine if it has one. Another model, in the folder ``KVPASS_REAL_MODEL`` (gemma-3-270m
+for sliding layers), gets the test of equal tokens too.
 """
 
 from __future__ import annotations
@@ -39,19 +40,27 @@ QUESTIONS = (
 SAMPLES = 16
 """Of each task."""
 GREEDY = {"do_sample": False}
+PLACE = "cuda" if torch.cuda.is_available() else "cpu"
 VLLM = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return load_model(str(fetch_model("smollm2-135m")), dtype="float32", device="cpu")
+    return load_model(str(fetch_model("smollm2-135m")), dtype="float32", device=PLACE)
 
 
 def asked(tokenizer, question):
     if tokenizer.chat_template is None:
-        return tokenizer(question, return_tensors="pt").input_ids
-    message = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+        return row(tokenizer(question).input_ids)
+    return asked_in_chat(tokenizer, [{"role": "user", "content": question}])
+
+
+def asked_in_chat(tokenizer, messages):
+    return row(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+def row(ids):
+    return torch.tensor([ids], device=PLACE)
 
 
 def check_equal_tokens(model, tokenizer):
@@ -68,7 +77,7 @@ def test_everything_kept_gives_the_tokens_of_transformers(smollm2):
 
 @pytest.mark.skipif("KVPASS_REAL_MODEL" not in os.environ, reason="no folder in KVPASS_REAL_MODEL")
 def test_everything_kept_gives_the_tokens_of_transformers_in_another_model():
-    check_equal_tokens(*load_model(os.environ["KVPASS_REAL_MODEL"], dtype="float32", device="cpu"))
+    check_equal_tokens(*load_model(os.environ["KVPASS_REAL_MODEL"], dtype="float32", device=PLACE))
 
 
 def test_answers_at_a_quarter_after_the_question_are_mostly_those_of_the_full_cache(smollm2):
@@ -88,7 +97,7 @@ def test_answers_at_a_quarter_after_the_question_are_mostly_those_of_the_full_ca
     right = dict.fromkeys(conditions, 0)
     for task in find_tasks(["niah_single_1", "niah_single_2"]):
         for sample in task.samples(tokenizer, 1024, SAMPLES, 0):
-            ids = torch.tensor([encode(tokenizer, sample, chat=True).ids])
+            ids = row(encode(tokenizer, sample, chat=True).ids)
             caches = fast.compress_each(ids[:, :-1], conditions=conditions.values())
             scores = {}
             for name, cache in zip(conditions, caches, strict=True):
@@ -108,7 +117,7 @@ def test_saved_document_answers_as_before(smollm2, tmp_path):
     (task,) = find_tasks(["niah_single_2"])
     (sample,) = task.samples(tokenizer, 1024, 1, 0)
     prompt = encode(tokenizer, sample, chat=True)
-    head, rest = (torch.tensor([part]) for part in (prompt.head, prompt.rest))
+    head, rest = row(prompt.head), row(prompt.rest)
     cache = fast.compress(head)
     said = fast.generate(rest, past_key_values=cache, max_new_tokens=16, **GREEDY)
     cache.save(tmp_path / "document.kv")
@@ -121,7 +130,7 @@ def test_chat_of_three_turns_is_that_of_transformers(smollm2):
     fast, chat, cache = kvpass.compile(model, policy="full"), [], None
     for question in QUESTIONS[:3]:
         chat.append({"role": "user", "content": question})
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+        ids = asked_in_chat(tokenizer, chat)
         call = {**GREEDY, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24}
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a turn that is appended twice is warned about
@@ -150,7 +159,7 @@ def test_vllm_gives_the_tokens_of_generate(smollm2, tmp_path):
     prompts = [list(encode(tokenizer, sample, chat=True).ids) for sample in task.samples(tokenizer, 1024, 4, 0)]
     fast = kvpass.compile(model, policy=SnapKV(kernel_size=31), budget=256)
     call = {**GREEDY, "max_new_tokens": 12, "eos_token_id": None}
-    texts = [torch.tensor([ids]) for ids in prompts]  # with the token of padding, which ends each message
+    texts = [row(ids) for ids in prompts]  # with the token of padding, which ends each message
     answers = [fast.generate(ids, attention_mask=torch.ones_like(ids), **call) for ids in texts]
     ours = [answer[0, ids.shape[1] :].tolist() for answer, ids in zip(answers, texts, strict=True)]
     settings = {"policy": "snapkv", "kernel_size": 31, "budget": 256, "room": 16}

@@ -2,9 +2,8 @@
 
 import torch
 
-from kvpass.vllm.devices import Limits, OnCPU
+from kvpass.vllm.devices import OnCPU
 from kvpass.vllm.kept import Kept, Tables
-from kvpass.vllm.layout import BlockLayout
 
 
 def kept(number: int) -> Kept:
@@ -13,7 +12,7 @@ def kept(number: int) -> Kept:
 
 def tables(most: int = 2) -> Tables:
     where = torch.device("cpu")
-    device = OnCPU(BlockLayout(1, 1, 8, pool=6, tail=4), 4, Limits(4, 100), where)
+    device = OnCPU(4, 1, where)
     return Tables(4, segments=1, most=most, device=device, where=where)
 
 
