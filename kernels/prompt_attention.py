@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.checks import check_tensors
+from kvpass.kernels.merge_attention import merge_attention
 from kvpass.kernels.prefill_attention import check_dims, check_site, in_parts, prefill_attention
 from kvpass.operands import Attention, PartialAttention
 
@@ -95,7 +96,7 @@ def _cudnn(call: Attention, sliding_window: int | None) -> tuple[Tensor, Tensor]
 
     before = call.k.shape[2] - call.q.shape[2]
     own = attend(slice(before, None), True)
-    return own if before == 0 else attend(slice(before), False).merged(own)
+    return own if before == 0 else merge_attention(attend(slice(before), False), own)
 
 
 def _flash(call: Attention, sliding_window: int | None) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,9 @@ def recorded(monkeypatch):
     """How many CUDA graphs have been captured."""
     CountingRecorder.recorded = 0
     monkeypatch.setattr("kvpass.compiler.backend.CudaRecorder", CountingRecorder)
-    return lambda: CountingRecorder.recorded
+    # What Dynamo leaves of a capture refers to the cache; tests/conftest.py tells it not to collect that garbage.
+    with torch._dynamo.config.patch(run_gc_after_compile=True):
+        yield lambda: CountingRecorder.recorded
 
 
 @pytest.mark.parametrize("policy", ["lava", "full"])

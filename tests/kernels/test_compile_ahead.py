@@ -83,6 +83,7 @@ def call_everything(
     """Call every launcher with tensors of these sizes; with soft-capping, sinks and a sliding window, or plain."""
     from kvpass.kernels import (
         gather,
+        merge_attention,
         prefill_attention,
         ragged_decode,
         ragged_extend,
@@ -95,6 +96,7 @@ def call_everything(
         AppendBuffers,
         Attention,
         Candidates,
+        PartialAttention,
         PrefillBuffers,
         SlotCache,
         SlotTables,
@@ -113,6 +115,8 @@ def call_everything(
     lse = torch.zeros(rows, heads, tokens)
     sliding = 17 if options else None
     prefill_attention.prefill_attention(call, sliding)
+    part = PartialAttention(torch.zeros(rows, tokens, heads, dims[1], dtype=dtype).transpose(1, 2), lse)
+    merge_attention.merge_attention(part, part)
     for window in WINDOWS:
         window_statistics.window_statistics(call, start, lse, window, variance=options, entropy=options)
     window_statistics.column_sums(call, start, lse, tokens)

@@ -6,7 +6,7 @@ as many KV heads as query heads and no sliding window.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -323,7 +323,10 @@ LIBRARY_CASES = [
 LAST_CASES = [
     ("triton", Case(129, 64, heads=4, kv_heads=2, softcap=3.0)),
     ("triton", Case(129, 64, heads=4, kv_heads=2, starts=(0, 80, 40), sliding_window=20)),
-    *LIBRARY_CASES[:5],
+    *(  # their parts are merged by a kernel, and the interpreter does not round to bf16, it cuts off
+        (name, replace(case, dtype=torch.float16) if (name, DEVICE) == ("cudnn", "cpu") else case)
+        for name, case in LIBRARY_CASES[:5]
+    ),
 ]
 
 
