@@ -219,7 +219,7 @@ def test_contract_2_nbytes_is_what_the_storages_occupy(family, place):
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for part in (cache, *cache.full_layers, *cache.sliding_layers)
-        for tensor in (*vars(part).values(), *vars(part).get("tables", {}).values())  # on CUDA: of the pool's tiles
+        for tensor in vars(part).values()
         if isinstance(tensor, torch.Tensor) and tensor.ndim > 0
     }
     assert cache.nbytes == sum(storages.values())
