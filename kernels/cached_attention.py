@@ -26,14 +26,28 @@ from kvpass.kernels.prefill_attention import (
     block_dim,
     check_dims,
     dot_rows,
+    hold_rows,
     in_parts,
     load_parts,
     logits_base2,
     part_block,
     store_parts,
 )
-from kvpass.operands import AppendBuffers, Attention, SlotCache, levels
+from kvpass.operands import AppendBuffers, Attention, SlotCache
 
+LEVEL_TERMS = {
+    2: (1.7858666666666667, 0.4053333333333333),
+    3: (1.9542232589285715, 0.41921555555555556, 0.10424888888888889, 0.2743669841269841),
+    4: (
+        2.052463752899356, 0.49615329203831054, -0.13414934758519945, 3.327186318322555, -13.234063282886817,
+        28.43085500325299, -29.33433782029219, 11.795619078574727,
+    ),
+}  # fmt: skip
+"""Coefficients c by bits: level i of LEVELS is ``x (c[0] + c[1] x^2 + ..)`` at ``x = (2 i + 1) / 2^bits - 1``."""
+HALF_TERMS = LEVEL_TERMS | {
+    4: (2.052734375, 0.48974609375, 0.0902099609375, 0.78369140625, -1.1435546875, 0.9736328125),
+}
+"""The same for sums in fp16: with fewer terms, the levels rounded to fp16."""
 APPEND_BLOCK = 16
 """New entries per loop step, when they are appended and when the decode kernel attends them."""
 
@@ -49,31 +63,97 @@ def held_row(row_index, tail_used, i_b):  # type: ignore[no-untyped-def]
     return i_row, tl.load(p_used).to(tl.int32)
 
 
-@triton.jit
-def load_levels(  # type: ignore[no-untyped-def]
-    p_codes, p_levels, o_row, m_row, D: tl.constexpr, BD: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """Return what rows o_row of codes of BITS bits stand for, without their scales: fp32 ``[BLOCK_S, BD]``.
+@triton.constexpr_function
+def level_terms(bits: int, dtype: tl.dtype) -> tuple[float, ...]:
+    """Return the coefficients of :data:`LEVEL_TERMS` for sums in a dtype."""
+    return (HALF_TERMS if dtype == tl.float16 else LEVEL_TERMS)[bits]
 
-    0 in rows where not m_row, and in columns from D on. p_levels: levels of entry_formats.py, by code.
-    """
+
+@triton.jit
+def channels(BD: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the channel that each column of a block holds: of codes of BITS bits as :func:`levels_of` returns them."""
     o_d = tl.arange(0, BD)
-    o_bit = o_d * BITS
-    m_d = m_row[:, None] & (o_d < D)[None, :]
-    p_byte = p_codes + o_row[:, None] * (D * BITS // 8) + (o_bit // 8)[None, :]
-    b_word = tl.load(p_byte, mask=m_d, other=0).to(tl.int32)
-    if 8 % BITS != 0:  # a code may reach into the next byte
-        m_next = m_d & (o_bit % 8 + BITS > 8)[None, :]
-        b_word = b_word | (tl.load(p_byte + 1, mask=m_next, other=0).to(tl.int32) << 8)
-    b_code = (b_word >> (o_bit % 8)[None, :]) & ((1 << BITS) - 1)
-    return tl.load(p_levels + b_code, mask=m_d, other=0.0)
+    if BITS < 8:
+        o_d = o_d // 8 * 8 + o_d % 2 * 4 + o_d % 8 // 2
+    return o_d
+
+
+@triton.jit
+def hold_queries(p_rows, m_rows, D: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return query rows as :func:`absorb_entries` takes them for entries of BITS bits."""
+    if BITS < 8:
+        o_d = channels(part_block(D), BITS)
+        b_q = (tl.load(p_rows[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d < D)[None, :], other=0.0),)
+    else:
+        b_q = hold_rows(p_rows, m_rows, D)
+    return b_q
+
+
+@triton.jit
+def load_words(p_codes, o_row, m_row, D: tl.constexpr, BD: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the codes of BITS bits of rows o_row, eight to an int32, four in each half: ``[rows, BD / 8]``.
+
+    The first codes lie in the lowest bits. 0 in rows where not m_row, and in columns from D on.
+    """
+    o_w = tl.arange(0, BD // 8)
+    m_w = m_row[:, None] & (o_w < D // 8)[None, :]
+    o_word = o_row[:, None] * (D // 8) + o_w[None, :]
+    if BITS == 4:
+        b_word = tl.load(p_codes.to(tl.pointer_type(tl.int32), bitcast=True) + o_word, mask=m_w, other=0)
+    elif BITS == 2:
+        b_bits = tl.load(p_codes.to(tl.pointer_type(tl.int16), bitcast=True) + o_word, mask=m_w, other=0).to(tl.int32)
+        b_word = (b_bits & 0xFF) | ((b_bits & 0xFF00) << 8)
+    else:
+        p_byte = p_codes + o_word * 3
+        b_word = tl.load(p_byte, mask=m_w, other=0).to(tl.int32)
+        b_bits = tl.load(p_byte + 1, mask=m_w, other=0).to(tl.int32)
+        b_word |= ((b_bits & 0xF) << 8) | ((b_bits & 0xF0) << 12)
+        b_word |= tl.load(p_byte + 2, mask=m_w, other=0).to(tl.int32) << 20
+    return b_word
+
+
+@triton.jit
+def _level_at(b_bits, dtype: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the level whose code is in the bits of fp16 numbers ``2^(10 - BITS) + (2 code + 1) / 2^BITS``."""
+    TERMS: tl.constexpr = level_terms(BITS, dtype)
+    b_x = (b_bits.to(tl.int16).to(tl.float16, bitcast=True) - (1.0 + (1 << (10 - BITS)))).to(dtype)
+    b_square = b_x * b_x
+    b_slope = b_square * TERMS[len(TERMS) - 1] + TERMS[len(TERMS) - 2]
+    for i in tl.static_range(2, len(TERMS)):
+        b_slope = b_slope * b_square + TERMS[len(TERMS) - 1 - i]
+    return b_x * b_slope
+
+
+@triton.jit
+def _level_pair(b_word, FIRST: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return what codes FIRST and FIRST + 4 of words stand for, ``[rows, N, 2]``."""
+    SUM: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.float16
+    MASK: tl.constexpr = ((2 << BITS) - 2) * 0x10001
+    ONES: tl.constexpr = (((25 - BITS) << 10) + 1) * 0x10001
+    b_shifted = b_word << 1 if FIRST == 0 else b_word >> (FIRST * BITS - 1)
+    b_bits = (b_shifted & MASK) | ONES
+    b_low = _level_at(b_bits, SUM, BITS)
+    b_high = _level_at(b_bits >> 16, SUM, BITS)
+    return tl.join(b_low.to(dtype), b_high.to(dtype))
+
+
+@triton.jit
+def levels_of(b_word, dtype: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return what the codes of words ``[rows, N]`` stand for, without their scales, in ``dtype``: ``[rows, 8 N]``.
+
+    Of 8 columns the codes are 0, 4, 1, 5, 2, 6, 3 and 7 of the word: in fp16 one instruction computes two neighbours.
+    """
+    b_even = tl.join(_level_pair(b_word, 0, dtype, BITS), _level_pair(b_word, 2, dtype, BITS))
+    b_odd = tl.join(_level_pair(b_word, 1, dtype, BITS), _level_pair(b_word, 3, dtype, BITS))
+    b_levels = tl.permute(tl.join(b_even, b_odd), (0, 1, 3, 4, 2))
+    return tl.reshape(b_levels, [b_word.shape[0], b_word.shape[1] * 8])
 
 
 @triton.jit
 def absorb_entries(  # type: ignore[no-untyped-def]
     b_q, b_m, b_l, b_acc, p_k, p_v, k_stride, v_stride, first, last, o_t, scale, softcap, D: tl.constexpr,
     DV: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    p_position=None, p_scores=None, m_r=None, p_k_scale=None, p_v_scale=None, p_levels=None, BITS: tl.constexpr = 8,
+    p_position=None, p_scores=None, m_r=None, p_k_scale=None, p_v_scale=None, BITS: tl.constexpr = 8,
 ):  # fmt: skip
     """Attend rows first..last-1 of p_k and p_v by online softmax, base 2. Queries are in parts of :func:`load_parts`.
 
@@ -81,10 +161,11 @@ def absorb_entries(  # type: ignore[no-untyped-def]
     (entry 0 if causal), so b_m is finite from then on. If p_position is given, rows with a negative position hold no
     entry, and b_m must be finite at the start. If p_scores is given, one pointer per query row, the scores of query
     rows m_r are stored there, -inf for rows without an entry. If p_k_scale and p_v_scale are given, rows of p_k and p_v
-    are codes, and an entry is its codes, as :func:`as_floats` has them, times its scale; if p_levels is given too, as
-    :func:`load_levels` has them, and strides are not read.
+    are codes, and an entry is its codes, as :func:`as_floats` has them, times its scale; of BITS below 8 as
+    :func:`levels_of` has them, and strides are not read.
     """
-    UNIT: tl.constexpr = 256.0 if p_k.dtype.element_ty == tl.uint8 and p_levels is None else 1.0
+    UNIT: tl.constexpr = 256.0 if p_k.dtype.element_ty == tl.uint8 and BITS == 8 else 1.0
+    LEVEL: tl.constexpr = tl.float32 if b_q[0].dtype == tl.float32 else tl.float16
     o_e = tl.arange(0, BDV)
     for i_s in range(first, last, BLOCK_S):
         o_s = i_s + tl.arange(0, BLOCK_S)
@@ -94,19 +175,23 @@ def absorb_entries(  # type: ignore[no-untyped-def]
         if p_position is not None:
             m_held = tl.load(p_position + o_s, mask=m_s, other=-1) >= 0
         # b_dot: [BLOCK_R, BLOCK_S], b_v: [BLOCK_S, BDV]
-        if p_levels is not None:
-            b_k = load_levels(p_k, p_levels, o_row, m_held, D, part_block(D), BITS)
-            b_dot = tl.dot(b_q[0], tl.trans(b_k).to(b_q[0].dtype), input_precision="ieee")
-            b_v = load_levels(p_v, p_levels, o_row, m_held, DV, BDV, BITS)
+        if BITS < 8:
+            b_k_word = load_words(p_k, o_row, m_held, D, part_block(D), BITS)
+            b_v_word = load_words(p_v, o_row, m_held, DV, BDV, BITS)
+            b_k_scale = tl.load(p_k_scale + o_s, mask=m_held, other=0.0)
+            b_v_scale = tl.load(p_v_scale + o_s, mask=m_held, other=0.0)
+            b_k = levels_of(b_k_word, b_q[0].dtype, BITS)
+            b_dot = tl.dot(b_q[0], tl.trans(b_k), input_precision="ieee") * b_k_scale[None, :]
+            b_v = (levels_of(b_v_word, LEVEL, BITS) * b_v_scale[:, None]).to(b_q[0].dtype)
         else:
             b_dot = dot_rows(b_q, p_k + o_row * k_stride, m_held, D, "ieee")
             b_v = tl.load(
                 p_v + o_row[:, None] * v_stride + o_e[None, :], mask=m_held[:, None] & (o_e < DV)[None, :], other=0.0
             )
-        if p_k_scale is not None:
-            b_dot = b_dot * (tl.load(p_k_scale + o_s, mask=m_held, other=0.0) * UNIT)[None, :]
-            b_v_scale = tl.load(p_v_scale + o_s, mask=m_held, other=0.0) * UNIT
-            b_v = (as_floats(b_v, tl.float32) * b_v_scale[:, None]).to(b_q[0].dtype)
+            if p_k_scale is not None:
+                b_dot = b_dot * (tl.load(p_k_scale + o_s, mask=m_held, other=0.0) * UNIT)[None, :]
+                b_v_scale = tl.load(p_v_scale + o_s, mask=m_held, other=0.0) * UNIT
+                b_v = (as_floats(b_v, tl.float32) * b_v_scale[:, None]).to(b_q[0].dtype)
         b_s = logits_base2(b_dot, scale, softcap)
         m_visible = m_held[None, :]
         if IS_CAUSAL:
@@ -206,8 +291,8 @@ def entry_arguments(held: AppendBuffers | SlotCache, key_dim: int, value_dim: in
             found[f"{side}_{name}_scale"] = getattr(held, f"{source}_scale")
     bits = 8 * held.tail_k.shape[-1] // key_dim  # 8 of floats too
     return {
-        **found, "levels": levels(bits, held.tail_k.device) if bits < 8 else None, "BITS": bits, "D": key_dim,
-        "DV": value_dim, "SV": key_dim if in_keys else value_dim, "BDV": block_dim(value_dim),
+        **found, "BITS": bits, "D": key_dim, "DV": value_dim, "SV": key_dim if in_keys else value_dim,
+        "BDV": block_dim(value_dim),
     }  # fmt: skip
 
 

@@ -22,13 +22,15 @@ from kvpass.kernels.cached_attention import (
     absorb_entries,
     append_entries,
     begin_merge,
+    channels,
     check_call,
     held_row,
+    hold_queries,
     merge_partials,
     shared_arguments,
 )
 from kvpass.kernels.launch import KernelConfig, kind, launch
-from kvpass.kernels.prefill_attention import block_dim, hold_rows, in_parts, wide_case
+from kvpass.kernels.prefill_attention import block_dim, in_parts, wide_case
 from kvpass.operands import AppendBuffers, Attention
 
 TAIL_TILE = 64
@@ -55,6 +57,17 @@ def block_rows_of(dtype: torch.dtype, key_dim: int, value_dim: int, query_rows: 
         return 16
     most = 64 if block_dim(key_dim) + block_dim(value_dim) <= 128 else 32
     return min(most, max(16, triton.next_power_of_2(query_rows)))
+
+
+def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers) -> str:
+    """Return the case: what fits in registers, of which codes take some."""
+    case = f"decode {kind(dtype)}"
+    if held.tail_k_scale is None:
+        return case + wide_case(key_dim, value_dim)
+    if held.tail_k.shape[-1] == key_dim:
+        return f"{case} codes"
+    is_wide = dtype != torch.float32 and block_dim(key_dim) + block_dim(value_dim) > 384
+    return f"{case} wide levels" if is_wide else f"{case} levels"
 
 
 @triton.jit
@@ -94,7 +107,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
     first_piece, pieces, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, SV: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
-    k_scale=None, v_scale=None, levels=None, BITS: tl.constexpr = 8,
+    k_scale=None, v_scale=None, BITS: tl.constexpr = 8,
 ):  # fmt: skip
     """Attend entries first..last-1 of p_k and p_v and the first ``new`` new tokens, which are appended behind ``used``.
 
@@ -107,16 +120,16 @@ def _attend_part(  # type: ignore[no-untyped-def]
     num_partials = tl.num_programs(0).to(tl.int64)
     o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
     o_t = o_r // G
-    o_e = tl.arange(0, BDV)
+    o_e = channels(BDV, BITS)
     m_r = o_r < G * tokens
     p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r % G).to(tl.int64) * stride_qh
-    b_q = hold_rows(p_q + o_t.to(tl.int64) * stride_qt, m_r, D)
+    b_q = hold_queries(p_q + o_t.to(tl.int64) * stride_qt, m_r, D, BITS)
     b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_R], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S, False,
-        p_k_scale=k_scale, p_v_scale=v_scale, p_levels=levels, BITS=BITS,
+        p_k_scale=k_scale, p_v_scale=v_scale, BITS=BITS,
     )  # fmt: skip
     p_tail_k = p_k + used.to(tl.int64) * (D * BITS // 8)
     p_tail_v = p_v + used.to(tl.int64) * (SV * BITS // 8)
@@ -134,7 +147,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
     else:
         b_m, b_l, b_acc = absorb_entries(
             b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, 0, new, o_t, scale, softcap, D, DV, BDV, BLOCK_T, True,
-            p_k_scale=k_scale + used, p_v_scale=v_scale + used, p_levels=levels, BITS=BITS,
+            p_k_scale=k_scale + used, p_v_scale=v_scale + used, BITS=BITS,
         )  # fmt: skip
     o_partial = i_p * G * tokens.to(tl.int64) + o_r
     tl.store(partial_ml + o_partial, b_m, mask=m_r)
@@ -162,7 +175,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
     ]
 )  # fmt: skip
 def _attend_piece(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, offsets, arrivals, tail_k, tail_v, tail_k_scale,
+    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, offsets, arrivals, tail_k, tail_v, tail_k_scale,
     tail_v_scale, tail_start, tail_used, row_index, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_p, stride_tl, stride_tb, scale, softcap,
     layer, layers, pool_rows, slots, tokens, chunks, num_pieces, tail_tiles,
@@ -230,7 +243,7 @@ def _attend_piece(  # type: ignore[no-untyped-def]
             q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
             stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
             new, used, first_piece, pieces, first_tail, tail_tiles, K, G, D, DV, SV, BDV, TAIL_TILE, BLOCK_T, BLOCK_R,
-            BLOCK_S, BLOCK_P, BLOCK_M, k_scale, v_scale, levels, BITS,
+            BLOCK_S, BLOCK_P, BLOCK_M, k_scale, v_scale, BITS,
         )  # fmt: skip
 
 
@@ -286,8 +299,6 @@ def attend_ragged(
         "CHUNK_STEP": CHUNK_STEP, "BLOCK_R": block_rows,
     }  # fmt: skip
     grid = (num_partials, triton.cdiv(query_rows, block_rows))
-    codes = "" if held.tail_k_scale is None else " codes"  # they take registers
-    if codes and held.tail_k.shape[-1] < key_dim and q.dtype != torch.float32:
-        codes = " levels"
-    launch(_attend_piece, grid, arguments, f"decode {kind(q.dtype)}{codes}{wide_case(key_dim, value_dim)}", config)
+    case = _case(q.dtype, key_dim, value_dim, held)
+    launch(_attend_piece, grid, arguments, case, config)
     return out.transpose(1, 2)

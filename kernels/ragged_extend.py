@@ -17,12 +17,14 @@ from kvpass.kernels.append_codes import append_codes
 from kvpass.kernels.cached_attention import (
     absorb_entries,
     append_entries,
+    channels,
     check_call,
     held_row,
+    hold_queries,
     shared_arguments,
 )
 from kvpass.kernels.launch import KernelConfig, blocks, kind, launch
-from kvpass.kernels.prefill_attention import LOG2E, block_dim, hold_rows, in_parts, is_aligned, wide_case
+from kvpass.kernels.prefill_attention import LOG2E, block_dim, in_parts, is_aligned, wide_case
 from kvpass.operands import AppendBuffers, Attention
 
 
@@ -42,7 +44,7 @@ def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers)
 
 @triton.jit(do_not_specialize=["stride_p", "stride_tl", "stride_tb", "layer", "layers", "pool_rows", "slots", "tokens"])
 def _attend_queries(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, offsets, tail_k, tail_v, tail_k_scale, tail_v_scale,
+    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, offsets, tail_k, tail_v, tail_k_scale, tail_v_scale,
     tail_start, tail_used, row_index, sinks, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt, stride_p, stride_tl, stride_tb, scale, softcap, layer, layers, pool_rows, slots,
     tokens, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr,
@@ -55,11 +57,11 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     i_h = i_segment % K
     o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
     o_t = o_r // G
-    o_e = tl.arange(0, BDV)
+    o_e = channels(BDV, BITS)
     m_r = o_r < G * tokens
     o_h = (i_h * G + o_r % G).to(tl.int64)
     p_q = q + i_b.to(tl.int64) * stride_qb + o_h * stride_qh + o_t.to(tl.int64) * stride_qt
-    b_q = hold_rows(p_q, m_r, D)
+    b_q = hold_queries(p_q, m_r, D, BITS)
     b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_R], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
@@ -80,7 +82,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
         p_v_scale = pool_v_scale + i_row
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_pool_k, p_pool_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S,
-        False, p_k_scale=p_k_scale, p_v_scale=p_v_scale, p_levels=levels, BITS=BITS,
+        False, p_k_scale=p_k_scale, p_v_scale=p_v_scale, BITS=BITS,
     )  # fmt: skip
     p_tail_k = tail_k + i_tail * (D * BITS // 8)
     p_tail_v = tail_v + i_tail * (SV * BITS // 8)
@@ -89,7 +91,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
         p_v_scale = tail_v_scale + i_tail
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, begin, used, o_t, scale, softcap, D, DV, BDV, BLOCK_S, False,
-        p_k_scale=p_k_scale, p_v_scale=p_v_scale, p_levels=levels, BITS=BITS,
+        p_k_scale=p_k_scale, p_v_scale=p_v_scale, BITS=BITS,
     )  # fmt: skip
     last = tl.minimum((i_r * BLOCK_R + BLOCK_R - 1) // G + 1, tokens)
     p_tail_k += used.to(tl.int64) * (D * BITS // 8)
@@ -109,7 +111,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     else:
         b_m, b_l, b_acc = absorb_entries(
             b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, 0, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S, True,
-            p_k_scale=p_k_scale + used, p_v_scale=p_v_scale + used, p_levels=levels, BITS=BITS,
+            p_k_scale=p_k_scale + used, p_v_scale=p_v_scale + used, BITS=BITS,
         )  # fmt: skip
     if sinks is not None:
         b_sink = tl.load(sinks + o_h).to(tl.float32) * LOG2E

@@ -23,12 +23,14 @@ from kvpass.kernels.cached_attention import (
     absorb_entries,
     append_entries,
     begin_merge,
+    channels,
     check_call,
     entry_arguments,
+    hold_queries,
     merge_partials,
 )
 from kvpass.kernels.launch import KernelConfig, kind, launch, strides
-from kvpass.kernels.prefill_attention import FLOOR, block_dim, hold_rows, in_parts, wide_case
+from kvpass.kernels.prefill_attention import FLOOR, block_dim, in_parts, wide_case
 from kvpass.kernels.slot_lines import first_empty
 from kvpass.operands import Attention, SlotCache
 
@@ -40,7 +42,7 @@ NEWEST = tl.constexpr(1 << 30)
 
 @triton.jit(do_not_specialize=["stride_pb", "stride_ph", "layer", "rows", "entries", "slots", "width", "pool_tiles"])
 def _attend_slots(  # type: ignore[no-untyped-def]
-    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, levels, offsets, tail_k, tail_v, tail_k_scale, tail_v_scale,
+    q, k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, offsets, tail_k, tail_v, tail_k_scale, tail_v_scale,
     position, weights, partial, partial_ml, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_pb,
     stride_ph, scale, softcap, layer, rows, entries, slots, width, pool_tiles, segments, K: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, BITS: tl.constexpr, BDV: tl.constexpr,
@@ -87,10 +89,10 @@ def _attend_slots(  # type: ignore[no-untyped-def]
                 p_v_scale = pool_v_scale + i_row
 
     o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    o_e = tl.arange(0, BDV)
+    o_e = channels(BDV, BITS)
     m_r = o_r < G
     p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r).to(tl.int64) * stride_qh
-    b_q = hold_rows(p_q, m_r, D)
+    b_q = hold_queries(p_q, m_r, D, BITS)
     b_m = tl.full([BLOCK_R], FLOOR, tl.float32)
     b_l = tl.zeros([BLOCK_R], tl.float32)
     b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
@@ -102,7 +104,7 @@ def _attend_slots(  # type: ignore[no-untyped-def]
         p_score = p_line + taken
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_r, scale, softcap, D, DV, BDV, BLOCK_S, False,
-        p_position + behind, p_scores, m_r, p_k_scale, p_v_scale, levels, BITS,
+        p_position + behind, p_scores, m_r, p_k_scale, p_v_scale, BITS,
     )  # fmt: skip
     tl.debug_barrier()  # the taken slot's score is stored twice; the new entry's score must come last
     at = taken - behind
@@ -121,7 +123,7 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     else:
         b_m, b_l, b_acc = absorb_entries(
             b_q, b_m, b_l, b_acc, p_k_at, p_v_at, D, SV, 0, mine, o_r, scale, softcap, D, DV, BDV, BLOCK_T, False,
-            None, p_score, m_r, p_k_scale + at, p_v_scale + at, levels, BITS,
+            None, p_score, m_r, p_k_scale + at, p_v_scale + at, BITS,
         )  # fmt: skip
     o_partial = (i_line.to(tl.int64) * num_tiles + i_p) * G + o_r
     tl.store(partial_ml + o_partial, b_m, mask=m_r)

@@ -37,6 +37,8 @@ from kvpass.ranks import ONE_PROCESS
 BUDGET = 1024
 WINDOW = 32
 BATCHES = (1, 8, 32)
+AT_LEAST = 0.15
+"""Seconds for each figure: a device's time is dear, and its kernels take as long every time."""
 PROMPTS = (8192, 32768, 131072)
 PREFILL_LAYERS = 4
 """Whose prompt fits beside everything else; figures are per layer."""
@@ -208,7 +210,7 @@ def time_graph(function: Callable[[], Any]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = function()  # the memory of its results stays the graph's
-    seconds = median_seconds(graph.replay)
+    seconds = median_seconds(graph.replay, AT_LEAST)
     del kept
     return seconds
 
@@ -258,7 +260,7 @@ def time_prompt(shape: Shape, tokens: int, policy: str) -> dict[str, Any]:
     """What scoring, cascade and pack add to the attention of a prompt of batch 1, milliseconds a layer."""
     compress, attend = prompt_run(shape, tokens, policy)
     compress()
-    attention = median_seconds(attend)
+    attention = median_seconds(attend, AT_LEAST)
     found = scoring_time(compress, shape.device)
     added = None if found is None else found.seconds / shape.layers
     parts = list(found.parts.items())[:12] if found is not None else []

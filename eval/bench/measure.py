@@ -33,8 +33,8 @@ ATTENTION_OPERATORS = {
 ATTENTION_KERNEL = "_prefill_kernel"
 """The Triton kernel that attends where neither cuDNN nor FlashAttention takes the site."""
 
-_COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 _LEAST_SECONDS = 0.5
+_COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -88,10 +88,10 @@ class Meter:
             torch.cuda.empty_cache()
 
 
-def median_seconds(run: Callable[[], Any]) -> float:
-    """Median seconds of one ``run``; a device is waited for after many of them."""
+def median_seconds(run: Callable[[], Any], at_least: float | None = None) -> float:
+    """Median seconds of one ``run`` in ``at_least`` seconds of them; a device is waited for after many of them."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=_LEAST_SECONDS).median
+    return timer.blocked_autorange(min_run_time=at_least or _LEAST_SECONDS).median
 
 
 def run_in_memory(function: Callable[[], Any]) -> str | None:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from kvpass.config import EntryFormat
 from kvpass.kernels import append_codes, ragged_decode, ragged_extend
+from kvpass.kernels.cached_attention import HALF_TERMS, LEVEL_TERMS
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import CHUNK_STEP, MOST_CHUNKS, TAIL_TILE, attend_ragged, chunks_of
 from kvpass.kernels.ragged_extend import attend_extend
-from kvpass.operands import AppendBuffers, Attention
+from kvpass.operands import LEVELS, AppendBuffers, Attention
 from kvpass.ops import reference
 from kvpass.rotation import is_rotated, rotated_call, rotated_output
 from numeric_checks import DecodeCase, Exact, assert_rounded, decode_case
@@ -179,6 +180,22 @@ def test_codes_of_few_bits(entry_format: EntryFormat, dtype: torch.dtype, dim: i
         [[0, 33, 70], [40, 1, 32]], group=3, dim=dim, value_dim=value_dim, tokens=2, dtype=dtype, start=[2, 0]
     ).packed(entry_format)
     check(case, [*BOTH, lambda given: ragged(given, None, None), lambda given: extend(given, config=None)])
+
+
+@pytest.mark.parametrize("bits", LEVELS)
+def test_levels_are_polynomials(bits: int) -> None:
+    """Up to the rounding of a few steps in fp32; in fp16, each step rounded, with the error of one rounding."""
+    levels = torch.tensor(LEVELS[bits], dtype=torch.float64)
+    x = (2 * torch.arange(2**bits) + 1) / 2**bits - 1
+
+    def found(dtype: torch.dtype, terms: Sequence[float]) -> Tensor:
+        slope = torch.zeros_like(levels)
+        for term in reversed(terms):
+            slope = (slope * (x * x).double() + torch.tensor(term, dtype=dtype)).to(dtype).double()
+        return (x * slope).to(dtype).double()
+
+    torch.testing.assert_close(found(torch.float32, LEVEL_TERMS[bits]), levels, rtol=3e-7, atol=0)
+    torch.testing.assert_close(found(torch.float16, HALF_TERMS[bits]), levels, rtol=2**-11, atol=0)
 
 
 @pytest.mark.parametrize("entry_format", quick(["model", "int8", "rot4"], ["model", "rot4"]))
