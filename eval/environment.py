@@ -35,6 +35,12 @@ _FOLDERS = (".", "kernels", "graphs", "eval")
 """Of the package; the last three are links to folders beside it, into which a search does not descend."""
 
 
+def command_line() -> list[str]:
+    """Words of the command that runs, as a user would type it."""
+    name = Path(sys.argv[0]).name
+    return ["kvpass" if name == "__main__.py" else name, *sys.argv[1:]]
+
+
 def versions() -> dict[str, str]:
     """Versions of kvpass, Python and the libraries that decide numbers, as far as installed."""
     found = {"kvpass": kvpass.__version__, "source": source_digest(), "python": platform.python_version()}

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import resource
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -28,7 +27,7 @@ from kvpass.compiler.blocks import tokens_of
 from kvpass.eval.bench.measure import Meter
 from kvpass.eval.bench.settings import BenchSettings, build, find_model
 from kvpass.eval.bench.systems import Kvpass
-from kvpass.eval.environment import conditions, machine, versions
+from kvpass.eval.environment import command_line, conditions, machine, versions
 from kvpass.eval.tables import Tables
 from kvpass.progress import progress_bar
 
@@ -262,7 +261,7 @@ def header_of(settings: BenchSettings) -> Result:
     """Return what every result begins with."""
     config: Any = settings.bench_model.config.get_text_config()
     return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": command_line(),
         "machine": machine(torch.device(settings.device)),
         "versions": versions(),
         "model": {

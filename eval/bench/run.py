@@ -9,13 +9,11 @@ Prompts are random tokens: this measures speed, not quality.
 from __future__ import annotations
 
 import gc
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +36,7 @@ from kvpass.eval.bench.measure import (
 )
 from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
-from kvpass.eval.environment import machine, versions
+from kvpass.eval.environment import command_line, machine, versions
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.progress import progress_bar
 from kvpass.transformers_compat import CACHE
@@ -352,7 +350,7 @@ class Bench:
     def _result(self, runs: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
         settings, config = self.settings, self.model.config
         return {
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "command": command_line(),
             "machine": {**machine(self.device), "copy_bandwidth": bandwidth},
             "versions": versions(),
             "model": {

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ import kvpass
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import Acceptance
 from kvpass.compiler.backend import Compiler
-from kvpass.eval.environment import conditions, machine, versions
+from kvpass.eval.environment import command_line, conditions, machine, versions
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.run import BudgetValue, stop_tokens
 from kvpass.eval.tables import Tables
@@ -146,7 +144,7 @@ class Exact:
         """Return plain values for JSON."""
         settings = asdict(self.settings) | {"policies": [str(spec) for spec in self.settings.policies]}
         return {
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "command": command_line(),
             "settings": settings,
             "versions": versions(),
             "machine": machine(self.model.device),
