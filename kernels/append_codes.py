@@ -1,6 +1,7 @@
 """New entries as codes on CUDA, stored where the attention kernels then read them: in the tail, or in reused slots.
 
-One program for each new token of a KV head quantises its key and its value, as ``entry_formats.py`` says.
+One program for each new token of a KV head quantises its key and its value, as ``entry_formats.py`` says. Divisions
+are rounded as IEEE 754 has it (``/`` is not): codes of 8 bits are those of the eager reference.
 
 Legend: B batch, T new tokens, K KV heads, D head dim of keys, Dv of values, E pool slots, C tail capacity.
 """
@@ -30,7 +31,7 @@ def _encode(  # type: ignore[no-untyped-def]
     b_x = tl.load(p_x + o_d, mask=m_d, other=0.0).to(tl.float32)
     if BITS < 8:
         size = tl.sqrt(tl.sum(b_x * b_x, 0) / D)
-        b_z = b_x / tl.where(size == 0.0, 1.0, size)
+        b_z = tl.div_rn(b_x, tl.where(size == 0.0, 1.0, size))
         b_code = tl.zeros([BD], tl.int32)
         for i in tl.static_range(0, (1 << BITS) - 1):
             b_code += (b_z > (tl.load(p_levels + i) + tl.load(p_levels + i + 1)) / 2).to(tl.int32)
@@ -45,9 +46,9 @@ def _encode(  # type: ignore[no-untyped-def]
         tl.store(p_codes + o_word[:, None] * BITS + o_byte[None, :], b_byte.to(tl.uint8), mask=m_byte)
     else:
         MOST: tl.constexpr = 127.0 if p_codes.dtype.element_ty == tl.int8 else 448.0
-        scale = tl.max(tl.abs(b_x), 0) / MOST + tl.sum(b_x * 0.0, 0)  # NaN if one number is
+        scale = tl.div_rn(tl.max(tl.abs(b_x), 0), MOST) + tl.sum(b_x * 0.0, 0)  # NaN if one number is
         tl.store(p_scale, scale)
-        b_z = tl.minimum(tl.maximum(b_x / tl.where(scale == 0.0, 1.0, scale), -MOST), MOST)
+        b_z = tl.minimum(tl.maximum(tl.div_rn(b_x, tl.where(scale == 0.0, 1.0, scale)), -MOST), MOST)
         if p_codes.dtype.element_ty == tl.int8:
             b_code = (b_z + ROUNDING - ROUNDING).to(tl.int32)
         else:

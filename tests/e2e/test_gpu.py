@@ -15,9 +15,10 @@ import kvpass
 from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers, SlotCache, SlotTables
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
-from kvpass.ops.entry_formats import packed
+from kvpass.ops.entry_formats import entries_held, packed, side_at
 from kvpass.policies import POLICIES, resolve
 from kvpass.ranks import ONE_PROCESS
+from kvpass.rotation import is_rotated, rotated_back
 from masked_oracle import kept_columns
 from numeric_checks import assert_best, assert_close, logits_before, observe
 from tiny_models import HEAD_MAP, left_pad, random_ids, tiny_model
@@ -243,15 +244,37 @@ def test_attending_latent_rows(dtype, tokens):
     assert torch.equal(held.tail_k[1, :, :, 63 : 63 + tokens], k)
 
 
+def floats_of(held: AppendBuffers, dim: int, value_dim: int) -> AppendBuffers:
+    """The same cache on the CPU in fp32: what its codes stand for."""
+    on_cpu = exact(held)
+    found: dict[str, Tensor | None] = {}
+    for side in ("pool", "tail"):
+        entries = entries_held(side_at(on_cpu, side, ...), dim, value_dim)
+        for name, x in zip("kv", entries, strict=True):
+            found[f"{side}_{name}"] = rotated_back(x) if is_rotated(on_cpu, dim) else x
+            found[f"{side}_{name}_scale"] = None
+    return on_cpu._replace(**found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("entry_format", ["int8", "fp8", "rot4", "rot3", "rot2"])
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 96), (128, 128)])
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_attending_a_pool_of_codes(dtype, entry_format, dim, value_dim, tokens):
+    """The reference attends what the device appended: of rounded operands, a number may go to the level beside."""
     held = packed(ragged_cache(dtype, dim, value_dim), entry_format)
     call = Attention(*site(dtype, dim, value_dim, tokens), dim**-0.5, 5.0, sinks_of(True))
-    expected = reference.attend_cache(exact(call), exact(held), 1)
-    check("output", device.attend_cache(call, held, 1), expected, ERROR.get(dtype, 1e-5))
+    twin = exact(held)
+    reference.attend_cache(exact(call), twin, 1)
+    found = device.attend_cache(call, held, 1)
+    floats = floats_of(held, dim, value_dim)
+    k, v = (tail[1, :, :, 63 : 63 + tokens] for tail in (floats.tail_k, floats.tail_v))
+    expected = reference.attend_cache(exact(call)._replace(k=k, v=v), floats, 1)
+    check("output", found, expected, ERROR.get(dtype, 1e-5))
+    appended = floats_of(twin, dim, value_dim)
+    for name, found, expected in (("k", k, appended.tail_k), ("v", v, appended.tail_v)):
+        error = 1e-6 if dtype == torch.float32 or not is_rotated(held, dim) else 0.05
+        check(f"new {name}", found, expected[1, :, :, 63 : 63 + tokens], error)
 
 
 def test_the_last_program_merges_what_all_others_stored() -> None:
