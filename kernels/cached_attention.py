@@ -81,11 +81,10 @@ def channels(BD: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-d
 @triton.jit
 def hold_queries(p_rows, m_rows, D: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return query rows as :func:`absorb_entries` takes them for entries of BITS bits."""
+    b_q = hold_rows(p_rows, m_rows, D)
     if BITS < 8:
-        o_d = channels(part_block(D), BITS)
-        b_q = (tl.load(p_rows[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d < D)[None, :], other=0.0),)
-    else:
-        b_q = hold_rows(p_rows, m_rows, D)
+        b_halves = tl.reshape(b_q[0], [p_rows.shape[0], part_block(D) // 8, 2, 4])
+        b_q = (tl.reshape(tl.permute(b_halves, (0, 1, 3, 2)), [p_rows.shape[0], part_block(D)]),)
     return b_q
 
 
@@ -93,7 +92,7 @@ def hold_queries(p_rows, m_rows, D: tl.constexpr, BITS: tl.constexpr):  # type: 
 def load_words(p_codes, o_row, m_row, D: tl.constexpr, BD: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the codes of BITS bits of rows o_row, eight to an int32, four in each half: ``[rows, BD / 8]``.
 
-    The first codes lie in the lowest bits. 0 in rows where not m_row, and in columns from D on.
+    The first codes lie in the lowest bits. Rows where not m_row, and columns from D on, hold any codes.
     """
     o_w = tl.arange(0, BD // 8)
     m_w = m_row[:, None] & (o_w < D // 8)[None, :]
@@ -104,37 +103,35 @@ def load_words(p_codes, o_row, m_row, D: tl.constexpr, BD: tl.constexpr, BITS: t
         b_bits = tl.load(p_codes.to(tl.pointer_type(tl.int16), bitcast=True) + o_word, mask=m_w, other=0).to(tl.int32)
         b_word = (b_bits & 0xFF) | ((b_bits & 0xFF00) << 8)
     else:
-        p_byte = p_codes + o_word * 3
-        b_word = tl.load(p_byte, mask=m_w, other=0).to(tl.int32)
-        b_bits = tl.load(p_byte + 1, mask=m_w, other=0).to(tl.int32)
-        b_word |= ((b_bits & 0xF) << 8) | ((b_bits & 0xF0) << 12)
-        b_word |= tl.load(p_byte + 2, mask=m_w, other=0).to(tl.int32) << 20
+        if D % 32 == 0:  # rows of whole int32: three hold the codes of four words; rows last, so that loads coalesce
+            o_g = tl.arange(0, BD // 32)
+            m_g = m_row[None, :] & (o_g < D // 32)[:, None]
+            p_bits = p_codes.to(tl.pointer_type(tl.int32), bitcast=True)
+            p_bits += o_row[None, :] * (D * 3 // 32) + (o_g * 3)[:, None]
+            b_0 = tl.load(p_bits, mask=m_g, other=0)
+            b_1 = tl.load(p_bits + 1, mask=m_g, other=0)
+            b_2 = tl.load(p_bits + 2, mask=m_g, other=0)
+            b_even = tl.join(b_0, ((b_1 >> 16) & 0xFFFF) | (b_2 << 16))
+            b_odd = tl.join(((b_0 >> 24) & 0xFF) | (b_1 << 8), b_2 >> 8)
+            b_bits = tl.permute(tl.join(b_even, b_odd), (1, 0, 2, 3))
+            b_bits = tl.reshape(b_bits, [o_row.shape[0], BD // 8])
+        else:
+            p_byte = p_codes + o_word * 3
+            b_bits = tl.load(p_byte, mask=m_w, other=0).to(tl.int32)
+            b_bits |= tl.load(p_byte + 1, mask=m_w, other=0).to(tl.int32) << 8
+            b_bits |= tl.load(p_byte + 2, mask=m_w, other=0).to(tl.int32) << 16
+        b_word = (b_bits & 0xFFF) | ((b_bits & 0xFFF000) << 4)
     return b_word
 
 
 @triton.jit
-def _level_at(b_bits, dtype: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the level whose code is in the bits of fp16 numbers ``2^(10 - BITS) + (2 code + 1) / 2^BITS``."""
-    TERMS: tl.constexpr = level_terms(BITS, dtype)
-    b_x = (b_bits.to(tl.int16).to(tl.float16, bitcast=True) - (1.0 + (1 << (10 - BITS)))).to(dtype)
-    b_square = b_x * b_x
-    b_slope = b_square * TERMS[len(TERMS) - 1] + TERMS[len(TERMS) - 2]
-    for i in tl.static_range(2, len(TERMS)):
-        b_slope = b_slope * b_square + TERMS[len(TERMS) - 1 - i]
-    return b_x * b_slope
-
-
-@triton.jit
-def _level_pair(b_word, FIRST: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return what codes FIRST and FIRST + 4 of words stand for, ``[rows, N, 2]``."""
-    SUM: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.float16
+def _pair(b_word, FIRST: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return codes FIRST and FIRST + 4 of words, as bits of fp16 numbers 2^(10 - BITS) + (2 code + 1) / 2^BITS."""
     MASK: tl.constexpr = ((2 << BITS) - 2) * 0x10001
     ONES: tl.constexpr = (((25 - BITS) << 10) + 1) * 0x10001
     b_shifted = b_word << 1 if FIRST == 0 else b_word >> (FIRST * BITS - 1)
     b_bits = (b_shifted & MASK) | ONES
-    b_low = _level_at(b_bits, SUM, BITS)
-    b_high = _level_at(b_bits >> 16, SUM, BITS)
-    return tl.join(b_low.to(dtype), b_high.to(dtype))
+    return tl.join(b_bits.to(tl.int16), (b_bits >> 16).to(tl.int16))
 
 
 @triton.jit
@@ -143,26 +140,34 @@ def levels_of(b_word, dtype: tl.constexpr, BITS: tl.constexpr):  # type: ignore[
 
     Of 8 columns the codes are 0, 4, 1, 5, 2, 6, 3 and 7 of the word: in fp16 one instruction computes two neighbours.
     """
-    b_even = tl.join(_level_pair(b_word, 0, dtype, BITS), _level_pair(b_word, 2, dtype, BITS))
-    b_odd = tl.join(_level_pair(b_word, 1, dtype, BITS), _level_pair(b_word, 3, dtype, BITS))
-    b_levels = tl.permute(tl.join(b_even, b_odd), (0, 1, 3, 4, 2))
-    return tl.reshape(b_levels, [b_word.shape[0], b_word.shape[1] * 8])
+    SUM: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.float16
+    TERMS: tl.constexpr = level_terms(BITS, SUM)
+    b_even = tl.join(_pair(b_word, 0, BITS), _pair(b_word, 2, BITS))
+    b_odd = tl.join(_pair(b_word, 1, BITS), _pair(b_word, 3, BITS))
+    b_bits = tl.permute(tl.join(b_even, b_odd), (0, 1, 3, 4, 2))
+    b_bits = tl.reshape(b_bits, [b_word.shape[0], b_word.shape[1] * 8])
+    b_x = (b_bits.to(tl.float16, bitcast=True) - (1.0 + (1 << (10 - BITS)))).to(SUM)
+    b_square = b_x * b_x
+    b_slope = b_square * TERMS[len(TERMS) - 1] + TERMS[len(TERMS) - 2]
+    for i in tl.static_range(2, len(TERMS)):
+        b_slope = b_slope * b_square + TERMS[len(TERMS) - 1 - i]
+    return (b_x * b_slope).to(dtype)
 
 
 @triton.jit
 def absorb_entries(  # type: ignore[no-untyped-def]
     b_q, b_m, b_l, b_acc, p_k, p_v, k_stride, v_stride, first, last, o_t, scale, softcap, D: tl.constexpr,
     DV: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    p_position=None, p_scores=None, m_r=None, p_k_scale=None, p_v_scale=None, BITS: tl.constexpr = 8,
+    p_position=None, p_scores=None, m_r=None, p_k_scale=None, p_v_scale=None, BITS: tl.constexpr = 8, taken=None,
 ):  # fmt: skip
     """Attend rows first..last-1 of p_k and p_v by online softmax, base 2. Queries are in parts of :func:`load_parts`.
 
     If causal, each query row attends only up to row o_t. The first block has an entry that every query row attends
-    (entry 0 if causal), so b_m is finite from then on. If p_position is given, rows with a negative position hold no
-    entry, and b_m must be finite at the start. If p_scores is given, one pointer per query row, the scores of query
-    rows m_r are stored there, -inf for rows without an entry. If p_k_scale and p_v_scale are given, rows of p_k and p_v
-    are codes, and an entry is its codes, as :func:`as_floats` has them, times its scale; of BITS below 8 as
-    :func:`levels_of` has them, and strides are not read.
+    (entry 0 if causal), so b_m is finite from then on. If p_position is given, rows with a negative position, but row
+    ``taken``, hold no entry, and b_m must be finite at the start. If p_scores is given, one pointer per query row, the
+    scores of query rows m_r are stored there, -inf for rows without an entry. If p_k_scale and p_v_scale are given,
+    rows of p_k and p_v are codes, and an entry is its codes, as :func:`as_floats` has them, times its scale; of BITS
+    below 8 as :func:`levels_of` has them, and strides are not read.
     """
     UNIT: tl.constexpr = 256.0 if p_k.dtype.element_ty == tl.uint8 and BITS == 8 else 1.0
     LEVEL: tl.constexpr = tl.float32 if b_q[0].dtype == tl.float32 else tl.float16
@@ -174,6 +179,8 @@ def absorb_entries(  # type: ignore[no-untyped-def]
         m_held = m_s
         if p_position is not None:
             m_held = tl.load(p_position + o_s, mask=m_s, other=-1) >= 0
+            if taken is not None:
+                m_held |= m_s & (o_s == taken)
         # b_dot: [BLOCK_R, BLOCK_S], b_v: [BLOCK_S, BDV]
         if BITS < 8:
             b_k_word = load_words(p_k, o_row, m_held, D, part_block(D), BITS)

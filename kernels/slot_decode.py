@@ -102,16 +102,17 @@ def _attend_slots(  # type: ignore[no-untyped-def]
         p_line = weights + (i_line.to(tl.int64) * G + o_r) * width
         p_scores = p_line + behind
         p_score = p_line + taken
+    at = taken - behind
+    at_codes = None if tail_k_scale is None else at
     b_m, b_l, b_acc = absorb_entries(
         b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_r, scale, softcap, D, DV, BDV, BLOCK_S, False,
-        p_position + behind, p_scores, m_r, p_k_scale, p_v_scale, BITS,
+        p_position + behind, p_scores, m_r, p_k_scale, p_v_scale, BITS, at_codes,
     )  # fmt: skip
-    tl.debug_barrier()  # the taken slot's score is stored twice; the new entry's score must come last
-    at = taken - behind
-    mine = ((at >= first) & (at < last)).to(tl.int32)
-    p_k_at = p_k + at.to(tl.int64) * (D * BITS // 8)
-    p_v_at = p_v + at.to(tl.int64) * (SV * BITS // 8)
     if tail_k_scale is None:
+        tl.debug_barrier()  # the taken slot's score is stored twice; the new entry's score must come last
+        mine = ((at >= first) & (at < last)).to(tl.int32)
+        p_k_at = p_k + at.to(tl.int64) * D
+        p_v_at = p_v + at.to(tl.int64) * SV
         p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
         p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
         b_m, b_l, b_acc = absorb_entries(
@@ -120,11 +121,6 @@ def _attend_slots(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         if i_r == 0:
             append_entries(p_k_new, p_v_new, D, DV, p_k_at, p_v_at, 0, mine, 1, D, DV, SV, BLOCK_T)
-    else:
-        b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, p_k_at, p_v_at, D, SV, 0, mine, o_r, scale, softcap, D, DV, BDV, BLOCK_T, False,
-            None, p_score, m_r, p_k_scale + at, p_v_scale + at, BITS,
-        )  # fmt: skip
     o_partial = (i_line.to(tl.int64) * num_tiles + i_p) * G + o_r
     tl.store(partial_ml + o_partial, b_m, mask=m_r)
     tl.store(partial_ml + tl.num_programs(1).to(tl.int64) * num_tiles * G + o_partial, b_l, mask=m_r)
@@ -238,6 +234,8 @@ def attend_slots(
     }  # fmt: skip
     grid = (num_tiles, num_lines, triton.cdiv(group, block_rows))
     codes = "" if lines.tail_k_scale is None else " codes"  # they take registers
+    if codes and lines.tail_k.shape[-1] < key_dim:
+        codes = " levels"
     launch(_attend_slots, grid, attend, f"slots {kind(q.dtype)}{codes}{wide_case(key_dim, value_dim)}", config)
     recorded = v if values is None else values
     finish = {
