@@ -91,6 +91,11 @@ class FullAttentionLayers(CachePart):
         self._prefill: PrefillBuffers | None = None
 
     @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Without the counters of programs, which say nothing of the entries."""
+        return {name: x for name, x in super().buffers.items() if name != "arrivals"}
+
+    @property
     def saved_names(self) -> list[str]:
         """Names of buffers that are saved to files and row-selected in beam search."""
         return saved_buffers(
@@ -222,6 +227,7 @@ class FullAttentionLayers(CachePart):
 
     def _count_programs(self) -> None:
         """Make the counters for the rows anew; the CPU and ``attend_evict`` need none."""
+        self.arrivals = None
         if self.offsets.is_cuda and not self.evicts:
             sizes = {"A": self.rows * self.geometry.kv_heads}
             self.arrivals = BUFFERS["arrivals"].new(sizes, self.offsets.device)
@@ -303,6 +309,10 @@ class FullAttentionLayers(CachePart):
             if name in written or BUFFERS[name].counter:
                 setattr(twin, name, reuse.copy((self.group, name), x))
         return twin
+
+    def to(self, device: torch.device) -> FullAttentionLayers:
+        self.geometry.check_format(self.entry_format, device)
+        return super().to(device)
 
     def mapped(self, change: Callable[[str, Tensor], Tensor]) -> FullAttentionLayers:
         twin = super().mapped(change)

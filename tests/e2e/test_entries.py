@@ -313,3 +313,13 @@ def test_refusals() -> None:
     odd = kvpass.compile(odd, budget=20, window=8, entries="rot2", backend="eager")
     with pytest.raises(ValueError, match="entries='rot2': head dimensions must be multiples of 8"):
         odd(random_ids(1, 30, seed=1))
+
+
+def test_three_bits_are_refused_on_cuda() -> None:
+    """Where a device that ran the kernel of rot3 got wrong numbers."""
+    model = decoder("llama")
+    cache = kvpass.compile(model, budget=20, window=8, entries="rot3", backend="eager")(
+        random_ids(1, 30)
+    ).past_key_values
+    with pytest.raises(ValueError, match=r"entries='rot3': .* has not run on a GPU; give entries='rot4' or 'rot2'"):
+        cache.to("cuda")
