@@ -103,19 +103,21 @@ class GraphedStep:
         self._step = step
         self._record = record
         self._device = device
-        self._held = frozenset(held)
+        self._held = sorted(held)
+        self._given: list[int] = []  # places of the other inputs, once they have been seen
         self._captured: OrderedDict[tuple[Any, ...], _Capture] = OrderedDict()
         self._seen: OrderedDict[tuple[Any, ...], None] = OrderedDict()
 
     def __call__(self, inputs: Sequence[Any], state: Sequence[Tensor]) -> Sequence[Any]:
-        copied = [isinstance(value, Tensor) and place not in self._held for place, value in enumerate(inputs)]
-        key = _key(inputs, copied, state)
+        if not self._given:
+            self._given = sorted(set(range(len(inputs))).difference(self._held))
+        key = self._key(inputs, state)
         with _LOCK:
             if key in self._captured:
                 self._captured.move_to_end(key)
                 return self._captured[key](inputs)
             if key in self._seen:
-                capture = _Capture(self._step, self._record, inputs, copied, state)
+                capture = _Capture(self._step, self._record, inputs, self._given, state)
                 # stays non-empty: the shared memory pool must not be used again after its last capture is freed
                 _remember(self._captured, key, capture, MAX_GRAPHS)
                 del self._seen[key]
@@ -130,6 +132,12 @@ class GraphedStep:
             _remember(self._seen, key, None, MAX_SEEN)
         return outputs
 
+    def _key(self, inputs: Sequence[Any], state: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return a capture's key: layout of copied inputs, addresses of other tensors and of state, other values."""
+        given = [_layout(value) for value in map(inputs.__getitem__, self._given)]
+        fixed = (*map(inputs.__getitem__, self._held), *state)
+        return (*given, *map(Tensor.data_ptr, fixed), *(x.shape for x in state))
+
 
 def _remember(known: OrderedDict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any, most: int) -> None:
     """Add the newest item, and drop the oldest ones above ``most``."""
@@ -142,21 +150,20 @@ class _Capture:
     """One captured step with its own input and output buffers."""
 
     def __init__(
-        self, step: Step, record: Recorder, inputs: Sequence[Any], copied: Sequence[bool], state: Sequence[Tensor]
+        self, step: Step, record: Recorder, inputs: Sequence[Any], given: Sequence[int], state: Sequence[Tensor]
     ) -> None:
-        self._copied = copied
-        self._inputs = [_own(value) if copy else value for value, copy in zip(inputs, copied, strict=True)]
+        self._own = {place: _own(inputs[place]) for place in given if isinstance(inputs[place], Tensor)}
         self._outputs: Sequence[Any] = ()
+        used = [self._own.get(place, value) for place, value in enumerate(inputs)]
 
         def run() -> None:
-            self._outputs = step(*self._inputs, *state)
+            self._outputs = step(*used, *state)
 
         self._recording = record(run)
 
     def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        for own, given, copy in zip(self._inputs, inputs, self._copied, strict=True):
-            if copy:
-                _distinct(own).copy_(_distinct(given))
+        for place, own in self._own.items():
+            _distinct(own).copy_(_distinct(inputs[place]))
         self._recording.replay()
         return [value.clone() if isinstance(value, Tensor) else value for value in self._outputs]
 
@@ -176,13 +183,6 @@ def _own(tensor: Tensor) -> Tensor:
     return own.copy_(distinct).expand(tensor.shape)
 
 
-def _key(inputs: Sequence[Any], copied: Sequence[bool], state: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return a capture's key: layout of copied inputs, addresses of other tensors and of state, other values."""
-    given = [_mark(value, copy) for value, copy in zip(inputs, copied, strict=True)]
-    return (*given, *((tensor.data_ptr(), tensor.shape) for tensor in state))
-
-
-def _mark(value: Any, copied: bool) -> Any:
-    if copied:
-        return value.shape, value.stride(), value.dtype, value.device
-    return value.data_ptr() if isinstance(value, Tensor) else value
+def _layout(value: Any) -> Any:
+    """Return what a capture that copies a tensor depends on; of other values all."""
+    return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
