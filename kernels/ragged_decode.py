@@ -59,7 +59,7 @@ def block_rows_of(dtype: torch.dtype, key_dim: int, value_dim: int, query_rows: 
     return min(most, max(16, triton.next_power_of_2(query_rows)))
 
 
-def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers) -> str:
+def case_of(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers) -> str:
     """Return the case: what fits in registers, of which codes take some."""
     case = f"decode {kind(dtype)}"
     if held.tail_k_scale is None:
@@ -299,6 +299,6 @@ def attend_ragged(
         "CHUNK_STEP": CHUNK_STEP, "BLOCK_R": block_rows,
     }  # fmt: skip
     grid = (num_partials, triton.cdiv(query_rows, block_rows))
-    case = _case(q.dtype, key_dim, value_dim, held)
+    case = case_of(q.dtype, key_dim, value_dim, held)
     launch(_attend_piece, grid, arguments, case, config)
     return out.transpose(1, 2)

@@ -19,9 +19,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from kvpass.config import EntryFormat
 from kvpass.eval.bench.kernels import LATENT, WINDOW, WORST_ERROR, Shape, TimedCase, ragged_lengths, time_graph
 from kvpass.eval.environment import machine, versions
-from kvpass.operands import SlotCache
+from kvpass.operands import AppendBuffers, Attention, SlotCache
+from kvpass.rotation import rotated_call
 
 LEAST_GAIN = 0.03
 """Share of the time that a config must save to be taken: less is noise."""
@@ -30,22 +32,30 @@ WARPS = (2, 4, 8)
 REGISTERS = (None, 168, 128)
 """With four warps, three and four programs of a multiprocessor share its 65,536."""
 LEAST_BLOCK = 16
+CODES: tuple[EntryFormat, ...] = ("model", "int8", "rot4")
+"""Entry formats of a decode step in 16 bits, each with a case of its own."""
 
 Workload = Callable[..., Any]
 """Runs a kernel with the given ``config``, None for the pinned one."""
 
 
 def workloads(
-    place: str = "cuda", tokens: int = 8192, rows: int = 8, budget: int = 1024, dims: Sequence[int] = (64, 128, 256)
+    place: str = "cuda",
+    tokens: int = 8192,
+    rows: int = 8,
+    budget: int = 1024,
+    dims: Sequence[int] = (64, 128, 256),
+    layers: int = 16,
 ) -> Iterator[tuple[str, Workload]]:
     """Yield each case that is worth measuring, with its work on random inputs; those of one case at a time are held.
 
     Args:
         tokens: of the prompt, batch 1. rows: of a decode step. budget: entries per KV head there. dims: head dims.
+        layers: of the cache that decode steps read, so many that it does not stay in the device's own cache.
     """
     from kvpass.kernels.launch import kind
     from kvpass.kernels.prefill_attention import dims_case, prefill_attention, wide_case
-    from kvpass.kernels.ragged_decode import attend_ragged
+    from kvpass.kernels.ragged_decode import attend_ragged, case_of
     from kvpass.kernels.ragged_extend import attend_extend
     from kvpass.kernels.slot_decode import attend_slots
     from kvpass.kernels.window_statistics import column_sums, window_statistics
@@ -61,8 +71,13 @@ def workloads(
             yield f"column sums {case}", partial(column_sums, call, start, lse, tokens)
         for shape in (usual, latent):
             case = kind(dtype) + wide_case(shape.dim)
+            many = replace(shape, layers=layers)
+            for entry_format in CODES if shape is usual and dtype == torch.bfloat16 else CODES[:1]:
+                cache = TimedCase.make(many, ragged_lengths(many, rows, budget), entry_format)
+                call = cache.call if entry_format != "rot4" else rotated_call(cache.call, cache.held)
+                decode_case = case_of(dtype, shape.dim, shape.geometry.value_dim, cache.held)
+                yield decode_case, partial(through_layers, attend_ragged, call, cache.held)
             cache = TimedCase.make(shape, ragged_lengths(shape, rows, budget))
-            yield f"decode {case}", partial(attend_ragged, cache.call, cache.held, 0)
             yield f"extend {case}", partial(attend_extend, shape.tokens(rows, WINDOW), cache.held, 0)
             position = torch.arange(budget, dtype=torch.int32, device=shape.device).expand(rows, shape.kv_heads, -1)
             stored = shape.dim, shape.geometry.stored_value_dim
@@ -71,6 +86,11 @@ def workloads(
                 f"slots {case}",
                 partial(attend_slots, cache.call, SlotCache(None, None, None, keys, values, position), 0),
             )
+
+
+def through_layers(attend: Callable[..., Tensor], call: Attention, held: AppendBuffers, config: Any = None) -> Tensor:
+    """Attend each layer of a cache; return what the last gave."""
+    return [attend(call, held, layer, config) for layer in range(held.tail_k.shape[0])][-1]
 
 
 def result(found: Any) -> Tensor:
