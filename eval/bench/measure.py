@@ -32,6 +32,8 @@ ATTENTION_OPERATORS = {
 }
 ATTENTION_KERNEL = "_prefill_kernel"
 """The Triton kernel that attends where neither cuDNN nor FlashAttention takes the site."""
+WAITING = "Command Buffer Full"
+"""What the profiler notes in an operator while the device has all launches it can hold, with kernels of other events."""
 
 _LEAST_SECONDS = 0.5
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
@@ -171,7 +173,7 @@ def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None
 def _beyond_attention(event: Any, is_cuda: bool, *, replays: bool = False) -> Iterator[tuple[str, float]]:
     """Microseconds of each kernel (CPU: operator) of a profiled operator, without attention but in replays."""
     replays = replays or event.name == REPLAY
-    if event.name in ATTENTION_OPERATORS and not replays:
+    if event.name == WAITING or (event.name in ATTENTION_OPERATORS and not replays):
         return
     if is_cuda:
         counted = (kernel for kernel in event.kernels if replays or ATTENTION_KERNEL not in kernel.name)

@@ -305,6 +305,7 @@ def test_scoring_time_adds_up_what_is_not_attention():
     def kernel(name, duration):
         return SimpleNamespace(name=name, duration=duration)
 
+    waiting = event("Command Buffer Full", 40.0, kernels=[kernel("gemm of another operator", 900.0)])
     site = event(
         "kvpass::observe_attention",
         5.0,
@@ -312,7 +313,7 @@ def test_scoring_time_adds_up_what_is_not_attention():
             event("aten::scaled_dot_product_attention", 1000.0, [event("aten::mm", 9.0)]),
             event("aten::_flash_attention_forward", 100.0, kernels=[kernel("flash", 77.0)]),
             event("aten::_scaled_dot_product_cudnn_attention", 100.0, kernels=[kernel("cudnn_sdpa", 55.0)]),
-            event("aten::topk", 30.0, kernels=[kernel("sort", 2.0), kernel("scan", 3.0)]),
+            event("aten::topk", 30.0, [waiting], kernels=[kernel("sort", 2.0), kernel("scan", 3.0)]),
         ],
         [kernel("_window_kernel", 10.0), kernel("_prefill_kernel", 500.0)],
     )
