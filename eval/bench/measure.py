@@ -33,7 +33,7 @@ ATTENTION_OPERATORS = {
 ATTENTION_KERNEL = "_prefill_kernel"
 """The Triton kernel that attends where neither cuDNN nor FlashAttention takes the site."""
 WAITING = "Command Buffer Full"
-"""What the profiler notes in an operator while the device has all launches it can hold, with kernels of other events."""
+"""What the profiler notes in an operator while the device has all launches it can hold, with kernels of others."""
 
 _LEAST_SECONDS = 0.5
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
