@@ -40,10 +40,11 @@ class Recorder:
     def __call__(self, function):
         Recorder.recorded += 1
         known = inspect.getclosurevars(function).nonlocals
-        capture, step, state = known["self"], known["step"], [at_address(tensor) for tensor in known["state"]]
+        capture, step, used = known["self"], known["step"], known["used"]
+        state = [at_address(tensor) for tensor in known["state"]]
 
         def replay():
-            capture._outputs = step(*capture._inputs, *(tensor() for tensor in state))
+            capture._outputs = step(*used, *(tensor() for tensor in state))
 
         return SimpleNamespace(replay=replay)
 
