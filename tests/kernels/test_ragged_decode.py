@@ -279,7 +279,7 @@ def test_large_scores_do_not_overflow() -> None:
     check(case)
 
 
-@pytest.mark.parametrize("chunks", quick([1, 2, 9, 40], [1, 9]))
+@pytest.mark.parametrize("chunks", quick([1, 2, 9, 40], [9]))
 def test_any_number_of_chunks_and_the_usual_config(chunks: int) -> None:
     case = decode_case([[0, 130], [5, 64]], tokens=2, dim=32)
     expected = exact(case)
@@ -288,7 +288,7 @@ def test_any_number_of_chunks_and_the_usual_config(chunks: int) -> None:
     assert_rounded("extend, usual config", extend(case.copied(), config=None), expected)
 
 
-@pytest.mark.parametrize("chunks", quick([1, 3, 4, 5, 8, 17], [1, 4, 5]))
+@pytest.mark.parametrize("chunks", quick([1, 3, 4, 5, 8, 17], [4, 5]))
 def test_any_number_of_chunks_is_merged_by_the_last_of_them(chunks: int) -> None:
     """Tails of one tile and of two; the other heads and rows are in fewer chunks, or have nothing in the pool."""
     for used in (TAIL_TILE - 1, TAIL_TILE):
@@ -307,7 +307,7 @@ def test_any_number_of_chunks_is_merged_by_the_last_of_them(chunks: int) -> None
         [[5, 5, 5, 5, 5, 5, 5]],  # fewer entries than programs have room for
     ],
 )
-@pytest.mark.parametrize("chunks", quick([1, 3, 5, 64], [3, 64]))
+@pytest.mark.parametrize("chunks", quick([1, 3, 5, 64], [5]))
 def test_chunks_over_many_heads(lengths: list[list[int]], chunks: int) -> None:
     check(decode_case(lengths, dim=16, tokens=1), [lambda given: ragged(given, chunks=chunks)])
 
