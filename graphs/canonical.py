@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
-from kvpass.config import Geometry, LayerGroup, Layout, StateShape
+from kvpass.config import Geometry, LayerGroup, Layout, PoolFacts, StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
 from kvpass.graphs.model_parts import OutputProjection, attention_input, output_projection, rotary_frequencies
@@ -201,10 +201,14 @@ def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
     return Layout.of(list(map(_group, sites)), _state_shapes(gm)), k.dtype, k.device
 
 
-def groups_of(gm: GraphModule, layout: Layout) -> tuple[int, ...]:
-    """Return G, the query heads that read a KV head, of the first layer of each pool."""
-    calls = [(recorded(site.q).shape[1], recorded(site.k).shape[1]) for site in find_sites(gm)]
-    return tuple(int(heads) // int(kv_heads) for heads, kv_heads in (calls[group.layers[0]] for group in layout.pools))
+def pool_facts(gm: GraphModule, layout: Layout) -> tuple[PoolFacts, ...]:
+    """Return what a cache must know of each pool beside the layout."""
+    sites, found = find_sites(gm), []
+    for layers in (group.layers for group in layout.pools):
+        heads, kv_heads = (recorded(x).shape[1] for x in (sites[layers[0]].q, sites[layers[0]].k))
+        plain = all(sites[layer].softcap is None and sites[layer].sinks is None for layer in layers)
+        found.append(PoolFacts(int(heads) // int(kv_heads), plain))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -137,6 +137,19 @@ class StateShape:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+class PoolFacts(NamedTuple):
+    """Of the layers of a pool: query heads that read a KV head (of the first), and whether logits are plain products.
+
+    Plain: without soft-capping and sinks, so that what all keys of a head have in common changes no softmax.
+    """
+
+    group: int = 1
+    plain: bool = False
+
+
+NO_FACTS = PoolFacts()
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ class Buffer:
             are extend and decode, under a policy that only appends or that evicts while decoding.
         counter: the number of new tokens is added to it after each call.
         saved: when files hold it and searches select rows of it: "always", "key scales" (where entries are codes),
-            "value scales" (the same, where values are not stored in keys), "evicting" (policies that evict while
-            decoding), "rows" (of them those whose rule has rows), "ring", "state", or "" for never.
+            "value scales" (the same, where values are not stored in keys), "key means" (of those the policies that only
+            append), "evicting" (policies that evict while decoding), "rows" (of them those whose rule has rows),
+            "ring", "state", or "" for never.
         initial: its value before the prompt; None for any.
     """
 
@@ -121,6 +122,7 @@ BUFFERS = {
     "tail_v_scale": Buffer("L B K C", _F32, append="w", evict="w", saved="value scales"),
     "tail_start": Buffer("B", _I64, append="r", saved="always"),
     "tail_used": Buffer("", _I64, append="r", counter=True),
+    "key_mean": Buffer("L B K D", _F32, append="r", saved="key means"),
     "entries": Buffer("B", _I64, prefill="r"),
     "arrivals": Buffer("A", _I32, append="r", initial=0),  # written, but as before at the end of each call
     "row_index": Buffer("*", _I64),  # of engines alone
@@ -172,6 +174,7 @@ class AppendBuffers(NamedTuple):
     only: counters by which the last program of a KV head finds out that it is the last, zeros ``[B*K]``.
     Scales only where entries are codes: key e is what the codes ``pool_k[b, e]`` stand for, as
     :mod:`kvpass.ops.entry_formats` says, times ``pool_k_scale[b, e]``. Values stored in keys have no scales.
+    key_mean: subtracted from the keys of a head before they became codes, fp32 ``[L, B, K, D]``.
     row_index: where an engine's requests lie in any rows of one array, the row of each row of the call, int64. Then
     tail_used is of each row, int64 ``[B]``, and the rows of pool and tails need not lie side by side.
     """
@@ -189,6 +192,7 @@ class AppendBuffers(NamedTuple):
     tail_k_scale: Tensor | None = None
     tail_v_scale: Tensor | None = None
     row_index: Tensor | None = None
+    key_mean: Tensor | None = None
 
 
 class EvictBuffers(NamedTuple):
@@ -389,6 +393,7 @@ def saved_buffers(
     kinds = ["always", *(["evicting"] if evicts else []), *(["rows"] if rule_rows else [])]
     if entry_format != "model":
         kinds += ["key scales", *([] if values_in_keys else ["value scales"])]
+        kinds += [] if values_in_keys or evicts else ["key means"]
     return [name for name, buffer in BUFFERS.items() if buffer.saved in kinds]
 
 

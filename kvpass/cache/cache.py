@@ -28,7 +28,7 @@ from kvpass.cache.prompt_record import LayersRecord, PromptRecord, layer_ids, sc
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all, record_of_all
-from kvpass.config import Block, Budget, EntryFormat, Geometry, Layout
+from kvpass.config import Block, Budget, EntryFormat, Geometry, Layout, PoolFacts
 from kvpass.errors import CacheMismatchError
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
@@ -135,26 +135,26 @@ class CompressedCache(Cache):
         self._prompt_columns = columns
 
     def prefill_state(
-        self, layout: Layout, dtype: torch.dtype, device: torch.device, reuse: BufferReuse, groups: Sequence[int]
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, reuse: BufferReuse, pools: Sequence[PoolFacts]
     ) -> dict[str, Tensor]:
         """Return the buffers that the prefill graph writes, on first use from ``reuse``.
 
         ``start`` and ``first`` int64 ``[B]`` are the first real columns, on the CPU and on the device.
 
         Args:
-            groups: G of each pool of the layout.
+            pools: what the graph says of each pool of the layout.
         Raises:
             ValueError: the budget cannot hold window + 1 entries of some row.
             CacheMismatchError: the graph has another layout.
         """
         if self.layout is None:
             self.reuse = reuse
-            self._allocate(layout, dtype, device, groups)
+            self._allocate(layout, dtype, device, pools)
         self._check_layout(layout)
         first = self.start.to(device, non_blocking=True)
         return {**self._named([part.prefill_state for part in self.parts]), "start": self.start, "first": first}
 
-    def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device, groups: Sequence[int]) -> None:
+    def _allocate(self, layout: Layout, dtype: torch.dtype, device: torch.device, pools: Sequence[PoolFacts]) -> None:
         for group in layout.pools:
             group.geometry.check_format(self.entry_format, device)
         n, window = self._prompt_columns, self.policy.window
@@ -164,8 +164,8 @@ class CompressedCache(Cache):
             token_bytes = layout.token_bytes_as(self.entry_format) * self.ranks.size
             self._budgets = [self.budget.check(length, window, token_bytes) for length in lengths]
         stores = [FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools]
-        for store, g in zip(stores, groups, strict=True):
-            store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.reuse, g)
+        for store, facts in zip(stores, pools, strict=True):
+            store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.reuse, facts)
         rows, reuse = len(lengths), self.reuse
         rings = [SlidingWindowLayers.empty(group, rows, dtype, device, reuse) for group in layout.rings]
         self.parts = [*stores, *rings, *(RecurrentState.empty(shape, rows, device, reuse) for shape in layout.states)]

@@ -16,7 +16,7 @@ from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.metadata import LayersFacts
 from kvpass.cache.part import CachePart
 from kvpass.cache.prompt_record import LayersRecord, entries_of
-from kvpass.config import EntryFormat, LayerGroup
+from kvpass.config import NO_FACTS, EntryFormat, LayerGroup, PoolFacts
 from kvpass.operands import (
     BITS,
     BUFFERS,
@@ -64,6 +64,7 @@ class FullAttentionLayers(CachePart):
     tail_v: Tensor
     tail_k_scale: Tensor
     tail_v_scale: Tensor
+    key_mean: Tensor
     tail_start: Tensor
     tail_used: Tensor
     table: Tensor
@@ -137,15 +138,16 @@ class FullAttentionLayers(CachePart):
         device: torch.device,
         expected: int = 0,
         reuse: BufferReuse = NO_REUSE,
-        group: int = 1,
+        facts: PoolFacts = NO_FACTS,
     ) -> None:
         """Allocate the buffers of a prompt.
 
         Args:
             budgets: entries per KV head per layer of each row, window included.
             start: first real column of each row, int64 ``[B]`` on the CPU. columns: N.
-            expected: tokens that the tail is reserved for. group: G, for rules that have rows.
+            expected: tokens that the tail is reserved for. facts: what the graph says of the layers.
         """
+        self._plain = facts.plain
         self._columns = columns
         self._start = start
         b, n, g, window = start.numel(), columns, self.geometry, self.policy.window
@@ -157,7 +159,7 @@ class FullAttentionLayers(CachePart):
 
         sizes = {
             **{"B": b, "E": slots, "D": g.key_dim, "V": g.stored_value_dim, "L": g.layers, "K": g.kv_heads, "C": tail},
-            **{"W": max(window, 1), "P": g.layers * g.kv_heads + 1, "G": group, "Q": self._rows_per_head},
+            **{"W": max(window, 1), "P": g.layers * g.kv_heads + 1, "G": facts.group, "Q": self._rows_per_head},
         }
 
         def allocate(name: str) -> Tensor:
@@ -213,14 +215,23 @@ class FullAttentionLayers(CachePart):
     def _pack(self, reuse: BufferReuse) -> None:
         """Quantise the entries, one buffer after the other: then only one of them is held twice."""
         bits, dtype = BITS[self.entry_format], CODES[self.entry_format]
+        mean = None
+        if "key_mean" in self.saved_names:
+            mean = entry_formats.key_mean(self.pool_k, self.offsets, self.tail_k[..., : self.used, :], self.tail_start)
+            self.key_mean = mean = mean if self._plain else torch.zeros_like(mean)
         for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
             floats: Tensor = getattr(self, name)
             shape = (*floats.shape[:-1], floats.shape[-1] * bits // 8)
             codes = reuse.empty((self.group, name, "packed"), shape, dtype, floats.device)
             if shape[-1]:  # else values are stored in keys
                 scale = torch.empty(floats.shape[:-1], dtype=torch.float32, device=floats.device)
-                used = slice(self.used if name in self.tail_names else None)
-                entry_formats.quantise(floats[..., used, :], codes[..., used, :], scale[..., used])
+                if name == "pool_k" and mean is not None:
+                    entry_formats.quantise_pool_keys(floats, self.offsets, mean, codes, scale)
+                else:
+                    used = slice(self.used if name in self.tail_names else None)
+                    of_tail = mean if name == "tail_k" else None
+                    entries = floats[..., used, :] if of_tail is None else floats[..., used, :] - of_tail[:, :, :, None]
+                    entry_formats.quantise(entries, codes[..., used, :], scale[..., used])
                 setattr(self, f"{name}_scale", scale)
             setattr(self, name, codes)
             del floats
@@ -299,6 +310,8 @@ class FullAttentionLayers(CachePart):
         newest = slice(other.used - tokens, other.used)
         tail = entry_formats.side_at(AppendBuffers(**self.cached_state), "tail", ...)
         k, v = other.tail_k[..., newest, :], other.tail_v[..., newest, :]
+        if "key_mean" in self.saved_names:
+            k = k - self.key_mean[:, :, :, None]
         entry_formats.store(k, v, tail, slice(self.used, self.used + tokens))
 
     def clone(self, reuse: BufferReuse = NO_REUSE) -> FullAttentionLayers:

@@ -27,7 +27,7 @@ from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_disti
 from kvpass.compiler.step import Call, Phase
 from kvpass.config import EntryFormat, Layout
 from kvpass.graphs.bind_state import add_state_placeholders, backend_mode, copy_graph, held_by_module, size_reader
-from kvpass.graphs.canonical import batch_and_tokens, find_sites, groups_of, layout_of
+from kvpass.graphs.canonical import batch_and_tokens, find_sites, layout_of, pool_facts
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.one_token import one_token_inputs, one_token_pass
 from kvpass.graphs.passes import PassRecord, capture_passes, dump_graph, phase_passes, run_passes
@@ -263,7 +263,7 @@ class PhaseCompiler:
 
         def run(call: Call, *inputs: Any) -> Any:
             device = decoder.device
-            facts = decoder.layout, decoder.dtype, device, self.memory(device), decoder.groups
+            facts = decoder.layout, decoder.dtype, device, self.memory(device), decoder.pools
             fills = [Fill(cache.policy, cache.prefill_state(*facts)) for cache in (call.cache, *call.cache.fills)]
             decoder.check(inputs)
             call.begin()
@@ -277,11 +277,11 @@ class PhaseCompiler:
         phase = call.phase
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
-        groups = groups_of(gm, layout)
+        pools = pool_facts(gm, layout)
 
         def state_of(cache: CompressedCache) -> dict[str, Tensor]:
             if phase == "prefill":
-                return cache.prefill_state(layout, dtype, device, self.memory(device), groups)
+                return cache.prefill_state(layout, dtype, device, self.memory(device), pools)
             return cache.cached_state(layout, dtype)
 
         state = state_of(call.cache)

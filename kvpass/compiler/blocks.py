@@ -24,7 +24,7 @@ from torch.profiler import record_function
 from kvpass.compiler.parts import Regions
 from kvpass.config import Block, Layout
 from kvpass.graphs.bind_state import input_named, placeholders, size_reader
-from kvpass.graphs.canonical import Site, SiteLocation, batch_and_tokens, groups_of, layout_of, site_locations
+from kvpass.graphs.canonical import Site, SiteLocation, batch_and_tokens, layout_of, pool_facts, site_locations
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
 from kvpass.graphs.host_weights import host_weights, is_host_weight, rooms_of
 from kvpass.graphs.split import Part
@@ -167,7 +167,7 @@ class BlockedPrefill:
         self.tokens = size_reader(gm, tokens)
         self.lengths = {node for node in self.inputs if is_scalar(node) and dim_of(recorded(node)) == tokens}
         self.layout, (_, self.dtype, self.device) = layout, layout_of(gm)
-        self.locations, self.groups = site_locations(self.layout), groups_of(gm, self.layout)
+        self.locations, self.pools = site_locations(self.layout), pool_facts(gm, self.layout)
         self.rooms = rooms_of([host_weights(reads) for reads in split.reads])
 
     def edges(self, tokens: int, block: int) -> list[int]:

@@ -82,6 +82,8 @@ def observe_held(
             if is_rotated(held, key_dim):
                 k = rotated_back(k)
                 v = rotated_back(v) if held.tail_v.shape[4] else k[:, :value_dim]
+            if held.key_mean is not None:
+                k = k + held.key_mean[layer, row, head]
             keys.append(k.to(q.dtype))
             values.append(v.to(q.dtype))
             heads = slice(head * group, (head + 1) * group)

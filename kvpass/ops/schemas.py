@@ -56,6 +56,7 @@ from kvpass.operands import (
     written_in,
 )
 from kvpass.ops import evict, latents, recompress, recurrent, sliding
+from kvpass.ops.entry_formats import centred
 from kvpass.policies import from_spec
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
@@ -116,6 +117,7 @@ def _pack(buffers: PrefillBuffers) -> None:
 
 def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
     few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP
+    call = call if held.key_mean is None else call._replace(k=centred(call.k, held, layer))
     return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
 
 

@@ -57,13 +57,27 @@ def continuation(fast: Any, cache: Any, calls: tuple[int, ...] = (1, 1, 4, 9, 1)
 MORE = [("llama", "fp8"), ("llama", "rot2"), ("llama", "rot3"), ("gemma3", "rot4"), ("qwen3", "rot4")]
 
 
+def means_of(store: Any) -> torch.Tensor:
+    """Mean key of each head of a store in full precision, ``[L, B, K, D]``; zeros where none is subtracted."""
+    layers, rows, kv_heads, _, dim = store.tail_k.shape
+    found = store.tail_k.new_zeros(layers, rows, kv_heads, dim)
+    if store.evicts or store.geometry.values_in_keys:
+        return found
+    for layer, row, head in itertools.product(range(layers), range(rows), range(kv_heads)):
+        begin, end = store.offsets[row, layer * kv_heads + head :][:2].tolist()
+        own = store.tail_k[layer, row, head, int(store.tail_start[row]) : store.used]
+        found[layer, row, head] = torch.cat([store.pool_k[row, begin:end], own]).double().mean(0)
+    return found
+
+
 @contextmanager
-def new_entries_rounded(entries: str) -> Iterator[None]:
+def new_entries_rounded(entries: str, means: torch.Tensor | None = None) -> Iterator[None]:
     """The eager operators in full precision, to which new keys and values are given as codes stand for them."""
 
     def given_rounded(attend: Any) -> Any:
         def attends(call: Any, held: Any, layer: int) -> Any:
-            k = rounded(call.k, entries)
+            mean = 0.0 if means is None else means[layer][:, :, None]
+            k = rounded(call.k - mean, entries) + mean
             v = rounded(call.v, entries) if held.tail_v.shape[-1] else k[..., : call.v.shape[3]]
             return attend(call._replace(k=k, v=v), held, layer)
 
@@ -77,14 +91,18 @@ def new_entries_rounded(entries: str) -> Iterator[None]:
 
 def round_prompt(store: Any, entries: str) -> None:
     """Replace what a store in full precision holds by what codes of it stand for."""
+    means, used = means_of(store), slice(store.used)
+    heads = means.transpose(0, 1).flatten(1, 2)
     for row, bounds in enumerate(store.offsets.tolist()):
-        for begin, end in itertools.pairwise(bounds):
-            for pool in (store.pool_k, store.pool_v):
-                if pool.shape[-1]:
-                    pool[row, begin:end] = rounded(pool[row, begin:end].clone(), entries)
-    for tail in (store.tail_k, store.tail_v):
-        if tail.shape[-1]:
-            tail[..., : store.used, :] = rounded(tail[..., : store.used, :].clone(), entries)
+        for segment, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            mean = heads[row, segment]
+            store.pool_k[row, begin:end] = rounded(store.pool_k[row, begin:end] - mean, entries) + mean
+            if store.pool_v.shape[-1]:
+                store.pool_v[row, begin:end] = rounded(store.pool_v[row, begin:end].clone(), entries)
+    mean = means[:, :, :, None]
+    store.tail_k[..., used, :] = rounded(store.tail_k[..., used, :] - mean, entries) + mean
+    if store.tail_v.shape[-1]:
+        store.tail_v[..., used, :] = rounded(store.tail_v[..., used, :].clone(), entries)
 
 
 def check_logits(entries: str, family: str, backend: str) -> None:
@@ -94,11 +112,12 @@ def check_logits(entries: str, family: str, backend: str) -> None:
     cache, other = (fast(ids, attention_mask=mask).past_key_values for fast in (packed, plain))
     assert torch.equal(cache.positions, other.positions), "what is kept depends on the entries' format"
     before = plain(ids[:, :1], past_key_values=other.clone()).logits
+    (means,) = map(means_of, other.full_layers)
     for store in other.full_layers:
         round_prompt(store, entries)
     assert not torch.allclose(plain(ids[:, :1], past_key_values=other.clone()).logits, before, atol=2e-5)
     found = continuation(packed, cache)
-    with new_entries_rounded(entries):
+    with new_entries_rounded(entries, means):
         assert_close(family, found, continuation(plain, other), atol=2e-5)
 
 
