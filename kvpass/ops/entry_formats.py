@@ -139,7 +139,7 @@ def centred(k: Tensor, held: AppendBuffers, layer: int) -> Tensor:
     """Return new keys ``[B, K, T, D]`` of a layer less the mean of their heads, where the cache has one."""
     if held.key_mean is None:
         return k
-    return (k.float() - held.key_mean[layer][:, :, None]).to(k.dtype)
+    return (k - held.key_mean[layer][:, :, None]).to(k.dtype)  # in fp32
 
 
 def side_at(held: AppendBuffers | SlotCache, side: Literal["pool", "tail"], at: Any) -> Side:
