@@ -303,6 +303,13 @@ def entry_arguments(held: AppendBuffers | SlotCache, key_dim: int, value_dim: in
     }  # fmt: skip
 
 
+def codes_case(held: AppendBuffers | SlotCache, key_dim: int) -> str:
+    """Return the part of a case that stands for entries held as codes, which take registers: of 8 bits, or fewer."""
+    if held.tail_k_scale is None:
+        return ""
+    return " codes" if held.tail_k.shape[-1] == key_dim else " levels"
+
+
 def row_strides(held: AppendBuffers) -> dict[str, int]:
     """Return strides in entries: of the rows of the pool, of layers and of rows of the tails."""
     row = held.tail_k.shape[-1]

@@ -24,6 +24,7 @@ from kvpass.kernels.cached_attention import (
     begin_merge,
     channels,
     check_call,
+    codes_case,
     held_row,
     hold_queries,
     merge_partials,
@@ -60,14 +61,11 @@ def block_rows_of(dtype: torch.dtype, key_dim: int, value_dim: int, query_rows: 
 
 
 def case_of(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers) -> str:
-    """Return the case: what fits in registers, of which codes take some."""
-    case = f"decode {kind(dtype)}"
-    if held.tail_k_scale is None:
-        return case + wide_case(key_dim, value_dim)
-    if held.tail_k.shape[-1] == key_dim:
-        return f"{case} codes"
-    is_wide = dtype != torch.float32 and block_dim(key_dim) + block_dim(value_dim) > 384
-    return f"{case} wide levels" if is_wide else f"{case} levels"
+    """Return the case: what fits in registers."""
+    codes = codes_case(held, key_dim)
+    if codes == " levels" and dtype != torch.float32 and block_dim(key_dim) + block_dim(value_dim) > 384:
+        codes = " wide levels"
+    return f"decode {kind(dtype)}{codes}{wide_case(key_dim, value_dim)}"
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from kvpass.kernels.cached_attention import (
     begin_merge,
     channels,
     check_call,
+    codes_case,
     entry_arguments,
     hold_queries,
     merge_partials,
@@ -233,10 +234,8 @@ def attend_slots(
         "BLOCK_R": block_rows, "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip
     grid = (num_tiles, num_lines, triton.cdiv(group, block_rows))
-    codes = "" if lines.tail_k_scale is None else " codes"  # they take registers
-    if codes and lines.tail_k.shape[-1] < key_dim:
-        codes = " levels"
-    launch(_attend_slots, grid, attend, f"slots {kind(q.dtype)}{codes}{wide_case(key_dim, value_dim)}", config)
+    case = f"slots {kind(q.dtype)}{codes_case(lines, key_dim)}{wide_case(key_dim, value_dim)}"
+    launch(_attend_slots, grid, attend, case, config)
     recorded = v if values is None else values
     finish = {
         **shared, **line, "v": recorded, **strides("bh", v=recorded), "num_tiles": num_tiles, "sinks": sinks,

@@ -122,7 +122,7 @@ BUFFERS = {
     "tail_v_scale": Buffer("L B K C", _F32, append="w", evict="w", saved="value scales"),
     "tail_start": Buffer("B", _I64, append="r", saved="always"),
     "tail_used": Buffer("", _I64, append="r", counter=True),
-    "key_mean": Buffer("L B K D", _F32, append="r", saved="key means"),
+    "key_mean": Buffer("L B K D", _F32, append="r", saved="key means", initial=0),
     "entries": Buffer("B", _I64, prefill="r"),
     "arrivals": Buffer("A", _I32, append="r", initial=0),  # written, but as before at the end of each call
     "row_index": Buffer("*", _I64),  # of engines alone

@@ -35,8 +35,8 @@ ATTENTION_KERNEL = "_prefill_kernel"
 WAITING = "Command Buffer Full"
 """What the profiler notes in an operator while the device has all launches it can hold, with kernels of others."""
 
-_LEAST_SECONDS = 0.5
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
+_LEAST_SECONDS = 0.5
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -91,7 +91,11 @@ class Meter:
 
 
 def median_seconds(run: Callable[[], Any], at_least: float | None = None) -> float:
-    """Median seconds of one ``run`` in ``at_least`` seconds of them; a device is waited for after many of them."""
+    """Median seconds of one ``run``; a device is waited for after many of them.
+
+    Args:
+        at_least: seconds that all runs take together; None: the usual ones.
+    """
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=at_least or _LEAST_SECONDS).median
 

@@ -214,24 +214,29 @@ class FullAttentionLayers(CachePart):
 
     def _pack(self, reuse: BufferReuse) -> None:
         """Quantise the entries, one buffer after the other: then only one of them is held twice."""
-        bits, dtype = BITS[self.entry_format], CODES[self.entry_format]
-        mean = None
-        if "key_mean" in self.saved_names:
-            mean = entry_formats.key_mean(self.pool_k, self.offsets, self.tail_k[..., : self.used, :], self.tail_start)
-            self.key_mean = mean = mean if self._plain else torch.zeros_like(mean)
+        bits, dtype, g = BITS[self.entry_format], CODES[self.entry_format], self.geometry
+        has_mean = "key_mean" in self.saved_names
+        is_centred = has_mean and self._plain
+        if is_centred:
+            held = self.tail_k[..., : self.used, :]
+            self.key_mean = entry_formats.key_mean(self.pool_k, self.offsets, held, self.tail_start)
+        elif has_mean:
+            sizes = {"L": g.layers, "B": self.rows, "K": g.kv_heads, "D": g.key_dim}
+            self.key_mean = BUFFERS["key_mean"].new(sizes, self.offsets.device)
         for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
             floats: Tensor = getattr(self, name)
             shape = (*floats.shape[:-1], floats.shape[-1] * bits // 8)
             codes = reuse.empty((self.group, name, "packed"), shape, dtype, floats.device)
             if shape[-1]:  # else values are stored in keys
                 scale = torch.empty(floats.shape[:-1], dtype=torch.float32, device=floats.device)
-                if name == "pool_k" and mean is not None:
-                    entry_formats.quantise_pool_keys(floats, self.offsets, mean, codes, scale)
+                used = slice(self.used if name in self.tail_names else None)
+                if is_centred and name == "pool_k":
+                    entry_formats.quantise_pool_keys(floats, self.offsets, self.key_mean, codes, scale)
+                elif is_centred and name == "tail_k":
+                    less_mean = floats[..., used, :] - self.key_mean[:, :, :, None]
+                    entry_formats.quantise(less_mean, codes[..., used, :], scale[..., used])
                 else:
-                    used = slice(self.used if name in self.tail_names else None)
-                    of_tail = mean if name == "tail_k" else None
-                    entries = floats[..., used, :] if of_tail is None else floats[..., used, :] - of_tail[:, :, :, None]
-                    entry_formats.quantise(entries, codes[..., used, :], scale[..., used])
+                    entry_formats.quantise(floats[..., used, :], codes[..., used, :], scale[..., used])
                 setattr(self, f"{name}_scale", scale)
             setattr(self, name, codes)
             del floats

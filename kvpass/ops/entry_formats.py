@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvpass.config import EntryFormat
-from kvpass.operands import BITS, CODES, AppendBuffers, SlotCache, levels
+from kvpass.operands import BITS, CODES, AppendBuffers, Attention, SlotCache, levels
 from kvpass.rotation import rotated
 
 Side: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -135,11 +135,11 @@ def quantise_pool_keys(pool_k: Tensor, offsets: Tensor, mean: Tensor, codes: Ten
         quantise(pool_k[:, at].float() - own, codes[:, at], scale[:, at])
 
 
-def centred(k: Tensor, held: AppendBuffers, layer: int) -> Tensor:
-    """Return new keys ``[B, K, T, D]`` of a layer less the mean of their heads, where the cache has one."""
+def centred(call: Attention, held: AppendBuffers, layer: int) -> Attention:
+    """Return an attention op of a layer whose new keys are less the mean of their heads, where the cache has one."""
     if held.key_mean is None:
-        return k
-    return (k - held.key_mean[layer][:, :, None]).to(k.dtype)  # in fp32
+        return call
+    return call._replace(k=(call.k - held.key_mean[layer][:, :, None]).to(call.k.dtype))  # in fp32
 
 
 def side_at(held: AppendBuffers | SlotCache, side: Literal["pool", "tail"], at: Any) -> Side:

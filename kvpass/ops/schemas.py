@@ -117,8 +117,7 @@ def _pack(buffers: PrefillBuffers) -> None:
 
 def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
     few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP
-    call = call if held.key_mean is None else call._replace(k=centred(call.k, held, layer))
-    return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
+    return implementation(call.q, impl if few else "eager").attend_cache(centred(call, held, layer), held, layer)
 
 
 def _attend_evict(call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str, ranks: Ranks) -> Tensor:
