@@ -11,7 +11,7 @@ What is stored stands for ``c * scale``. Codes lie along channels, the lowest bi
 
 Keys of a head have much in common: a mean of up to 99 % of their norm. What all keys of a head have in common adds the
 same to every logit of a query and changes no softmax, so where a cache only appends, and logits are plain products, it
-is subtracted before keys become codes (:func:`key_mean`, :func:`centred`) and never added again.
+is subtracted before keys become codes (:func:`key_mean`, :func:`centred`), and attention does not add it again.
 
 Legend: B rows, L layers, K KV heads, E pool slots, D head dim.
 """
