@@ -3,8 +3,9 @@
 Split-KV decoding (FlashDecoding, Dao et al. 2023) over ragged heads: the pool entries of a row and layer, one KV head
 after the other, are cut into chunks of one length, and these where a head ends; each piece is a program, so that none
 reads more than another, however unequal the heads are. Tails and new tokens are cut into tiles, one program each. The
-last program of a KV head to finish merges the partial results of the head in their order, so which one it is does not
-show. It also sets the counter of finished ones back to zero: a CUDA graph can replay the launch. The grid depends on
+last program of a KV head and block of query rows to finish merges the partial results of these in their order, so
+which one it is does not show. It also sets the counter of finished ones back to zero: a CUDA graph can replay the
+launch. The grid depends on
 shapes only, nothing is read on the host, and no workspace but the counters outlives the call.
 
 Legend as in ``cached_attention.py``; P partial results.
@@ -71,15 +72,16 @@ def case_of(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffer
 @triton.jit
 def _merge_head(  # type: ignore[no-untyped-def]
     partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_piece, pieces, first_tail, count,
-    K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of KV head i_h of one row: those of the pool from first_piece on, then of the tail.
+    """Merge what this program's query rows of KV head i_h are: of the pool from first_piece on, then of the tail.
 
     Number j of all is partial result ``first_tail + j`` from ``pieces`` on.
     """
     o_e = tl.arange(0, BDV)
-    for i_m in range(0, G * tokens, BLOCK_M):
+    first = tl.program_id(1) * BLOCK_R
+    for i_m in range(first, tl.minimum(first + BLOCK_R, G * tokens), BLOCK_M):
         o_m = i_m + tl.arange(0, BLOCK_M)
         m_m = o_m < G * tokens
         o_h = i_h * G + o_m % G
@@ -105,13 +107,13 @@ def _attend_part(  # type: ignore[no-untyped-def]
     first_piece, pieces, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, SV: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
-    k_scale=None, v_scale=None, BITS: tl.constexpr = 8,
+    MOST_BLOCKS: tl.constexpr, k_scale=None, v_scale=None, BITS: tl.constexpr = 8,
 ):  # fmt: skip
     """Attend entries first..last-1 of p_k and p_v and the first ``new`` new tokens, which are appended behind ``used``.
 
     If k_scale and v_scale are given, entries are codes, and the new ones are there already.
-    Stores the partial result of this program; the last program of KV head i_h of row i_b merges all of the head, which
-    are numbered as in :func:`_merge_head`.
+    Stores the partial result of this program; the last program of KV head i_h of row i_b with these query rows merges
+    them, which are numbered as in :func:`_merge_head`.
     """
     i_p = tl.program_id(0)
     i_r = tl.program_id(1)
@@ -153,16 +155,16 @@ def _attend_part(  # type: ignore[no-untyped-def]
     m_acc = m_r[:, None] & (o_e < DV)[None, :]
     tl.store(partial + o_partial[:, None] * DV + o_e[None, :], b_acc, mask=m_acc)
 
-    i_segment = i_b * K + i_h
+    p_arrivals = arrivals + (i_b * K + i_h) * MOST_BLOCKS + i_r
     count = pieces + tl.minimum(used // TAIL_TILE + 1, tail_tiles)
     tl.debug_barrier()  # the stores of all threads, then the count
-    before = tl.atomic_add(arrivals + i_segment, 1, sem="acq_rel")
-    if before == count * tl.num_programs(1) - 1:
-        tl.store(arrivals + i_segment, 0)
+    before = tl.atomic_add(p_arrivals, 1, sem="acq_rel")
+    if before == count - 1:
+        tl.store(p_arrivals, 0)
         p_out = out + i_b.to(tl.int64) * tokens * K * G * DV
         _merge_head(
             partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_piece, pieces, first_tail, count, K, G,
-            DV, BDV, BLOCK_P, BLOCK_M,
+            DV, BDV, BLOCK_R, BLOCK_P, BLOCK_M,
         )  # fmt: skip
 
 
@@ -180,6 +182,7 @@ def _attend_piece(  # type: ignore[no-untyped-def]
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SV: tl.constexpr, BITS: tl.constexpr,
     BDV: tl.constexpr, BK: tl.constexpr, TAIL_TILE: tl.constexpr, CHUNK_STEP: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Attend a piece of the pool or a tile of a tail; the last program of a KV head merges its partial results.
 
@@ -241,7 +244,7 @@ def _attend_piece(  # type: ignore[no-untyped-def]
             q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
             stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
             new, used, first_piece, pieces, first_tail, tail_tiles, K, G, D, DV, SV, BDV, TAIL_TILE, BLOCK_T, BLOCK_R,
-            BLOCK_S, BLOCK_P, BLOCK_M, k_scale, v_scale, BITS,
+            BLOCK_S, BLOCK_P, BLOCK_M, MOST_BLOCKS, k_scale, v_scale, BITS,
         )  # fmt: skip
 
 
@@ -270,7 +273,8 @@ def attend_ragged(
         ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
 
     Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
+        ValueError: an argument's shape, dtype, strides or device do not fit, or there are more query rows than
+            counters; nothing was written.
     """
     q, _, v, _, _, sinks = call
     if held.arrivals is None:
@@ -290,13 +294,18 @@ def attend_ragged(
     partial_ml = torch.empty(2, num_partials, query_rows, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     block_rows = block_rows_of(q.dtype, key_dim, value_dim, query_rows)
+    blocks, most = triton.cdiv(query_rows, block_rows), held.arrivals.shape[1]
+    if blocks > most:
+        raise ValueError(
+            f"q has {query_rows} rows for a KV head, {blocks} blocks of {block_rows}: arrivals count {most} blocks"
+        )
     arguments = {
         **shared_arguments(call, held, layer), "offsets": held.offsets, "arrivals": held.arrivals, "sinks": sinks,
         "out": out, "partial": partial, "partial_ml": partial_ml, "chunks": chunks, "num_pieces": num_pieces,
         "tail_tiles": tail_tiles, "BK": triton.next_power_of_2(kv_heads), "TAIL_TILE": TAIL_TILE,
-        "CHUNK_STEP": CHUNK_STEP, "BLOCK_R": block_rows,
+        "CHUNK_STEP": CHUNK_STEP, "BLOCK_R": block_rows, "MOST_BLOCKS": most,
     }  # fmt: skip
-    grid = (num_partials, triton.cdiv(query_rows, block_rows))
+    grid = (num_partials, blocks)
     case = case_of(q.dtype, key_dim, value_dim, held)
     launch(_attend_piece, grid, arguments, case, config)
     return out.transpose(1, 2)

@@ -124,7 +124,7 @@ BUFFERS = {
     "tail_used": Buffer("", _I64, append="r", counter=True),
     "key_mean": Buffer("L B K D", _F32, append="r", saved="key means", initial=0),
     "entries": Buffer("B", _I64, prefill="r"),
-    "arrivals": Buffer("A", _I32, append="r", initial=0),  # written, but as before at the end of each call
+    "arrivals": Buffer("A 64", _I32, append="r", initial=0),  # written, but as before at the end of each call
     "row_index": Buffer("*", _I64),  # of engines alone
     # policies that evict while decoding
     "table": Buffer("2 L B K S", _I32, evict="w", saved="evicting"),
@@ -171,7 +171,8 @@ class AppendBuffers(NamedTuple):
 
     A pool of one row serves all rows of the batch: several questions about one document. offsets cut the pool into
     segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA
-    only: counters by which the last program of a KV head finds out that it is the last, zeros ``[B*K]``.
+    only: counters by which the last program of a KV head and block of query rows finds out that it is the last, zeros
+    ``[B*K, 64]``.
     Scales only where entries are codes: key e is what the codes ``pool_k[b, e]`` stand for, as
     :mod:`kvpass.ops.entry_formats` says, times ``pool_k_scale[b, e]``. Values stored in keys have no scales.
     key_mean: subtracted from the keys of a head before they became codes, fp32 ``[L, B, K, D]``.

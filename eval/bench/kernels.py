@@ -133,7 +133,7 @@ class TimedCase:
             tail_v=shape.random(layers, rows, kv_heads, WINDOW + 32, dims[1]),
             tail_start=torch.zeros(rows, dtype=torch.int64, device=shape.device),
             tail_used=torch.tensor(WINDOW, device=shape.device),
-            arrivals=torch.zeros(rows * kv_heads, dtype=torch.int32, device=shape.device),
+            arrivals=torch.zeros(rows * kv_heads, 64, dtype=torch.int32, device=shape.device),
         )
         return cls(shape.tokens(rows, 1), held if entry_format == "model" else packed(held, entry_format))
 

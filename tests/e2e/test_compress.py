@@ -250,7 +250,7 @@ def test_the_ids_of_a_cache_follow_its_rows_copies_and_cuts(fast):
     cache.crop(-2)
     assert torch.equal(cache.ids, torch.cat([ids, new[:, :1].int()], 1)) and torch.equal(cache.prompt_ids, ids)
     (layers,) = twin.full_layers
-    layers.arrivals = torch.zeros(4, dtype=torch.int32)  # as on CUDA: counters of programs, not rows of the batch
+    layers.arrivals = torch.zeros(4, 64, dtype=torch.int32)  # as on CUDA: counters of programs, not rows of the batch
     twin.reorder_cache(torch.tensor([1, 0]))
     twin.batch_repeat_interleave(2)
     twin.batch_select_indices(torch.tensor([0, 3]))

@@ -212,7 +212,7 @@ def ragged_cache(dtype: torch.dtype, dim: int, value_dim: int) -> AppendBuffers:
     pool = [random(rows, 400, dim), random(rows, 400, value_dim)]
     tail = [random(LAYERS, rows, KV_HEADS, 100, size) for size in (dim, value_dim)]
     start, used = torch.tensor([0, 5, 62], device=PLACE), torch.tensor(63, device=PLACE)
-    arrivals = torch.zeros(rows * KV_HEADS, dtype=torch.int32, device=PLACE)
+    arrivals = torch.zeros(rows * KV_HEADS, 64, dtype=torch.int32, device=PLACE)
     return AppendBuffers(*pool, offsets, *tail, start, used, arrivals)
 
 
@@ -288,7 +288,7 @@ def test_the_last_program_merges_what_all_others_stored() -> None:
         for heads in (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
     )
     start, used = torch.zeros(32, dtype=torch.int64, device=PLACE), torch.tensor(290, device=PLACE)
-    arrivals = torch.zeros(32 * KV_HEADS, dtype=torch.int32, device=PLACE)
+    arrivals = torch.zeros(32 * KV_HEADS, 64, dtype=torch.int32, device=PLACE)
     call, held = Attention(q, k, v, 0.1), AppendBuffers(*pool, offsets, *tail, start, used, arrivals)
     expected = device.attend_cache(call, held, 1)
     check("output", expected, reference.attend_cache(exact(call), exact(held), 1), ERROR[torch.bfloat16])

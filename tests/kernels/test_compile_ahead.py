@@ -136,9 +136,9 @@ def call_everything(
     gather.pack(buffers)
 
     used = torch.zeros((), dtype=torch.int64)
-    arrivals = torch.zeros(rows * kv_heads, dtype=torch.int32)
+    arrivals = torch.zeros(rows * kv_heads, 64, dtype=torch.int32)
     held = AppendBuffers(*pool, offsets, *tail, start, used, arrivals)
-    for count in (1, 16):
+    for count in (1, 8 if dims == LATENT else 16):
         ragged_decode.attend_ragged(site(count), held, 1)
     ragged_extend.attend_extend(site(17), held, 1)
     line = (rows, kv_heads, capacity + 40)
@@ -155,7 +155,7 @@ def call_everything(
 
     if dims[0] == dims[1]:
         indexed = held._replace(tail_used=start, row_index=start)
-        for count in (1, 16):
+        for count in (1, 8 if dims == LATENT else 16):
             ragged_decode.attend_ragged(site(count), indexed, 1)
         ragged_extend.attend_extend(site(17), indexed, 1)
 

@@ -116,7 +116,7 @@ def prefill(backend, policy, entries):
 def appended(buffers):
     """A compressed prompt as a step finds it, its tail copied."""
     pool, tail = (buffers.pool_k, buffers.pool_v, buffers.offsets), (buffers.tail_k.clone(), buffers.tail_v.clone())
-    arrivals = torch.zeros(STARTS.numel() * KV_HEADS, dtype=torch.int32)
+    arrivals = torch.zeros(STARTS.numel() * KV_HEADS, 64, dtype=torch.int32)
     return AppendBuffers(*pool, *tail, torch.tensor([0, 1, 2]), torch.tensor(WINDOW), arrivals)
 
 
@@ -315,7 +315,7 @@ def test_a_small_pool_is_attended(held):
     tail = [random(1, 1, 1, 8, dim) for dim in (DIM, VALUE_DIM)]
     pool = (random(1, 70, DIM), random(1, 70, VALUE_DIM), torch.tensor([[0, held]], dtype=torch.int32))
     call = Attention(random(1, 2, 1, DIM), random(1, 1, 1, DIM), random(1, 1, 1, VALUE_DIM), 0.3)
-    cached = AppendBuffers(*pool, *tail, torch.tensor([1]), torch.tensor(3), torch.zeros(1, dtype=torch.int32))
+    cached = AppendBuffers(*pool, *tail, torch.tensor([1]), torch.tensor(3), torch.zeros(1, 64, dtype=torch.int32))
     expected = exact_step(call, cached, 0)
     assert_rounded("out", device.attend_cache(call, cached, 0), expected)
 
@@ -355,7 +355,7 @@ class OnTheCpu:
         return device.attend_prompt(call, *rest)
 
     def attend_cache(self, call, held, layer):
-        arrivals = torch.zeros(call.k.shape[0] * call.k.shape[1], dtype=torch.int32)
+        arrivals = torch.zeros(call.k.shape[0] * call.k.shape[1], 64, dtype=torch.int32)
         return device.attend_cache(call, held._replace(arrivals=arrivals), layer)
 
 

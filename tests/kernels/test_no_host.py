@@ -135,7 +135,7 @@ def test_a_step_on_the_cache(
     tokens: int, kernel: str, softcap: float | None, sinks: Tensor | None, launched: list[str]
 ) -> None:
     used = [on_device(ROWS, dtype=torch.int64), on_device(dtype=torch.int64)]
-    arrivals = on_device(ROWS * KV_HEADS, dtype=torch.int32)
+    arrivals = on_device(ROWS * KV_HEADS, 64, dtype=torch.int32)
     call = Attention(*site(tokens, torch.bfloat16), 0.3, softcap, sinks)
     out = device.attend_cache(call, AppendBuffers(*cached(torch.bfloat16), *used, arrivals), 1)
     check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)

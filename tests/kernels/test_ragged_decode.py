@@ -31,7 +31,7 @@ def eager(case: DecodeCase) -> Tensor:
 
 
 def counted(case: DecodeCase) -> AppendBuffers:
-    return case.held._replace(arrivals=torch.zeros(case.k.shape[0] * case.k.shape[1], dtype=torch.int32))
+    return case.held._replace(arrivals=torch.zeros(case.k.shape[0] * case.k.shape[1], 64, dtype=torch.int32))
 
 
 def ragged(case: DecodeCase, config: KernelConfig | None = SPLIT, chunks: int | None = 3) -> Tensor:
@@ -386,6 +386,12 @@ def test_tables_of_another_cache() -> None:
     held = counted(case)
     with pytest.raises(ValueError, match="arrivals is"):
         attend_ragged(case.call, held._replace(arrivals=held.arrivals[1:]), case.layer)
+
+
+def test_more_query_rows_than_counters() -> None:
+    case = decode_case(THREE_HEADS, tokens=600, slots=640, dim=16)
+    with pytest.raises(ValueError, match="rows for a KV head"):
+        ragged(case)
 
 
 @pytest.mark.parametrize("entry_format", [None, "rot3"])

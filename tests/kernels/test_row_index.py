@@ -57,7 +57,7 @@ class Case:
         q, k, v = (torch.randn(3, tokens, n, dim).to(dtype).transpose(1, 2) for n in (heads, KV_HEADS, KV_HEADS))
         extra = (20.0, torch.randn(heads)) if options else ()
         self.call = Attention(q, k, v, 0.25, *extra)
-        arrivals = torch.zeros(len(USED) * KV_HEADS, dtype=torch.int32)
+        arrivals = torch.zeros(len(USED) * KV_HEADS, 64, dtype=torch.int32)
         buffers = (pool_k, pool_v, offsets, tail_k, tail_v, start, used, arrivals)
         self.held = AppendBuffers(*buffers, row_index=torch.tensor(ROWS))
 
@@ -67,7 +67,7 @@ class Case:
         pool_k, pool_v, offsets = (x[at].clone() for x in self.held[:3])
         tail_k, tail_v = (x[:, at].clone() for x in self.held[3:5])
         alone = (pool_k, pool_v, offsets, tail_k, tail_v, self.held.tail_start[at], self.held.tail_used[at][0])
-        arrivals = torch.zeros(KV_HEADS, dtype=torch.int32)
+        arrivals = torch.zeros(KV_HEADS, 64, dtype=torch.int32)
         return self.call.rows(slice(row, row + 1), slice(None)), AppendBuffers(*alone, arrivals)
 
     def check(
@@ -130,7 +130,7 @@ def test_a_row_is_rounded_as_it_is_alone():
     [
         ({"row_index": torch.zeros(2, dtype=torch.int64)}, 0, "row_index is"),
         ({"tail_used": torch.zeros(3, dtype=torch.int64)}, 0, "tail_used is"),
-        ({"arrivals": torch.zeros(5, dtype=torch.int32)}, 0, "arrivals is"),
+        ({"arrivals": torch.zeros(5, 64, dtype=torch.int32)}, 0, "arrivals is"),
         ({"tail_k": torch.zeros(LAYERS, BLOCKS, KV_HEADS, TAIL, 16)}, 0, "with the same strides"),
         ({"tail_k_scale": torch.zeros(LAYERS, BLOCKS, KV_HEADS, TAIL)}, 0, "must be given together"),
         ({}, 3, "layer=3"),
