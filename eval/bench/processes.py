@@ -242,8 +242,8 @@ class PrefillMemory:
                 progress.update(task, description=f"{tokens} x {rows}, {'whole' if whole else 'in blocks'}")
                 try:
                     found = in_new_process(measure_memory, settings, tokens, rows, whole)
-                except BrokenProcessPool:
-                    said = "its process was killed, mostly for want of memory"
+                except (BrokenProcessPool, torch.OutOfMemoryError):
+                    said = "its process ran out of memory, or was killed, mostly for want of it"
                     found = {"tokens": tokens, "rows": rows, "whole": whole, "failure": said}
                 result["prefill_memory"].append({"failure": None, "whole": whole, **found})
                 progress.advance(task)

@@ -62,7 +62,8 @@ class Measurement:
 
     Attributes:
         prefill: seconds, one a repeat. steps: seconds of each timed decode step, one list a repeat.
-        warm_up: seconds of the first prefill and the first decode steps, compilation included.
+        warm_up: seconds of the first prefill and the first decode steps, compilation included; None where the same
+            system has run with one row, or with several, before.
         first_steps: seconds of the steps before the timed ones, one list a repeat.
         generate: seconds a token of ``generate`` on the cache of the last repeat; None where it is not timed.
         tokens: greedy continuation of the first row, in the last repeat.
@@ -76,7 +77,7 @@ class Measurement:
     system: System
     prefill: list[float] = field(default_factory=list)
     steps: list[list[float]] = field(default_factory=list)
-    warm_up: float = 0.0
+    warm_up: float | None = None
     first_steps: list[list[float]] = field(default_factory=list)
     generate: float | None = None
     tokens: list[int] = field(default_factory=list)
@@ -93,8 +94,8 @@ class Measurement:
 
     @property
     def compile_seconds(self) -> float | None:
-        """First run minus a median run; None for a system that is not compiled."""
-        if not self.system.compiled:
+        """First run minus a median run; None for a system that is not compiled, or was before."""
+        if not self.system.compiled or self.warm_up is None:
             return None
         usual = spread(self.prefill)["median"] + WARM_UP_STEPS * spread(self.decode_ms)["median"] / 1e3
         return max(0.0, self.warm_up - usual)
@@ -174,6 +175,7 @@ class Bench:
             for context in settings.prompts
         ]
         self._kvpass_systems: dict[tuple[PolicySpec, EntryFormat], Kvpass] = {}
+        self._compiled: set[tuple[System, bool]] = set()
         self._errors: list[str] = []
 
     def run(self, console: Console, save: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
@@ -237,7 +239,8 @@ class Bench:
                 measurement = measured[index]
                 turn(measurement, f"repeat {repeat + 1}", partial(self._repeat, measurement, ids, wanted.batch))
                 yield self._run_record(measured, wanted, bandwidth)
-        for measurement in measured:
+        # a shared prompt is the same for all batches
+        for measurement in measured if wanted.batch == settings.batches[0] or not settings.shared_prompt else ():
             turn(measurement, "scoring", partial(self._profile, measurement, ids))
             yield self._run_record(measured, wanted, bandwidth)
 
@@ -277,11 +280,14 @@ class Bench:
         return self._kvpass_systems[spec, entries]
 
     def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
-        if not measurement.system.compiled:  # libraries are loaded by a short prompt as well
-            ids = ids[:, :WARM_UP_TOKENS]
+        """Compile, or only load libraries, for which a short prompt does as well."""
+        compiled = (measurement.system, batch > 1)
+        is_new = measurement.system.compiled and compiled not in self._compiled
         with nullcontext() if self.settings.warm_cache else fresh_cache():
-            prefill, steps = self._once(measurement, ids, batch, WARM_UP_STEPS)
-        measurement.warm_up = prefill + sum(steps)
+            prefill, steps = self._once(measurement, ids if is_new else ids[:, :WARM_UP_TOKENS], batch, WARM_UP_STEPS)
+        self._compiled.add(compiled)
+        if is_new:
+            measurement.warm_up = prefill + sum(steps)
 
     def _repeat(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         settling = WARM_UP_STEPS if self.device.type == "cuda" else 0
