@@ -84,13 +84,8 @@ class Geometry:
         """Raise if a cache on this device cannot hold entries of this shape in that format.
 
         Raises:
-            ValueError: the codes of a vector do not fill whole bytes, or no kernel reads them, or is known to be right.
+            ValueError: the codes of a vector do not fill whole bytes, or no kernel reads them.
         """
-        if entry_format == "rot3" and device.type == "cuda":
-            raise ValueError(
-                "entries='rot3': on the one GPU that ran it, the kernel on CUDA was wrong; it is another now, but has "
-                "not run on a GPU; give entries='rot4' or 'rot2'"
-            )
         if entry_format != "model" and device.type == "cuda" and max(self.key_dim, self.value_dim) > MOST_CODES_ON_CUDA:
             raise ValueError(
                 f"entries={entry_format!r}: keys have {self.key_dim} numbers, values {self.value_dim}, and kernels on "

@@ -12,7 +12,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import kvpass
-from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers, SlotCache, SlotTables
+from kvpass.operands import (
+    BITS,
+    LEVELS,
+    AppendBuffers,
+    Attention,
+    Candidates,
+    PolicyInputs,
+    PrefillBuffers,
+    SlotCache,
+    SlotTables,
+)
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.ops.entry_formats import entries_held, packed, side_at
@@ -256,12 +266,19 @@ def floats_of(held: AppendBuffers, dim: int, value_dim: int) -> AppendBuffers:
     return on_cpu._replace(**found)
 
 
+def tail_levels(held: AppendBuffers, dim: int, value_dim: int) -> list[Tensor]:
+    """The levels that codes of the tails, keys and values, stand for, on the CPU."""
+    on_cpu = exact(held)
+    entries = entries_held(side_at(on_cpu, "tail", ...), dim, value_dim)
+    return [x / scale[..., None] for x, scale in zip(entries, (on_cpu.tail_k_scale, on_cpu.tail_v_scale), strict=True)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("entry_format", ["int8", "fp8", "rot4", "rot3", "rot2"])
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 96), (128, 128)])
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_attending_a_pool_of_codes(dtype, entry_format, dim, value_dim, tokens):
-    """The reference attends what the device appended: of rounded operands, a number may go to the level beside."""
+    """The reference attends what the device appended: of rounded operands, a few numbers go to the level beside."""
     held = packed(ragged_cache(dtype, dim, value_dim), entry_format)
     call = Attention(*site(dtype, dim, value_dim, tokens), dim**-0.5, 5.0, sinks_of(True))
     twin = exact(held)
@@ -272,9 +289,15 @@ def test_attending_a_pool_of_codes(dtype, entry_format, dim, value_dim, tokens):
     expected = reference.attend_cache(exact(call)._replace(k=k, v=v), floats, 1)
     check("output", found, expected, ERROR.get(dtype, 1e-5))
     appended = floats_of(twin, dim, value_dim)
-    for name, found, expected in (("k", k, appended.tail_k), ("v", v, appended.tail_v)):
-        error = 1e-6 if dtype == torch.float32 or not is_rotated(held, dim) else 0.05
-        check(f"new {name}", found, expected[1, :, :, 63 : 63 + tokens], error)
+    if dtype == torch.float32 or not is_rotated(held, dim):
+        for name, found, expected in (("k", k, appended.tail_k), ("v", v, appended.tail_v)):
+            check(f"new {name}", found, expected[1, :, :, 63 : 63 + tokens], 1e-6)
+        return
+    widest = torch.tensor(LEVELS[BITS[entry_format]]).diff().max()
+    for found, expected in zip(tail_levels(held, dim, value_dim), tail_levels(twin, dim, value_dim), strict=True):
+        apart = (found - expected)[1, :, :, 63 : 63 + tokens].abs()
+        assert (apart > 1e-3).float().mean() <= 0.02
+        assert apart.max() <= widest + 1e-3
 
 
 def test_the_last_program_merges_what_all_others_stored() -> None:
@@ -383,7 +406,7 @@ def test_cuda_keeps_and_says_what_the_cpu_does(policy):
     assert_best("answer", said, logits_before(fast, ids, said, attention_mask=mask), margin=MARGIN)
 
 
-@pytest.mark.parametrize("entries", ["int8", "fp8", "rot4", "rot2"])
+@pytest.mark.parametrize("entries", ["int8", "fp8", "rot4", "rot3", "rot2"])
 def test_a_cache_in_fewer_bits_answers_as_its_file_does_on_the_cpu(entries, tmp_path):
     """The same codes on both: prompts that differ by rounding could have others."""
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (100, 37)])
