@@ -49,7 +49,7 @@ def each_policy() -> str:
         "# Each policy",
         "",
         "Options without a text are those of a base class, such as [`Policy`][kvpass.Policy] (`window`, `parity`). "
-        "[Results](results.md) compares what they answer and cost.",
+        "[Results](results.md) compares what they answer.",
     ]
     for name, policy in sorted(kvpass.POLICIES.items()):
         lines += ["", f"## {name}", "", f"::: {policy.__module__}.{policy.__qualname__}", _POLICY]

@@ -24,7 +24,7 @@ from rich.console import Console
 from torch._inductor.utils import fresh_cache
 
 from kvpass.compiler.blocks import tokens_of
-from kvpass.eval.bench.measure import Meter
+from kvpass.eval.bench.measure import Meter, first_line
 from kvpass.eval.bench.settings import BenchSettings, build, find_model
 from kvpass.eval.bench.systems import Kvpass
 from kvpass.eval.environment import command_line, conditions, machine, versions
@@ -242,8 +242,9 @@ class PrefillMemory:
                 progress.update(task, description=f"{tokens} x {rows}, {'whole' if whole else 'in blocks'}")
                 try:
                     found = in_new_process(measure_memory, settings, tokens, rows, whole)
-                except (BrokenProcessPool, torch.OutOfMemoryError):
-                    said = "its process ran out of memory, or was killed, mostly for want of it"
+                except (BrokenProcessPool, torch.OutOfMemoryError) as error:
+                    killed = "its process was killed, mostly for want of memory"
+                    said = killed if isinstance(error, BrokenProcessPool) else first_line(error)
                     found = {"tokens": tokens, "rows": rows, "whole": whole, "failure": said}
                 result["prefill_memory"].append({"failure": None, "whole": whole, **found})
                 progress.advance(task)

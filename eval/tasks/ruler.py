@@ -1,4 +1,4 @@
-"""RULER (Hsieh et al. 2024, arXiv 2404.06654): the eleven tasks that need no download.
+"""RULER (Hsieh et al. 2024, arXiv 2404.06654): the eleven tasks that need no download, and questions about one text.
 
 Metric and parameters are RULER's, the metric as lm-evaluation-harness has it. Its generators fetch essays, nltk's data
 and question sets, so generators and wording here are kvpass's own: scores compare policies and models with each
@@ -12,7 +12,7 @@ import random
 import string
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -60,12 +60,42 @@ class Ruler:
         return float(ruler.string_match_all(ruler.postprocess_pred([prediction]), [sample.answers]))
 
     def _sample(self, tokenizer: PreTrainedTokenizerBase, tokens: int, name: str, seed: str) -> Sample:
-        def build(size: int) -> Sample:
-            text = self.build(size, tokens, random.Random(seed))._asdict()
-            answers = tuple(text.pop("answers"))
-            return Sample(**text, id=name, answers=answers, max_new_tokens=self.max_new_tokens)
+        return self._of_size(self._largest(tokenizer, tokens, seed), tokens, name, seed)
 
-        return build(largest(build, tokenizer, tokens, smallest=self.smallest, chat=self.chat, name=self.name))
+    def _largest(self, tokenizer: PreTrainedTokenizerBase, tokens: int, seed: str) -> int:
+        return largest(
+            lambda size: self._of_size(size, tokens, "", seed),
+            tokenizer,
+            tokens,
+            smallest=self.smallest,
+            chat=self.chat,
+            name=self.name,
+        )
+
+    def _of_size(self, size: int, tokens: int, name: str, seed: str) -> Sample:
+        text = self.build(size, tokens, random.Random(seed))._asdict()
+        answers = tuple(text.pop("answers"))
+        return Sample(**text, id=name, answers=answers, max_new_tokens=self.max_new_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NiahRequests(Ruler):
+    """A question about each key of a text, asked alone: the multi-request mode of SCBench (arXiv 2412.10319).
+
+    With scope ``context`` the text is compressed once, and no question sees more of it than another.
+    """
+
+    build: Niah
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
+        check_count(count)
+        asked = [replace(self, build=replace(self.build, asked=key)) for key in range(self.build.keys)]
+        made: list[Sample] = []
+        for number in range(-(-count // len(asked))):
+            text = f"{self.name}/{seed}/{number}"
+            size = min(one._largest(tokenizer, tokens, text) for one in asked)
+            made += [one._of_size(size, tokens, f"{number}.{key}", text) for key, one in enumerate(asked)]
+        return made[:count]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +107,7 @@ class Niah:
     Args:
         haystack: one repeated sentence, generated ones, or needles of other keys.
         uuid_keys, uuid_values: UUIDs instead of words and seven-digit numbers.
+        asked: number of the only key that is asked for; None: they are drawn.
     """
 
     haystack: Literal["noise", "essay", "needle"]
@@ -85,6 +116,7 @@ class Niah:
     queries: int = 1
     uuid_keys: bool = False
     uuid_values: bool = False
+    asked: int | None = None
 
     def __call__(self, size: int, tokens: int, rng: random.Random) -> Text:
         kind = "uuid" if self.uuid_values else "number"
@@ -102,7 +134,7 @@ class Niah:
         hidden = {key(): [value() for _ in range(self.values)] for _ in range(self.keys)}
         needles = [needle(k, v) for k, vs in hidden.items() for v in vs]
         rng.shuffle(needles)
-        asked = rng.sample(list(hidden), self.queries)
+        asked = rng.sample(list(hidden), self.queries) if self.asked is None else [list(hidden)[self.asked]]
         depths = sorted(rng.random() for _ in needles)
         match self.haystack:
             case "noise":
@@ -198,7 +230,7 @@ def frequent_words(size: int, tokens: int, rng: random.Random) -> Text:
 
 
 def tasks() -> list[Ruler]:
-    """The eleven tasks."""
+    """The eleven tasks, and one of several questions about each text."""
     needles = {
         "niah_single_1": Niah(haystack="noise"),
         "niah_single_2": Niah(haystack="essay"),
@@ -217,6 +249,7 @@ def tasks() -> list[Ruler]:
         Ruler(name="vt", build=variable_tracking, smallest=5, max_new_tokens=30),
         Ruler(name="cwe", build=common_words, smallest=11, max_new_tokens=120),
         Ruler(name="fwe", build=frequent_words, smallest=100, max_new_tokens=50),
+        NiahRequests(name="niah_requests", build=Niah(haystack="essay", keys=4), smallest=4, max_new_tokens=128),
     ]
 
 

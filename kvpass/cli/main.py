@@ -359,27 +359,6 @@ def exact(
 
 
 @app.command()
-def results(
-    output: Annotated[Path, typer.Option(help="Folder of results.md and its pictures.")] = Path("docs"),
-    work: Annotated[Path, typer.Option(help="Folder of answers and figures; a rerun goes on there.")] = (
-        Path("kvpass-results")
-    ),
-    samples: Annotated[int, typer.Option(help="Questions a point of the curve.")] = 200,
-) -> None:
-    """Write the page of experiments on the built-in model: curve, needle grid, output loss, costs."""
-    _import_libraries()
-    from kvpass.eval.experiments.results import Results, ResultsSettings
-
-    with _interruptible(_goes_on(work)), _bad_values():
-        checked = Results(ResultsSettings(output=output, work=work, samples=samples))
-        _make_folder("output", output)
-        _make_folder("work", work)
-    console = Console()
-    with _interruptible(_goes_on(work)):
-        console.print(f"written: {checked.run(console)}", highlight=False)
-
-
-@app.command()
 def calibrate(
     model: Annotated[str, typer.Argument(help="'smollm2-135m', a .gguf file, or a folder or hub name.")],
     output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the maps go to.")],

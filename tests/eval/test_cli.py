@@ -78,7 +78,6 @@ GOES_ON = "the same command goes on; the samples finished so far are in 'out'"
     [
         (("eval", "builtin", "--output", "out"), Evaluation, GOES_ON),
         (("curve", "--output", "out"), Evaluation, GOES_ON),
-        (("results", "--work", "out"), Evaluation, GOES_ON),
         (("bench", "--model", "tiny"), Bench, "the same command begins anew; nothing is kept without --json"),
         (("bench", "--model", "tiny", "--json", "a.json"), Bench, "the same command begins anew; a.json has what"),
     ],
@@ -250,7 +249,6 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
         (("bench", "--model", "tiny", "--json", "out.json"), "json"),
         (("eval", "builtin", "--samples", "1", "--output", "answers"), "output"),
         (("curve", "--samples", "1", "--output", "curve"), "output"),
-        (("results", "--samples", "1", "--work", "work", "--output", "docs"), "output"),
         (("compress", "file", "--output", "doc.kv"), "output"),
     ],
     ids=lambda words: words[0] if isinstance(words, tuple) else None,
@@ -258,7 +256,7 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
 def test_a_folder_that_cannot_be_made_is_refused_alike_by_every_command(words, option, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("a document")
-    names = {"--output", "--json", "--work"}
+    names = {"--output", "--json"}
     placed = [blocked / word if before in names else word for before, word in zip(("", *words), words, strict=False)]
     result = invoke(*[blocked if word == "file" else word for word in placed])
     assert result.exit_code == 2, result.output

@@ -188,7 +188,7 @@ def test_a_narrow_terminal_shows_every_policy_and_budget_without_intervals(capsy
         assert re.findall(r"lava:window=8 +(.*?)  ", out) == [cell]
 
 
-@pytest.mark.parametrize("command", ["demo", "curve", "results"])
+@pytest.mark.parametrize("command", ["demo", "curve"])
 def test_without_matplotlib_a_command_that_draws_says_what_to_install_and_computes_nothing(
     tmp_path, monkeypatch, command
 ):

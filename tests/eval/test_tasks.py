@@ -79,7 +79,7 @@ def test_a_part_without_a_token_and_a_slow_tokenizer_are_refused(words):
 def test_the_registry_knows_every_task_by_its_own_name():
     known = registry()
     assert all(name == task.name for name, task in known.items())
-    assert len(known) == 11 + 11 + 21
+    assert len(known) == 11 + 11 + 1 + 21
     groups = [find_tasks([group]) for group in GROUPS]
     assert [len(group) for group in groups] == [11, 21]
 
@@ -176,6 +176,7 @@ NIAH = {  # name: needles (None: all of the text), answers, form of keys and val
     "niah_multikey_3": (None, 1, UUID, UUID),
     "niah_multivalue": (4, 4, r"[a-z-]+", r"\d{7}"),
     "niah_multiquery": (4, 4, r"[a-z-]+", r"\d{7}"),
+    "niah_requests": (4, 1, r"[a-z-]+", r"\d{7}"),
 }
 
 
@@ -196,6 +197,17 @@ def test_the_answers_are_what_the_needles_say_of_the_keys_asked_for(pieces, name
         assert len(sample.answers) == answers
         assert all(key in sample.answer_prefix for key in asked)
         assert not any(value in sample.question + sample.answer_prefix for value in said)
+
+
+def test_each_needle_of_a_text_is_asked_for_alone(pieces):
+    samples = registry()["niah_requests"].samples(pieces, 1000, 6, 0)
+    first, second = samples[:4], samples[4:]
+    assert len({sample.context for sample in first}) == len({sample.context for sample in second}) == 1
+    assert {sample.answers[0] for sample in first} == {value for *_, value in NEEDLE.findall(first[0].context)}
+    assert first[0].context != second[0].context
+    assert len({sample.id for sample in samples}) == 6
+    heads = [encode(pieces, sample, chat=False).head for sample in first]
+    assert all(head == heads[0] for head in heads), "what scope context compresses"
 
 
 def test_needles_lie_all_over_the_text(pieces):
