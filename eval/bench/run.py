@@ -348,7 +348,10 @@ class Bench:
         return prefill, taken
 
     def _answer(self, measurement: Measurement, token: Tensor, cache: Any) -> None:
-        """Time the second of two answers: room for the first may move the cache, and what CUDA has captured with it."""
+        """Time the second of two answers: room for the first may move the cache, and what CUDA has captured with it.
+
+        The second finds the room of the first, or that of evicted entries.
+        """
         new = self.settings.new_tokens
         if measurement.system.answer(token, cache, new):
             marks = [self.meter.mark()]

@@ -62,7 +62,10 @@ class System(ABC):
         return cache
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
-        """Generate greedily after ``token`` as users do; False where that is not timed."""
+        """Generate greedily after ``token`` as users do; False where that is not timed.
+
+        Where tokens can be taken back, the cache is then as it was.
+        """
         return False
 
     def nbytes(self, cache: Any) -> int:
@@ -261,6 +264,8 @@ class Kvpass(System):
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
         self.model.generate(token, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
+        if cache.only_appends:
+            cache.crop(-new_tokens)
         return True
 
     def nbytes(self, cache: Any) -> int:
