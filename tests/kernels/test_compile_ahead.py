@@ -28,6 +28,8 @@ SPILLED_BYTES = 16
 """Of the stack, per thread; a few bytes of it are no spill in a loop."""
 MAY_SPILL = {("prefill half 576", 90): 88}
 """By case and architecture: on an H200 faster than every config that does not spill."""
+THREE_BITS = {"decode float levels", "slots float levels", "extend float codes"}
+"""Cases in which codes of 3 bits at head dim 256 spill in every config: fp32 is not what a GPU holds in few bits."""
 LATENT = (576, 512)
 """Rows of one KV head, whose values are stored in the keys."""
 HEAD_DIMS = {
@@ -273,7 +275,12 @@ def run_compiler(*options: str) -> list[dict[str, Any]]:
 
 def check(rows: list[dict[str, Any]]) -> None:
     too_big = [row for row in rows if row["shared_bytes"] > SHARED_KIB[row["arch"]] * 1024]
-    spilling = [row for row in rows if row["spilled_bytes"] > MAY_SPILL.get((row["case"], row["arch"]), SPILLED_BYTES)]
+    spilling = [
+        row
+        for row in rows
+        if row["spilled_bytes"] > MAY_SPILL.get((row["case"], row["arch"]), SPILLED_BYTES)
+        and not (row["case"] in THREE_BITS and "D=256" in row["name"])
+    ]
     assert not too_big, f"more shared memory than there is: {too_big}"
     assert not spilling, f"more than {SPILLED_BYTES} bytes spilled: {spilling}"
 
