@@ -313,7 +313,7 @@ def test_chunks_over_many_heads(lengths: list[list[int]], chunks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "chunks"), [(0, 1), (64, 1), (65, 2), (8 * 1024, 128), (65536, MOST_CHUNKS), (2**24, MOST_CHUNKS)]
+    ("entries", "chunks"), [(0, 1), (128, 1), (129, 2), (8 * 1024, 64), (131072, MOST_CHUNKS), (2**24, MOST_CHUNKS)]
 )
 def test_a_large_layer_has_longer_chunks(entries: int, chunks: int) -> None:
     assert chunks_of(entries) == chunks
