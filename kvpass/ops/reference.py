@@ -6,7 +6,7 @@ statistic mixes rows, and a padded row computes exactly what it computes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -201,35 +201,36 @@ def score_layer(
         given = policy_inputs.of(layer, rows, column)._asdict()
         return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, ranks=ranks, **given)
 
-    return score_rows(call.k, start, policy, observe)
+    return score_rows(call.k, row_groups(start), policy, observe)
 
 
 def score_rows(
-    k: Tensor, start: Tensor, policy: Policy, observe: Callable[[slice, int, int], Observation]
+    k: Tensor, groups: Iterable[tuple[slice, int]], policy: Policy, observe: Callable[[slice, int, int], Observation]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores, stats and layer weight of one layer; rows with equal start are processed together.
+    """Return scores, stats and layer weight of one layer.
 
     Args:
-        observe: function of (rows, their first real column, window) that returns the policy's input.
+        groups: rows that are processed together, with their first column. observe: function of rows, first column and
+            window that returns the policy's input, with ``padding`` where the rows have any.
     """
     b, kv_heads, n, _ = k.shape
     scored: list[Tensor] = []
     stats = k.new_zeros(2, b, kv_heads, n, dtype=torch.float32)
     rule = policy.decode_rule()
     weight = k.new_zeros(b, dtype=torch.float64)
-    for rows, column in row_groups(start):
+    for rows, column in groups:
         window = min(policy.window, n - column)
         obs = observe(rows, column, window)
         write_first_rows(obs, policy)
         own = policy.checked_score(obs)
-        site_scores = obs.all_heads(own)
-        scored.append(F.pad(site_scores, (column, window), value=float("-inf")))
+        every = obs.all_heads(own)
+        scored.append(F.pad(obs.real(every, float("-inf")), (column, window), value=float("-inf")))
         stats[MASS, rows, :, column:] = obs.mass
         if policy.compares_layers:
-            stats[DECODE_STATE, rows, :, column:] = F.pad(own, (0, window), value=float("-inf"))
+            stats[DECODE_STATE, rows, :, column:] = obs.real(F.pad(own, (0, window), value=float("-inf")))
         if rule is not None:
-            stats[DECODE_STATE, rows, :, column:] = rule.start(obs)
-        layer_weight = policy.checked_weight(obs, site_scores)
+            stats[DECODE_STATE, rows, :, column:] = obs.real(rule.start(obs))
+        layer_weight = policy.checked_weight(obs, obs.real(every))
         if layer_weight is not None:
             weight[rows] = layer_weight
     return torch.cat(scored), stats, weight
