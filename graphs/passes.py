@@ -14,7 +14,6 @@ prompt that is not split: of one token, with ``compile_regions=False``, or of a 
 ``check_own_state``         raise: the decoder writes into its own tensors, for example a cache
 ``find_attention``          ``scaled_dot_product_attention`` calls proved causal -> ``kvpass::site``
 ``find_flash_attention``    calls of the flash-attn library -> ``kvpass::site``
-``find_flex_attention``     FlexAttention proved causal -> ``kvpass::site``
 ``find_eager_attention``    matmul, softmax, matmul proved to be causal attention -> ``kvpass::site``
 ``strip_repeat_kv``         repeated K and V of an attention op -> K and V before the repeat
 ``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
@@ -49,7 +48,6 @@ from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.find.alibi import fold_alibi_pass
 from kvpass.graphs.find.eager import find_eager_attention_pass
 from kvpass.graphs.find.flash import find_flash_attention_pass
-from kvpass.graphs.find.flex import find_flex_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.host_weights import take_host_weights_pass
@@ -72,7 +70,6 @@ CANONICAL_PASSES = (
     check_own_state_pass,
     find_attention_pass,
     find_flash_attention_pass,
-    find_flex_attention_pass,
     find_eager_attention_pass,
     strip_repeat_kv_pass,
     fold_alibi_pass,

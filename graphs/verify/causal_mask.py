@@ -45,7 +45,7 @@ from kvpass.torch_compat import FakeTensor
 
 _OFFSET = 5
 
-COST_OF_LOGITS = 8
+_COST_OF_LOGITS = 8
 """Cost of evaluating logits several times in float64, relative to a mask once."""
 
 _ODD_ROW = (0, 0, 1, 1, 1, 0)
@@ -159,14 +159,10 @@ class MaskPart:
     def lengths(self) -> Lengths:
         """Return values for the token symbol, see :func:`example_lengths`."""
         planes = max(math.prod(concrete(shape_of(self.result) or (), self.sizes(1))), 1)
-        planes *= COST_OF_LOGITS if self.products else 1
+        planes *= _COST_OF_LOGITS if self.products else 1
         most = most_tokens(self.gm, self.result, self.tokens)
-        return example_lengths(self.tokens, self.tensors.values(), self.numbers(), planes, most)
-
-    def numbers(self, *, scaled: bool = True) -> set[int]:
-        """Return numbers that the mask may compare positions with, see :func:`numbers_of`."""
-        numbers = numbers_of(self.calls, self.products, scaled=scaled) | stored_numbers(self.tensors.values())
-        return numbers - {self.tokens}
+        numbers = numbers_of(self.calls, self.products) | stored_numbers(self.tensors.values())
+        return example_lengths(self.tokens, self.tensors.values(), numbers - {self.tokens}, planes, most)
 
     def check_content(self, run: Callable[[Node | None], Tensor]) -> None:
         """Check that the result depends on an input only if it holds the tokens' positions.

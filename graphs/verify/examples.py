@@ -346,19 +346,18 @@ def token_wise_site(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tens
     return rows.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def numbers_of(calls: Collection[Node], products: Collection[Node] = (), *, scaled: bool = True) -> set[int]:
+def numbers_of(calls: Collection[Node], products: Collection[Node] = ()) -> set[int]:
     """Numbers in calls that may be windows, rounded up; where positions are scaled, the product with the scales too.
 
     Args:
         products: nodes made from the products of queries and keys: what they are multiplied with is no window.
-        scaled: False for calls that are known to scale by block sizes only.
     """
     numbers = windows_of(literals_of([node for node in calls if node not in products], floats=True))
     numbers |= windows_of(literals_of([node for node in calls if node in products]))
     scales = [node for node in calls if node not in products and target_name(node) in _SCALING]
     shifts = {2**value for node in scales if target_name(node) == "rshift" for value in literals_of([node])}
     factors = {value for value in windows_of(literals_of(scales, floats=True)) | shifts if value > 1}
-    if scaled and factors and numbers:
+    if factors and numbers:
         numbers.add(math.prod(factors) * max(abs(number) for number in numbers))
     return numbers
 
