@@ -19,7 +19,6 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from kvpass.graphs.canonical import SITE
 from kvpass.graphs.fx_utils import (
-    VMAP_LEVELS,
     DataFlow,
     Dim,
     is_integral,
@@ -37,7 +36,7 @@ from kvpass.graphs.fx_utils import (
 )
 from kvpass.graphs.verify.offset_positions import RELATIVE
 from kvpass.ranks import ALONE
-from kvpass.torch_compat import TorchDispatchMode, predispatch
+from kvpass.torch_compat import TorchDispatchMode
 
 SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
 """Concrete values for the symbols of a capture."""
@@ -163,19 +162,13 @@ def evaluate(
     """
     run = ExampleRun(gm, sizes, feeds, instead or {})
     last_user = {operand: node for node in nodes for operand in node.all_input_nodes}
-    levels = 0
-    try:
-        with torch.no_grad(), LookupsInRange():
-            for node in nodes:
-                if node not in run.env:
-                    run.call(node)
-                    levels += VMAP_LEVELS.get(target_name(node), 0)
-                for operand in node.all_input_nodes:
-                    if last_user[operand] is node and operand is not result:
-                        run.env.pop(operand, None)
-    finally:
-        for _ in range(levels):
-            predispatch._vmap_decrement_nesting()
+    with torch.no_grad(), LookupsInRange():
+        for node in nodes:
+            if node not in run.env:
+                run.call(node)
+            for operand in node.all_input_nodes:
+                if last_user[operand] is node and operand is not result:
+                    run.env.pop(operand, None)
     return run.env[result]
 
 
