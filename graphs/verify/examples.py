@@ -101,6 +101,10 @@ class Lengths:
     short: tuple[int, ...] = ()
     undecided: str | None = None
 
+    @property
+    def shortest(self) -> int:
+        return (*self.longest, *self.short)[-1]
+
 
 def concrete(value: Any, sizes: SizeMap) -> Any:
     """A recorded size, symbol or tuple of them with its symbols replaced by ``sizes``."""
