@@ -37,8 +37,7 @@ _SCALAR = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _SIZES = set(
     "view reshape expand unflatten flatten permute transpose unsqueeze squeeze ones zeros empty new_ones "
-    "new_zeros new_empty repeat broadcast_to size softmax pad _add_batch_dim "
-    "_remove_batch_dim _vmap_increment_nesting".split()
+    "new_zeros new_empty repeat broadcast_to size softmax pad".split()
 )
 """Calls whose ints are sizes and axes."""
 
@@ -63,10 +62,6 @@ _INPLACE_OPERATORS = set("iadd iand ifloordiv ilshift imatmul imod imul ior ipow
 
 
 _OF_MODULES = {"self", "_modules", "_parameters", "_buffers", "__dict__"}
-
-VMAP_OPERAND = "_add_batch_dim"
-VMAP_LEVELS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
-"""Enter and leave ``vmap``, as Dynamo records it: calls without operands."""
 
 
 def module_path_of(node: Node) -> str:
@@ -307,9 +302,6 @@ class DataFlow:
             if node not in stop:
                 stack.extend(inputs(node))
                 stack.extend(self.writes_to(node, before))
-        if any(target_name(node) == VMAP_OPERAND for node in seen):
-            end = max(self.order[node] for node in seen)
-            seen.update(node for node in self.nodes[:end] if target_name(node) in VMAP_LEVELS)
         return sorted(seen, key=self.order.__getitem__)
 
 
@@ -379,22 +371,7 @@ def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:
     dead = [node for node in flow.nodes if node not in live]
     for node in reversed(dead):
         gm.graph.erase_node(node)
-    _erase_idle_vmap(gm)
     return len(dead)
-
-
-def _erase_idle_vmap(gm: GraphModule) -> None:
-    """Erase entering and leaving of ``vmap`` levels when nothing is batched any more."""
-    operands = [node for node in gm.graph.nodes if target_name(node) == VMAP_OPERAND]
-    if any(node.users for node in operands):
-        return
-    idle = {*VMAP_LEVELS, "lazy_load_decompositions"}
-    indices = [node for operand in operands for node in operand.all_input_nodes]
-    for node in [*operands, *(node for node in gm.graph.nodes if target_name(node) in idle)]:
-        gm.graph.erase_node(node)
-    for node in indices:
-        if target_name(node) == "arange" and not node.users:
-            gm.graph.erase_node(node)
 
 
 def token_sizes(nodes: Iterable[Node]) -> set[Dim]:

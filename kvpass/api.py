@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.metadata import CacheMetadata
 from kvpass.cache.serialization import read_cache_file, typed
 from kvpass.compiler.backend import COMPILERS, Compiler, PhaseCompiler
+from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.parts import Regions, check_regions
 from kvpass.config import Block, BudgetLike, EntryFormat, one_of
@@ -28,8 +28,8 @@ from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import attend_in_captures
 from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
 from kvpass.policies import Policy, PolicyName
-from kvpass.policies.rules import Recompress, Rules, read_rules
-from kvpass.ranks import Ranks, digest, run_on_all_ranks
+from kvpass.policies.rules import Recompress, read_rules
+from kvpass.ranks import digest, run_on_all_ranks
 
 
 def compile(
@@ -93,59 +93,48 @@ def compile(
     ranks = ranks_of(model)
 
     def make() -> CompressedModel:
-        rules = partial(read_rules, policy, budget, recompress, window=window, options=policy_options, entries=entries)
-        made = _compiled(model, ranks, rules, backend, compile_regions, cuda_graphs)
-        made.prefill_block = prefill_block
-        return made
+        if isinstance(model, CompressedModel):
+            raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
+        check_model(model)
+        compiler, regions = one_of("backend", backend, COMPILERS), check_regions(compile_regions)
+        block = check_block(prefill_block, regions)
+        check_weights(model, compiler)
+        if regions is False and offload_device(model) is not None:
+            raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
+        rules = read_rules(
+            *(policy, budget, recompress),
+            window=window,
+            options=policy_options,
+            model_name=str(model.config.name_or_path),
+            entries=entries,
+        )
+        uses_our_attention = type(model)._can_set_attn_implementation()
+        compiled, adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
+        check_divided(rules.policy, adapted.heads)
+        compiled.__class__ = compressed_class(type(model))
+        if uses_our_attention:
+            attend_in_captures(compiled)
+        recurrent, attention = adapted.recurrent, adapted.attention
+        phases = PhaseCompiler(
+            compiler=compiler,
+            layers=model.config.get_text_config().num_hidden_layers if attention is None else len(attention),
+            regions=regions,
+            cuda_graphs=cuda_graphs,
+            on_host=adapted.on_host,
+            ranks=ranks,
+        )
+        identity = ModelFingerprint(compiled, adapted.divided)
+        identity.check_policy(rules.policy)
+        compiled._kvpass = Runtime(
+            rules=rules,
+            captures=CaptureCache(phases, None if recurrent is None else recurrent.arguments),
+            identity=identity,
+            adapted=adapted,
+            block=block,
+        )
+        return compiled
 
     return run_on_all_ranks(ranks, "kvpass.compile", make, lambda made: made._kvpass.describe())
-
-
-def _compiled(
-    model: PreTrainedModel,
-    ranks: Ranks,
-    read: Callable[..., Rules],
-    backend: Compiler,
-    compile_regions: Regions,
-    cuda_graphs: bool,
-) -> CompressedModel:
-    """Return the copy of a decoder that :func:`compile` returns, with the default ``prefill_block``.
-
-    Args:
-        ranks: processes that share its weights. read: makes the rules, of ``model_name``.
-    """
-    if isinstance(model, CompressedModel):
-        raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
-    check_model(model)
-    compiler, regions = one_of("backend", backend, COMPILERS), check_regions(compile_regions)
-    check_weights(model, compiler)
-    if regions is False and offload_device(model) is not None:
-        raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
-    rules = read(model_name=str(model.config.name_or_path))
-    uses_our_attention = type(model)._can_set_attn_implementation()
-    compiled, adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
-    check_divided(rules.policy, adapted.heads)
-    compiled.__class__ = compressed_class(type(model))
-    if uses_our_attention:
-        attend_in_captures(compiled)
-    recurrent, attention = adapted.recurrent, adapted.attention
-    phases = PhaseCompiler(
-        compiler=compiler,
-        layers=model.config.get_text_config().num_hidden_layers if attention is None else len(attention),
-        regions=regions,
-        cuda_graphs=cuda_graphs,
-        on_host=adapted.on_host,
-        ranks=ranks,
-    )
-    identity = ModelFingerprint(compiled, adapted.divided)
-    identity.check_policy(rules.policy)
-    compiled._kvpass = Runtime(
-        rules=rules,
-        captures=CaptureCache(phases, None if recurrent is None else recurrent.arguments),
-        identity=identity,
-        adapted=adapted,
-    )
-    return compiled
 
 
 def load_cache(

@@ -71,9 +71,9 @@ class Buffer:
         sizes = {"Z": sizes["B"], **sizes} if self.of_pool else sizes
         return tuple(int(size) if size.isdigit() else sizes[size] for size in self.sizes)
 
-    def new(self, sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the buffer before the prompt; ``dtype``: of keys and values."""
-        found = torch.empty(self.shape(sizes), dtype=self.dtype or dtype, device=device)
+    def new(self, sizes: Mapping[str, int], device: torch.device) -> Tensor:
+        """Return the buffer, which has a dtype of its own, before the prompt."""
+        found = torch.empty(self.shape(sizes), dtype=self.dtype, device=device)
         return found if self.initial is None else found.fill_(self.initial)
 
 

@@ -31,7 +31,6 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.symbolic_convert import tls as dynamo_thread_locals
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._functorch import predispatch
 from torch._guards import ChainedSource, ShapeGuard, Source, TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import exc as inductor_exc

@@ -189,9 +189,8 @@ def _prove_parts(part: MaskPart, weights: MaskPart, scores: Node, heads: int) ->
     def logits(length: int, start: int, products: Tensor) -> Tensor:
         return part.run(length, start, {scores: products.clone()})
 
-    lengths = part.lengths()
-    rule = prove_logits(logits, lengths, part.count, product_shape, heads, part.name, recorded(scores))
-    shortest = (*lengths.longest, *lengths.short)[-1]
+    lengths, shortest = part.lengths, part.lengths.shortest
+    rule = prove_logits(part, logits, product_shape, heads, recorded(scores))
     example = torch.zeros(product_shape(shortest), dtype=torch.float64, device=recorded(scores).device)
     part.check_content(lambda odd: part.run(shortest, 0, {scores: example.clone()}, odd))
     for length in lengths.short or lengths.longest:

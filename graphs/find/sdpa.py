@@ -70,7 +70,11 @@ def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, 
     if call["dropout_p"] != 0.0:
         raise refuse(node, f"dropout_p={call['dropout_p']}; only 0.0 is possible in a compressed cache")
     if not (call["scale"] is None or isinstance(call["scale"], int | float)):
-        raise refuse(node, computed_scale(call["scale"]))
+        raise refuse(
+            node,
+            f"its scale (node {call['scale']}) depends on a size or a number that the call gives, and would be another "
+            "one for a piece of the text: make it of numbers that the module holds",
+        )
     mask, is_causal = call["attn_mask"], call["is_causal"]
     if not isinstance(is_causal, bool):
         raise refuse(node, f"is_causal is computed by node {is_causal}, not a constant")
@@ -119,14 +123,6 @@ def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -
     if kv_heads not in (1, heads) and enable_gqa is not True:
         raise refuse(node, f"{heads} query heads on {kv_heads} key heads without enable_gqa=True")
     return q
-
-
-def computed_scale(scale: Any) -> str:
-    """Return the reason why a scale that is not a number is unsupported."""
-    return (
-        f"its scale (node {scale}) depends on a size or a number that the call gives, and would be another one for a "
-        "piece of the text: make it of numbers that the module holds"
-    )
 
 
 def _replace(gm: GraphModule, node: Node, band: Band) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ from kvpass.torch_compat import FakeTensor
 
 _OFFSET = 5
 
-COST_OF_LOGITS = 8
+_COST_OF_LOGITS = 8
 """Cost of evaluating logits several times in float64, relative to a mask once."""
 
 _ODD_ROW = (0, 0, 1, 1, 1, 0)
@@ -156,17 +157,14 @@ class MaskPart:
             row = torch.tensor(_ODD_ROW, device="cpu").repeat(size[-1] // len(_ODD_ROW) + 1)[: size[-1]]
         return row.to(value).expand(size).contiguous()
 
+    @cached_property
     def lengths(self) -> Lengths:
-        """Return values for the token symbol, see :func:`example_lengths`."""
+        """Values for the token symbol to try, see :func:`example_lengths`."""
         planes = max(math.prod(concrete(shape_of(self.result) or (), self.sizes(1))), 1)
-        planes *= COST_OF_LOGITS if self.products else 1
+        planes *= _COST_OF_LOGITS if self.products else 1
         most = most_tokens(self.gm, self.result, self.tokens)
-        return example_lengths(self.tokens, self.tensors.values(), self.numbers(), planes, most)
-
-    def numbers(self, *, scaled: bool = True) -> set[int]:
-        """Return numbers that the mask may compare positions with, see :func:`numbers_of`."""
-        numbers = numbers_of(self.calls, self.products, scaled=scaled) | stored_numbers(self.tensors.values())
-        return numbers - {self.tokens}
+        numbers = numbers_of(self.calls, self.products) | stored_numbers(self.tensors.values())
+        return example_lengths(self.tokens, self.tensors.values(), numbers - {self.tokens}, planes, most)
 
     def check_content(self, run: Callable[[Node | None], Tensor]) -> None:
         """Check that the result depends on an input only if it holds the tokens' positions.
@@ -225,30 +223,21 @@ def prove_causal(part: MaskPart, heads: int) -> Band:
     Raises:
         NotCausalError: with the reason.
     """
-    lengths = part.lengths()
-    found, _ = prove_band(part.run, lengths, part.count, heads, part.name, NEGLIGIBLE_LOGIT)
-    shortest = (*lengths.longest, *lengths.short)[-1]
-    part.check_content(lambda odd: part.run(shortest, 0, odd=odd))
+    found, _ = prove_band(part, part.run, heads, NEGLIGIBLE_LOGIT)
+    part.check_content(lambda odd: part.run(part.lengths.shortest, 0, odd=odd))
     return found
 
 
-def prove_band(
-    mask: Callable[[int, int], Tensor],
-    lengths: Lengths,
-    count: Callable[[int], int],
-    heads: int,
-    name: str,
-    floor: float,
-) -> tuple[Band, int]:
+def prove_band(part: MaskPart, mask: Callable[[int, int], Tensor], heads: int, floor: float) -> tuple[Band, int]:
     """Return window and slopes of a mask ``[..., T, T]``, and the length that showed the window.
 
     Args:
-        mask: called with token symbol and first position. lengths: values of the token symbol to try.
-        count: returns the tokens at such a value. heads: query heads. name: of the node, for messages.
+        part: of the mask, or of logits. mask: called with token symbol and first position. heads: query heads.
         floor: an additive mask at or below this hides the entry.
     Raises:
         NotCausalError: with the reason.
     """
+    lengths, count = part.lengths, part.count
     longest, value = _longest(mask, lengths, count)
     window = window_of(attended_of(value, floor), count(longest))
     slopes: list[tuple[tuple[float, ...] | None, float]] = []
@@ -259,7 +248,7 @@ def prove_band(
             value = value if (length, start) == (longest, 0) else mask(length, start)
             attended = attended_of(value, floor)
             slopes.append((_slopes(value, attended, tokens, heads, rounding), max(2 * rounding, 1e-5)))
-            check_band(attended, window, tokens, start, name)
+            check_band(attended, window, tokens, start, part.name)
     first = Band(window, slopes[-1][0])
     if not all(first.is_close(Band(window, other), tolerance) for other, tolerance in slopes):
         raise NotCausalError(_BIAS)

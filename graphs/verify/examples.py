@@ -19,7 +19,6 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from kvpass.graphs.canonical import SITE
 from kvpass.graphs.fx_utils import (
-    VMAP_LEVELS,
     DataFlow,
     Dim,
     is_integral,
@@ -37,7 +36,7 @@ from kvpass.graphs.fx_utils import (
 )
 from kvpass.graphs.verify.offset_positions import RELATIVE
 from kvpass.ranks import ALONE
-from kvpass.torch_compat import TorchDispatchMode, predispatch
+from kvpass.torch_compat import TorchDispatchMode
 
 SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
 """Concrete values for the symbols of a capture."""
@@ -102,6 +101,10 @@ class Lengths:
     short: tuple[int, ...] = ()
     undecided: str | None = None
 
+    @property
+    def shortest(self) -> int:
+        return (*self.longest, *self.short)[-1]
+
 
 def concrete(value: Any, sizes: SizeMap) -> Any:
     """A recorded size, symbol or tuple of them with its symbols replaced by ``sizes``."""
@@ -163,19 +166,13 @@ def evaluate(
     """
     run = ExampleRun(gm, sizes, feeds, instead or {})
     last_user = {operand: node for node in nodes for operand in node.all_input_nodes}
-    levels = 0
-    try:
-        with torch.no_grad(), LookupsInRange():
-            for node in nodes:
-                if node not in run.env:
-                    run.call(node)
-                    levels += VMAP_LEVELS.get(target_name(node), 0)
-                for operand in node.all_input_nodes:
-                    if last_user[operand] is node and operand is not result:
-                        run.env.pop(operand, None)
-    finally:
-        for _ in range(levels):
-            predispatch._vmap_decrement_nesting()
+    with torch.no_grad(), LookupsInRange():
+        for node in nodes:
+            if node not in run.env:
+                run.call(node)
+            for operand in node.all_input_nodes:
+                if last_user[operand] is node and operand is not result:
+                    run.env.pop(operand, None)
     return run.env[result]
 
 
@@ -346,19 +343,18 @@ def token_wise_site(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tens
     return rows.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def numbers_of(calls: Collection[Node], products: Collection[Node] = (), *, scaled: bool = True) -> set[int]:
+def numbers_of(calls: Collection[Node], products: Collection[Node] = ()) -> set[int]:
     """Numbers in calls that may be windows, rounded up; where positions are scaled, the product with the scales too.
 
     Args:
         products: nodes made from the products of queries and keys: what they are multiplied with is no window.
-        scaled: False for calls that are known to scale by block sizes only.
     """
     numbers = windows_of(literals_of([node for node in calls if node not in products], floats=True))
     numbers |= windows_of(literals_of([node for node in calls if node in products]))
     scales = [node for node in calls if node not in products and target_name(node) in _SCALING]
     shifts = {2**value for node in scales if target_name(node) == "rshift" for value in literals_of([node])}
     factors = {value for value in windows_of(literals_of(scales, floats=True)) | shifts if value > 1}
-    if scaled and factors and numbers:
+    if factors and numbers:
         numbers.add(math.prod(factors) * max(abs(number) for number in numbers))
     return numbers
 

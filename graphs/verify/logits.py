@@ -15,9 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvpass.graphs.verify.causal_mask import NEGLIGIBLE_LOGIT, Band, prove_band, starts_of
+from kvpass.graphs.verify.causal_mask import NEGLIGIBLE_LOGIT, Band, MaskPart, prove_band, starts_of
 from kvpass.graphs.verify.causal_mask import band as causal_band
-from kvpass.graphs.verify.examples import Lengths, NotCausalError
+from kvpass.graphs.verify.examples import NotCausalError
 
 _LARGE = 1e6
 _TOLERANCE = 2e-6
@@ -40,20 +40,13 @@ class LogitRule:
 
 
 def prove_logits(
-    logits: Logits,
-    lengths: Lengths,
-    count: Callable[[int], int],
-    product_shape: Callable[[int], tuple[int, ...]],
-    heads: int,
-    name: str,
-    like: Tensor,
+    part: MaskPart, logits: Logits, product_shape: Callable[[int], tuple[int, ...]], heads: int, like: Tensor
 ) -> LogitRule:
     """Return scale, soft-capping and mask of an attention call.
 
     Args:
-        lengths: values of the token symbol to try.
-        count: tokens at such a value. product_shape: shape of the products there. heads: query heads.
-        name: of the node, for messages. like: the recorded products.
+        part: of the logits. product_shape: shape of the products at a value of the token symbol. heads: query heads.
+        like: the recorded products.
     Raises:
         NotCausalError: with the reason.
     """
@@ -71,11 +64,11 @@ def prove_logits(
     def mask(length: int, start: int) -> Tensor:
         return run(length, start, zeros(length))
 
-    band, longest = prove_band(mask, lengths, count, heads, name, floor)
+    band, longest = prove_band(part, mask, heads, floor)
     rule: LogitRule | None = None
-    for length in (*lengths.short, longest):
+    for length in (*part.lengths.short, longest):
         for start in starts_of(length):
-            rule = _check_rule(partial(run, length, start), zeros(length), rule, band, name, floor)
+            rule = _check_rule(partial(run, length, start), zeros(length), rule, band, part.name, floor)
     assert rule is not None
     return rule
 

@@ -501,18 +501,14 @@ class CompressedModel(_Base):
         """
         runtime = self._kvpass
         check_one_process(runtime.captures.compiler.ranks, "compress_each")
-        kept = [_new_cache(runtime, self._read_rules(policy, budget)) for policy, budget in conditions]
-        if not kept:
+        rules = [self._read_rules(policy, budget) for policy, budget in conditions]
+        if not rules:
             raise ValueError("conditions=[]: name at least one, a pair of a policy and its budget")
-        check_ids(input_ids, self.device)
-        if self.training:
-            raise ValueError("the model is in training mode; call model.eval() first")
-        runtime.identity.look_again()
-        with torch.inference_mode(False), torch.no_grad():
-            kept[0].fills = kept[1:]
-            _prefill(self, kept[0], input_ids, attention_mask, None, 1)
-            kept[0].fills = ()
-        runtime.last_prompt = None
+        kept = [_new_cache(runtime, own) for own in rules]
+        kept[0].fills = kept[1:]
+        with runtime.call(rules[0]):
+            self.forward(input_ids, attention_mask, past_key_values=kept[0], logits_to_keep=1)
+        kept[0].fills, runtime.last_prompt = (), None
         for cache in kept:
             cache.reusable = reusable
         return kept

@@ -63,31 +63,10 @@ def score_layer(
         asked = policy_inputs.of(layer, rows, column)._asdict()
         return KernelObservation(*given, ranks=ranks, site=site, rows=rows, column=column, **asked)
 
-    if policy.takes_padded_rows and len(set(start.tolist())) > 1:
-        together = replace(observe(slice(None), 0, min(policy.window, call.k.shape[2])), padding=first)
-        return _score_padded(together, first, policy)
-    return reference.score_rows(call.k, start, policy, observe)
-
-
-def _score_padded(obs: Observation, first: Tensor, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`kvpass.ops.reference.score_rows`, rows of different padding together."""
-    b, kv_heads, n, _ = obs.keys.shape
-    m, real = obs.evictable, torch.arange(n, device=first.device) >= first[:, None, None]
-    reference.write_first_rows(obs, policy)
-    own = policy.checked_score(obs)
-    found = obs.all_heads(own)
-    scores = found.new_full((b, found.shape[1], n), float("-inf"))
-    scores[..., :m] = torch.where(real[..., :m], found, float("-inf"))
-    stats = found.new_zeros(2, b, kv_heads, n)
-    stats[reference.MASS] = obs.mass
-    if policy.compares_layers:
-        held = torch.nn.functional.pad(own, (0, n - m), value=float("-inf"))
-        stats[reference.DECODE_STATE] = torch.where(real, held, 0.0)
-    rule = policy.decode_rule()
-    if rule is not None:
-        stats[reference.DECODE_STATE] = torch.where(real, rule.start(obs), 0.0)
-    weight = policy.checked_weight(obs, torch.where(real[..., :m], found, 0.0))
-    return scores, stats, found.new_zeros(b, dtype=torch.float64) if weight is None else weight
+    if not policy.takes_padded_rows or len(set(start.tolist())) == 1:
+        return reference.score_rows(call.k, reference.row_groups(start), policy, observe)
+    together = [(slice(None), 0)]
+    return reference.score_rows(call.k, together, policy, lambda *rows: replace(observe(*rows), padding=first))
 
 
 def cascade_step(

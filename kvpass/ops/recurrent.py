@@ -161,13 +161,7 @@ def fake_delta_rule(given: DeltaOperands, *_: object) -> tuple[Tensor, Tensor]:
     return given.query.new_empty(given.value.shape), given.state.new_empty(given.state.shape, dtype=torch.float32)
 
 
-def fake_mamba2(given: Mamba2Operands, *_: object) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes of :func:`mamba2`."""
-    out = given.x.new_empty(given.x.shape, dtype=torch.float32)
-    return out, given.state.new_empty(given.state.shape, dtype=torch.float32)
-
-
-def fake_mamba(given: MambaOperands, *_: object) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes of :func:`mamba`."""
+def fake_scan(given: Mamba2Operands | MambaOperands, *_: object) -> tuple[Tensor, Tensor]:
+    """Return tensors of the shapes of :func:`mamba2` and :func:`mamba`."""
     out = given.x.new_empty(given.x.shape, dtype=torch.float32)
     return out, given.state.new_empty(given.state.shape, dtype=torch.float32)

@@ -6,7 +6,7 @@ statistic mixes rows, and a padded row computes exactly what it computes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from kvpass.operands import (
     PrefillBuffers,
 )
 from kvpass.ops.entry_formats import entries_of_head, side_at, store
-from kvpass.ops.slots import attend_slots, evict_lowest
+from kvpass.ops.slots import EMPTY, attend_slots, evict_lowest
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
@@ -43,7 +43,6 @@ __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` ha
 ]
 
 _ROW_BLOCK = 512
-_EMPTY = -1
 OWNER, RANK, POSITION, STORAGE_ORDER = 0, 1, 2, 3
 """Planes of the slot table, int32 ``[4, B, E]``.
 
@@ -201,35 +200,36 @@ def score_layer(
         given = policy_inputs.of(layer, rows, column)._asdict()
         return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, ranks=ranks, **given)
 
-    return score_rows(call.k, start, policy, observe)
+    return score_rows(call.k, row_groups(start), policy, observe)
 
 
 def score_rows(
-    k: Tensor, start: Tensor, policy: Policy, observe: Callable[[slice, int, int], Observation]
+    k: Tensor, groups: Iterable[tuple[slice, int]], policy: Policy, observe: Callable[[slice, int, int], Observation]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores, stats and layer weight of one layer; rows with equal start are processed together.
+    """Return scores, stats and layer weight of one layer.
 
     Args:
-        observe: function of (rows, their first real column, window) that returns the policy's input.
+        groups: rows that are processed together, with their first column. observe: function of rows, first column and
+            window that returns the policy's input, with ``padding`` where the rows have any.
     """
     b, kv_heads, n, _ = k.shape
     scored: list[Tensor] = []
     stats = k.new_zeros(2, b, kv_heads, n, dtype=torch.float32)
     rule = policy.decode_rule()
     weight = k.new_zeros(b, dtype=torch.float64)
-    for rows, column in row_groups(start):
+    for rows, column in groups:
         window = min(policy.window, n - column)
         obs = observe(rows, column, window)
         write_first_rows(obs, policy)
         own = policy.checked_score(obs)
-        site_scores = obs.all_heads(own)
-        scored.append(F.pad(site_scores, (column, window), value=float("-inf")))
+        every = obs.all_heads(own)
+        scored.append(F.pad(obs.real(every, float("-inf")), (column, window), value=float("-inf")))
         stats[MASS, rows, :, column:] = obs.mass
         if policy.compares_layers:
-            stats[DECODE_STATE, rows, :, column:] = F.pad(own, (0, window), value=float("-inf"))
+            stats[DECODE_STATE, rows, :, column:] = obs.real(F.pad(own, (0, window), value=float("-inf")))
         if rule is not None:
-            stats[DECODE_STATE, rows, :, column:] = rule.start(obs)
-        layer_weight = policy.checked_weight(obs, site_scores)
+            stats[DECODE_STATE, rows, :, column:] = obs.real(rule.start(obs))
+        layer_weight = policy.checked_weight(obs, obs.real(every))
         if layer_weight is not None:
             weight[rows] = layer_weight
     return torch.cat(scored), stats, weight
@@ -269,7 +269,7 @@ def cascade_step(
     true_position = torch.arange(n, device=k.device) - start[:, None]
     for row in range(k.shape[0]):
         head, column = keep[row].nonzero(as_tuple=True)
-        free = (owner[row] == _EMPTY).nonzero(as_tuple=True)[0]
+        free = (owner[row] == EMPTY).nonzero(as_tuple=True)[0]
         if head.numel() > free.numel():
             raise RuntimeError(
                 f"pool of {owner.shape[1]} slots is full at layer {layer}: {head.numel()} winners, {free.numel()} free"
@@ -304,7 +304,7 @@ def reallocate_budgets(
         buffers.layer_weights.copy_(_best_entries(buffers, candidates, layer, policy, ranks))
     budgets = policy.layer_budgets(buffers.layer_weights, entries, available, kv_heads, layer + 1)
     owner_layer = slots[OWNER].clamp(min=0).long() // candidates.k.shape[1]
-    slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), _EMPTY)
+    slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), EMPTY)
     rank = policy.rank(scores, entries)
     storage_order = (torch.arange(n, device=scores.device) - candidates.start[:, None])[:, None].expand(b, kv_heads, n)
     rule = policy.decode_rule()
@@ -318,7 +318,7 @@ def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, p
     """Return how many of the best entries each layer has, of those held and those of one more layer; ``[B, L]``."""
     slots, scores = buffers.slots, candidates.scores
     layers = buffers.layer_weights.shape[1]
-    held = ranks.gather(torch.where(slots[OWNER] == _EMPTY, float("-inf"), buffers.slot_stats[DECODE_STATE]), 1)
+    held = ranks.gather(torch.where(slots[OWNER] == EMPTY, float("-inf"), buffers.slot_stats[DECODE_STATE]), 1)
     of_layer = ranks.gather(slots[OWNER].clamp(min=0) // candidates.k.shape[1], 1)
     both = torch.cat([held, scores.flatten(1)], 1)
     of_both = torch.cat([of_layer, torch.full_like(scores.flatten(1), layer, dtype=torch.int64)], 1)

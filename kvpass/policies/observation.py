@@ -193,6 +193,14 @@ class Observation:
         columns = torch.arange(self.length, device=self.keys.device)[None, None]
         return columns if self.padding is None else columns - self.padding[:, None, None]
 
+    def real(self, x: Tensor, instead: float = 0.0) -> Tensor:
+        """Return a statistic ``[B, heads, n]`` of the first n columns, with another number in padding."""
+        return x if self.padding is None else torch.where(self._is_real[..., : x.shape[2]], x, instead)
+
+    @cached_property
+    def _is_real(self) -> Tensor:
+        return self.positions >= 0
+
     @property
     def available(self) -> int | Tensor:
         """M; with padding that of each row, int64 ``[B, 1, 1]``."""

@@ -58,8 +58,7 @@ def refine_scores(
     Args:
         scores: attention, at least 0.
     """
-    if obs.padding is not None:
-        scores = torch.where(obs.positions[..., : obs.evictable] < 0, float("-inf"), scores)
+    scores = obs.real(scores, float("-inf"))
     worth = (scores + epsilon) * obs.projected_value_norm[..., : obs.evictable]
     result = in_two_stages(scores, worth, _first(policy, obs, scores, first_stage))
     return torch.where(result > float("-inf"), result, 0.0)

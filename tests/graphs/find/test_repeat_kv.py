@@ -121,6 +121,6 @@ def test_every_layer_of_a_decoder_is_stripped(repeat, decoder, capture, inputs) 
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return F.scaled_dot_product_attention(q, repeat(k), repeat(v), is_causal=True)
 
-    gm, (_, _, found, _, _, _, stripped, *_) = capture(decoder(attend), inputs())
+    gm, (_, _, found, _, _, stripped, *_) = capture(decoder(attend), inputs())
     assert (found, stripped) == (2, 0 if repeat is None else 2)
     assert [site.k.meta["example_value"].shape[1] for site in find_sites(gm)] == [2, 2]

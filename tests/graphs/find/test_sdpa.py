@@ -129,7 +129,7 @@ def tiny_model(family: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("family", quick([*FAMILIES], ["gpt2", "mixtral"]))
 def test_transformers_models_with_sdpa_pass_every_check_and_compute_the_same(family, capture, inputs) -> None:
-    gm, (_, _, found, _, _, _, stripped, *_) = capture(
+    gm, (_, _, found, _, _, stripped, *_) = capture(
         tiny_model(family, **({"n_layer": 1} if family == "gpt2" else ONE)), inputs()
     )
     grouped = family not in ("gpt2", "opt", "gpt_neox")
