@@ -2,7 +2,8 @@
 
 A pass is a function ``verb_object_pass(gm) -> int`` that changes a Dynamo graph in place and returns how many attention
 ops (or nodes) it changed. Passes that only check return 0. Settings are bound with ``functools.partial``.
-``KVPASS_DUMP=folder`` writes the graph before and after each pass.
+``KVPASS_DUMP=folder`` writes the graph before and after each pass. ``KVPASS_DISABLE_PASSES=name,...`` skips passes, to
+find a faulty one; results may then be wrong.
 
 Those down to ``take_host_weights`` run once on each capture, the others on a copy of it for each phase. Of these, a
 prompt has ``offset_positions`` alone. :mod:`~kvpass.graphs.split_layers` then cuts the graph into layers, the distinct
@@ -34,6 +35,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +53,7 @@ from kvpass.graphs.find.flash import find_flash_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.host_weights import take_host_weights_pass
+from kvpass.graphs.one_token import one_token_pass
 from kvpass.graphs.rewrite_attention import rewrite_cached_pass, rewrite_prefill_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
@@ -62,6 +65,8 @@ from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.torch_compat import trace_structured
 
 log = logging.getLogger(__name__)
+
+DISABLE = "KVPASS_DISABLE_PASSES"
 
 GraphPass = Callable[[GraphModule], int]
 
@@ -134,10 +139,13 @@ def pass_name(graph_pass: Callable[..., int]) -> str:
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> list[PassRecord]:
     """Apply ``passes`` in order, with a lint after each; dump graphs as ``<label>.<ii>.<pass>.before|after``."""
     records = []
+    disabled = _disabled()
     text = partial(gm.print_readable, print_output=False)
     before = _count_ops(gm)
     for index, graph_pass in enumerate(passes):
         name = pass_name(graph_pass)
+        if name in disabled:
+            continue
         artifact = f"{label}.{index:02d}.{name}"  # sorts in a folder
         _dump_artifact(f"{artifact}.before", text)
         began = time.perf_counter()
@@ -157,6 +165,22 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
 def dump_graph(name: str, gm: GraphModule) -> None:
     """Dump a graph as ``<name>``, as :func:`run_passes` does."""
     _dump_artifact(name, partial(gm.print_readable, print_output=False))
+
+
+def _disabled() -> set[str]:
+    """Return the names of passes that the user disabled.
+
+    Raises:
+        ValueError: there is no such pass.
+    """
+    names = {name for name in os.environ.get(DISABLE, "").split(",") if name}
+    phases = (offset_positions_pass, one_token_pass, decompose_linear_pass, rewrite_prefill_pass, rewrite_cached_pass)
+    known = {pass_name(one) for one in (*CANONICAL_PASSES, check_sites_pass, take_host_weights_pass, *phases)}
+    if names - known:
+        raise ValueError(f"{DISABLE}: {sorted(names - known)} are no passes, which are {sorted(known)}")
+    if names:
+        warnings.warn(f"{DISABLE}: without {sorted(names)} results may be wrong", stacklevel=2)
+    return names
 
 
 def _count_ops(gm: GraphModule) -> Counter[str]:
