@@ -27,11 +27,10 @@ def steps(model, cache, token: Tensor, count: int, tokens: Tensor | None = None)
     return torch.cat(said, 1), torch.cat(logits, 1)
 
 
-def pair(family: str = "llama", **options: Any) -> list[Any]:
+def pair(family: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> list[Any]:
     """A model whose steps are replayed, and one whose steps are launched."""
-    model = tiny_model(family, dtype=options.pop("dtype", torch.float32)).cuda()
-    given = {"policy": "lava", "budget": 16, "window": 8, **options}
-    return [kvpass.compile(model, **given, cuda_graphs=graphs) for graphs in ("auto", False)]
+    model, given = tiny_model(family, dtype=dtype).cuda(), {"policy": "lava", "budget": 16, "window": 8, **options}
+    return [kvpass.compile(model, **given, cuda_graphs=graphs) for graphs in (True, False)]
 
 
 class CountingRecorder(CudaRecorder):
@@ -55,10 +54,7 @@ def recorded(monkeypatch):
 @pytest.mark.parametrize("policy", ["lava", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_replayed_steps_are_those_launched_one_by_one_while_the_tail_grows(policy, dtype, recorded):
-    model = tiny_model("llama", dtype=dtype).cuda()
-    budget = {} if policy == "full" else {"budget": 16}
-    graphed = kvpass.compile(model, policy=policy, window=8, **budget)
-    plain = kvpass.compile(model, policy=policy, window=8, cuda_graphs=False, **budget)
+    graphed, plain = pair(dtype=dtype, policy=policy, budget=None if policy == "full" else 16)
     ids, token = random_ids(2, 61).cuda(), random_ids(2, 1).cuda()
     expected, logits = steps(plain, plain(ids).past_key_values, token, 150)
     assert recorded() == 0
@@ -69,9 +65,7 @@ def test_replayed_steps_are_those_launched_one_by_one_while_the_tail_grows(polic
 
 @pytest.mark.parametrize(("policy", "options"), [("cake", {"tau1": 1.6, "tau2": 0.4}), ("tova", {}), ("h2o", {})])
 def test_replayed_steps_evict_as_those_launched_one_by_one(policy, options, recorded):
-    model = tiny_model("llama").cuda()
-    options = {"policy": policy, "budget": 16, **({} if policy == "tova" else {"window": 8}), **options}
-    graphed, plain = kvpass.compile(model, **options), kvpass.compile(model, **options, cuda_graphs=False)
+    graphed, plain = pair(policy=policy, window=None if policy == "tova" else 8, **options)
     ids, token = random_ids(2, 61).cuda(), random_ids(2, 1).cuda()
     caches = [fast(ids).past_key_values for fast in (plain, graphed)]
     expected, logits = steps(plain, caches[0], token, 40)
