@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -385,24 +386,16 @@ def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_and_a_draft_that_t
     assert os.listdir(tmp_path) == ["cache.kv"]
 
 
-def test_the_draft_of_a_living_process_is_left_alone(tmp_path):
+@pytest.mark.parametrize("name", ["quick", "slow"], ids=["another file", "the same file"])
+def test_the_draft_of_a_living_process_is_left_alone_and_the_last_to_finish_wins(tmp_path, name):
     process = child(SLOW_WRITER, tmp_path / "slow", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     (draft,) = os.listdir(tmp_path)
-    write_cache_file(tmp_path / "quick", some(), {})
-    assert sorted(os.listdir(tmp_path)) == sorted([draft, "quick"])
+    write_cache_file(tmp_path / name, some(), {})
+    assert sorted(os.listdir(tmp_path)) == sorted([draft, name]) and saved_value(tmp_path / name) == 1.0
     process.communicate("\n", timeout=60)
     assert process.returncode == 0 and (tmp_path / "slow").read_bytes() == b"first last"
-    assert sorted(os.listdir(tmp_path)) == ["quick", "slow"]
-
-
-def test_two_processes_that_save_the_same_file_leave_one_of_the_two(tmp_path):
-    process = child(SLOW_WRITER, tmp_path / "file", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout.readline() == "ready\n"
-    write_cache_file(tmp_path / "file", some(), {})
-    assert saved_value(tmp_path / "file") == 1.0
-    process.communicate("\n", timeout=60)
-    assert (tmp_path / "file").read_bytes() == b"first last" and os.listdir(tmp_path) == ["file"]
+    assert set(os.listdir(tmp_path)) == {name, "slow"}
 
 
 def test_a_draft_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
@@ -498,28 +491,24 @@ def test_a_stale_draft_that_fills_the_disk_is_removed_first(small_disk, cache):
 # -- permissions, links, names ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o777, 0o000])
-def test_a_new_file_is_readable_by_its_owner_only(tmp_path, umask):
-    before = os.umask(umask)
-    try:
-        write_cache_file(tmp_path / "cache.kv", some(), {})
-    finally:
-        os.umask(before)
-    assert mode_of(tmp_path / "cache.kv") == 0o600
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o077])
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o600, 0o666, 0o444, 0o755])
-def test_a_file_that_is_replaced_keeps_its_mode(tmp_path, mode, umask):
+@pytest.mark.parametrize(
+    ("mode", "umask"),
+    [
+        *((None, umask) for umask in (0o022, 0o077, 0o777, 0o000)),
+        *itertools.product([0o644, 0o640, 0o600, 0o666, 0o444, 0o755], [0o022, 0o077]),
+    ],
+)
+def test_a_new_file_is_readable_by_its_owner_only_and_one_that_is_replaced_keeps_its_mode(tmp_path, mode, umask):
     path = tmp_path / "cache.kv"
-    path.touch()
-    path.chmod(mode)
+    if mode is not None:
+        path.touch()
+        path.chmod(mode)
     before = os.umask(umask)
     try:
         write_cache_file(path, some(), {})
     finally:
         os.umask(before)
-    assert mode_of(path) == mode and saved_value(path) == 1.0
+    assert mode_of(path) == (0o600 if mode is None else mode) and saved_value(path) == 1.0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")

@@ -11,20 +11,11 @@ import kvpass
 from kvpass.compiler import backend
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import FAMILIES, random_ids, tiny_model
+from tiny_models import FAMILIES, random_ids, step_logits, tiny_model
 
 UNLIMITED = 10**6
 MOST = {"diffllama": 6, "cohere2": 5, "smollm3": 5, "deepseek_v3": 5, "llama4": 5}
 """Distinct parts of families with more than four, such as two attention ops in a layer, or layers without RoPE."""
-
-
-def pieces_of(fast, ids, new):
-    """Logits of a prompt, of single tokens and of several."""
-    out, logits = fast(ids), []
-    for piece in (new[:, :1], new[:, 1:2], new[:, 2:]):
-        logits.append(out.logits)
-        out = fast(piece, past_key_values=out.past_key_values)
-    return torch.cat([*logits, out.logits], 1)
 
 
 @pytest.mark.parametrize("family", quick(FAMILIES, ["diffllama"]))
@@ -34,7 +25,7 @@ def test_parts_give_the_logits_of_the_uncompiled_model(family):
     fast = kvpass.compile(model, budget=UNLIMITED, window=8, backend="eager", compile_regions=True)
     ids, new = random_ids(2, 61), random_ids(2, 7, seed=1)
     with torch.no_grad():
-        assert_close("logits", pieces_of(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
+        assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
     parts = {record.phase: record.parts for record in fast.report().compiled}
     assert sorted(parts) == ["decode", "extend", "prefill"]
     assert all(2 < count <= MOST.get(family, 4) for count in parts.values())
@@ -46,7 +37,7 @@ def test_a_deep_model_has_as_many_parts_as_one_of_two_layers():
         fast = kvpass.compile(
             tiny_model("llama", layers=layers), budget=32, window=8, backend="eager", compile_regions=True
         )
-        pieces_of(fast, random_ids(1, 50), random_ids(1, 7, seed=1))
+        step_logits(fast, random_ids(1, 50), random_ids(1, 7, seed=1))
         counts.append({record.phase: (record.sites, record.parts) for record in fast.report().compiled})
     assert counts == [{"prefill": (layers, 4), "decode": (layers, 3), "extend": (layers, 3)} for layers in (2, 4)]
 
@@ -64,7 +55,7 @@ def test_inductor_compiles_long_prompts_in_parts_and_one_token_of_a_small_model_
     model, ids, new = tiny_model("llama", layers=2), random_ids(2, 61), random_ids(2, 7, seed=1)
     fast = kvpass.compile(model, budget=UNLIMITED, window=8, compile_regions=regions)
     with torch.no_grad():
-        assert_close("logits", pieces_of(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
+        assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
     assert {record.phase: record.parts for record in fast.report().compiled} == parts
     assert "attention sites rewritten, one graph" in str(fast.report())
 

@@ -49,10 +49,34 @@ def loaded(folder: Any, **given: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**given)).eval()
 
 
-@pytest.mark.parametrize("group", [4], indirect=True)
-def test_processes_that_outnumber_the_kv_heads_are_refused(group, tmp_path):
-    model = divided(tmp_path, "llama", tp_size=group)
-    with pytest.raises(ValueError, match="4 processes cannot share the 2 heads of LlamaForCausalLM"):
+STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="states have no methods")
+
+
+@pytest.mark.parametrize(
+    ("group", "family", "layers", "given", "said"),
+    [
+        (4, "llama", 1, {"tp_size": 4}, "4 processes cannot share the 2 heads of LlamaForCausalLM"),
+        (2, "qwen3_moe", 1, {"tp_size": 2, "ep_size": 2}, "is divided among processes by ep_size=2: .* tp_size alone"),
+        (4, "llama", 1, {"tp_size": 2, "fsdp_size": 2}, "is divided among processes by fsdp_size=2: .* tp_size alone"),
+        (2, "llama", 1, {"fsdp_size": 2}, "is divided among processes by fsdp_size=2: .* tp_size alone"),
+        (2, "llama", 1, {"pp_size": 2}, "is divided among processes by pp_size=2: .* tp_size alone"),
+        pytest.param(
+            *(2, "granitemoehybrid", 2, {"tp_size": 2}),
+            "has recurrent layers, whose states several processes cannot share yet",
+            marks=STATES,
+        ),
+        # its plan has the head only, whose weight is that of the embedding: transformers itself cannot run it so
+        (2, "lfm2", 2, {"tp_size": 2}, r"tp_size=2\) divided no weight of Lfm2ForCausalLM"),
+        (
+            *(2, "llama", 1, {"tp_size": 2, "tp_plan": {"model.layers.*.mlp.up_proj": "packed_colwise"}}),
+            r"mlp\.up_proj is divided among processes as 'packed_colwise' .*: supported are",
+        ),
+    ],
+    indirect=["group"],
+)
+def test_what_processes_cannot_share_is_refused(group, family, layers, given, said, tmp_path):
+    model = divided(tmp_path, family, layers=layers, **given)
+    with pytest.raises(ValueError, match=said):
         kvpass.compile(model, policy="lava", budget=64)
 
 
@@ -60,48 +84,6 @@ def test_processes_that_outnumber_the_kv_heads_are_refused(group, tmp_path):
 def test_processes_that_share_no_heads_can_be_more(group, tmp_path):
     """transformers does not divide the attention of gpt_oss."""
     kvpass.compile(divided(tmp_path, "gpt_oss", tp_size=group), policy="lava", budget=64)
-
-
-@pytest.mark.parametrize(
-    ("group", "family", "given"),
-    [
-        (2, "qwen3_moe", {"tp_size": 2, "ep_size": 2}),
-        (4, "llama", {"tp_size": 2, "fsdp_size": 2}),
-        (2, "llama", {"fsdp_size": 2}),
-        (2, "llama", {"pp_size": 2}),
-    ],
-    indirect=["group"],
-)
-def test_parallelism_other_than_that_of_heads_is_refused(group, family, given, tmp_path):
-    model = divided(tmp_path, family, **given)
-    name, size = list(given.items())[-1]
-    with pytest.raises(ValueError, match=f"is divided among processes by {name}={size}: .* tp_size alone"):
-        kvpass.compile(model, policy="lava", budget=64)
-
-
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="states have no methods")
-@pytest.mark.parametrize("group", [2], indirect=True)
-def test_a_hybrid_on_several_processes_is_refused(group, tmp_path):
-    model = divided(tmp_path, "granitemoehybrid", layers=2, tp_size=group)
-    with pytest.raises(ValueError, match="has recurrent layers, whose states several processes cannot share yet"):
-        kvpass.compile(model, policy="lava", budget=64)
-
-
-@pytest.mark.parametrize("group", [2], indirect=True)
-def test_a_model_of_which_nothing_was_divided_is_refused(group, tmp_path):
-    """Its plan has the head only, whose weight is that of the embedding: transformers itself cannot run it so."""
-    model = divided(tmp_path, "lfm2", layers=2, tp_size=group)
-    with pytest.raises(ValueError, match=r"tp_size=2\) divided no weight of Lfm2ForCausalLM"):
-        kvpass.compile(model, policy="lava", budget=64)
-
-
-@pytest.mark.parametrize("group", [2], indirect=True)
-def test_a_way_to_divide_modules_that_kvpass_does_not_know_is_refused(group, tmp_path):
-    model = divided(tmp_path, "llama", tp_size=group, tp_plan={"model.layers.*.mlp.up_proj": "packed_colwise"})
-    with pytest.raises(
-        ValueError, match=r"mlp\.up_proj is divided among processes as 'packed_colwise' .*: supported are"
-    ):
-        kvpass.compile(model, policy="lava", budget=64)
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)

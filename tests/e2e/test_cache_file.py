@@ -6,13 +6,16 @@ import gc
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import kvpass
 from kvpass.cache import fingerprint
 from kvpass.cache.serialization import read_cache_file, write_cache_file
 from pairwise import quick
-from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import HYBRIDS, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
+HAS_STATES = Version(transformers.__version__) >= Version("5.22")
 CASES = {
     "lava": ("llama", "lava", {}),
     "one budget in bytes": ("gpt2", "snapkv", {"budget": "30KiB"}),
@@ -26,7 +29,14 @@ CASES = {
     "ring": ("gemma3", "lava", {}),
     "ring, evicts": ("gpt_oss", "h2o", {}),
     "only rings": ("mistral_sliding", "lava", {}),
+    "chunks": ("llama4", "lava", {}),
+    "compressed again": ("llama", "lava", {"recompress": "every_turn"}),
+    "replays": ("gpt_oss", "kvzip", {"window": 0, "prompt_ids": (5, 6, 7), "chunk": 12, "overlap": 5}),
+    "scores of tokens": ("llama", "kvzap", {"weights": kvzap_file(2)}),
+    **{f"states of {family}": (family, "lava", {}) for family in (HYBRIDS if HAS_STATES else ())},
 }
+QUICK = ["lava", "no window", "evicts, tables", "evicts, reads queries", "ring, evicts", "only rings"]
+QUICK += ["compressed again", "replays", "scores of tokens", *["states of lfm2"] * HAS_STATES]
 
 
 def compiled(family="llama", policy="lava", model=None, **options):
@@ -66,10 +76,7 @@ def saved(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(
-    "case",
-    quick([*CASES], ["lava", "no window", "evicts, tables", "evicts, reads queries", "ring, evicts", "only rings"]),
-)
+@pytest.mark.parametrize("case", quick([*CASES], QUICK))
 def test_a_loaded_cache_continues_bit_for_bit_like_the_live_one(case, tmp_path):
     family, policy, options = CASES[case]
     fast = shared(family, policy, **options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvpass
-from masked_oracle import MaskedOracle, kept_columns
+from masked_oracle import assert_decodes_like_the_masked_model
 from numeric_checks import assert_close
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
@@ -47,41 +47,10 @@ def test_turns_and_a_loaded_cache_continue_in_the_chunk(tmp_path):
         assert_close(f"{tokens} tokens", logits, expected, atol=1e-4)
 
 
-def test_blocks_of_a_prompt_change_nothing():
-    _, fast = pair(30)
-    ids = random_ids(1, 100)
-    whole = fast(ids)
-    fast.prefill_block = 17
-    parts = fast(ids)
-    fast.prefill_block = "auto"
-    assert_close("logits", parts.logits, whole.logits, atol=1e-4)
-    assert torch.equal(parts.past_key_values.positions, whole.past_key_values.positions)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_contract_6_layers_without_chunks_decode_like_the_masked_model(backend):
-    model, fast = pair(14, backend)
-    ids, new = random_ids(2, 61), random_ids(2, 90, seed=5)
-    cache = fast(ids).past_key_values
-    keep = kept_columns(cache, 61)
-    logits = torch.cat(
-        [fast(piece, past_key_values=cache).logits for piece in [*new[:, :80].split(1, 1), new[:, 80:]]], 1
-    )
-    mask = torch.ones(2, 151).long()
-    expected = MaskedOracle(model).logits(torch.cat([ids, new], 1), mask, keep)[:, 61:]
-    assert_close("decode logits", logits, expected, atol=1e-4)
-    everything = MaskedOracle(model).logits(torch.cat([ids, new], 1), mask, torch.ones_like(keep))[:, 61:]
-    assert (everything - expected).abs().max() > 1e-2, "the budget should change the logits"
-
-
-def test_the_report_states_chunks_apart():
-    _, fast = pair(20)
-    cache = fast(random_ids(1, 61)).past_key_values
-    report = fast.report().to_dict()
-    assert report["layers"] == [1] and report["rings"][0]["layers"] == (0,) and report["rings"][0]["chunked"]
-    assert report["ring_nbytes"] == 2 * CHUNK * 2 * 16 * 4 and f"chunk of {CHUNK}" in str(fast.report())
-    assert int(cache.lengths.sum()) == 2 * 20
+    assert_decodes_like_the_masked_model(*pair(14, backend), [61, 61], [*[1] * 80, 10])
 
 
 def test_a_scale_of_queries_by_column_is_refused():

@@ -208,7 +208,8 @@ def test_lengths_and_stopping_criteria_count_the_new_ids(model, fast):
         assert not torch.equal(expected, plain)
 
 
-def test_stop_strings_end_the_answer_as_they_do_after_the_whole_text(model, fast):
+@pytest.mark.parametrize("named", [False, True], ids=["criteria", "stop_strings"])
+def test_stop_strings_end_the_answer_as_they_do_after_the_whole_text(model, fast, named):
     """Here a token is a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({byte: number for number, byte in enumerate(alphabet)}, []))
@@ -217,10 +218,14 @@ def test_stop_strings_end_the_answer_as_they_do_after_the_whole_text(model, fast
     document, question = random_ids(1, 40), random_ids(1, 5, seed=3)
     cache = fast.compress(document)
     plain = fast.generate(question, past_key_values=cache, **GREEDY)
-    stop = [StopStringCriteria(tokenizer, tokenizer.decode(plain[0, 8:10]))]
-    expected = model.generate(torch.cat([document, question], 1), stopping_criteria=stop, **GREEDY)[:, 40:]
-    found = fast.generate(question, past_key_values=cache, stopping_criteria=stop, **GREEDY)
-    assert torch.equal(found, expected) and found.shape[1] == 10
+    text, whole = tokenizer.decode(plain[0, 8:10]), torch.cat([document, question], 1)
+    if named:
+        stop = {"tokenizer": tokenizer, "stop_strings": [text]}
+    else:
+        stop = {"stopping_criteria": [StopStringCriteria(tokenizer, text)]}
+    expected = model.generate(whole, **stop, **GREEDY)
+    assert expected.shape[1] == 50 and torch.equal(fast.generate(whole, **stop, **GREEDY), expected)
+    assert torch.equal(fast.generate(question, past_key_values=cache, **stop, **GREEDY), expected[:, 40:])
 
 
 class Stream:

@@ -10,11 +10,11 @@ import transformers
 from packaging.version import Version
 
 import kvpass
-from masked_oracle import MaskedOracle, kept_columns
+from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
 from support_table import listed, supported_row
-from tiny_models import FAMILIES, LATENT, ROTATED, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import FAMILIES, LATENT, ROTATED, compiled_once, left_pad, random_ids, step_logits, tiny_model
 
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 UNLIMITED = 10**6
@@ -86,17 +86,6 @@ def shared(family="llama", *, policy="lava", budget, backend="eager"):
 
 def greedy(model, ids, **kwargs):
     return model.generate(ids, max_new_tokens=NEW, do_sample=False, **kwargs)
-
-
-def step_logits(model, ids, new):
-    """Logits of the prompt, of two single tokens, and of a chunk of tokens, fed one after the other."""
-    out = model(ids)
-    pieces, cache = [out.logits], out.past_key_values
-    for piece in (new[:, :1], new[:, 1:2], new[:, 2:]):
-        out = model(piece, past_key_values=cache)
-        cache = out.past_key_values
-        pieces.append(out.logits)
-    return torch.cat(pieces, 1)
 
 
 class EveryPolicy:
@@ -176,17 +165,27 @@ def assert_padded_rows_equal_alone(every, policy, copies):
 
 
 @pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["eager"]))
+@pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float16], [torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("family", quick(["llama", "gpt2"], ["llama"]))
-def test_contract_1_identity_in_bf16(family, backend):
-    model, fast = compiled(family, backend=backend, dtype=torch.bfloat16, layers=1)
+def test_contract_1_identity_in_16_bits(family, dtype, backend):
+    """Under policies that append and that evict; the cache has 16 bits too."""
+    model, fast = compiled(family, backend=backend, dtype=dtype, layers=1)
     ids, new = random_ids(2, PROMPT, seed=1), random_ids(2, 7, seed=2)
     reference = tiny_model(family, layers=1)
     reference.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
     with torch.no_grad():
         exact = reference(torch.cat([ids, new], 1)).logits
         theirs = (model(torch.cat([ids, new], 1)).logits.float() - exact).abs().max()
-        ours = (step_logits(fast, ids, new).float() - exact).abs().max()
-    assert ours <= 2 * theirs, f"bf16 error {ours} against {theirs} of eager bf16"
+        for policy in ("lava", "h2o"):
+            fast.set_policy(policy, UNLIMITED, window=8)
+            ours = (step_logits(fast, ids, new).float() - exact).abs().max()
+            assert ours <= 2 * theirs, f"{policy}: error {ours} against {theirs} of the eager model"
+            fast.set_budget(20)
+            cache = fast(ids).past_key_values
+            assert int(cache.lengths.sum()) == 2 * cache.geometry.kv_heads * 20
+            logits = fast(new, past_key_values=cache).logits
+            (store,) = cache.full_layers
+            assert logits.dtype == dtype == store.pool_k.dtype == store.tail_v.dtype and logits.isfinite().all()
 
 
 @pytest.mark.parametrize("policy", ["lava", "snapkv", "streaming_llm"])
@@ -261,21 +260,7 @@ def test_contract_4_padding_invariance_compiled():
 )
 def test_contract_6_compressed_decoding_equals_masking_the_full_model(family, backend):
     model, fast = shared(family, budget=14, backend=backend)
-    prompts = [random_ids(1, n, seed=n)[0] for n in (PROMPT, 37)]
-    ids, mask = left_pad(prompts)
-    new = random_ids(2, 90, seed=5)
-    out = fast(ids, attention_mask=mask)
-    cache = out.past_key_values
-    keep = kept_columns(cache, ids.shape[1])
-    logits = []
-    for piece in [*new[:, :80].split(1, 1), new[:, 80:]]:
-        logits.append(fast(piece, past_key_values=cache).logits)
-    whole_mask = torch.cat([mask, torch.ones_like(new)], 1)
-    expected = MaskedOracle(model).logits(torch.cat([ids, new], 1), whole_mask, keep)[:, ids.shape[1] :]
-    assert_close("decode logits", torch.cat(logits, 1), expected, atol=1e-4)
-    assert cache.get_seq_length() == ids.shape[1] + 90
-    everything = MaskedOracle(model).logits(torch.cat([ids, new], 1), whole_mask, torch.ones_like(keep))
-    assert (everything[:, ids.shape[1] :] - expected).abs().max() > 1e-2, "the budget should change the logits"
+    assert_decodes_like_the_masked_model(model, fast, [PROMPT, 37], [*[1] * 80, 10])
 
 
 def test_contract_7_the_report_proves_that_compression_ran():
@@ -300,13 +285,14 @@ def test_contract_7_what_is_not_understood_fails_closed_with_path_and_reason():
     assert refusal.value.module_path == "model.layers.1.self_attn"
 
 
-def test_contract_7_the_report_states_sliding_layers_apart():
-    _, fast = shared("gemma3", budget=20)
+@pytest.mark.parametrize(("family", "said"), [("gemma3", "ring of 24"), ("llama4", "chunk of 24")])
+def test_contract_7_the_report_states_layers_with_a_sliding_window_or_chunks_apart(family, said):
+    _, fast = shared(family, budget=20)
     cache = fast(random_ids(1, PROMPT)).past_key_values
     report = fast.report().to_dict()
     assert report["layers"] == list(cache.layer_ids) == [1] and report["rings"][0]["layers"] == (0,)
-    assert report["ring_nbytes"] == 2 * 24 * 2 * 16 * 4 and "ring of 24" in str(fast.report())
-    assert int(cache.lengths.sum()) == 2 * 20
+    assert report["ring_nbytes"] == 2 * 24 * 2 * 16 * 4 and said in str(fast.report())
+    assert report["rings"][0]["chunked"] == (family == "llama4") and int(cache.lengths.sum()) == 2 * 20
 
 
 def test_layers_of_a_ring_share_the_table_of_its_columns():

@@ -74,7 +74,7 @@ def check_drafts(family, kind, policy, backend, calls):
         ("llama", "itself", "lava"),
         ("llama", "another", "lava"),
         ("llama", "lookup", "snapkv"),
-        ("gpt2", "lookup", "lava"),
+        pytest.param("gpt2", "lookup", "lava", marks=pytest.mark.exhaustive),
     ],
 )
 def test_tokens_and_cache_are_those_without_drafts(family, kind, policy, calls):

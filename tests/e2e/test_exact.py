@@ -34,7 +34,8 @@ def fast_model(family: str = "llama", **settings: Any) -> tuple[Any, Any]:
     ("family", "policy", "draft_tokens"),
     [
         ("llama", "snapkv", "auto"),
-        ("gpt2", "lava", 3),
+        pytest.param("gpt2", "lava", 3, marks=pytest.mark.exhaustive),
+        ("llama", "lava", 3),
         pytest.param("qwen3", "keydiff", 1, marks=pytest.mark.exhaustive),
         pytest.param("deepseek_v3", "lava", 5, marks=pytest.mark.exhaustive),
     ],
@@ -68,8 +69,11 @@ def test_drafts_are_refused_and_accepted():
 
 @pytest.mark.parametrize("entries", ["model", pytest.param("int8", marks=pytest.mark.exhaustive), "rot4"])
 def test_the_compressed_cache_has_the_exact_entries_of_the_answer(entries):
-    model = tiny_model("llama", layers=2)
-    fast = kvpass.compile(model, policy="snapkv", budget=12, window=8, backend="eager", entries=entries)
+    if entries == "model":
+        model, fast = fast_model()
+    else:
+        model = tiny_model("llama", layers=2)
+        fast = kvpass.compile(model, policy="snapkv", budget=12, window=8, backend="eager", entries=entries)
     out = greedy(fast, PROMPT, exact=True, return_dict_in_generate=True)
     assert torch.equal(out.sequences, greedy(model, PROMPT))
     compressed = out[CACHE]

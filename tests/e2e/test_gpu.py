@@ -30,20 +30,14 @@ from kvpass.policies import POLICIES, resolve
 from kvpass.ranks import ONE_PROCESS
 from kvpass.rotation import is_rotated, rotated_back
 from masked_oracle import kept_columns
-from numeric_checks import assert_best, assert_close, logits_before, observe
-from tiny_models import HEAD_MAP, left_pad, random_ids, tiny_model
+from numeric_checks import assert_best, assert_close, logits_before, observe, prefill_buffers
+from tiny_models import POLICY_OPTIONS, left_pad, random_ids, tiny_model
 
 pytestmark = pytest.mark.gpu
 
 PLACE = "cuda"
 LAYERS, KV_HEADS, GROUP, WINDOW, TOKENS = 3, 2, 4, 8, 133
 STARTS = torch.tensor([0, 9, 120])
-OPTIONS = {
-    "cake": {"tau1": 1.0, "tau2": 1.0},
-    "duo_attention": {"head_map": HEAD_MAP, "sinks": 3},
-    "kvzap": {"weights": "never read"},
-    "vatp": {"indicator": "scissorhands"},
-}
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Norm of the difference over the norm of the fp32 reference; operands and output are rounded to the dtype."""
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -138,22 +132,14 @@ def test_attention_of_a_prompt(dtype, dim, value_dim, softcap, with_sinks, slidi
 
 
 @HALVES
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_what_a_policy_observes(dtype, name):
-    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
-    arguments = [Attention(*site(dtype), 0.2), STARTS, STARTS.to(PLACE), 1, LAYERS, policy, policy_inputs(dtype)]
-    expected = observe(reference, *map(exact, arguments))
-    found = observe(device, *arguments)
-    for what, one, other in zip(("output", "scores", "traces", "weight"), found, expected, strict=True):
-        check(what, one, other, ERROR[dtype])
-
-
-@HALVES
-@pytest.mark.parametrize("name", ["cake", "h2o", "lava"])
-def test_what_a_policy_observes_of_latent_rows(dtype, name):
-    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
-    q, k, _ = site(dtype, 576, 512)
-    arguments = [Attention(q, k, k[..., :512], 0.05), STARTS, STARTS.to(PLACE), 1, LAYERS, policy]
+@pytest.mark.parametrize(
+    ("name", "latent"), [*((name, False) for name in sorted(POLICIES)), ("cake", True), ("h2o", True), ("lava", True)]
+)
+def test_what_a_policy_observes_of_heads_and_of_latent_rows(dtype, name, latent):
+    policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))
+    q, k, v = site(dtype, 576, 512) if latent else site(dtype)
+    call = Attention(q, k, k[..., :512], 0.05) if latent else Attention(q, k, v, 0.2)
+    arguments = [call, STARTS, STARTS.to(PLACE), 1, LAYERS, policy, *([] if latent else [policy_inputs(dtype)])]
     expected = observe(reference, *map(exact, arguments))
     found = observe(device, *arguments)
     for what, one, other in zip(("output", "scores", "traces", "weight"), found, expected, strict=True):
@@ -161,21 +147,8 @@ def test_what_a_policy_observes_of_latent_rows(dtype, name):
 
 
 def buffers(policy, entries: int, dtype: torch.dtype, dim: int, place: str) -> PrefillBuffers:
-    rows, slots = STARTS.numel(), policy.capacity(entries, LAYERS, KV_HEADS)
-    tail = (LAYERS, rows, KV_HEADS, WINDOW + 24, dim)
-    made = PrefillBuffers(
-        pool_k=torch.full((rows, slots, dim), float("nan"), dtype=dtype),
-        pool_v=torch.full((rows, slots, dim), float("nan"), dtype=dtype),
-        slots=torch.full((4, rows, slots), -1, dtype=torch.int32),
-        slot_stats=torch.zeros(2, rows, slots),
-        layer_weights=torch.zeros(rows, LAYERS, dtype=torch.float64),
-        window_stats=torch.zeros(2, rows, LAYERS, KV_HEADS, WINDOW),
-        tail_k=torch.full(tail, float("nan"), dtype=dtype),
-        tail_v=torch.full(tail, float("nan"), dtype=dtype),
-        offsets=torch.zeros(rows, LAYERS * KV_HEADS + 1, dtype=torch.int32),
-        entries=torch.full((rows,), entries),
-    )
-    return PrefillBuffers(*(tensor.to(place) for tensor in made))
+    shape = (LAYERS, STARTS.numel(), KV_HEADS, (dim, dim), WINDOW + 24)
+    return prefill_buffers(policy, entries, *shape, dtype=dtype, device=place)
 
 
 def compress(backend, policy, entries: int, dtype: torch.dtype, dim: int, place: str) -> PrefillBuffers:
@@ -194,7 +167,7 @@ def compress(backend, policy, entries: int, dtype: torch.dtype, dim: int, place:
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("name", ["lava", "cake", "snapkv", "full"])
 def test_the_cascade_moves_the_same_rows_into_the_same_places(dtype, dim, name):
-    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))
     entries = 20 if policy.needs_budget else TOKENS
     expected = compress(reference, policy, entries, dtype, dim, "cpu")
     found = compress(device, policy, entries, dtype, dim, PLACE)
@@ -397,7 +370,9 @@ def test_cuda_keeps_and_says_what_the_cpu_does(policy):
     said: Tensor | None = None
     for place in ("cuda", "cpu"):
         model = tiny_model("llama").to(place)
-        fast = kvpass.compile(model, policy=policy, budget=16, window=8, backend="eager", **OPTIONS.get(policy, {}))
+        fast = kvpass.compile(
+            model, policy=policy, budget=16, window=8, backend="eager", **POLICY_OPTIONS.get(policy, {})
+        )
         given = {"attention_mask": mask.to(place)}
         kept.append(kept_columns(fast(ids.to(place), **given).past_key_values, ids.shape[1]).cpu())
         if said is None:
@@ -455,7 +430,7 @@ def test_the_guard_against_synchronisation_sees_one():
 @pytest.mark.parametrize(("family", "policy"), [("llama", "lava"), ("gemma2", "lava"), ("llama", "cake")])
 def test_a_decode_step_does_not_synchronise(graphs, family, policy):
     model = tiny_model(family, dtype=torch.bfloat16).cuda()
-    options = {"policy": policy, "budget": 16, "window": 8, **OPTIONS.get(policy, {})}
+    options = {"policy": policy, "budget": 16, "window": 8, **POLICY_OPTIONS.get(policy, {})}
     fast = kvpass.compile(model, **options, cuda_graphs=graphs)
     cache = fast(random_ids(2, 61).cuda()).past_key_values
     token = random_ids(2, 1).cuda()
@@ -470,7 +445,7 @@ def test_a_decode_step_does_not_synchronise(graphs, family, policy):
 @pytest.mark.parametrize("name", ["lava", "cake", "snapkv", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_no_layer_of_a_prefill_synchronises(name, dtype):
-    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))
     entries = 20 if policy.needs_budget else TOKENS
     call, first = Attention(*site(dtype), 0.2), STARTS.to(PLACE)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from itertools import cycle
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from transformers import Cache, DynamicCache
 
 import kvpass
 from kvpass.compiler import backend as backends
-from masked_oracle import MaskedOracle, kept_columns
+from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
 from support_table import listed, supported_row
@@ -32,14 +30,6 @@ FAMILY = [pytest.param(name, marks=[] if name == "lfm2" else pytest.mark.exhaust
 POLICIES = dict(zip(HYBRIDS, cycle(["lava", "pyramidkv", "cake", "ada_snapkv", "tova", "keydiff"]), strict=False))
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0, "evict_during_decode": False}, "tova": {"evict_during_decode": False}}
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-FRESH = """
-import sys, torch, kvpass
-from pairwise import quick
-from tiny_models import random_ids, tiny_model
-fast = kvpass.compile(tiny_model("qwen3_5"), policy="lava", budget=24, window=8, backend="eager")
-cache = kvpass.load_cache(sys.argv[1], fast)
-print(fast.generate(random_ids(2, 9, seed=5), past_key_values=cache, max_new_tokens=6, do_sample=False).tolist())
-"""
 
 
 def resident_bytes():
@@ -125,17 +115,9 @@ def test_attention_layers_decode_like_the_masked_model(family):
     model, fast = pair(family) if family == "lfm2" else whole(family, "eager")
     policy = POLICIES[family]
     fast.set_policy(policy, 20, window=8, **OPTIONS.get(policy, {}))
-    ids, mask = left_pad([random_ids(1, tokens, seed=tokens)[0] for tokens in (61, 37)])
-    new = random_ids(2, 30, seed=5)
-    cache = fast(ids, attention_mask=mask).past_key_values
-    keep = kept_columns(cache, 61)
-    assert int(keep.sum()) == int(cache.lengths.sum()) == 2 * keep.shape[1] * keep.shape[2] * 20
-    logits = [fast(piece, past_key_values=cache).logits for piece in new.split([1] * 9 + [21], 1)]
-    given = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
-    expected = MaskedOracle(model).logits(*given, keep)[:, 61:]
-    assert_close("decode logits", torch.cat(logits, 1), expected, atol=1e-4)
-    everything = MaskedOracle(model).logits(*given, torch.ones_like(keep))[:, 61:]
-    assert (everything - expected).abs().max() > 1e-2, "the budget should change the logits"
+    assert_decodes_like_the_masked_model(model, fast, [61, 37], [*[1] * 9, 21])
+    heads = fast.report().lengths
+    assert int(heads.sum()) == heads.numel() * 20
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -168,31 +150,6 @@ def test_no_length_compiles_again(family):
         for tokens in (150, 300, 5000):
             fast(random_ids(1, tokens), logits_to_keep=1)
     assert [record.phase for record in fast.report().compiled] == ["prefill"]
-
-
-@pytest.mark.parametrize("family", FAMILY)
-def test_a_saved_cache_continues(family, tmp_path):
-    _, fast = pair(family) if family == "lfm2" else whole(family, "eager")
-    fast.set_budget(24)
-    cache = fast.compress(random_ids(1, 60))
-    cache.save(tmp_path / "context.kv")
-    loaded, question = kvpass.load_cache(tmp_path / "context.kv", fast), random_ids(1, 9, seed=5)
-    assert all(map(torch.equal, states_of(loaded), states_of(cache)))
-    answers = [fast.generate(question, past_key_values=given, **GREEDY) for given in (cache, loaded)]
-    assert torch.equal(*answers)
-
-
-@pytest.mark.exhaustive
-def test_a_fresh_process_continues_as_the_live_cache_does(tmp_path):
-    fast = kvpass.compile(tiny_model("qwen3_5"), policy="lava", budget=24, window=8, backend="eager")
-    cache, question = fast.compress(random_ids(2, 60)), random_ids(2, 9, seed=5)
-    cache.save(tmp_path / "context.kv")
-    live = fast.generate(question, past_key_values=cache, **GREEDY).tolist()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    words = [sys.executable, "-c", FRESH, str(tmp_path / "context.kv")]
-    fresh = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-    assert fresh.returncode == 0, fresh.stderr
-    assert fresh.stdout.strip() == str(live)
 
 
 @pytest.mark.exhaustive

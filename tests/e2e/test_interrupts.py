@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,11 +13,7 @@ from kvpass.compiler.backend import PhaseCompiler
 from tiny_models import compiled_once, random_ids, tiny_model
 
 OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
-
-
-def compiled(family="llama", **options):
-    """A model and its compiled copy, both shared with other tests."""
-    return compiled_once(family, layers=2, **OPTIONS | options)
+compiled = partial(compiled_once, layers=2, **OPTIONS)  # a model and its compiled copy, shared with other tests
 
 
 class Interrupt:

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass.ops import latents, reference
-from masked_oracle import MaskedOracle, kept_columns
+from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from tiny_models import LATENT, compiled_once, left_pad, random_ids, tiny_model
 
@@ -72,18 +72,12 @@ def test_kept_entries_have_the_most_attention_of_the_window_over_all_heads(group
 @pytest.mark.parametrize("policy", ["lava", pytest.param("tova", marks=pytest.mark.exhaustive)])
 def test_several_turns_padding_and_files_equal_the_masked_model(policy, tmp_path):
     model, fast = shared(policy=policy, budget=BUDGET, **({"evict_during_decode": False} if policy == "tova" else {}))
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (PROMPT, 37)])
-    new = random_ids(2, 90, seed=5)
-    cache = fast(ids, attention_mask=mask).past_key_values
-    keep = kept_columns(cache, ids.shape[1])
-    logits = []
-    for piece in [*new[:, :70].split([1, 1, 9, 59], 1), *new[:, 70:].split([1, 19], 1)]:
+
+    def reloaded(cache):
         cache.save(tmp_path / "cache.kv")
-        cache = kvpass.load_cache(tmp_path / "cache.kv", fast)
-        logits.append(fast(piece, past_key_values=cache).logits)
-    whole = torch.cat([mask, torch.ones_like(new)], 1)
-    expected = MaskedOracle(model).logits(torch.cat([ids, new], 1), whole, keep)[:, ids.shape[1] :]
-    assert_close("logits", torch.cat(logits, 1), expected, atol=1e-4)
+        return kvpass.load_cache(tmp_path / "cache.kv", fast)
+
+    assert_decodes_like_the_masked_model(model, fast, [PROMPT, 37], [1, 1, 9, 59, 1, 19], reloaded)
 
 
 def test_blocks_of_a_prompt_attend_expanded_heads_that_fit_in_memory(monkeypatch):
@@ -127,14 +121,6 @@ def test_recompression_keeps_the_budget():
     cache = fast(random_ids(1, PROMPT)).past_key_values
     fast(random_ids(1, 30, seed=1), past_key_values=cache)
     assert cache.lengths.tolist() == [[[BUDGET], [BUDGET]]]
-
-
-@pytest.mark.exhaustive
-def test_greedy_tokens_are_those_of_transformers():
-    model, fast = compiled_once(FAMILY, backend="eager", policy="lava", budget=10**6, window=WINDOW)
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (PROMPT, 37)])
-    given = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
-    assert torch.equal(fast.generate(ids, **given), model.generate(ids, **given))
 
 
 class _Wrapped(nn.Linear):

@@ -16,19 +16,12 @@ from kvpass.compiler import backend
 from kvpass.policies import POLICIES
 from numeric_checks import assert_close
 from pairwise import each_value, quick
-from tiny_models import FAMILIES, HEAD_MAP, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
+from tiny_models import FAMILIES, POLICY_OPTIONS, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
 WHOLE = 10**6
-TAUS = {"tau1": 1.5, "tau2": 0.7}
-OPTIONS = {
-    "cake": TAUS,
-    "duo_attention": {"head_map": HEAD_MAP, "sinks": 3},
-    "full": {"budget": None},
-    "kvzap": {"weights": kvzap_file()},
-    "vatp": {"indicator": "scissorhands"},
-}
-UNUSUAL = ["gpt_oss", "bloom", "deepseek_v3"]
-"""Sinks, experts and rings, ALiBi, latents."""
+OPTIONS = POLICY_OPTIONS | {"full": {"budget": None}, "kvzap": {"weights": kvzap_file()}}
+UNUSUAL = ["gpt_oss", "bloom", "deepseek_v3", "llama4"]
+"""Sinks, experts and rings, ALiBi, latents, chunks."""
 
 
 def prefilled(fast, block, ids, mask=None, **options):

@@ -107,20 +107,6 @@ def test_entries_that_a_repetition_attends_to_are_kept_in_padded_rows_too(tried)
         assert positions_of(cache, row) == kept_by(worth[list(cache.layer_ids)])
 
 
-def test_what_is_kept_is_decoded_and_saved_as_by_any_policy(tmp_path):
-    _, fast = compiled_once(SHARED, layers=2, policy="kvzip", budget=BUDGET, backend="eager", **ASKED)
-    ids, mask = left_pad([random_ids(1, tokens, seed=tokens)[0] for tokens in (41, 19)])
-    cache = fast.compress(ids, mask)
-    generated = fast.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    first = fast(ids, mask).logits[:, -1:].argmax(-1)
-    assert torch.equal(first, generated[:, ids.shape[1] :][:, :1])
-    cache.save(tmp_path / "document.kv")
-    loaded = kvpass.load_cache(tmp_path / "document.kv", fast)
-    assert loaded.policy.prompt_ids == ASKED["prompt_ids"]
-    told = [fast(generated[:, -4:], past_key_values=one).logits for one in (cache, loaded)]
-    assert torch.equal(*told)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["kvzip", "kvzip_plus"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "bloom", SHARED])

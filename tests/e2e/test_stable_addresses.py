@@ -75,8 +75,15 @@ def graphed_model(family="llama", **options):
 
 
 @functools.cache
-def shared_graphed():
+def captured_graphed():
     return graphed_model()
+
+
+def shared_graphed(policy="lava"):
+    """One that the tests of this file share."""
+    fast = captured_graphed()
+    fast.set_policy(policy, 16, window=8)
+    return fast
 
 
 @functools.cache
@@ -121,7 +128,7 @@ def test_a_second_prompt_of_any_length_and_padding_captures_nothing(family, opti
 
 @pytest.mark.parametrize("policy", [pytest.param("lava", marks=pytest.mark.exhaustive), "h2o"])
 def test_nor_does_a_second_question_about_a_document(policy, recorded):
-    graphed, plain = pair(policy=policy)
+    graphed, plain = shared_graphed(policy), plain_model(policy=policy)
     text = random_ids(1, 61)
     caches = [model.compress(text) for model in (graphed, plain)]
     for turn in range(3):

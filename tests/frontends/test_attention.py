@@ -11,21 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import kvpass
 from kvpass.cache.serialization import read_cache_file
 from numeric_checks import assert_close
-from pairwise import quick
-from tiny_models import left_pad, random_ids, tiny_model
+from pairwise import quick, quick_rows
+from tiny_models import LLAMA_LIKE, left_pad, random_ids, tiny_model
 
-TINY = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 IN_MASK_ONLY = {
     "phimoe": ({**EXPERTS, "num_experts_per_tok": 2, "sliding_window": 8}, "layers.0", "sliding window of 8"),
@@ -61,7 +49,7 @@ def fresh_dynamo():
 
 def tiny(model_type, options):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**TINY, **options})
+    config = AutoConfig.for_model(model_type, **{**LLAMA_LIKE, "num_hidden_layers": 2, **options})
     config.initializer_range = 0.1
     return AutoModelForCausalLM.from_config(config).eval()
 
@@ -138,32 +126,21 @@ def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family)
             fast(ids[:, 64 : 64 + tokens], past_key_values=first.past_key_values)
 
 
-@pytest.mark.exhaustive  # in every run the next test
-@pytest.mark.parametrize("tokens", [1, 6])
-def test_a_loaded_cache_ends_where_the_table_of_positions_does(tokens, tmp_path):
-    model, ids = tiny_model("gpt2", layers=1, n_positions=64), random_ids(2, 70)
-    fast = kvpass.compile(model, policy="full", backend="eager")
-    cache = fast(ids[:, :60]).past_key_values
-    fast(ids[:, 60:64], past_key_values=cache)
-    cache.save(tmp_path / "cache.kv")
-    fast = kvpass.compile(model, policy="full", backend="eager")
-    cache = kvpass.load_cache(tmp_path / "cache.kv", fast)
-    with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
-        fast(ids[:, 64 : 64 + tokens], past_key_values=cache)
-
-
-@pytest.mark.parametrize("tokens", quick([1, 3], [3]))
-def test_a_refused_call_on_a_loaded_cache_spoils_nothing(tokens, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "tokens"), quick_rows([("gpt_neo", 3), ("gpt_neo", 1), ("gpt2", 1), ("gpt2", 6)], [("gpt_neo", 3)])
+)
+def test_a_refused_call_on_a_loaded_cache_spoils_nothing(family, tokens, tmp_path):
     """Rings are written over; a model that has captured nothing learns of the end in the call."""
-    ids = random_ids(1, 256)
-    fast = kvpass.compile(tiny_model("gpt_neo", layers=2), policy="full", backend="eager")
+    ids, changes = random_ids(1, 256), {"n_positions": 256} if family == "gpt2" else {}
+    fast, later = (
+        kvpass.compile(tiny_model(family, layers=2, **changes), policy="full", backend="eager") for _ in range(2)
+    )
     cache = fast(ids[:, :250]).past_key_values
     fast(ids[:, 250:], past_key_values=cache)
     cache.save(tmp_path / "cache.kv")
-    fast = kvpass.compile(tiny_model("gpt_neo", layers=2), policy="full", backend="eager")
-    loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
+    loaded = kvpass.load_cache(tmp_path / "cache.kv", later)
     with pytest.raises(ValueError, match=f"{tokens} tokens after 256: the decoder does not take more than 256"):
-        fast(ids[:, :tokens], past_key_values=loaded)
+        later(ids[:, :tokens], past_key_values=loaded)
     loaded.save(tmp_path / "again.kv")
     was, again = (read_cache_file(tmp_path / name)[1] for name in ("cache.kv", "again.kv"))
     assert was.keys() == again.keys() and all(torch.equal(was[name], again[name]) for name in was)

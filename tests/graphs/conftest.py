@@ -14,6 +14,9 @@ from torch.nn import functional as F
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import copy_graph
 from kvpass.graphs.passes import CANONICAL_PASSES, GraphPass
+from kvpass.operands import Attention as AttentionCall
+from kvpass.operands import PolicyInputs
+from kvpass.ops import reference
 
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 2, 8, 50
 TOKENS = 11
@@ -132,3 +135,17 @@ def decoder() -> Callable[..., Decoder]:
 @pytest.fixture
 def inputs() -> Callable[..., tuple[Tensor, Tensor]]:
     return token_inputs
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AttentionCall, PolicyInputs]]:
+    """What a policy is given of each layer: the attention op, and what policies read beside it."""
+    seen: list[tuple[AttentionCall, PolicyInputs]] = []
+    judge = reference.score_layer
+
+    def record(call: AttentionCall, lse: Any, start: Any, first: Any, layer: int, layers: int, policy: Any, *rest: Any):
+        seen.append((call, rest[0]))
+        return judge(call, lse, start, first, layer, layers, policy, *rest)
+
+    monkeypatch.setattr(reference, "score_layer", record)
+    return seen

@@ -22,19 +22,6 @@ SLIDING = {"mistral_sliding"}
 """Families whose layers all have a sliding window, which no policy scores."""
 
 
-@pytest.fixture
-def judged(monkeypatch):
-    """What the policy is given of each layer: the attention op and its output projection."""
-    seen, judge = [], reference.score_layer
-
-    def record(call, lse, start, first, layer, layers, policy, policy_inputs, ranks=None):
-        seen.append((call, policy_inputs.projection))
-        return judge(call, lse, start, first, layer, layers, policy, policy_inputs, ranks)
-
-    monkeypatch.setattr(reference, "score_layer", record)
-    return seen
-
-
 def results_of_projections(model, ids):
     """What the output projections of a model give, without their bias, ``[1, N, hidden]`` each."""
     found, hooks = [], []
@@ -61,9 +48,9 @@ def test_attention_times_the_projection_given_is_what_the_layer_adds(family, jud
     wanted = results_of_projections(model, ids)
     assert judged
     found = []
-    for call, projection in judged:
+    for call, inputs in judged:
         every = call._replace(q=call.q[:, :, -8:])  # rows of which the policy has queries
-        out = reference.causal_attention(every).transpose(1, 2).flatten(2) @ projection.T
+        out = reference.causal_attention(every).transpose(1, 2).flatten(2) @ inputs.projection.T
         found.append(min(float((out - result[:, -8:]).detach().abs().max()) for result in wanted if result.dim() == 3))
     assert max(found) < 1e-4
 
@@ -96,9 +83,9 @@ def test_gated_attention_times_the_projection_given_is_what_the_layer_adds(famil
     with torch.no_grad():
         model(ids, use_cache=False)
         assert len(judged_once) == len(gates) == len(results) > 0
-        for (call, projection), gate, result in zip(judged_once, gates, results, strict=True):
+        for (call, inputs), gate, result in zip(judged_once, gates, results, strict=True):
             out = reference.causal_attention(call._replace(q=call.q[:, :, -8:])).transpose(1, 2)
-            out = (out * gate[:, -8:].sigmoid()).flatten(2) @ projection.T
+            out = (out * gate[:, -8:].sigmoid()).flatten(2) @ inputs.projection.T
             assert_close("what the layer adds", out, result[:, -8:], atol=1e-4)
 
 
@@ -142,15 +129,19 @@ def test_another_module_is_compressed_if_its_linear_layer_reads_attention_at_mos
         return
     with torch.no_grad(), kvpass.session():
         assert_close("logits", compiled(ids), module(ids), atol=1e-5)
-    ((_, projection),) = judged
-    assert projection is module.out.weight
+    ((_, inputs),) = judged
+    assert inputs.projection is module.out.weight
 
 
-def test_one_token_and_a_whole_graph_know_it_too():
-    ids = random_ids(2, 50)
-    blocks = kvpass.compile(tiny_model("gpt2", layers=1), policy="criticalkv", budget=24, window=8, backend="eager")
-    whole = kvpass.compile(
-        tiny_model("gpt2", layers=1), policy="criticalkv", budget=24, window=8, backend="eager", compile_regions=False
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [("gpt2", {"policy": "criticalkv", "window": 8}), ("llama", {"policy": "expected_attention"})],
+    ids=["projection", "rotary embedding"],
+)
+def test_one_token_and_a_whole_graph_know_it_too(family, policy):
+    ids, given = random_ids(2, 50), {**policy, "budget": 24, "backend": "eager"}
+    blocks, whole = (
+        kvpass.compile(tiny_model(family, layers=1), **given, compile_regions=regions) for regions in ("auto", False)
     )
     assert torch.equal(blocks(ids).past_key_values.positions, whole(ids).past_key_values.positions)
     assert_close("logits", blocks(ids[:, :1]).logits, whole(ids[:, :1]).logits, atol=1e-5)

@@ -8,28 +8,13 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.ops import reference
 from kvpass.policies.observation import Observation
-from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import FAMILIES, ROTATED, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import FAMILIES, ROTATED, compiled_once, left_pad, random_ids
 
 SLIDING = {"mistral_sliding"}
 """Families whose layers all have a sliding window, which no policy scores."""
 UNFOUND = sorted(FAMILIES.keys() - {*ROTATED} - SLIDING)
-
-
-@pytest.fixture
-def judged(monkeypatch):
-    """What the policy is given of each layer: the attention op and the frequencies."""
-    seen, judge = [], reference.score_layer
-
-    def record(call, lse, start, first, layer, layers, policy, policy_inputs, ranks=None):
-        seen.append((call, policy_inputs.frequencies))
-        return judge(call, lse, start, first, layer, layers, policy, policy_inputs, ranks)
-
-    monkeypatch.setattr(reference, "score_layer", record)
-    return seen
 
 
 def queries_before_rope(model, ids, monkeypatch):
@@ -54,8 +39,8 @@ def test_turned_back_queries_are_those_of_the_model_before_rope(family, judged, 
     fast(ids)
     wanted = queries_before_rope(model, ids, monkeypatch)
     assert judged
-    for call, frequencies in judged:
-        obs = Observation(call.q, call.k, call.v, call.scale, 0, 0, 1, frequencies=frequencies)
+    for call, inputs in judged:
+        obs = Observation(call.q, call.k, call.v, call.scale, 0, 0, 1, frequencies=inputs.frequencies)
         found = torch.cat([obs.unrotated_queries(head, 0) for head in range(obs.kv_heads)], 1)
         assert min(float((found - q).abs().max()) for q in wanted if q.shape == found.shape) < 1e-4
 
@@ -71,7 +56,7 @@ def test_a_norm_before_rope_and_padding_change_nothing_of_what_is_kept(judged):
         judged.clear()
         alone = fast(prompt[None]).past_key_values
         q, k, v = (torch.stack([call[i] for call, _ in judged]) for i in range(3))
-        turns = torch.stack([frequencies for _, frequencies in judged])
+        turns = torch.stack([inputs.frequencies for _, inputs in judged])
         keep = kvpass.plan("expected_attention", q, k, v, rope_frequencies=turns, **options).keep[:, 0]
         for cache, of in ((together, row), (alone, 0)):
             for layer, heads in enumerate(keep):
@@ -88,12 +73,3 @@ def test_a_model_of_another_form_is_refused_and_works_with_another_policy(family
     fast.set_policy("keydiff", 24)
     assert fast(random_ids(1, 40)).past_key_values.lengths.max() == 24
     fast.set_policy("expected_attention", 24)
-
-
-def test_one_token_and_a_whole_graph_know_it_too():
-    ids = random_ids(2, 50)
-    options = {"policy": "expected_attention", "budget": 24, "backend": "eager"}
-    blocks = kvpass.compile(tiny_model("llama", layers=1), **options)
-    whole = kvpass.compile(tiny_model("llama", layers=1), **options, compile_regions=False)
-    assert torch.equal(blocks(ids).past_key_values.positions, whole(ids).past_key_values.positions)
-    assert_close("logits", blocks(ids[:, :1]).logits, whole(ids[:, :1]).logits, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,18 @@ ON_CPU_TENSORS = {
     "test_ragged_decode.py",
     "test_slots.py",
 }
+
+
+@pytest.fixture(autouse=True)
+def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs begin as NaN, so that a place which no program writes shows."""
+    empty = torch.empty
+
+    def filled(*size: Any, **options: Any) -> torch.Tensor:
+        made = empty(*size, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() and made.dtype.itemsize > 1 else made
+
+    monkeypatch.setattr(torch, "empty", filled)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

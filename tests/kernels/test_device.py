@@ -11,23 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvpass
 from kvpass.compiler import blocks
 from kvpass.kernels import window_statistics
-from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers
+from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, schemas
 from kvpass.policies import POLICIES, resolve
 from kvpass.policies.lava import Lava
 from kvpass.policies.observation import Observation
-from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention, observe
-from pairwise import quick
-from tiny_models import HEAD_MAP, left_pad, random_ids, tiny_model
+from numeric_checks import Exact, assert_close, assert_rounded, exact_attention, observe, prefill_buffers
+from tiny_models import POLICY_OPTIONS, left_pad, random_ids, tiny_model
 
 LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
-OPTIONS = {
-    "cake": {"tau1": 1.0, "tau2": 1.0},
-    "duo_attention": {"head_map": HEAD_MAP, "sinks": 3},
-    "kvzap": {"weights": "never read"},
-    "vatp": {"indicator": "scissorhands"},
-}
 STARTS = torch.tensor([0, 9, 9])
 TOKENS = 37
 WEIGHT = torch.randn(20, KV_HEADS * GROUP * VALUE_DIM, generator=torch.Generator().manual_seed(2))
@@ -65,31 +58,19 @@ def test_column_sums_of_blocks_add_up_to_those_of_the_prompt(backend):
         assert_close("h2o", x, y, atol=1e-5)
 
 
-def exact_prompt(q, k, v, scale, sliding_window=TOKENS, chunk=TOKENS, **options):
+def exact_prompt(q, k, v, scale, chunk=TOKENS):
     """Attention of a prompt in float64, nothing in padding."""
     column = torch.arange(q.shape[2])
     away = column[:, None] - column
-    seen = (away >= 0) & (away < sliding_window) & (column >= STARTS[:, None, None])
+    seen = (away >= 0) & (column >= STARTS[:, None, None])
     chunks = (column - STARTS[:, None]).div(chunk, rounding_mode="floor")
     seen &= chunks[:, :, None] == chunks[:, None]
     keys, values = (x.repeat_interleave(GROUP, 1) for x in (k, v))
-    return exact_attention(q, keys, values, scale, hidden=~seen[:, None], **options).out
+    return exact_attention(q, keys, values, scale, hidden=~seen[:, None]).out
 
 
-def state(policy, entries, tail=TOKENS):
-    b, e = STARTS.numel(), policy.capacity(entries, LAYERS, KV_HEADS)
-    return PrefillBuffers(
-        pool_k=torch.full((b, e, DIM), float("nan")),
-        pool_v=torch.full((b, e, VALUE_DIM), float("nan")),
-        slots=torch.full((4, b, e), -1, dtype=torch.int32),
-        slot_stats=torch.zeros(2, b, e),
-        layer_weights=torch.zeros(b, LAYERS, dtype=torch.float64),
-        window_stats=torch.zeros(2, b, LAYERS, KV_HEADS, WINDOW),
-        tail_k=torch.full((LAYERS, b, KV_HEADS, tail, DIM), float("nan")),
-        tail_v=torch.full((LAYERS, b, KV_HEADS, tail, VALUE_DIM), float("nan")),
-        offsets=torch.zeros(b, LAYERS * KV_HEADS + 1, dtype=torch.int32),
-        entries=torch.full((b,), entries),
-    )
+def state(policy, entries):
+    return prefill_buffers(policy, entries, LAYERS, len(STARTS), KV_HEADS, (DIM, VALUE_DIM), TOKENS)
 
 
 @functools.cache
@@ -120,10 +101,6 @@ def appended(buffers):
     return AppendBuffers(*pool, *tail, torch.tensor([0, 1, 2]), torch.tensor(WINDOW), arrivals)
 
 
-def exact_step(call, held, layer):
-    return DecodeCase(*call[:3], *held[:7], layer, *call[3:]).exact()
-
-
 OWN_SCORES = {"cake", "h2o", "lava", "snapkv", "streaming_llm", "vatp"}
 """Scores of the others are theirs or fewer: how they are split is the same code on every device."""
 
@@ -138,7 +115,7 @@ OWN_SCORES = {"cake", "h2o", "lava", "snapkv", "streaming_llm", "vatp"}
     ],
 )
 def test_prefill_keeps_and_answers_the_same(name, window):
-    policy = resolve(name, window=window, **OPTIONS.get(name, {}))
+    policy = resolve(name, window=window, **POLICY_OPTIONS.get(name, {}))
     entries = 6 if policy.needs_budget else TOKENS
     _, wanted = prefill(reference, policy, entries)
     outputs, got = prefill(device, policy, entries)
@@ -158,22 +135,24 @@ def test_prefill_keeps_and_answers_the_same(name, window):
 
 
 @pytest.mark.parametrize(
-    ("name", "window", "passes"), [("lava", WINDOW, 1), ("cake", WINDOW, 1), ("tova", 0, 1), ("tova", WINDOW, 2)]
+    ("name", "window", "kernel", "passes"),
+    [
+        ("lava", WINDOW, "_window_kernel", 1),
+        ("cake", WINDOW, "_window_kernel", 1),
+        ("tova", 0, "_window_kernel", 1),
+        ("tova", WINDOW, "_window_kernel", 2),
+        ("vatp", WINDOW, "_column_sum_kernel", 1),
+    ],
 )
-def test_the_keys_are_read_once_for_all_that_a_policy_asks_of_its_window(name, window, passes, monkeypatch):
+def test_the_keys_are_read_once_for_all_that_a_policy_asks_of_its_window_or_of_all_rows(
+    name, window, kernel, passes, monkeypatch
+):
+    """Also for rows of the batch that begin apart."""
     launched = []
     monkeypatch.setattr(window_statistics, "launch", lambda kernel, *rest, **options: launched.append(kernel))
-    policy = resolve(name, window=window, **OPTIONS.get(name, {}))
+    policy = resolve(name, window=window, **POLICY_OPTIONS.get(name, {}))
     observe(device, Attention(*site(0), 0.3), STARTS, STARTS, 0, LAYERS, policy)
-    assert launched.count(window_statistics._window_kernel) == passes
-
-
-def test_sums_over_rows_are_taken_once_for_rows_of_the_batch_that_begin_apart(monkeypatch):
-    launched = []
-    monkeypatch.setattr(window_statistics, "launch", lambda kernel, *rest, **options: launched.append(kernel))
-    policy = resolve("vatp", window=WINDOW, indicator="scissorhands")
-    observe(device, Attention(*site(0), 0.3), STARTS, STARTS, 0, LAYERS, policy)
-    assert launched.count(window_statistics._column_sum_kernel) == 1
+    assert launched.count(getattr(window_statistics, kernel)) == passes
 
 
 DIVIDE_OTHERS = {"ada_pyramidkv", "ada_snapkv", "full", "lava_nohead", "lava_pyramid", "lava_uniform", "pyramidkv"}
@@ -192,7 +171,7 @@ def attended_ragged(ops):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, OPTIONS.get(name, {})) for name in sorted(POLICIES.keys() - DIVIDE_OTHERS)),
+        *((name, POLICY_OPTIONS.get(name, {})) for name in sorted(POLICIES.keys() - DIVIDE_OTHERS)),
         *(pytest.param(name, {}, marks=pytest.mark.exhaustive) for name in sorted(DIVIDE_OTHERS)),
         ("vatp", {"sinks": 3}),
         ("lagkv", {"sinks": 2, "lag": 5}),
@@ -245,7 +224,7 @@ def operators_of_judging(starts, policy, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(OWN_SCORES))
 def test_paddings_do_not_multiply_the_operators_of_judging(name, monkeypatch):
-    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))
     one, two, four = (operators_of_judging(s, policy, monkeypatch) for s in ([9] * 4, [0, 0, 0, 9], [0, 3, 5, 9]))
     assert two == four
     assert four <= 2 * one
@@ -289,45 +268,6 @@ def test_any_strides(tokens):
         for x, given in ((new, sinks.contiguous()), ([x.mT.contiguous().mT for x in new], sinks))
     ]
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("tokens", quick([1, 3, 11], [1, 11]))
-def test_attending_the_cache_answers_and_appends_the_same(tokens):
-    policy = resolve("lava", window=WINDOW)
-    _, buffers = prefill(reference, policy, entries=6)
-    call = Attention(*site(7, tokens), 0.3)
-    for layer in range(LAYERS):
-        held, twin = appended(buffers), appended(buffers)
-        expected = exact_step(call, held, layer)
-        assert_rounded("eager", reference.attend_cache(call, held, layer), expected)
-        assert_rounded("device", device.attend_cache(call, twin, layer), expected)
-        for one, other in ((held.tail_k, twin.tail_k), (held.tail_v, twin.tail_v)):
-            torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("held", [0, 1, 64, 65])
-def test_a_small_pool_is_attended(held):
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*sizes):
-        return torch.randn(*sizes, generator=generator)
-
-    tail = [random(1, 1, 1, 8, dim) for dim in (DIM, VALUE_DIM)]
-    pool = (random(1, 70, DIM), random(1, 70, VALUE_DIM), torch.tensor([[0, held]], dtype=torch.int32))
-    call = Attention(random(1, 2, 1, DIM), random(1, 1, 1, DIM), random(1, 1, 1, VALUE_DIM), 0.3)
-    cached = AppendBuffers(*pool, *tail, torch.tensor([1]), torch.tensor(3), torch.zeros(1, 64, dtype=torch.int32))
-    expected = exact_step(call, cached, 0)
-    assert_rounded("out", device.attend_cache(call, cached, 0), expected)
-
-
-@pytest.mark.parametrize("sliding_window", [5, 64])
-def test_a_prompt_with_a_sliding_window_is_attended_the_same(sliding_window):
-    q, k, v = site(3)
-    sinks = torch.randn(KV_HEADS * GROUP)
-    expected = exact_prompt(q, k, v, 0.3, sliding_window, softcap=20.0, sinks=sinks[:, None])
-    for name, way in (("eager", reference), ("device", device)):
-        out = way.attend_prompt(Attention(q, k, v, 0.3, 20.0, sinks), STARTS, sliding_window)[0]
-        assert_rounded(name, out, expected)
 
 
 @pytest.mark.parametrize("chunk", [5, 64])

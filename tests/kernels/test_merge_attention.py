@@ -22,12 +22,6 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs begin as NaN, so that a place which no program writes shows."""
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, torch.nan, **options))
-
-
 def part(rows: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, seed: int) -> PartialAttention:
     """Of random numbers, stored by token as kernels give it; log-sum-exps between -20 and 20."""
     generator = torch.Generator().manual_seed(seed)

@@ -23,32 +23,20 @@ from kvpass.kernels import (
     window_statistics,
 )
 from kvpass.kernels.prompt_attention import Machine
-from kvpass.operands import (
-    AppendBuffers,
-    Attention,
-    Candidates,
-    EvictBuffers,
-    PolicyInputs,
-    PrefillBuffers,
-    RingBuffers,
-)
+from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs, RingBuffers
 from kvpass.ops import cuda as device
 from kvpass.ops import evict, sliding
 from kvpass.policies import POLICIES, resolve
-from numeric_checks import observe
-from tiny_models import HEAD_MAP
+from numeric_checks import observe, prefill_buffers
+from tiny_models import POLICY_OPTIONS
 
 LAYERS, KV_HEADS, GROUP, DIM, WINDOW, TOKENS, CAPACITY = 3, 2, 2, 16, 4, 37, 64
 HEADS = KV_HEADS * GROUP
-OPTIONS = {
-    "cake": {"tau1": 1.0, "tau2": 1.0},
-    "duo_attention": {"head_map": HEAD_MAP},
-    "kvzap": {"weights": "never read"},
-    "vatp": {"indicator": "scissorhands"},
-}
 STARTS = torch.tensor([0, 9, 9])
 ROWS = STARTS.numel()
-EVICTING = [name for name in sorted(POLICIES) if resolve(name, window=WINDOW, **OPTIONS.get(name, {})).decode_rule()]
+EVICTING = [
+    name for name in sorted(POLICIES) if resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {})).decode_rule()
+]
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -87,7 +75,7 @@ def test_a_prefill_up_to_its_packed_pool(
     name: str, dtype: torch.dtype, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Machine, "of", lambda device: Machine((8, 0), flash=True))
-    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))
     entries = 6 if policy.needs_budget else TOKENS
     call = Attention(*site(TOKENS, dtype), 0.3)
     first = on_device(ROWS, dtype=torch.int64)
@@ -104,14 +92,8 @@ def test_a_prefill_up_to_its_packed_pool(
     check("scores", scores, (ROWS, KV_HEADS, TOKENS), torch.float32)
     check("stats", stats, (2, ROWS, KV_HEADS, TOKENS), torch.float32)
     check("weight", weight, (ROWS,), torch.float64)
-    slots = policy.capacity(entries, LAYERS, KV_HEADS)
-    pool = [on_device(ROWS, slots, DIM, dtype=dtype) for _ in range(2)]
-    tables = [on_device(4, ROWS, slots, dtype=torch.int32), on_device(2, ROWS, slots)]
-    layer_weights = on_device(ROWS, LAYERS, dtype=torch.float64)
-    window = [on_device(2, ROWS, LAYERS, KV_HEADS, WINDOW)]
-    window += [on_device(LAYERS, ROWS, KV_HEADS, CAPACITY, DIM, dtype=dtype) for _ in range(2)]
-    bounds, limits = on_device(ROWS, LAYERS * KV_HEADS + 1, dtype=torch.int32), on_device(ROWS, dtype=torch.int64)
-    buffers = PrefillBuffers(*pool, *tables, layer_weights, *window, bounds, limits)
+    shape = (LAYERS, ROWS, KV_HEADS, (DIM, DIM), CAPACITY)
+    buffers = prefill_buffers(policy, entries, *shape, dtype=dtype, device="meta")
     device.cascade_step(buffers, Candidates(call.k, call.v, scores, stats, weight, first), 1, policy)
     device.pack(buffers)
     assert {"_gather_kernel", "_permute_kernel"} <= set(launched)
@@ -148,7 +130,7 @@ def test_a_step_on_the_cache(
 def test_a_step_that_evicts(
     name: str, tokens: int, softcap: float | None, sinks: Tensor | None, launched: list[str]
 ) -> None:
-    policy = resolve(name, window=WINDOW, **OPTIONS.get(name, {}))
+    policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))
     wide = (2, LAYERS, ROWS, KV_HEADS, CAPACITY + 20)
     held = [on_device(*wide, dtype=torch.int32), on_device(*wide)]
     held += [on_device(LAYERS, ROWS, KV_HEADS, dtype=torch.int64), on_device(ROWS, dtype=torch.int64)]

@@ -16,7 +16,6 @@ from pairwise import quick
 
 pytest.importorskip("triton")
 
-from kvpass.kernels import prefill_attention as module
 from kvpass.kernels import prompt_attention
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.prefill_attention import prefill_attention
@@ -24,7 +23,7 @@ from kvpass.kernels.prompt_attention import Machine, attend, choose
 from kvpass.operands import Attention
 from kvpass.ops.cuda import attend_prompt
 from kvpass.ops.reference import causal_attention
-from numeric_checks import EPS, Exact, assert_rounded, exact_attention
+from numeric_checks import Exact, PromptCase, assert_rounded, exact_attention, strided
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
 
@@ -35,33 +34,9 @@ LARGE = KernelConfig.of(4, 1, BLOCK_Q=256, BLOCK_K=256)
 
 
 @dataclass(frozen=True)
-class Case:
-    n: int
-    d: int
-    heads: int = 2
-    kv_heads: int = 1
-    dv: int | None = None
-    starts: tuple[int, ...] = (0,)
-    dtype: torch.dtype = torch.float32
-    softcap: float | None = None
-    sinks: bool = False
+class Case(PromptCase):
     sliding_window: int | None = None
     config: KernelConfig | None = None
-
-    def __str__(self) -> str:
-        given = [f"N{self.n}", f"D{self.d}", f"H{self.heads}", f"K{self.kv_heads}", f"start{self.starts}"]
-        given += [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.float32 else []
-        given += [f"{name}{value}" for name in ("dv", "softcap", "sliding_window") if (value := getattr(self, name))]
-        return "-".join([*given, *["sinks"] * self.sinks])
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, v stored as ``[B, N, heads, dim]``, as projections give them; start; sinks."""
-        b, dv = len(self.starts), self.dv or self.d
-        q = torch.randn(b, self.n, self.heads, self.d, device=DEVICE, dtype=self.dtype).transpose(1, 2)
-        k = torch.randn(b, self.n, self.kv_heads, self.d, device=DEVICE, dtype=self.dtype).transpose(1, 2)
-        v = torch.randn(b, self.n, self.kv_heads, dv, device=DEVICE, dtype=self.dtype).transpose(1, 2)
-        sinks = torch.randn(self.heads, device=DEVICE) * 3 if self.sinks else None
-        return q, k, v, torch.tensor(self.starts, device=DEVICE), sinks
 
 
 CASES = [
@@ -88,18 +63,6 @@ CASES = [
     Case(20, 576, heads=4, dv=512, starts=(0, 3), dtype=torch.float16),
     Case(65, 288, dv=256, starts=(0, 40), sinks=True, config=SMALL),
 ]
-
-
-@pytest.fixture(autouse=True)
-def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs begin as NaN, so that a place which no program writes shows."""
-    empty = torch.empty
-
-    def filled(*args, **kwargs):  # type: ignore[no-untyped-def]
-        made = empty(*args, **kwargs)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    monkeypatch.setattr(module.torch, "empty", filled)
 
 
 def exact(
@@ -181,17 +144,6 @@ def test_contract_4_padding_changes_no_bit(sliding_window: int | None) -> None:
         assert torch.equal(lse[row, :, pad:], alone[row][1][0])
 
 
-def test_equal_scores_average_the_values() -> None:
-    q, k, v, start, _ = Case(50, 64).tensors()
-    out, lse = attended(Attention(q, torch.zeros_like(k), v, 1.0), start)
-    count = torch.arange(1, 51, dtype=torch.float64)
-    rounding = EPS * (count**0.5 + 4)
-    v = v.cpu().double().expand(out.shape)
-    mean, size = (x.cumsum(2) / count[:, None] for x in (v, v.abs()))
-    assert_rounded("out", out, Exact(mean, rounding[:, None] * size))
-    assert_rounded("lse", lse, Exact(count.log().expand(lse.shape), rounding.expand(lse.shape)))
-
-
 def test_large_logits_do_not_overflow() -> None:
     case = Case(40, 64, dtype=torch.float16)
     q, k, v, start, _ = case.tensors()
@@ -203,11 +155,8 @@ def test_large_logits_do_not_overflow() -> None:
 
 def test_any_strides_and_the_layout_of_the_output() -> None:
     q, k, v, start, _ = Case(37, 64, heads=4, kv_heads=2, starts=(3, 0)).tensors()
-    views = []
-    for x in (q, k, v):
-        wide = torch.randn(2, 9, 80, 200, device=DEVICE)
-        views.append(wide[:, 1 : 1 + x.shape[1], ::2][:, :, 2:39, 5:69].copy_(x))
-        assert not views[-1].is_contiguous()
+    views = [strided(x) for x in (q, k, v)]
+    assert not any(x.is_contiguous() for x in views)
     out, lse = attended(Attention(*views, 0.125), start)
     expected_out, expected_lse = attended(Attention(q, k, v, 0.125), start)
     assert torch.equal(out, expected_out)

@@ -1,4 +1,4 @@
-"""Kernels for rows anywhere in one array, in Triton's interpreter, against each alone; what is not theirs is NaN."""
+"""Kernels for rows anywhere in one array, C++ and Triton interpreted, against each alone; what is not theirs is NaN."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpass.kernels import cpu
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
@@ -25,8 +26,15 @@ BUFFERS = (0, 1, 3, 4)
 """Fields of pool and tail."""
 
 
-def reference_of(call: Attention, held: AppendBuffers, layer: int, config: object) -> Tensor:
+def reference_of(call: Attention, held: AppendBuffers, layer: int, config: object = None) -> Tensor:
     return reference.attend_cache(call, held, layer)
+
+
+def cpu_of(call: Attention, held: AppendBuffers, layer: int, config: object = None) -> Tensor:
+    return cpu.attend_cache(call, held, layer)
+
+
+WAYS = (attend_ragged, cpu_of)
 
 
 class Case:
@@ -90,20 +98,20 @@ class Case:
         return found
 
 
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
-
-
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_rows_anywhere_attend_and_append_as_each_alone(layer):
     Case().check(layer)
 
 
-@pytest.mark.parametrize("way", [lambda *given: attend_extend(*given[:3], EXTEND), reference_of])
+@pytest.mark.parametrize("way", [lambda *given: attend_extend(*given[:3], EXTEND), reference_of, cpu_of])
 def test_other_ways_address_rows_alike(way):
     Case(tokens=3, group=2).check(1, way=way)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_the_cpu_addresses_one_token_alike(layer, dtype):
+    Case(dtype=dtype).check(layer, way=cpu_of)
 
 
 def test_several_tokens_groups_soft_capping_and_sinks():
@@ -126,19 +134,24 @@ def test_a_row_is_rounded_as_it_is_alone():
 
 
 @pytest.mark.parametrize(
-    ("change", "layer", "message"),
+    ("way", "change", "layer", "message"),
     [
-        ({"row_index": torch.zeros(2, dtype=torch.int64)}, 0, "row_index is"),
-        ({"tail_used": torch.zeros(3, dtype=torch.int64)}, 0, "tail_used is"),
-        ({"arrivals": torch.zeros(5, 64, dtype=torch.int32)}, 0, "arrivals is"),
-        ({"tail_k": torch.zeros(LAYERS, BLOCKS, KV_HEADS, TAIL, 16)}, 0, "with the same strides"),
-        ({"tail_k_scale": torch.zeros(LAYERS, BLOCKS, KV_HEADS, TAIL)}, 0, "must be given together"),
-        ({}, 3, "layer=3"),
+        (attend_ragged, {"row_index": torch.zeros(2, dtype=torch.int64)}, 0, "row_index is"),
+        (attend_ragged, {"tail_used": torch.zeros(3, dtype=torch.int64)}, 0, "tail_used is"),
+        (attend_ragged, {"arrivals": torch.zeros(5, 64, dtype=torch.int32)}, 0, "arrivals is"),
+        (attend_ragged, {}, 3, "layer=3"),
+        (cpu_of, {"row_index": torch.tensor([4, 0, 5])}, 1, r"must be in 0..4"),
+        (cpu_of, {"row_index": torch.tensor([4, 0, -1])}, 1, r"must be in 0..4"),
+        (cpu_of, {"offsets": torch.full((BLOCKS, 7), 201, dtype=torch.int32)}, 1, r"must rise within 0..200"),
+        (cpu_of, {"tail_used": torch.tensor([-1, 0, 0, 0, 3])}, 1, r"must be in 0..-1"),
+        (cpu_of, {"tail_used": torch.tensor([TAIL, -1, 0, 20, 3])}, 1, rf"tail_used\[0\]={TAIL}"),
+        *((way, {"tail_k": torch.zeros(LAYERS, BLOCKS, KV_HEADS, TAIL, 16)}, 0, "same strides") for way in WAYS),
+        *((way, {"tail_k_scale": torch.zeros(LAYERS, BLOCKS, KV_HEADS, TAIL)}, 0, "given together") for way in WAYS),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_is_written(change, layer, message):
+def test_what_does_not_fit_is_refused_and_nothing_is_written(way, change, layer, message):
     case = Case()
     before = case.held.tail_k.clone()
     with pytest.raises(ValueError, match=message):
-        attend_ragged(case.call, case.held._replace(**change), layer)
+        way(case.call, case.held._replace(**change), layer)
     assert torch.equal(case.held.tail_k.nan_to_num(), before.nan_to_num())

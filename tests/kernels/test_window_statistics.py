@@ -13,13 +13,12 @@ from pairwise import quick
 
 pytest.importorskip("triton")
 
-from kvpass.kernels import window_statistics as module
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.window_statistics import column_sums, value_norms, window_statistics
 from kvpass.operands import Attention
 from kvpass.ops.cuda import attend_prompt
 from kvpass.policies.observation import Observation
-from numeric_checks import EPS, Exact, assert_rounded, exact_attention
+from numeric_checks import EPS, Exact, PromptCase, assert_rounded, exact_attention, strided
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
 
@@ -31,25 +30,10 @@ ALL = {"variance": True, "entropy": True}
 
 
 @dataclass(frozen=True)
-class Case:
-    n: int
-    d: int
-    window: int
-    heads: int = 2
-    kv_heads: int = 1
-    dv: int | None = None
-    starts: tuple[int, ...] = (0,)
-    dtype: torch.dtype = torch.float32
-    softcap: float | None = None
-    sinks: bool = False
+class Case(PromptCase):
+    window: int = 0
     rows: int = 0
     config: KernelConfig | None = None
-
-    def __str__(self) -> str:
-        given = [f"N{self.n}", f"D{self.d}", f"w{self.window}", f"H{self.heads}", f"K{self.kv_heads}"]
-        given += [f"start{self.starts}", str(self.dtype).removeprefix("torch.")]
-        given += [f"{name}{value}" for name in ("dv", "softcap", "rows") if (value := getattr(self, name))]
-        return "-".join([*given, *["sinks"] * self.sinks])
 
 
 CASES = [
@@ -83,26 +67,6 @@ def everything(q, k, v, start, lse, scale, window, *, rows=0, softcap=None, conf
     found = window_statistics(call, start, lse, window, config=config, **ALL)
     sums = column_sums(call, start, lse, rows, config=config) if rows else None
     return SimpleNamespace(**vars(found), column_sum=sums, value_norm=value_norms(v, start))
-
-
-@pytest.fixture(autouse=True)
-def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs begin as NaN, so that a place which no program writes shows."""
-    empty = torch.empty
-
-    def filled(*args, **kwargs):  # type: ignore[no-untyped-def]
-        return empty(*args, **kwargs).fill_(float("nan"))
-
-    monkeypatch.setattr(module.torch, "empty", filled)
-
-
-def site(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    b, dv = len(case.starts), case.dv or case.d
-    q = torch.randn(b, case.n, case.heads, case.d, device=DEVICE, dtype=case.dtype).transpose(1, 2)
-    k = torch.randn(b, case.n, case.kv_heads, case.d, device=DEVICE, dtype=case.dtype).transpose(1, 2)
-    v = torch.randn(b, case.n, case.kv_heads, dv, device=DEVICE, dtype=case.dtype).transpose(1, 2)
-    sinks = torch.randn(case.heads, device=DEVICE) * 2 if case.sinks else None
-    return q, k, v, torch.tensor(case.starts, device=DEVICE), sinks
 
 
 def true_lse(q: Tensor, k: Tensor, start: Tensor, scale: float, case: Case, sinks: Tensor | None) -> Tensor:
@@ -180,7 +144,7 @@ def compare_all(statistics: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, ca
 
 @pytest.mark.parametrize("case", quick(CASES, [*CASES[:6], *CASES[7:15:2], CASES[14], *CASES[16:19]]), ids=str)
 def test_every_statistic_is_that_of_the_attention(case: Case) -> None:
-    q, k, v, start, sinks = site(case)
+    q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
     lse = true_lse(q, k, start, scale, case, sinks)
     given = min(max(case.window, case.rows, 1), case.n)
@@ -193,34 +157,16 @@ def test_every_statistic_is_that_of_the_attention(case: Case) -> None:
 
 def test_with_the_lse_of_the_attention_of_a_prompt() -> None:
     case = Case(70, 64, window=16, heads=4, kv_heads=2, starts=(0, 61, 13), softcap=4.0, sinks=True, rows=70)
-    q, k, v, start, sinks = site(case)
+    q, k, v, start, sinks = case.tensors()
     _, lse = attend_prompt(Attention(q, k, v, case.d**-0.5, case.softcap, sinks), start.cpu())
     statistics = everything(q, k, v, start, lse, case.d**-0.5, case.window, softcap=case.softcap, rows=case.rows)
     compare_all(statistics, q, k, v, case, sinks)
 
 
-@pytest.mark.parametrize("config", [SMALL, WIDE])
-def test_equal_scores_have_no_variance_but_the_causal_one(config: KernelConfig) -> None:
-    case = Case(60, 64, window=24, rows=60)
-    q, k, v, start, _ = site(case)
-    k = torch.zeros_like(k)
-    lse = torch.arange(1, 61, device=DEVICE).log().expand(1, 2, 60).contiguous()
-    found = everything(q, k, v, start, lse, 1.0, 24, rows=60, config=config)
-    rows = torch.arange(36, 60, device=DEVICE, dtype=torch.float64)
-    a = torch.where(torch.arange(60, device=DEVICE) <= rows[:, None], 1 / (rows[:, None] + 1), 0.0)
-    harmonic = (1 / torch.arange(1, 61, device=DEVICE, dtype=torch.float64)).flip(0).cumsum(0).flip(0)
-    assert found.variance is not None
-    assert found.column_sum is not None
-    for head in range(2):
-        torch.testing.assert_close(found.mean[0, head].double(), a.mean(0), atol=1e-8, rtol=1e-5)
-        torch.testing.assert_close(found.variance[0, head].double(), a.var(0, unbiased=True), atol=1e-11, rtol=1e-4)
-        torch.testing.assert_close(found.column_sum[0, head].double(), harmonic, atol=1e-7, rtol=1e-5)
-
-
 def test_variance_of_nearly_equal_rows_does_not_cancel() -> None:
     """Every row puts all its attention on column 0: the mean of squares less the square of the mean would be noise."""
     case = Case(100, 64, window=64)
-    _, k, _, start, _ = site(case)
+    _, k, _, start, _ = case.tensors()
     k = torch.zeros_like(k)
     k[:, :, 0, 0] = 1.0
     q = torch.zeros(1, 2, 100, 64, device=DEVICE)
@@ -234,7 +180,7 @@ def test_variance_of_nearly_equal_rows_does_not_cancel() -> None:
 
 def test_contract_4_padding_changes_no_bit() -> None:
     case = Case(99, 64, window=24, heads=2, starts=(37, 8), rows=99)
-    q, k, v, start, _ = site(case)
+    q, k, v, start, _ = case.tensors()
     lse = true_lse(q, k, start, 0.2, case, None)
     both = everything(q, k, v, start, lse, 0.2, 24, rows=99, config=SMALL)
     zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
@@ -246,7 +192,7 @@ def test_contract_4_padding_changes_no_bit() -> None:
 
 
 def test_only_what_is_asked_for_is_computed() -> None:
-    q, k, v, start, _ = site(case := Case(40, 64, window=8, starts=(0, 3)))
+    q, k, v, start, _ = (case := Case(40, 64, window=8, starts=(0, 3))).tensors()
     lse, call = true_lse(q, k, start, 0.1, case, None), Attention(q, k, v, 0.1)
     complete = window_statistics(call, start, lse, 8, **ALL)
     for name in ALL:
@@ -257,13 +203,10 @@ def test_only_what_is_asked_for_is_computed() -> None:
 
 
 def test_any_strides() -> None:
-    q, k, v, start, _ = site(case := Case(37, 64, window=8, heads=4, kv_heads=2, starts=(3, 0), rows=37))
+    q, k, v, start, _ = (case := Case(37, 64, window=8, heads=4, kv_heads=2, starts=(3, 0), rows=37)).tensors()
     lse = true_lse(q, k, start, 0.1, case, None)
-    views = []
-    for x in (q, k, v):
-        wide = torch.randn(2, 9, 80, 200, device=DEVICE)
-        views.append(wide[:, 1 : 1 + x.shape[1], ::2][:, :, 2:39, 5:69].copy_(x))
-        assert not views[-1].is_contiguous()
+    views = [strided(x) for x in (q, k, v)]
+    assert not any(x.is_contiguous() for x in views)
     wide_lse = torch.randn(2, 6, 50, device=DEVICE)[:, 1:5, 7:44].copy_(lse)
     found = everything(*views, start.int(), wide_lse, 0.1, 8, rows=37)
     expected = everything(q, k, v, start, lse, 0.1, 8, rows=37)
@@ -283,7 +226,7 @@ def test_any_strides() -> None:
     ],
 )
 def test_bad_input_is_refused_by_name_and_value(changed: dict[str, object], message: str) -> None:
-    q, k, v, start, _ = site(Case(8, 16, window=4))
+    q, k, v, start, _ = Case(8, 16, window=4).tensors()
     given = {"k": k, "start": start, "lse": torch.zeros(1, 2, 4), "window": 4, **changed}
     call = Attention(q[:, :, 4:], given.pop("k"), v, 1.0)
     with pytest.raises(ValueError, match=message):
@@ -291,7 +234,7 @@ def test_bad_input_is_refused_by_name_and_value(changed: dict[str, object], mess
 
 
 def test_column_sums_refuse_rows_they_do_not_have() -> None:
-    q, k, v, start, _ = site(Case(8, 16, window=4))
+    q, k, v, start, _ = Case(8, 16, window=4).tensors()
     lse, call = torch.zeros(1, 2, 4), Attention(q[:, :, 4:], k, v, 1.0)
     with pytest.raises(ValueError, match="rows=0: must be at least 1"):
         column_sums(call, start, lse, 0)

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 
 import kvpass
-from tiny_models import random_ids, tiny_model
+from tiny_models import random_ids, raw_llama, tiny_model
 
 OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute")  # two adapters are meant
@@ -150,13 +150,7 @@ def test_hooks_are_honoured_whenever_they_are_registered(kind):
 
 
 def test_a_raw_module_whose_weights_were_written_to_is_noticed():
-    model = small()
-
-    def logits(ids, positions):
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
-
-    options = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager"}
-    compiled = torch.compile(logits, backend="kvpass", options=options, fullgraph=True, dynamic=True)
+    model, compiled = raw_llama()
     with torch.no_grad(), kvpass.session() as session:
         compiled(random_ids(1, 40), torch.arange(40)[None])
         compiled(random_ids(1, 1), torch.tensor([[40]]))

@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -29,7 +28,6 @@ from transformers import (
     GenerationMixin,
     MambaConfig,
     OpenAIGPTConfig,
-    PreTrainedTokenizerFast,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -104,16 +102,10 @@ def test_contract_7_a_layer_without_attention_is_refused():
     ("options", "message"),
     [
         ({"budget": 32}, r"budget=32: must be at least window \+ 1 = 33"),
-        ({"budget": "1O24"}, "budget='1O24': cannot read as bytes; write a number and one of B, kB, "),
-        ({"budget": "0.2"}, r"for the fraction of each prompt that is kept pass a float, budget=0\.2"),
-        ({"budget": "64"}, "a text is bytes and needs a unit, as in '512MiB'; for entries pass an int, budget=64"),
         ({"budget": 1024.0}, r"a float is the fraction of the prompt kept and must be in \(0, 1\]"),
         ({"budget": 0}, "budget=0"),
         ({"budget": -5}, "budget=-5"),
-        ({"budget": float("nan")}, "budget=nan"),
-        ({"budget": "lots"}, "budget='lots'"),
         ({"budget": "12 parsecs"}, "budget='12 parsecs'"),
-        ({"budget": True}, "budget=True"),
         ({"budget": None}, "budget=None"),
         ({"policy": "full", "budget": 100}, "keeps everything"),
         ({"policy": "lavaa"}, "policy='lavaa': did you mean 'lava'\\? Must be one of ada_pyramidkv, "),
@@ -179,14 +171,11 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
         ({"input_ids": ids, "past_key_values": EncoderDecoderCache(foreign, DynamicCache())}, "Cache"),
         ({"input_ids": None}, "input_ids=None"),
         ({"input_ids": torch.empty(1, 0, dtype=torch.int64)}, r"\[1, 0\]: must be \[B, T\] with B, T >= 1$"),
-        ({"input_ids": ids[0]}, r"\[40\]: must be \[B, T\] with B, T >= 1, use input_ids\[None\]"),
-        ({"input_ids": ids.float()}, r"torch.float32: .* use input_ids.long\(\)"),
         ({"input_ids": ids.bool()}, r"torch.bool: .* use input_ids.long\(\)"),
         ({"input_ids": token.float(), "past_key_values": cache}, "torch.float32"),
         ({"input_ids": ids.to("meta")}, r"on meta, but the model is on cpu: use input_ids.to\(model.device\)"),
         ({"input_ids": token.to("meta"), "past_key_values": cache}, "on meta, but the model is on cpu"),
         ({"input_ids": ids.tolist()}, "of type list: must be a tensor of token ids"),
-        ({"input_ids": BatchEncoding({"input_ids": ids})}, r"of type BatchEncoding: .* model\(\*\*inputs\)"),
         (
             {"inputs_embeds": ids},
             r"inputs_embeds of torch.int64 \[2, 40\]: must be floating numbers \[B, T, D\]",
@@ -200,9 +189,7 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
         ),
         ({"inputs_embeds": embeds[..., :5]}, "the decoder fails on an input of 40 tokens"),
         ({"input_ids": ids, "labels": ids}, "'labels' is not supported: .* compute it from the logits"),
-        ({"input_ids": ids, "token_type_ids": ids}, "return_token_type_ids=False"),
         ({"input_ids": ids, "speed": 3}, "'speed' is not supported: a kvpass model takes input_ids"),
-        ({"input_ids": ids, "output_attentions": True}, "output_attentions.* use the uncompiled model"),
         ({"input_ids": ids, "logits_to_keep": -1}, "logits_to_keep=-1"),
         ({"input_ids": ids, "position_ids": torch.zeros(2, 3, dtype=torch.int64)}, "position_ids"),
     ]
@@ -211,26 +198,6 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
             tight(**call)
         assert cache.get_seq_length() == 40
     assert_close("logits", tight(token, past_key_values=cache).logits, expected, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"inputs": BatchEncoding({"input_ids": random_ids(1, 40)})}, r"of type BatchEncoding: .* model\(\*\*inputs\)"),
-        ({"input_ids": random_ids(1, 40).float()}, "torch.float32: token ids must be int64"),
-        ({"inputs": random_ids(1, 40)[0]}, r"of shape \[40\]"),
-        (
-            {"inputs_embeds": torch.zeros(40, 64)},
-            r"inputs_embeds of torch.float32 \[40, 64\]: must be floating numbers \[B, T, D\]",
-        ),
-        ({"inputs": random_ids(1, 40), "token_type_ids": random_ids(1, 40)}, "return_token_type_ids=False"),
-        ({"inputs": random_ids(1, 40), "output_attentions": True}, "'output_attentions' .* use the uncompiled model"),
-    ],
-    ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
-)
-def test_contract_10_generate_takes_token_ids(tight, call, message):
-    with pytest.raises(ValueError, match=message):
-        tight.generate(**call, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -356,8 +323,13 @@ def test_models(make, message):
             "inputs_embeds of torch.float32 [1, 64]: must be floating numbers [B, T, D] with B, T >= 1",
         ),
         ({"input_ids": IDS, "past_key_values": "doc.kv"}, "of type str: must be a kvpass.CompressedCache, or None for"),
+        ({"input_ids": BatchEncoding({"input_ids": IDS})}, "of type BatchEncoding: "),
+        ({"input_ids": IDS.float()}, "torch.float32: token ids must be int64"),
+        ({"input_ids": IDS[0]}, "of shape [40]: must be [B, T] with B, T >= 1, use input_ids[None]"),
+        ({"input_ids": IDS, "token_type_ids": IDS}, "return_token_type_ids=False"),
+        ({"input_ids": IDS, "output_attentions": True}, "use the uncompiled model"),
     ],
-    ids=["text", "right-padding", "inputs_embeds", "file-as-cache"],
+    ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
 )
 def test_calls_of_forward_generate_and_compress(tight, call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -437,12 +409,6 @@ def test_a_cache_of_transformers_is_refused_and_not_replaced(tight, model):
     ):
         with pytest.raises(ValueError, match=r"'cache_implementation' is not supported: .* leave it out"):
             tight.generate(IDS, max_new_tokens=2, **asked)
-
-
-@pytest.mark.parametrize("budget", [10**30, f"{10**30}GB"])
-def test_a_budget_beyond_every_prompt_keeps_everything(budget):
-    _, tight = compiled_once(budget=budget, **SMALL)
-    assert int(tight(IDS).past_key_values.lengths.sum()) == 40 * 4
 
 
 # -- inputs that compiled code would take for others ------------------------------------------------------------------
@@ -604,22 +570,6 @@ def test_argument_is_refused_by_its_name(tight, name):
 def test_continuous_batching_is_refused(tight, name):
     with pytest.raises(ValueError, match="continuous batching"):
         getattr(tight, name)([[1, 2, 3]])
-
-
-def test_stop_strings_end_an_answer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
-    plain = tiny_model("llama", vocab_size=len(alphabet))
-    fast = kvpass.compile(plain, policy="full", backend="eager")
-    prompt, call = tokenizer("the quick brown fox", return_tensors="pt").input_ids, {"max_new_tokens": 12}
-    answer = plain.generate(prompt, **call, do_sample=False)[0, prompt.shape[1] :]
-    stop = next(letter for letter in map(tokenizer.decode, answer[3:, None]) if letter.isascii())
-    call |= {"tokenizer": tokenizer, "stop_strings": [stop], "do_sample": False}
-    expected = plain.generate(prompt, **call)
-    assert expected.shape[1] < prompt.shape[1] + 12
-    assert torch.equal(fast.generate(prompt, **call), expected)
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(3, 40), (3, 42), (3, 60), (43, 40), (43, 50)])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import kvpass
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from tiny_models import FAMILIES, compiled_once, random_ids, tiny_model
+from tiny_models import FAMILIES, compiled_once, random_ids, raw_llama, tiny_model
 
 SAMPLE = ["gemma3"]
 OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
@@ -220,19 +220,9 @@ def test_a_layer_that_is_divided_as_transformers_divides_none_is_refused(tmp_pat
 # -- raw modules -------------------------------------------------------------------------------------------------------
 
 
-def raw():
-    model = tiny_model("llama", layers=1)
-
-    def logits(ids, positions):
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
-
-    options = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager"}
-    return torch.compile(logits, backend="kvpass", options=options, fullgraph=True, dynamic=True)
-
-
 @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "eager_then_compile"])
 def test_no_session_under_a_stance_that_may_run_modules_eagerly(stance):
-    compiled = raw()
+    _, compiled = raw_llama()
     with torch.compiler.set_stance(stance):
         with pytest.raises(RuntimeError, match="default stance"), kvpass.session():
             pass
@@ -241,7 +231,7 @@ def test_no_session_under_a_stance_that_may_run_modules_eagerly(stance):
 
 
 def test_generate_notices_a_step_that_ran_eagerly():
-    compiled = raw()
+    _, compiled = raw_llama()
     steps = []
 
     def changing(ids, positions):

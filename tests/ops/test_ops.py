@@ -9,19 +9,11 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass.ops.schemas  # noqa: F401
-from kvpass.operands import (
-    AppendBuffers,
-    Attention,
-    Candidates,
-    EvictBuffers,
-    PolicyInputs,
-    PrefillBuffers,
-    RecompressBuffers,
-)
+from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs, RecompressBuffers
 from kvpass.ops import evict, reference, slots
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
-from numeric_checks import DecodeCase, Exact, assert_close, assert_rounded, exact_attention, observe
+from numeric_checks import Exact, assert_close, assert_rounded, exact_attention, observe, prefill_buffers
 
 OPS = torch.ops.kvpass
 SCALE = 0.3
@@ -33,21 +25,9 @@ def qkv(b=2, h=4, k=2, n=40, d=8, dv=8, seed=0, dtype=torch.float32):
     return [torch.randn(shape, generator=g).to(dtype).transpose(1, 2) * 2 for shape in shapes]
 
 
-def prefill_state(b, layers, k, d, dv, n, entries, policy, slots=None, tail=None):
-    slots = slots or policy.capacity(int(entries.max()), layers, k)
-    window = min(policy.window, n)
-    return PrefillBuffers(
-        pool_k=torch.full((b, slots, d), float("nan")),
-        pool_v=torch.full((b, slots, dv), float("nan")),
-        slots=torch.full((4, b, slots), -1, dtype=torch.int32),
-        slot_stats=torch.zeros(2, b, slots),
-        layer_weights=torch.zeros(b, layers, dtype=torch.float64),
-        window_stats=torch.zeros(2, b, layers, k, max(policy.window, 1)),
-        tail_k=torch.full((layers, b, k, tail or window + 4, d), float("nan")),
-        tail_v=torch.full((layers, b, k, tail or window + 4, dv), float("nan")),
-        offsets=torch.zeros(b, layers * k + 1, dtype=torch.int32),
-        entries=entries,
-    )
+def prefill_state(b, layers, k, d, dv, n, entries, policy, slots=None):
+    tail = min(policy.window, n) + 4
+    return prefill_buffers(policy, entries, layers, b, k, (d, dv), tail, slots=slots)
 
 
 def decode_state(b=2, layers=2, k=2, d=8, dv=8, used=5, capacity=9, seed=1):
@@ -220,23 +200,6 @@ def test_prompt_attention_of_the_last_tokens_of_padded_rows(heads, options, dv, 
     )
     out = reference.attend_prompt(Attention(q[:, :, -last:], k, v, SCALE, softcap, sinks), start)[0]
     assert_rounded("out", out, Exact(expected.out.value[:, :, -last:], expected.out.error[:, :, -last:]))
-
-
-@pytest.mark.parametrize("impl", ["eager", "cpp"])
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": torch.linspace(-1, 2, 4)}], ids=lambda o: str(*o))
-def test_attend_cache_appends_and_attends(impl, tokens, options):
-    q, k, v = qkv(n=tokens, dv=6)
-    state = decode_state(dv=6)
-    before = [tensor.clone() for tensor in state[:7]]
-    expected = DecodeCase(q, k, v, *before, layer=1, scale=SCALE, **options).exact()
-    call = Attention(q, k, v, SCALE, **options)
-    assert_rounded("out", OPS.attend_cache.default(*call, *state, 1, impl), expected)
-    tail_k, tail_v = state[3:5]
-    assert torch.equal(tail_k[1, :, :, 5 : 5 + tokens], k) and torch.equal(tail_v[1, :, :, 5 : 5 + tokens], v)
-    assert tail_k[1, :, :, 5 + tokens :].isnan().all() and tail_k[0, :, :, 5:].isnan().all()
-    for name, now, then in zip(("pool_k", "pool_v", "offsets"), state[:3], before[:3], strict=True):
-        assert torch.equal(now, then), f"{name} changed"
 
 
 @pytest.mark.parametrize("impl", ["eager", "cpp"])

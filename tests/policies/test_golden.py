@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvpass.policies import resolve
 from kvpass.policies.observation import Observation, with_rope
-from kvpass.policies.plan import decode_layer, plan
+from kvpass.policies.plan import Plan, decode_layer, plan
 from kvpass.policies.replay import Replayed
 
 SHIPPED = Path(__file__).resolve().parents[1] / "golden"
@@ -151,16 +151,29 @@ def test_contract_5_parity_with_the_released_code(path):
         assert torch.equal(found.decode_keep[:, :, 0], want["decode_keep_mask"])
 
 
+def golden(path: Path) -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, ...], dict[str, Tensor]]:
+    """What a case of kvpress is about, its parameters, q, k and v of the prompt, and what the reference gave."""
+    about = json.loads(path.read_text())
+    inputs = load_file((path.parent / about["inputs"]).resolve())
+    prompt = tuple(inputs[name].float().unsqueeze(1) for name in "qkv")
+    return about, about["params"], prompt, load_file(path.with_suffix(".safetensors"))
+
+
+def budget_of(params: dict[str, Any], prompt: tuple[Tensor, ...]) -> int:
+    return max(1, int(prompt[1].shape[3] * (1 - params["compression_ratio"])))
+
+
+def assert_same_kept(found: Plan, want: dict[str, Tensor]) -> None:
+    assert torch.equal(found.lengths[:, 0], want["head_kept"])
+    assert torch.equal(found.keep[:, 0], want["keep_mask"])
+
+
 @pytest.mark.parametrize("path", CASES_OF_KEYS, ids=lambda p: f"{p.parents[1].name}-{p.stem}")
 def test_contract_5_policies_that_read_no_query_keep_what_kvpress_keeps(path):
-    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
-    params = about["params"]
-    inputs = load_file((path.parent / about["inputs"]).resolve())
-    q, k, v = (inputs[name].float().unsqueeze(1) for name in "qkv")
-    budget = max(1, int(k.shape[3] * (1 - params["compression_ratio"])))
+    about, params, prompt, want = golden(path)
     names = {"n_sink": "sinks", "lag_size": "lag", "cross_scoring": "cross_scoring"}
     options = {ours: params[theirs] for theirs, ours in names.items() if theirs in params}
-    found = plan(about["policy"], q, k, v, budget=budget, **options)
+    found = plan(about["policy"], *prompt, budget=budget_of(params, prompt), **options)
     keep, scores = found.keep[:, 0], found.scores[:, 0]
     torch.testing.assert_close(scores, want["scores"], rtol=2e-4, atol=1e-6)
     assert torch.equal(found.lengths[:, 0], want["head_kept"])
@@ -170,33 +183,22 @@ def test_contract_5_policies_that_read_no_query_keep_what_kvpress_keeps(path):
     assert (best <= worst).all()
 
 
-def prompt_of(path: Path, about: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = load_file((path.parent / about["inputs"]).resolve())
-    q, k, v = (inputs[name].float().unsqueeze(1) for name in "qkv")
-    return q, k, v
-
-
 def extra_input(path: Path, about: dict[str, Any], name: str) -> Tensor:
     files = [load_file((path.parent / extra).resolve()) for extra in about["extra_inputs"]]
     (found,) = [tensors[name] for tensors in files if name in tensors]
     return found.float()
 
 
-def output_weights(path: Path, about: dict[str, Any]) -> Tensor:
-    return extra_input(path, about, "wo")
-
-
 @pytest.mark.parametrize("path", CASES_OF_CRITICAL, ids=lambda p: f"{p.parents[1].name}-{p.stem}")
 def test_contract_5_criticalkv_keeps_what_kvpress_and_the_authors_keep(path):
-    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
-    params, prompt, weights = about["params"], prompt_of(path, about), output_weights(path, about)
-    budget = max(1, int(prompt[1].shape[3] * (1 - params["compression_ratio"])))
+    about, params, prompt, want = golden(path)
+    weights = extra_input(path, about, "wo")
+    budget = budget_of(params, prompt)
     options = {"base": path.parents[1].name.removeprefix("criticalkv_"), "kernel_size": params["kernel"]}
     options |= {"first_stage": params["first_stage_ratio"], "epsilon": params["epsilon"], "window": params["window"]}
     options |= {"alpha": params["alpha_safeguard"]} if "alpha_safeguard" in params else {}
     found = plan("criticalkv", *prompt, budget=budget, output_weights=weights, **options)
-    assert torch.equal(found.lengths[:, 0], want["head_kept"])
-    assert torch.equal(found.keep[:, 0], want["keep_mask"])
+    assert_same_kept(found, want)
     sites = zip(*prompt, weights, strict=True)
     norms = [Observation(q, k, v, 1.0, 0, 0, 1, projection=w).projected_value_norm[0] for q, k, v, w in sites]
     torch.testing.assert_close(torch.stack(norms), want["value_output_norm"], rtol=2e-4, atol=0)
@@ -204,33 +206,30 @@ def test_contract_5_criticalkv_keeps_what_kvpress_and_the_authors_keep(path):
 
 @pytest.mark.parametrize("path", CASES_OF_DEFENSIVE, ids=lambda p: p.stem)
 def test_contract_5_defensivekv_keeps_what_the_authors_keep(path):
-    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
-    params, prompt = about["params"], prompt_of(path, about)
+    about, params, prompt, want = golden(path)
     policy = "layer_defensivekv" if path.stem.endswith("_layers") else "defensivekv"
     budget = round(prompt[1].shape[3] * (1 - params["compression_ratio"]) - 0.5 + 1e-6)
     options = {"kernel_size": params["kernel"], "window": params["window"], "parity": "code"}
-    found = plan(policy, *prompt, budget=budget, output_weights=output_weights(path, about), **options)
-    assert torch.equal(found.lengths[:, 0], want["head_kept"])
-    assert torch.equal(found.keep[:, 0], want["keep_mask"])
+    found = plan(policy, *prompt, budget=budget, output_weights=extra_input(path, about, "wo"), **options)
+    assert_same_kept(found, want)
     m = prompt[1].shape[3] - params["window"]
     torch.testing.assert_close(found.scores[:, 0, :, :m], want["scores"][..., :m], rtol=2e-4, atol=0)
 
 
 @pytest.mark.parametrize("path", CASES_OF_EXPECTED, ids=lambda p: p.stem)
 def test_contract_5_expected_attention_keeps_what_kvpress_keeps(path):
-    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
-    params, prompt, frequencies = about["params"], prompt_of(path, about), extra_input(path, about, "inv_freq")
+    about, params, prompt, want = golden(path)
+    frequencies = extra_input(path, about, "inv_freq")
     layers, length = prompt[1].shape[0], prompt[1].shape[3]
     options = {"n_future": params["n_future_positions"], "sinks": params["n_sink"], "epsilon": params["epsilon"]}
     options |= {"covariance": params["use_covariance"], "value_norm": params["use_vnorm"]}
     if params["head_split"] != "uniform":
         options |= {"head_split": "adaptive", "alpha": params["alpha_safeguard"]}
-    budget = max(1, int(length * (1 - params["compression_ratio"])))
+    budget = budget_of(params, prompt)
     turns = frequencies.expand(layers, -1)
     found = plan("expected_attention", *prompt, budget=budget, rope_frequencies=turns, **options)
     torch.testing.assert_close(found.scores[:, 0], want["scores"], rtol=2e-4, atol=1e-9)
-    assert torch.equal(found.lengths[:, 0], want["head_kept"])
-    assert torch.equal(found.keep[:, 0], want["keep_mask"])
+    assert_same_kept(found, want)
     for layer, (q, k, v) in enumerate(zip(*prompt, strict=True)):
         obs = Observation(q, k, v, 1.0, 0, 0, 1, frequencies=frequencies)
         queries = torch.cat([obs.unrotated_queries(head, params["n_sink"])[0] for head in range(k.shape[1])])
@@ -260,17 +259,16 @@ def replays_of(path: Path, about: dict[str, Any], sinks: int) -> list[Replayed]:
 
 @pytest.mark.parametrize("path", CASES_OF_ZIP, ids=lambda p: p.stem)
 def test_contract_5_kvzip_keeps_what_kvpress_keeps(path):
-    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
-    params, prompt, sinks = about["params"], prompt_of(path, about), about["params"]["n_sink"]
+    about, params, prompt, want = golden(path)
+    sinks = params["n_sink"]
     budget = round(prompt[1].shape[3] * (1 - params["compression_ratio"]), 6)
     assert budget == int(budget)
     options = {"sinks": sinks, "split": "heads" if params["layerwise"] else "layers"}
     given = {"replays": replays_of(path, about, sinks)}
     if params["kvzip_plus"]:
-        given["output_weights"] = output_weights(path, about)
+        given["output_weights"] = extra_input(path, about, "wo")
     found = plan("kvzip_plus" if params["kvzip_plus"] else "kvzip", *prompt, budget=int(budget), **given, **options)
-    assert torch.equal(found.lengths[:, 0], want["head_kept"])
-    assert torch.equal(found.keep[:, 0], want["keep_mask"])
+    assert_same_kept(found, want)
     torch.testing.assert_close(found.scores[:, 0, :, sinks:], want["scores"][..., sinks:], rtol=2e-4, atol=1e-9)
 
 
@@ -280,9 +278,8 @@ def test_contract_5_kvzip_scores_as_its_authors_who_keep_one_entry_fewer(path):
 
     They have no KVzip+: beside those cases are scores without norms, too.
     """
-    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
-    prompt, prefix = prompt_of(path, about), about["params"]["prefix_length"]
-    ratio = 1 - about["params"]["compression_ratio"]
+    about, params, prompt, want = golden(path)
+    prefix, ratio = params["prefix_length"], 1 - params["compression_ratio"]
     given = {"replays": replays_of(path, about, prefix), "sinks": prefix}
     each = int((prompt[1].shape[3] - prefix) * ratio)
     alone = plan("kvzip", *prompt, budget=prefix + each, split="none", **given)
@@ -297,8 +294,7 @@ def test_contract_5_kvzip_scores_as_its_authors_who_keep_one_entry_fewer(path):
 
 @pytest.mark.parametrize("path", CASES_OF_RKV, ids=lambda p: p.stem)
 def test_contract_5_r_kv_keeps_what_the_authors_keep_of_a_prompt_and_after_every_token(path):
-    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
-    params, prompt = about["params"], prompt_of(path, about)
+    about, params, prompt, want = golden(path)
     decode = tuple(extra_input(path, about, f"decode_{name}").unsqueeze(2) for name in "qkv")
     options = {"importance": params["mix_lambda"], "threshold": params["similarity_threshold"], "parity": "code"}
     options |= {"kernel_size": params["kernel"], "window": params["window"], "buffer": params["divide_length"]}
@@ -311,8 +307,7 @@ def test_contract_5_r_kv_keeps_what_the_authors_keep_of_a_prompt_and_after_every
 
 @pytest.mark.parametrize("path", CASES_OF_TRI, ids=lambda p: p.stem)
 def test_contract_5_triattention_keeps_what_the_authors_keep(path, tmp_path):
-    about, want = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
-    params, prompt = about["params"], prompt_of(path, about)
+    about, params, prompt, want = golden(path)
     real, imaginary, modulus = (
         extra_input(path, about, name).unflatten(1, (prompt[1].shape[2], -1))
         for name in ("q_mean_real", "q_mean_imag", "q_abs_mean")
@@ -321,7 +316,7 @@ def test_contract_5_triattention_keeps_what_the_authors_keep(path, tmp_path):
     turns = extra_input(path, about, "inv_freq").expand(prompt[1].shape[0], -1)
     options = {"aggregate": params["score_aggregation"], "group": params["group_aggregation"], "parity": "code"}
     options |= {"longest": params["offset_max_length"], "statistics": str(tmp_path / "statistics")}
-    budget = max(1, int(prompt[1].shape[3] * (1 - params["compression_ratio"])))
+    budget = budget_of(params, prompt)
     found = plan("triattention", *prompt, budget=budget, rope_frequencies=turns, **options)
     assert torch.equal(found.keep[:, 0], want["keep_mask"])
     largest = float(want["scores"].abs().max())

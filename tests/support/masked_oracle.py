@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvpass.adapt.copied import copy_structure
 from kvpass.cache.cache import CompressedCache
+from numeric_checks import assert_close
+from tiny_models import left_pad, random_ids
 
 
 class MaskedOracle:
@@ -147,3 +150,36 @@ def kept_columns(cache: CompressedCache, columns: int) -> Tensor:
         chosen = torch.zeros(*positions.shape[:3], columns + 1, dtype=torch.bool, device=live.device)
         keep[:, list(cache.layer_ids)] = chosen.scatter(3, live, True)[..., :columns]
     return keep
+
+
+def assert_decodes_like_the_masked_model(
+    model: PreTrainedModel,
+    fast: Any,
+    lengths: Sequence[int],
+    pieces: list[int],
+    between: Callable[[CompressedCache], CompressedCache] = lambda cache: cache,
+) -> None:
+    """Whether new tokens on compressed prompts have the logits of the model whose tokens see only what was kept.
+
+    Args:
+        lengths: of the prompts, a row each. pieces: tokens of each further call. between: the cache that is given to
+            the next call.
+    """
+    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in lengths])
+    new = random_ids(len(lengths), sum(pieces), seed=5)
+    cache = fast(ids, attention_mask=mask).past_key_values
+    keep, columns, logits = kept_columns(cache, ids.shape[1]), ids.shape[1] + sum(pieces), []
+    if cache.full_layers:
+        held = int(cache.lengths.sum())
+        assert int(keep[:, list(cache.layer_ids)].sum()) == held
+    for piece in new.split(pieces, 1):
+        out = fast(piece.contiguous(), past_key_values=between(cache))
+        cache = out.past_key_values
+        logits.append(out.logits)
+    given = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+    expected, everything = (
+        MaskedOracle(model).logits(*given, seen)[:, ids.shape[1] :] for seen in (keep, torch.ones_like(keep))
+    )
+    assert_close("decode logits", torch.cat(logits, 1), expected, atol=1e-4)
+    assert cache.get_seq_length() == columns
+    assert (everything - expected).abs().max() > 1e-2, "the budget should change the logits"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.config import EntryFormat
-from kvpass.operands import BITS, LEVELS, AppendBuffers, Attention
+from kvpass.operands import BITS, LEVELS, AppendBuffers, Attention, PrefillBuffers
 from kvpass.ops.entry_formats import dequantise, packed
 from kvpass.rotation import rotated, rotated_back
 
@@ -60,6 +60,46 @@ def observe(ops: Any, call: Attention, start: Tensor, first: Tensor, *rest: Any)
     """What ``kvpass::observe_attention`` gives of a prompt, by the operators of the module ``ops``."""
     out, lse = ops.attend_prompt(call, start)
     return out, *ops.score_layer(call, lse, start, first, *rest)
+
+
+def prefill_buffers(
+    policy: Any,
+    entries: int | Tensor,
+    layers: int,
+    rows: int,
+    kv_heads: int,
+    dims: tuple[int, int],
+    tail: int,
+    *,
+    slots: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> PrefillBuffers:
+    """What a prompt is cascaded into, before its first layer; keys and values are NaN.
+
+    Args:
+        entries: of every row, or of each. dims: of keys and values. tail: slots of tails. slots: of the pool; by
+            default exactly those that the policy states.
+    """
+    limits = torch.as_tensor(entries).repeat(rows) if isinstance(entries, int) else entries
+    slots = slots or policy.capacity(int(limits.max()), layers, kv_heads)
+    made = [
+        *(torch.full((rows, slots, dim), torch.nan, dtype=dtype) for dim in dims),
+        torch.full((4, rows, slots), -1, dtype=torch.int32),
+        torch.zeros(2, rows, slots),
+        torch.zeros(rows, layers, dtype=torch.float64),
+        torch.zeros(2, rows, layers, kv_heads, max(policy.window, 1)),
+        *(torch.full((layers, rows, kv_heads, tail, dim), torch.nan, dtype=dtype) for dim in dims),
+        torch.zeros(rows, layers * kv_heads + 1, dtype=torch.int32),
+        limits,
+    ]
+    return PrefillBuffers(*(x.to(device) for x in made))
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same ``[B, heads, N, D]`` as a part of a larger tensor."""
+    wide = torch.randn(x.shape[0], 9, 2 * x.shape[2] + 6, x.shape[3] + 9, device=x.device, dtype=x.dtype)
+    return wide[:, 1 : 1 + x.shape[1], 3 : 3 + 2 * x.shape[2] : 2, 5 : 5 + x.shape[3]].copy_(x)
 
 
 EPS = torch.finfo(torch.float32).eps
@@ -154,6 +194,36 @@ def exact_attention(
         Exact(lse, shift + total + EPS * lse.abs().nan_to_num(posinf=0.0)),
         Exact(weights, (2 * shift + total)[..., None] * weights),
     )
+
+
+@dataclass(frozen=True)
+class PromptCase:
+    """Sizes and options of an attention over a prompt: ``n`` tokens, head dims ``d`` and ``dv``."""
+
+    n: int
+    d: int
+    heads: int = 2
+    kv_heads: int = 1
+    dv: int | None = None
+    starts: tuple[int, ...] = (0,)
+    dtype: torch.dtype = torch.float32
+    softcap: float | None = None
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        given = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "config")
+        return "-".join(f"{name}{value}" for name, value in given if value not in (None, False))
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v stored as ``[B, N, heads, dim]``, as projections give them; start; sinks."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        sizes = ((self.heads, self.d), (self.kv_heads, self.d), (self.kv_heads, self.dv or self.d))
+        q, k, v = (
+            torch.randn(len(self.starts), self.n, *size, device=device, dtype=self.dtype).transpose(1, 2)
+            for size in sizes
+        )
+        sinks = torch.randn(self.heads, device=device) * 3 if self.sinks else None
+        return q, k, v, torch.tensor(self.starts, device=device), sinks
 
 
 OF_CODES = ("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale")

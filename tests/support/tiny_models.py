@@ -27,17 +27,23 @@ _COMMON = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-LLAMA_LIKE = {
-    **_COMMON,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+_HIDDEN: dict[str, Any] = {**_COMMON, "hidden_size": 64}
+_LAYERED: dict[str, Any] = {
+    **_HIDDEN,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+LLAMA_LIKE: dict[str, Any] = {**_LAYERED, "intermediate_size": 96, "num_key_value_heads": 2}
 HEAD_MAP = ((0.1, 0.8), (0.7, 0.3), (0.8, 0.5))
 """A head map of its layers and KV heads."""
+POLICY_OPTIONS: dict[str, dict[str, Any]] = {
+    "cake": {"tau1": 1.0, "tau2": 1.0},
+    "duo_attention": {"head_map": HEAD_MAP, "sinks": 3},
+    "kvzap": {"weights": "never read"},
+    "vatp": {"indicator": "scissorhands"},
+}
+"""What policies need to be told, and options that few tests would try otherwise."""
 _FILES = tempfile.TemporaryDirectory(prefix="kvpass-tests-")
 
 
@@ -59,29 +65,14 @@ def kvzap_file(layers: int = 3, kv_heads: int = 2, hidden: int = 64) -> str:
     return str(path)
 
 
-_FALCON = {
-    **_COMMON,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "new_decoder_architecture": False,
-}
-_LATENT = {
-    **LLAMA_LIKE,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-}
-_LATENT_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
-}
+_SLIDING = {**LLAMA_LIKE, "head_dim": 16, "sliding_window": 24}
+_FIRST_SLIDES = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+_FALCON = {**_LAYERED, "new_decoder_architecture": False}
+_LATENT = {**LLAMA_LIKE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24}
+_LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+_LATENT_EXPERTS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+_LATENT_EXPERTS |= {"moe_intermediate_size": 32}
+_SECOND_HAS_EXPERTS = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA_LIKE),
     "llama_mha": ("llama", {**LLAMA_LIKE, "num_key_value_heads": 4}),
@@ -96,55 +87,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LLAMA_LIKE, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
     "mistral_sliding": ("mistral", {**LLAMA_LIKE, "sliding_window": 24}),
-    "gemma2": (
-        "gemma2",
-        {
-            **LLAMA_LIKE,
-            "head_dim": 16,
-            "sliding_window": 24,
-            "query_pre_attn_scalar": 16,
-            "attn_implementation": "eager",  # SDPA leaves soft-capping out, at least up to transformers 5.17
-        },
-    ),
-    "gemma3": (
-        "gemma3_text",
-        {
-            **LLAMA_LIKE,
-            "head_dim": 16,
-            "sliding_window": 24,
-            "query_pre_attn_scalar": 16,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        },
-    ),
+    # SDPA leaves soft-capping out, at least up to transformers 5.17
+    "gemma2": ("gemma2", {**_SLIDING, "query_pre_attn_scalar": 16, "attn_implementation": "eager"}),
+    "gemma3": ("gemma3_text", {**_SLIDING, **_FIRST_SLIDES, "query_pre_attn_scalar": 16}),
     "gpt_oss": (
         "gpt_oss",
         {
-            **LLAMA_LIKE,
-            "head_dim": 16,
-            "sliding_window": 24,
+            **_SLIDING,
+            **_FIRST_SLIDES,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
     "phi": ("phi", LLAMA_LIKE),
     "starcoder2": ("starcoder2", {**LLAMA_LIKE, "sliding_window": None}),
     "granite": ("granite", LLAMA_LIKE),
-    "cohere2": (
-        "cohere2",
-        {
-            **LLAMA_LIKE,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        },
-    ),
+    "cohere2": ("cohere2", {**LLAMA_LIKE, **_FIRST_SLIDES, "sliding_window": 24}),
     "smollm3": ("smollm3", {**LLAMA_LIKE, "no_rope_layers": [1, 0, 1]}),
     "gpt_neo": (
         "gpt_neo",
         {
-            **_COMMON,
-            "hidden_size": 64,
+            **_HIDDEN,
             "intermediate_size": 96,
             "num_layers": 3,
             "num_heads": 4,
@@ -155,24 +119,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gptj": ("gptj", {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "rotary_dim": 8}),
     "bloom": ("bloom", {**_COMMON, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
-    "mpt": (
-        "mpt",
-        {**_COMMON, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256, "use_cache": True},
-    ),
+    "mpt": ("mpt", {**_COMMON, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256, "use_cache": True}),
     "falcon": ("falcon", {**_FALCON, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False}),
     "falcon_alibi": ("falcon", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
     "deepseek_v3": ("deepseek_v3", {**_LATENT, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
-    "gpt_neox": (
-        "gpt_neox",
-        {
-            **_COMMON,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 2048,
-        },
-    ),
+    "gpt_neox": ("gpt_neox", {**_LAYERED, "intermediate_size": 96}),
     "diffllama": ("diffllama", LLAMA_LIKE),
     "llama4": (
         "llama4_text",
@@ -202,18 +153,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 256,
         },
     ),
-    "opt": (
-        "opt",
-        {
-            **_COMMON,
-            "hidden_size": 64,
-            "word_embed_proj_dim": 64,
-            "ffn_dim": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 2048,
-        },
-    ),
+    "opt": ("opt", {**_LAYERED, "word_embed_proj_dim": 64, "ffn_dim": 96}),
 }
 """Model type and configuration of the supported families, three layers each."""
 ROTATED = [
@@ -223,10 +163,7 @@ ROTATED = [
 """Families in all layers of which the rotary embedding is found that some policies read."""
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**_LATENT, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
-    "glm4_moe_lite": (
-        "glm4_moe_lite",
-        {**_LATENT, **_LATENT_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"]},
-    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, **_LATENT_EXPERTS, **_SECOND_HAS_EXPERTS}),
     "minicpm3": ("minicpm3", _LATENT),
     "mistral4": (
         "mistral4",
@@ -243,40 +180,21 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "youtu": ("youtu", _LATENT),
-    "axk1": ("axk1", {**_LATENT, **_LATENT_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    "axk1": ("axk1", {**_LATENT, **_LATENT_EXPERTS, **_SECOND_HAS_EXPERTS}),
 }
 """The same of families that this version of transformers has, which cache a latent, besides deepseek_v3."""
 LATENT = {family: made for family, made in LATENT.items() if made[0] in CONFIG_MAPPING}
 FAMILIES |= LATENT
 _LINEAR = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
-_CONVOLUTION = {**LLAMA_LIKE, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
-_MAMBA = {
-    **LLAMA_LIKE,
-    "num_hidden_layers": 4,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 8,
-    "mamba_expand": 1,
-    "mamba_chunk_size": 16,
-}
+_FOUR = {**LLAMA_LIKE, "num_hidden_layers": 4}
+_CONVOLUTION = {**_FOUR, "layer_types": ["conv", "full_attention"] * 2}
+_MAMBA = {**_FOUR, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 1}
+_MAMBA |= {"mamba_chunk_size": 16}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_DELTA_RULE = {
-    **LLAMA_LIKE,
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "layer_types": _LINEAR,
-}
-_LATENT_LINEAR = {
-    **_LATENT_EXPERTS,
-    "num_hidden_layers": 4,
-    "num_local_experts": 4,
-    "layer_types": _LINEAR,
-    "mlp_layer_types": ["dense", "sparse", "dense", "dense"],
-}
+_DELTA_RULE = {**_FOUR, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+_DELTA_RULE |= {"linear_value_head_dim": 16, "layer_types": _LINEAR}
+_LATENT_LINEAR = {**_LATENT_EXPERTS, "num_hidden_layers": 4, "num_local_experts": 4, "layer_types": _LINEAR}
+_LATENT_LINEAR |= {"mlp_layer_types": ["dense", "sparse", "dense", "dense"]}
 _SHARED_EXPERT = {**_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 32}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", _CONVOLUTION),
@@ -307,8 +225,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": (
         "zamba2",
         {
-            **LLAMA_LIKE,
-            "num_hidden_layers": 4,
+            **_FOUR,
             "num_key_value_heads": 4,
             "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
             "n_mamba_heads": 4,
@@ -326,8 +243,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": (
         "jamba",
         {
-            **LLAMA_LIKE,
-            "num_hidden_layers": 4,
+            **_FOUR,
             "attn_layer_period": 2,
             "attn_layer_offset": 1,
             "num_experts": 4,
@@ -416,10 +332,31 @@ def raw(module: Any, options: dict[str, Any], *, dynamic: bool = True) -> Any:
     return torch.compile(module, backend="kvpass", fullgraph=True, dynamic=dynamic, options=options)
 
 
+def raw_llama(**options: Any) -> tuple[PreTrainedModel, Any]:
+    """A llama of one layer, and a function of ids and positions that is compiled by the raw backend and calls it."""
+    model = tiny_model("llama", layers=options.pop("layers", 1))
+
+    def logits(ids: Tensor, positions: Tensor) -> Tensor:
+        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
+    given = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager", **options}
+    return model, torch.compile(logits, backend="kvpass", options=given, fullgraph=True, dynamic=True)
+
+
 def random_ids(rows: int, tokens: int, *, seed: int = 0) -> Tensor:
     """Token ids without padding, int64 ``[rows, tokens]``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, (rows, tokens), generator=generator)
+
+
+def step_logits(model: Any, ids: Tensor, new: Tensor) -> Tensor:
+    """Logits of a prompt, of two single tokens and of the rest of the new ones, fed one after the other."""
+    out = model(ids)
+    pieces = [out.logits]
+    for piece in (new[:, :1], new[:, 1:2], new[:, 2:]):
+        out = model(piece, past_key_values=out.past_key_values)
+        pieces.append(out.logits)
+    return torch.cat(pieces, 1)
 
 
 def left_pad(prompts: list[Tensor], pad: int = 0) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.canonical import find_sites
@@ -22,6 +20,7 @@ from kvpass.graphs.find.eager import find_eager_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from pairwise import quick
+from tiny_models import tiny_model
 
 PASSES = [find_eager_attention_pass, strip_repeat_kv_pass, check_no_raw_attention_pass]
 H, D, T = 4, 8, 11
@@ -310,23 +309,17 @@ def test_a_mask_stored_by_the_module_is_proved_at_any_length(dynamic, tokens, ca
         capture(attend, [qkv(tokens=tokens)], PASSES, dynamic=dynamic)
 
 
-TINY = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 64, "bos_token_id": 1}
 FAMILIES = {
-    "gptj": ({**GPT, "rotary_dim": 4, "eos_token_id": 2}, [(None, None), (None, None)], 4),
-    "gemma2": ({**TINY, "head_dim": 8, "sliding_window": 5}, [(5, 50.0), (None, 50.0)], 2),
-    "llama": (TINY, [(None, None), (None, None)], 2),
+    "gptj": ({}, [(None, None), (None, None)], 4),
+    "gemma2": ({"sliding_window": 5}, [(5, 50.0), (None, 50.0)], 2),
+    "llama": ({}, [(None, None), (None, None)], 2),
 }
 
 
 @pytest.mark.parametrize("family", quick([*FAMILIES], ["gemma2", "gptj"]))
 def test_transformers_eager_attention_is_found(family, capture, inputs) -> None:
-    options, expected, kv_heads = FAMILIES[family]
-    config = CONFIG_MAPPING[family](**options)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    changes, expected, kv_heads = FAMILIES[family]
+    model = tiny_model(family, layers=2, **{"attn_implementation": "eager", **changes})
     gm, (found, stripped, _) = capture(
         lambda ids, p: model(input_ids=ids, position_ids=p, use_cache=False).logits,
         inputs(),

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.canonical import SITE, find_sites
 from kvpass.graphs.find.sdpa import find_attention_pass, is_raw_attention
 from pairwise import quick
+from tiny_models import tiny_model
 
 sdpa = F.scaled_dot_product_attention
 
@@ -92,46 +91,21 @@ def test_in_place_writes_to_what_lives_on_are_kept(decoder, capture, inputs) -> 
     assert {"mul_", "add_"} <= {str(node.target) for node in gm.graph.nodes}
 
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 50,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-ONE = {"num_hidden_layers": 1}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 64}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": TINY,
-    "qwen3": {**TINY, "head_dim": 8},
-    "mistral": {**TINY, "sliding_window": None},
-    "phi3": TINY,
-    "mixtral": {**TINY, "num_local_experts": 4},
-    "olmo2": TINY,
-    "gpt_neox": TINY,
-    "gpt2": {**GPT2, "bos_token_id": 1, "eos_token_id": 2},
-    "opt": {**TINY, "ffn_dim": 48, "word_embed_proj_dim": 32},
-}
+FAMILIES = ["llama", "qwen3", "mistral", "phi3", "mixtral", "olmo2", "gpt_neox", "gpt2", "opt"]
 
 
-def tiny_model(family: str, **changes: Any) -> Any:
-    config = CONFIG_MAPPING[family](**{**FAMILIES[family], **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+def logits_of(family: str, **changes: Any) -> Any:
+    model = tiny_model(family, **changes)
 
-    def logits(ids: Tensor, positions: Tensor) -> Tensor:
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    def logits(ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
 
     return logits
 
 
-@pytest.mark.parametrize("family", quick([*FAMILIES], ["gpt2", "mixtral"]))
+@pytest.mark.parametrize("family", quick(FAMILIES, ["gpt2", "mixtral"]))
 def test_transformers_models_with_sdpa_pass_every_check_and_compute_the_same(family, capture, inputs) -> None:
-    gm, (_, _, found, _, _, stripped, *_) = capture(
-        tiny_model(family, **({"n_layer": 1} if family == "gpt2" else ONE)), inputs()
-    )
+    gm, (_, _, found, _, _, stripped, *_) = capture(logits_of(family, layers=1), inputs())
     grouped = family not in ("gpt2", "opt", "gpt_neox")
     assert (found, stripped) == (1, 1 if grouped else 0)
     assert [site.k.meta["example_value"].shape[1] for site in find_sites(gm)] == [2 if grouped else 4]
@@ -139,7 +113,7 @@ def test_transformers_models_with_sdpa_pass_every_check_and_compute_the_same(fam
 
 
 def test_transformers_module_paths_name_the_layer(capture, inputs) -> None:
-    gm, _ = capture(tiny_model("llama"), inputs())
+    gm, _ = capture(logits_of("llama", layers=2), inputs())
     assert [site.module_path.partition("model.model.")[2] for site in find_sites(gm)] == [
         "layers.0.self_attn",
         "layers.1.self_attn",
@@ -148,22 +122,15 @@ def test_transformers_module_paths_name_the_layer(capture, inputs) -> None:
 
 @pytest.mark.parametrize("window", [5, 300])
 def test_transformers_sliding_window_is_found(window, capture, inputs) -> None:
-    gm, _ = capture(tiny_model("mistral", sliding_window=window, **ONE), inputs(), execute=False)
+    gm, _ = capture(logits_of("mistral", layers=1, sliding_window=window), inputs(), execute=False)
     assert [site.sliding_window for site in find_sites(gm)] == [window]
 
 
 def test_a_padding_mask_given_to_a_transformers_model_is_refused(capture, inputs) -> None:
-    config = CONFIG_MAPPING["llama"](**{**TINY, **ONE})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     padding = torch.ones(2, 11, dtype=torch.int64)
     padding[0, :3] = 0
     with pytest.raises(UnsupportedAttentionError, match=r"self_attn.*mask"):
-        capture(
-            lambda ids, positions, mask: (
-                model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-            ),
-            (*inputs(), padding),
-        )
+        capture(logits_of("llama", layers=1), (*inputs(), padding))
 
 
 REFUSED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,13 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.canonical import check_sites_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.verify.self_check import self_check_pass
+from pairwise import quick_rows
+from tiny_models import tiny_model
 
 PASSES = [find_attention_pass, check_no_raw_attention_pass]
 EVERY_CHECK = [*PASSES, self_check_pass, check_sites_pass]
@@ -85,8 +87,9 @@ WRITTEN_OUT = {
     "einsum": einsum,
     "bmm": batched,
     "with a sink": with_sink,
+    "decomposed": decomposed,
+    "linear": linear_attention,
 }
-WITHOUT_SOFTMAX = {"decomposed": decomposed, "linear": linear_attention}
 CALLS = {
     "flex_attention": lambda q, k, v: flex_attention(q, k, v, enable_gqa=True),
     "flash_attn_func": lambda q, k, v: flash_attn_func(q, k, v),
@@ -98,29 +101,25 @@ def plain(attend):
     return lambda m, q, k, v, p: attend(q, k, v)
 
 
-@pytest.mark.parametrize("name", [*WRITTEN_OUT, *WITHOUT_SOFTMAX])
-def test_written_out_attention_is_refused(name, decoder, capture, inputs) -> None:
-    attend = {**WRITTEN_OUT, **WITHOUT_SOFTMAX}[name]
-    with pytest.raises(UnsupportedAttentionError, match="relates tokens to tokens") as refusal:
-        capture(decoder(plain(attend), layers=1), inputs(), PASSES)
-    assert refusal.value.module_path.endswith("layers.0")
+FIXED = ["one token", "11 tokens", "11 tokens beside a site"]
+EVERY_RUN = [*((name, "any length") for name in WRITTEN_OUT), *zip(WRITTEN_OUT, itertools.cycle(FIXED), strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "length"), quick_rows([*itertools.product(WRITTEN_OUT, ["any length", *FIXED])], EVERY_RUN)
+)
+def test_written_out_attention_is_refused(name, length, decoder, capture, inputs) -> None:
+    beside, dynamic = length == FIXED[2], length == "any length"
+    reason = "relates tokens to tokens" if dynamic else "no attention that kvpass understands"
+    model = decoder(layers=2 if beside else 1)
+    if beside:
+        reason = "captured for exactly 11 tokens"
+    model.layers[-1].attend = plain(WRITTEN_OUT[name])
+    given = inputs(tokens=1 if length == "one token" else 11)
+    with pytest.raises(UnsupportedAttentionError, match=reason) as refusal:
+        capture(model, given, PASSES if dynamic else EVERY_CHECK, dynamic=dynamic)
     assert refusal.value.node
-
-
-@pytest.mark.parametrize("tokens", [1, 11])
-@pytest.mark.parametrize("name", [*WRITTEN_OUT, *WITHOUT_SOFTMAX])
-def test_written_out_attention_of_fixed_length_is_refused(name, tokens, decoder, capture, inputs) -> None:
-    attend = {**WRITTEN_OUT, **WITHOUT_SOFTMAX}[name]
-    with pytest.raises(UnsupportedAttentionError, match="no attention that kvpass understands"):
-        capture(decoder(plain(attend), layers=1), inputs(tokens=tokens), EVERY_CHECK, dynamic=False)
-
-
-@pytest.mark.parametrize("name", [*WRITTEN_OUT, *WITHOUT_SOFTMAX])
-def test_written_out_attention_of_fixed_length_beside_a_site_is_refused(name, decoder, capture, inputs) -> None:
-    model = decoder()
-    model.layers[1].attend = plain({**WRITTEN_OUT, **WITHOUT_SOFTMAX}[name])
-    with pytest.raises(UnsupportedAttentionError, match="captured for exactly 11 tokens"):
-        capture(model, inputs(), EVERY_CHECK, dynamic=False)
+    assert not dynamic or refusal.value.module_path.endswith("layers.0")
 
 
 def test_written_out_attention_beside_a_site_is_refused(decoder, capture, inputs) -> None:
@@ -149,10 +148,7 @@ def test_multi_head_attention_modules_are_refused(capture, inputs) -> None:
 
 
 def test_transformers_eager_attention_is_refused(capture, inputs) -> None:
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=50
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = tiny_model("llama", layers=1, attn_implementation="eager")
     with pytest.raises(UnsupportedAttentionError, match=r"layers\.0\.self_attn|relates tokens to tokens"):
         capture(lambda ids, p: model(input_ids=ids, position_ids=p, use_cache=False).logits, inputs(), PASSES)
 

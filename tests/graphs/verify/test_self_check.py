@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -16,7 +17,7 @@ from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.passes import CANONICAL_PASSES
 from kvpass.graphs.verify.examples import EvaluationError, evaluate
 from kvpass.graphs.verify.self_check import PIECES, self_check_pass
-from pairwise import each_value, quick
+from pairwise import each_value, quick, quick_rows
 
 PASSES = [find_attention_pass, self_check_pass]
 WIDTH = 32
@@ -59,19 +60,10 @@ TOKEN_WISE = {
 }
 
 
-MIXING_IN_EVERY_RUN = {
-    "padded by one",
-    "padded by forty",
-    "cut and joined far away",
-    "running sum",
-    "last token",
-    "norm over tokens",
-    "sorted",
-    "previous ids",
-    "written in place",
-    "scaled by tokens",
-    "previous by index",
-}
+MIXING_IN_EVERY_RUN = [
+    *("padded by one", "padded by forty", "cut and joined far away", "running sum", "last token", "norm over tokens"),
+    *("sorted", "previous ids", "written in place", "scaled by tokens", "previous by index"),
+]
 
 
 @pytest.fixture
@@ -97,18 +89,21 @@ def routed(x: Tensor, order_of: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class Mixed(nn.Module):
-    """A decoder with something between its embedding and its layers, or between its layers and its output."""
+    """A decoder with something between its embedding and its layers, or between its layers and its output.
 
-    def __init__(self, decoder, mix, place) -> None:
+    It is a function of activations and ids, or positions where they are what counts.
+    """
+
+    def __init__(self, decoder, mix, place, of_positions=False) -> None:
         super().__init__()
-        self.decoder, self.mix, self.place = decoder, mix, place
+        self.decoder, self.mix, self.place, self.of_positions = decoder, mix, place, of_positions
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.decoder.embed(ids)
-        x = self.mix(x, ids) if self.place == "before" else x
+        x, given = self.decoder.embed(ids), positions if self.of_positions else ids
+        x = self.mix(x, given) if self.place == "before" else x
         for layer in self.decoder.layers:
             x = x + layer(x, positions)
-        return self.mix(x, ids) if self.place == "after" else x
+        return self.mix(x, given) if self.place == "after" else x
 
 
 @pytest.mark.parametrize(
@@ -194,19 +189,22 @@ LOOKUPS = {
 }
 
 
-@pytest.mark.parametrize("rows", quick([1, 2, 3, 10], [2]))
-@pytest.mark.parametrize("lookup", quick([*LOOKUPS], [*LOOKUPS][::2]))
-def test_what_relates_tokens_is_seen_beside_a_small_table(lookup, rows, decoder, capture, inputs) -> None:
-    model, table = Mixed(decoder(), None, "before"), torch.randn(rows, 1)
+TRIED = [*itertools.product(LOOKUPS, [1, 2, 3, 10], ["mean", "last token", "sorted"])]
+
+
+@pytest.mark.parametrize(
+    ("lookup", "rows", "mixing"),
+    quick_rows(TRIED, [("embedding", 2, "mean"), ("index_select", 2, "last token"), ("take", 2, "sorted")]),
+)
+def test_what_relates_tokens_is_seen_beside_a_small_table(lookup, rows, mixing, decoder, capture, inputs) -> None:
+    model, table = Mixed(decoder(), MIXING[mixing], "before"), torch.randn(rows, 1)
 
     def typed(ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
         return model(ids, positions) + LOOKUPS[lookup](table, types)
 
     given = (*inputs(), torch.zeros_like(inputs()[0]))
-    for name in ("mean", "last token", "sorted"):
-        model.mix = MIXING[name]
-        with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
-            capture(typed, given, PASSES)
+    with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
+        capture(typed, given, PASSES)
     model.mix = TOKEN_WISE["routed"]
     capture(typed, given, PASSES)
     model.mix = lambda x, ids: x + table[ids[:, -1:] % rows] - table[ids % rows]
@@ -308,25 +306,10 @@ BY_POSITION = {
 }
 
 
-class Changed(nn.Module):
-    """A decoder with a change between its embedding and its layers, or of its logits."""
-
-    def __init__(self, decoder, change, place) -> None:
-        super().__init__()
-        self.decoder, self.change, self.place = decoder, change, place
-
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.decoder.embed(ids)
-        x = self.change(x, positions) if self.place == "before" else x
-        for layer in self.decoder.layers:
-            x = x + layer(x, positions)
-        return self.change(x, positions) if self.place == "after" else x
-
-
 @each_value(name=[*BY_PLACE], place=["before", "after"])
 def test_contract_7_a_place_in_the_call_is_refused(name, place, decoder, capture, inputs) -> None:
     with pytest.raises(UnsupportedAttentionError, match="depends on a token's place in the input") as refusal:
-        capture(Changed(decoder(), BY_PLACE[name], place), inputs())
+        capture(Mixed(decoder(), BY_PLACE[name], place, True), inputs())
     assert refusal.value.node
 
 
@@ -339,12 +322,12 @@ def test_contract_7_ids_that_are_replaced_are_refused(decoder, capture, inputs) 
 @pytest.mark.parametrize("place", ["before", "after"])
 @pytest.mark.parametrize("name", quick([*BY_POSITION], [*BY_POSITION][::3]))
 def test_what_a_position_gives_is_let_alone(name, place, decoder, capture, inputs) -> None:
-    capture(Changed(decoder(), BY_POSITION[name], place), inputs())
+    capture(Mixed(decoder(), BY_POSITION[name], place, True), inputs())
 
 
 @pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float16], [torch.bfloat16]))
 def test_rounding_of_a_deep_model_is_not_taken_for_a_place_in_the_call(dtype, decoder, capture, inputs) -> None:
-    model = Changed(decoder(layers=6).to(dtype), lambda x, p: x, "before")
+    model = Mixed(decoder(layers=6).to(dtype), lambda x, p: x, "before")
     capture(model, inputs(), tolerance=0.1)
 
 
@@ -367,4 +350,4 @@ def test_a_choice_that_rounding_decides_is_the_same_in_a_piece(decoder, capture,
         return torch.where(score > tied, 2 * x, x)
 
     weight = WEIGHTS[0, :, :, 0]
-    capture(Changed(decoder(), choose, "before"), inputs())
+    capture(Mixed(decoder(), choose, "before"), inputs())
