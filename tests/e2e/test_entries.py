@@ -169,14 +169,7 @@ def evicting(policy: str, entries: str, backend: str) -> tuple[Any, Any, Any, An
     return packed, plain, cache, other
 
 
-@pytest.mark.parametrize(
-    ("policy", "entries", "backend"),
-    [
-        ("tova", "rot4", "eager"),
-        ("r_kv", "rot3", "eager"),
-        pytest.param("r_kv", "rot3", "inductor", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize(("policy", "entries", "backend"), [("tova", "rot4", "eager"), ("r_kv", "rot3", "inductor")])
 def test_eviction_while_decoding_reads_rounded_entries(policy: str, entries: str, backend: str) -> None:
     """New codes take the slots of evicted ones; kept positions and logits are those of rounded entries."""
     packed, plain, cache, other = evicting(policy, entries, backend)
