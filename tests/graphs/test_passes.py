@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.nn import functional as F
 
 import kvpass
+from kvpass.graphs import decompose_linear
 from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
@@ -136,7 +137,11 @@ def test_half_precision_is_multiplied_and_added_in_fp32(dtype):
     torch.testing.assert_close(result, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
 
 
-def test_large_weights_keep_their_library_call():
+@pytest.mark.parametrize(("is_faster", "counts"), [(True, (1, 1)), (False, (2, 0))])
+def test_large_weights_keep_their_library_call_where_it_is_faster(is_faster, counts, monkeypatch):
+    monkeypatch.setattr(decompose_linear, "reads_large_weights_faster", lambda: is_faster)
     module = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False), torch.nn.Linear(48, 2**17, bias=False))
-    changed, left, _ = capture(module, torch.randn(1, 1, 64))
-    assert (changed, left) == (1, 1)
+    x = torch.randn(1, 1, 64)
+    *found, result = capture(module, x)
+    assert tuple(found) == counts
+    assert_close("result", result, module(x), atol=1e-6)
