@@ -155,6 +155,19 @@ def test_contract_3_cascade_equals_one_shot_equals_brute_force(model, adaptive):
 
 
 @settings(max_examples=100, deadline=None)
+@given(models())
+def test_contract_3_a_final_budget_is_never_above_an_earlier_one(model):
+    rows, _ = model
+    _, weights, entries, available = tensors(rows)
+    previous = None
+    for seen in range(1, weights.shape[1] + 1):
+        budgets = adaptive_budgets(weights, entries, available, 3, seen)
+        if previous is not None:
+            assert (budgets[:, : seen - 1] <= previous[:, : seen - 1]).all()
+        previous = budgets
+
+
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=40), st.integers(0, 10**6), st.data())
 def test_shares_are_bounded_and_add_up(weights, total, data):
     cap = data.draw(st.integers(0, 10**5))
