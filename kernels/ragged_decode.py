@@ -5,8 +5,8 @@ after the other, are cut into chunks of one length, and these where a head ends;
 reads more than another, however unequal the heads are. Tails and new tokens are cut into tiles, one program each. The
 last program of a KV head and block of query rows to finish merges the partial results of these in their order, so
 which one it is does not show. It also sets the counter of finished ones back to zero: a CUDA graph can replay the
-launch. The grid depends on
-shapes only, nothing is read on the host, and no workspace but the counters outlives the call.
+launch. The grid depends on shapes only, nothing is read on the host, and no workspace but the counters outlives the
+call.
 
 Legend as in ``cached_attention.py``; P partial results.
 """
@@ -38,7 +38,7 @@ from kvpass.operands import AppendBuffers, Attention
 TAIL_TILE = 64
 """Tail slots per program."""
 CHUNK = 128
-"""Pool entries of a chunk, of a layer of mean length. On an H200, 64 took 1.2 times as long at every batch."""
+"""Pool entries of a chunk, of a layer of mean length. On an H200, 64 entries were slower at every batch."""
 MOST_CHUNKS = 1024
 """Approximate limit per row: eight for each multiprocessor of an H100 or H200. More only cost merging."""
 CHUNK_STEP = 16
@@ -75,9 +75,9 @@ def _merge_head(  # type: ignore[no-untyped-def]
     K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merge what this program's query rows of KV head i_h are: of the pool from first_piece on, then of the tail.
+    """Merge the partial results of this program's query rows of KV head i_h: first those of the pool, then of the tail.
 
-    Number j of all is partial result ``first_tail + j`` from ``pieces`` on.
+    Number j of ``count`` is partial result ``first_piece + j``, from ``pieces`` on ``first_tail + j``.
     """
     o_e = tl.arange(0, BDV)
     first = tl.program_id(1) * BLOCK_R

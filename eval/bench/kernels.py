@@ -28,7 +28,7 @@ from kvpass.config import EntryFormat, Geometry, LayerGroup
 from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, scoring_time
 from kvpass.eval.environment import machine, save_json, versions
 from kvpass.eval.tables import Tables
-from kvpass.operands import AppendBuffers, Attention, PolicyInputs
+from kvpass.operands import BUFFERS, AppendBuffers, Attention, PolicyInputs
 from kvpass.ops import reference
 from kvpass.ops.entry_formats import packed
 from kvpass.policies import resolve
@@ -133,7 +133,7 @@ class TimedCase:
             tail_v=shape.random(layers, rows, kv_heads, WINDOW + 32, dims[1]),
             tail_start=torch.zeros(rows, dtype=torch.int64, device=shape.device),
             tail_used=torch.tensor(WINDOW, device=shape.device),
-            arrivals=torch.zeros(rows * kv_heads, 64, dtype=torch.int32, device=shape.device),
+            arrivals=BUFFERS["arrivals"].new({"A": rows * kv_heads}, shape.device),
         )
         return cls(shape.tokens(rows, 1), held if entry_format == "model" else packed(held, entry_format))
 

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from rich.console import Console
@@ -62,8 +63,8 @@ class Measurement:
 
     Attributes:
         prefill: seconds, one a repeat. steps: seconds of each timed decode step, one list a repeat.
-        warm_up: seconds of the first prefill and the first decode steps, compilation included; None where the same
-            system has run with one row, or with several, before.
+        warm_up: seconds of the first prefill and the first decode steps, compilation included; None for a system that
+            is not compiled, or was before.
         first_steps: seconds of the steps before the timed ones, one list a repeat.
         generate: seconds a token of ``generate`` on the cache of the last repeat; None where it is not timed.
         tokens: greedy continuation of the first row, in the last repeat.
@@ -94,8 +95,8 @@ class Measurement:
 
     @property
     def compile_seconds(self) -> float | None:
-        """First run minus a median run; None for a system that is not compiled, or was before."""
-        if not self.system.compiled or self.warm_up is None:
+        """First run minus a median run; None where nothing was compiled."""
+        if self.warm_up is None:
             return None
         usual = spread(self.prefill)["median"] + WARM_UP_STEPS * spread(self.decode_ms)["median"] / 1e3
         return max(0.0, self.warm_up - usual)
@@ -175,8 +176,8 @@ class Bench:
             for context in settings.prompts
         ]
         self._kvpass_systems: dict[tuple[PolicySpec, EntryFormat], Kvpass] = {}
-        self._known: set[tuple[System, bool | torch.Size]] = set()
-        """What has run: each system with one row or with several, and with prompts of each shape."""
+        self._seen: WeakKeyDictionary[System, set[bool | torch.Size]] = WeakKeyDictionary()
+        """Of each system, whether it has run with several rows (True), with one, and with which shapes of prompts."""
         self._errors: list[str] = []
 
     def run(self, console: Console, save: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
@@ -231,7 +232,8 @@ class Bench:
             progress.advance(task)
 
         makers = list(self._makers(wanted))
-        progress.reset(task, total=len(makers) * (2 + settings.repeats))
+        is_profiled = wanted.batch == settings.batches[0] or not settings.shared_prompt  # else it is the same prompt
+        progress.reset(task, total=len(makers) * (1 + settings.repeats + is_profiled))
         for repeat in range(settings.repeats):
             for index, make in enumerate(makers):
                 if repeat == 0:
@@ -240,8 +242,7 @@ class Bench:
                 measurement = measured[index]
                 turn(measurement, f"repeat {repeat + 1}", partial(self._repeat, measurement, ids, wanted.batch))
                 yield self._run_record(measured, wanted, bandwidth)
-        # a shared prompt is the same for all batches
-        for measurement in measured if wanted.batch == settings.batches[0] or not settings.shared_prompt else ():
+        for measurement in measured if is_profiled else ():
             turn(measurement, "scoring", partial(self._profile, measurement, ids))
             yield self._run_record(measured, wanted, bandwidth)
 
@@ -282,14 +283,15 @@ class Bench:
 
     def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         """Compile, and have cuDNN plan for each length; else a short prompt loads libraries as well."""
-        system = measurement.system
-        compiles, plans = (system, batch > 1), (system, ids.shape)
-        is_new = system.compiled and not {compiles, plans} <= self._known
+        is_compiled, several = measurement.system.compiled, batch > 1
+        seen = self._seen.setdefault(measurement.system, set())
+        if not is_compiled or {several, ids.shape} <= seen:
+            ids = ids[:, :WARM_UP_TOKENS]
         with nullcontext() if self.settings.warm_cache else fresh_cache():
-            prefill, steps = self._once(measurement, ids if is_new else ids[:, :WARM_UP_TOKENS], batch, WARM_UP_STEPS)
-        if compiles not in self._known:
+            prefill, steps = self._once(measurement, ids, batch, WARM_UP_STEPS)
+        if is_compiled and several not in seen:
             measurement.warm_up = prefill + sum(steps)
-        self._known |= {compiles, plans}
+        seen |= {several, ids.shape}
 
     def _repeat(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         settling = WARM_UP_STEPS if self.device.type == "cuda" else 0
