@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 
 from kvpass.graphs.fx_utils import Dim, dim_of, recorded, shape_of, source_of
 from kvpass.graphs.host_weights import is_host_weight
-from kvpass.torch_compat import FakeTensorMode, LocalSource, TracingContext
+from kvpass.torch_compat import FakeTensorMode, LazyGraphModule, LocalSource, TracingContext
 
 STATE_PREFIX = "kvpass_"
 """With which the names of the cache's state begin among the inputs of a graph."""
@@ -27,7 +27,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     for node, copied in copies.items():
         if node.op == "placeholder":
             copied._dynamo_source = source_of(node)
-    result = GraphModule(gm, graph)
+    result = LazyGraphModule(gm, graph)
     result.meta = dict(gm.meta)
     return result
 

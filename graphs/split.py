@@ -36,8 +36,8 @@ class Part:
     """Nodes between two operators on the cache, as a graph of their own.
 
     Attributes:
-        gm: the part; its output is a tuple. inputs, outputs: their nodes in the whole graph. key: equal for parts that
-            differ only in the elements of their inputs.
+        gm: the part, or an equal one; its output is a tuple. inputs, outputs: their nodes in the whole graph. key:
+            equal for parts that differ only in the elements of their inputs.
     """
 
     gm: GraphModule
@@ -88,8 +88,9 @@ def make_parts(gm: GraphModule, pieces: Sequence[Node | list[Node]], given: Iter
     sizes = {symbol: node for node in placeholders(gm) if is_scalar(node) for symbol in symbols_in(node)}
     inputs = [_inputs(piece, sizes) for piece in whole]
     read = set().union(*inputs, gm.graph.output_node().all_input_nodes, given)
+    known: dict[Hashable, GraphModule] = {}
     return [
-        piece if isinstance(piece, Node) else _part(piece, reads, [node for node in own if node in read])
+        piece if isinstance(piece, Node) else _part(piece, reads, [node for node in own if node in read], known)
         for piece, reads, own in zip(whole, inputs, map(_listed, pieces), strict=True)
     ]
 
@@ -168,7 +169,12 @@ def _inputs(piece: Node | list[Node], sizes: Mapping[Any, Node]) -> list[Node]:
     return [*dict.fromkeys(named), *tensors]
 
 
-def _part(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> Part:
+def _part(nodes: list[Node], inputs: list[Node], outputs: list[Node], known: dict[Hashable, GraphModule]) -> Part:
+    """Return a part.
+
+    Args:
+        known: graphs of earlier parts by key, to which this one's is added.
+    """
     for node in (*inputs, *outputs):
         if not isinstance(recorded(node), (Tensor, torch.SymInt)):
             raise CannotSplitError(f"{node.name}, a {type(recorded(node)).__name__}, is needed in two parts")
@@ -180,19 +186,22 @@ def _part(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> Part:
     for node in outputs:
         if storage_of(node) in copied:
             raise CannotSplitError(f"{node.name}, a view of a weight that stays on the host, is needed in two parts")
-    graph, copies = Graph(), dict[Node, Node]()
-    for place, node in enumerate(inputs):
-        copies[node] = graph.placeholder(f"input_{place}")
-        copies[node].meta["example_value"] = recorded(node)
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in outputs))
-    return Part(GraphModule(nn.Module(), graph), tuple(inputs), tuple(outputs), _key(graph))
+    key = _key(nodes, inputs, outputs)
+    if key not in known:
+        graph, copies = Graph(), dict[Node, Node]()
+        for place, node in enumerate(inputs):
+            copies[node] = graph.placeholder(f"input_{place}")
+            copies[node].meta["example_value"] = recorded(node)
+        for node in nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in outputs))
+        known[key] = GraphModule(nn.Module(), graph)
+    return Part(known[key], tuple(inputs), tuple(outputs), key)
 
 
-def _key(graph: Graph) -> Hashable:
+def _key(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> Hashable:
     """What a part does to its inputs, and what those are."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    order = {node: place for place, node in enumerate((*inputs, *nodes))}
 
     def frozen(value: Any) -> Hashable:
         if isinstance(value, Node):
@@ -205,12 +214,8 @@ def _key(graph: Graph) -> Hashable:
             return "slice", *map(frozen, (value.start, value.stop, value.step))
         return type(value).__name__, str(value) if isinstance(value, (float, torch.SymInt)) else value
 
-    return tuple(
-        _kind(recorded(node))
-        if node.op == "placeholder"
-        else (node.op, node.target, frozen(node.args), frozen(node.kwargs))
-        for node in graph.nodes
-    )
+    calls = ((node.op, node.target, frozen(node.args), frozen(node.kwargs)) for node in nodes)
+    return *(_kind(recorded(node)) for node in inputs), *calls, *map(order.__getitem__, outputs)
 
 
 def _kind(value: Any) -> Hashable:

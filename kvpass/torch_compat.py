@@ -40,12 +40,16 @@ from torch._inductor.compile_fx import compile_fx
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges
+
+LazyGraphModule = _LazyGraphModule
+"""A graph whose code is written when it is first run: most copies of a decoder never are."""
 
 
 def symbol_bounds(shapes: ShapeEnv, symbol: sympy.Symbol) -> ValueRanges:
