@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ import typer
 from rich.console import Console
 
 import kvpass
+from kvpass.garbage import no_garbage_collection
 from kvpass.progress import working
 
 if TYPE_CHECKING:
@@ -53,8 +55,9 @@ def _bad_values() -> Iterator[None]:
 
 def _import_libraries() -> None:
     """Import torch and transformers under a spinner: it takes seconds."""
-    with working("importing torch and transformers"):
+    with working("importing torch and transformers"), no_garbage_collection():
         importlib.import_module("kvpass.api")
+    gc.freeze()  # what is imported stays
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from kvpass.compiler.backend import PhaseCompiler, Runner, rows_text
 from kvpass.compiler.step import Call, GraphCall, Phase, RepeatedStep, given_places
 from kvpass.config import EntryFormat
+from kvpass.garbage import no_garbage_collection
 from kvpass.graphs.bind_state import backend_mode, fake_inputs, input_named, placeholders
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import recorded
@@ -152,7 +153,7 @@ class Capture:
             with tracing(self._context), several_tokens(self._shapes, self._tokens):
                 return self.compiler.compile(self.graph, self._inputs, call)
 
-        with compile_lock:
+        with compile_lock, no_garbage_collection():
             if key not in self._runners:
                 self._runners[key] = run_on_all_ranks(ranks, f"compiling {call.phase}", make)
         return self._runners[key]
@@ -298,7 +299,7 @@ def _capture_only(compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> N
     capturing = replace(call, only_capture=True)
     positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
     try:
-        with working(f"capturing the decoder for {rows_text(len(ids))}"):
+        with working(f"capturing the decoder for {rows_text(len(ids))}"), no_garbage_collection():
             _call_compiled(compiled, capturing, ids.clone(memory_format=torch.contiguous_format), positions)
     except _OnlyCaptured:
         return
