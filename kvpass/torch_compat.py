@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -37,6 +37,7 @@ from torch._inductor import exc as inductor_exc
 from torch._inductor.codecache import CppCodeCache
 from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint, valid_vec_isa_list
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -47,6 +48,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges
+
+from kvpass.remembered import remembered
 
 LazyGraphModule = _LazyGraphModule
 """A graph whose code is written when it is first run: most copies of a decoder never are."""
@@ -127,6 +130,21 @@ def compiled_for_any_length() -> Iterator[None]:
 
     with mock.patch.object(SIMDScheduling, "can_use_32bit_indexing", staticmethod(for_every_size)):
         yield
+
+
+def find_vector_instructions() -> None:
+    """Let Inductor find which vector instructions the compiler and the processor have, or know it from before.
+
+    It would start a process for each, which loads torch: a second of every start. To be called with ``compile_lock``.
+    """
+    check = VecISA.check_build
+
+    def check_build(isa: VecISA, code: str) -> bool:
+        given = code, _get_isa_dry_compile_fingerprint(isa.build_arch_flags())
+        return bool(remembered("vector_instructions", given, lambda: check(isa, code) or None))
+
+    with mock.patch.object(VecISA, "check_build", check_build), suppress(inductor_exc.InvalidCxxCompiler):
+        valid_vec_isa_list()
 
 
 def storage_users(tensor: Tensor) -> int:

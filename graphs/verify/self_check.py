@@ -14,6 +14,7 @@ tokens, special treatment of the first or last token of a call, and positions th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,7 +25,16 @@ from torch.fx import GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import copy_graph
-from kvpass.graphs.canonical import READ_STATE, SITE, WRITE_STATE, batch_and_tokens, find_sites, results_of, state_of
+from kvpass.graphs.canonical import (
+    READ_STATE,
+    SITE,
+    WRITE_STATE,
+    Site,
+    batch_and_tokens,
+    find_sites,
+    results_of,
+    state_of,
+)
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
@@ -55,11 +65,18 @@ from kvpass.graphs.verify.examples import (
     text_length,
     token_wise_site,
 )
+from kvpass.graphs.verify.graph_text import NoTextError, graph_text
 from kvpass.graphs.verify.offset_positions import COUNTED, MARK, RELATIVE, shift
+from kvpass.remembered import remembered
 from kvpass.torch_compat import tree_leaves
+
+log = logging.getLogger(__name__)
 
 PIECES = (9, 5, 1)
 """Tokens of the first, the further and the last piece of the short example."""
+
+Mark = tuple[int, list[int], int]
+"""Place of a call in the graph, places of its operands that are positions, and how many of these count tokens."""
 
 _TOLERANCE = 2e-5
 """Of the largest number a call gives: rounding differs between the rows of a matrix product."""
@@ -69,7 +86,8 @@ def self_check_pass(gm: GraphModule) -> int:
     """Mark the positions that the decoder counts by itself; returns how many of them count.
 
     With any, rows of a batch must be at the same position: left padding is not possible. Positions of which only
-    differences count (``fold_alibi``) are marked but not counted. A capture of one token is not looked at.
+    differences count (``fold_alibi``) are marked but not counted. A capture of one token is not looked at. What an
+    earlier process found for the same graph and weights is not checked again.
 
     Raises:
         UnsupportedAttentionError: naming the first call that gives a piece of a text something else than the text.
@@ -78,9 +96,28 @@ def self_check_pass(gm: GraphModule) -> int:
     batch, tokens = batch_and_tokens(gm) if sites else (1, 1)
     if tokens == 1:
         return 0
+    try:
+        text = graph_text(gm)
+    except NoTextError as reason:
+        log.debug("self_check is not remembered: %s", reason)
+        marks = _check(gm, sites[0], batch, tokens)
+    else:
+        marks = remembered("self_check", text, lambda: _check(gm, sites[0], batch, tokens))
+    nodes = list(gm.graph.nodes)
+    for place, operands, counted in marks:
+        nodes[place].meta |= {MARK: tuple(operands), COUNTED: counted}
+    return sum(counted for _, _, counted in marks)
+
+
+def _check(gm: GraphModule, first: Site, batch: Dim, tokens: Dim) -> list[Mark]:
+    """Return the positions that count, as :func:`self_check_pass` marks them.
+
+    Args:
+        first: of the attention ops.
+    """
     if isinstance(tokens, int):
         raise refuse(
-            sites[0].node,
+            first.node,
             f"the decoder was captured for exactly {tokens} tokens and no other number: something makes a constant "
             "of it, or a table of positions ends there",
         )
@@ -93,14 +130,14 @@ def self_check_pass(gm: GraphModule) -> int:
     try:
         _check_text(offsets, shortest)
     except EvaluationError as error:
-        raise _no_example(sites[0].node, str(error)) from error
+        raise _no_example(first.node, str(error)) from error
     tables = {size for node in live if is_module_tensor(node) for size in shape_of(node) or () if isinstance(size, int)}
     shorter = sorted((size for size in tables if shortest < size < longest), reverse=True)
     for length in [longest, *shorter] if longest > shortest else []:
         with suppress(EvaluationError):  # a table ends before
             _check_text(offsets, length)
             break
-    return offsets.mark()
+    return offsets.marks()
 
 
 def _no_example(node: Node, why: str) -> UnsupportedAttentionError:
@@ -254,9 +291,10 @@ class _Offsets:
         """Values of the symbols for an example of so many tokens."""
         return hinted_sizes(self.gm) | example_sizes([self.batch], [self.tokens], length)
 
-    def mark(self) -> int:
-        """Mark in the original graph what is to be offset; returns how many operands count tokens."""
-        total = 0
+    def marks(self) -> list[Mark]:
+        """Return what is to be offset in the original graph."""
+        places = {node: place for place, node in enumerate(self._originals.values())}
+        found: dict[int, tuple[list[int], int]] = {}
         for user in (user for user, match in self.shifted_match.items() if match):
             for operand in self.shifted[user]:
                 relative = any(RELATIVE in source.meta for source in self.flow.sources([operand]))
@@ -268,11 +306,10 @@ class _Offsets:
                         "as a first position it would be added to the tokens seen, which kvpass adds. Pass positions "
                         "in as an input of the decoder",
                     )
-                original = self._originals[user].meta
-                original[MARK] = (*original.get(MARK, ()), user.all_input_nodes.index(operand))
-                original[COUNTED] = original.get(COUNTED, 0) + counts
-                total += counts
-        return total
+                place = places[self._originals[user]]
+                operands, before = found.get(place, ([], 0))
+                found[place] = [*operands, user.all_input_nodes.index(operand)], before + counts
+        return [(place, operands, counted) for place, (operands, counted) in found.items()]
 
 
 class _Run(ExampleRun):

@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvpass.cache.replace_file import replacing
 from kvpass.errors import CacheFileError
 from kvpass.operands import CODES
+from kvpass.replace_file import replacing
 
 T = TypeVar("T")
 

@@ -38,7 +38,7 @@ from kvpass.graphs.verify.tables import input_lookups
 from kvpass.operands import dynamic_dims
 from kvpass.progress import working
 from kvpass.ranks import ONE_PROCESS, Ranks
-from kvpass.torch_compat import compile_fx, compiled_for_any_length, inductor_config
+from kvpass.torch_compat import compile_fx, compiled_for_any_length, find_vector_instructions, inductor_config
 
 MAX_CAPTURED_TOKENS = 8
 """Longest extension captured as a CUDA graph: draft tokens to verify, not a longer text."""
@@ -188,6 +188,8 @@ class PhaseCompiler:
             inputs: of the captured graph, fake.
         """
         began, cache, phase = time.perf_counter(), call.cache, call.phase
+        if self.compiler == "inductor" and layout_of(captured.gm)[2].type == "cpu":
+            find_vector_instructions()
         made, why_not = None, ""
         if phase == "prefill" and not call.one_token_prompt and self.regions is not False:
             try:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvpass
-from kvpass.cache import replace_file
+from kvpass import replace_file
 from kvpass.cache import serialization as cache_file
 from kvpass.cache.serialization import read_cache_file, write_cache_file
 from tiny_models import random_ids, tiny_model
@@ -337,7 +337,7 @@ check()
 SLOW_WRITER = (
     CHILD
     + """
-from kvpass.cache.replace_file import replacing
+from kvpass.replace_file import replacing
 
 with replacing(sys.argv[2]) as file:
     file.write(b"first ")

@@ -1,0 +1,125 @@
+"""Results of slow checks, kept for later processes under a digest of everything that they depend on.
+
+One small JSON file a result, in ``KVPASS_CACHE`` or the user's cache folder. A folder that others can write to is not
+used, nor a file that is not whole; where nothing can be written, every process checks for itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import stat
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from kvpass.replace_file import replacing
+
+_LOG = logging.getLogger(__name__)
+_MOST_FILES = 500
+_MOST_BYTES = 2**20
+
+T = TypeVar("T")
+
+
+def remembered(kind: str, given: Iterable[object], make: Callable[[], T]) -> T:
+    """Return the result of a check in this process or an earlier one; plain JSON, None is not kept.
+
+    Args:
+        kind: the name of the check. given: what the result depends on, beside the processor and the code of kvpass
+            and torch; each has an exact text.
+        make: makes the check.
+    """
+    folder = _folder()
+    if folder is None:
+        return make()
+    digest = hashlib.sha256()
+    for part in (kind, *_surroundings(), *given):
+        text = str(part).encode()
+        digest.update(f"{len(text)}:".encode() + text)
+    file = folder / f"{kind}-{digest.hexdigest()}.json"
+    with suppress(OSError, ValueError, RecursionError):
+        known: T = _read(file)
+        _LOG.debug("%s: known from an earlier process", kind)
+        return known
+    result = make()
+    if result is not None:
+        try:
+            _write(file, result)
+        except OSError as error:
+            _LOG.info("%s is not kept for later processes: %s", kind, error)
+    return result
+
+
+def _folder() -> Path | None:
+    """The folder of results; None where they are not kept."""
+    chosen = os.environ.get("KVPASS_CACHE")
+    if chosen == "0" or not hasattr(os, "geteuid"):
+        return None
+    folder = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpass") / "checks"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        _LOG.info("results of checks are not kept: %s", error)
+        return None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        _LOG.warning("%s is not a folder that only this user can write to: results of checks are not kept", folder)
+        return None
+    return folder
+
+
+@cache
+def _surroundings() -> tuple[str, ...]:
+    """Code and processor: what every result depends on."""
+    source = hashlib.sha256()
+    root = Path(__file__).parent
+    folders = os.walk(root, followlinks=True)  # of a checkout some are links
+    files = (Path(folder, name) for folder, _, names in folders for name in names if name.endswith((".py", ".cpp")))
+    for file in sorted(files):
+        source.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    processor = platform.processor()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line for line in lines if line.startswith(("flags", "Features"))), processor)
+    return source.hexdigest(), f"{torch.__version__} {torch.version.git_version}", sys.version, processor
+
+
+def _read(file: Path) -> Any:
+    """Return the result in a file.
+
+    Raises:
+        OSError: there is none. ValueError, RecursionError: it is not what was written.
+    """
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
+        content = opened.read(_MOST_BYTES)
+    checksum, _, text = content.partition(b"\n")
+    if checksum != _checksum(file, text):
+        raise ValueError(f"{file} is damaged")
+    return json.loads(text)
+
+
+def _write(file: Path, result: Any) -> None:
+    """Write a file, and remove the oldest ones of too many.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = json.dumps(result).encode()
+    with replacing(file) as opened:
+        opened.write(_checksum(file, text) + b"\n" + text)
+    files = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for old in files[:-_MOST_FILES]:
+        old.unlink(missing_ok=True)
+
+
+def _checksum(file: Path, text: bytes) -> bytes:
+    return hashlib.sha256(file.name.encode() + text).hexdigest().encode()
