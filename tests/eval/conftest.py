@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import random
 
@@ -11,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvpass
 from kvpass import builtin
+from kvpass.eval.environment import fingerprint
 from kvpass.eval.tasks import registry
 
 
@@ -37,24 +40,34 @@ def micro(micro_sizes, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def compiled():
+def captures():
     return {}
 
 
-@pytest.fixture
-def compile_once(compiled, monkeypatch):
-    """Most of the time would go into tracing the same model again."""
+@pytest.fixture(scope="module")
+def compile_once(captures):
+    """Models with the same weights share captures: most of the time would go into tracing them again.
+
+    The decoder is one and the same graph for every policy, budget and entry format.
+    """
     original = kvpass.compile
 
-    def remembered(model, *, policy, backend, budget=None, entries="model"):
-        assert backend == "eager"
-        key = type(model), model.num_parameters(), entries
-        if key not in compiled:
-            compiled[key] = original(model, policy="full", backend=backend, entries=entries)
-        compiled[key].set_policy(policy, budget)
-        return compiled[key]
+    @functools.wraps(original)
+    def with_captures(model, *, backend, compile_regions="auto", **options):
+        made = original(model, backend=backend, compile_regions=compile_regions, **options)
+        key = fingerprint(model), backend, compile_regions
+        made._kvpass.captures = captures.setdefault(key, made._kvpass.captures)
+        return made
 
-    monkeypatch.setattr(kvpass, "compile", remembered)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvpass, "compile", with_captures)
+        yield
+
+
+@pytest.fixture
+def compile_anew(monkeypatch):
+    """Undo :func:`compile_once` for a test that counts what is captured and compiled."""
+    monkeypatch.setattr(kvpass, "compile", inspect.unwrap(kvpass.compile))
 
 
 @pytest.fixture(scope="session")
