@@ -90,7 +90,7 @@ class CacheMetadata:
         """Return the smallest and largest budget of a row; prompts are no longer than ``columns``."""
         if self.budget is None or not self.layout.pools:
             return 1, self.columns
-        most = self.budget.entries(self.columns, self.layout.token_bytes_as(self.entry_format))
+        most = self.budget.entries(self.columns, self.layout.token_bytes(self.entry_format))
         return (1 if self.budget.kind == "fraction" else most), most
 
 

@@ -15,6 +15,7 @@ import kvpass
 from kvpass import builtin
 from kvpass.eval.environment import fingerprint
 from kvpass.eval.tasks import registry
+from tiny_models import sharing_captures
 
 
 @pytest.fixture
@@ -39,25 +40,15 @@ def micro(micro_sizes, tmp_path):
     return str(path)
 
 
-@pytest.fixture(scope="session")
-def captures():
-    return {}
-
-
 @pytest.fixture(scope="module")
-def compile_once(captures):
-    """Models with the same weights share captures: most of the time would go into tracing them again.
-
-    The decoder is one and the same graph for every policy, budget and entry format.
-    """
+def compile_once():
+    """Models with the same weights share captures."""
     original = kvpass.compile
 
     @functools.wraps(original)
     def with_captures(model, *, backend, compile_regions="auto", **options):
         made = original(model, backend=backend, compile_regions=compile_regions, **options)
-        key = fingerprint(model), backend, compile_regions
-        made._kvpass.captures = captures.setdefault(key, made._kvpass.captures)
-        return made
+        return sharing_captures(made, fingerprint(model), backend, compile_regions)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvpass, "compile", with_captures)
