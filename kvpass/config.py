@@ -68,17 +68,13 @@ class Geometry:
         """Columns of a value row that are stored apart from the key row."""
         return 0 if self.values_in_keys else self.value_dim
 
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of one entry: one key row and its value row of one KV head."""
-        return (self.key_dim + self.stored_value_dim) * self.itemsize
-
-    def entry_bytes_as(self, entry_format: EntryFormat) -> int:
-        """Bytes of one entry in that format, its scales included."""
+    def entry_bytes(self, entry_format: EntryFormat = "model") -> int:
+        """Bytes of one entry in that format, its scales included: one key row and its value row of one KV head."""
+        columns = self.key_dim + self.stored_value_dim
         if entry_format == "model":
-            return self.entry_bytes
+            return columns * self.itemsize
         scales = 1 if self.values_in_keys else 2
-        return (self.key_dim + self.stored_value_dim) * BITS[entry_format] // 8 + scales * SCALE_BYTES
+        return columns * BITS[entry_format] // 8 + scales * SCALE_BYTES
 
     def check_format(self, entry_format: EntryFormat, device: torch.device) -> None:
         """Raise if a cache on this device cannot hold entries of this shape in that format.
@@ -97,14 +93,9 @@ class Geometry:
                 f"numbers, values {self.value_dim}; give entries='int8' or 'fp8'"
             )
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in a full cache of these attention ops."""
-        return self.layers * self.kv_heads * self.entry_bytes
-
-    def token_bytes_as(self, entry_format: EntryFormat) -> int:
-        """The same in that format."""
-        return self.layers * self.kv_heads * self.entry_bytes_as(entry_format)
+    def token_bytes(self, entry_format: EntryFormat = "model") -> int:
+        """Bytes of one token in a full cache of these attention ops, in that format."""
+        return self.layers * self.kv_heads * self.entry_bytes(entry_format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,14 +187,9 @@ class Layout:
             states=tuple(states),
         )
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in a full cache of the layers that have a budget."""
-        return sum(group.geometry.token_bytes for group in self.pools)
-
-    def token_bytes_as(self, entry_format: EntryFormat) -> int:
-        """The same in that format."""
-        return sum(group.geometry.token_bytes_as(entry_format) for group in self.pools)
+    def token_bytes(self, entry_format: EntryFormat) -> int:
+        """Bytes of one token in a full cache of the layers that have a budget, in that format."""
+        return sum(group.geometry.token_bytes(entry_format) for group in self.pools)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Report:
     def bytes_full(self) -> int:
         """Bytes of a full cache of the layers that share the budget, without padding."""
         return int(self.prompt_lengths.sum()) * sum(
-            store.group.geometry.token_bytes for store in self.prompt.full_layers
+            store.group.geometry.token_bytes() for store in self.prompt.full_layers
         )
 
     @property

@@ -44,7 +44,10 @@ hypothesis.settings.load_profile("kvpass")
 
 @pytest.fixture(autouse=True, scope="module")
 def garbage() -> Iterator[None]:
-    """What a module leaves for good (Dynamo's caches, libraries, shared models) is not searched for garbage again."""
+    """What is there before a module, and what it leaves for good, is not searched for garbage again.
+
+    That is libraries, Dynamo's caches, shared models."""
+    gc.freeze()
     yield
     gc.collect()
     gc.freeze()

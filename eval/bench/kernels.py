@@ -185,7 +185,7 @@ def time_decode(
             if not error <= WORST_ERROR:
                 raise RuntimeError(f"decode kernel, layer {layer}: relative error {error:.2e} above {WORST_ERROR:.0e}")
     seconds = time_graph(lambda: [attend(layer) for layer in range(shape.layers)])
-    read = (int(lengths.sum()) + lengths.numel() * (WINDOW + 1)) * shape.geometry.entry_bytes_as(entry_format)
+    read = (int(lengths.sum()) + lengths.numel() * (WINDOW + 1)) * shape.geometry.entry_bytes(entry_format)
     return {
         "us_per_layer": 1e6 * seconds / shape.layers,
         "bytes": read,

@@ -171,7 +171,7 @@ class Bench:
         self.room = self.meter.room()
         budget = Budget.parse(settings.budget)
         self.comparisons = [
-            Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes))
+            Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes()))
             for batch in settings.batches
             for context in settings.prompts
         ]
@@ -250,7 +250,7 @@ class Bench:
         return {
             "context": wanted.context,
             "batch": wanted.batch,
-            "budget": {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes},
+            "budget": {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes()},
             "systems": [
                 record(measurement, measured, wanted.batch, self.step_weight_bytes, bandwidth, self.room)
                 for measurement in measured

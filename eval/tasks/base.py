@@ -6,13 +6,9 @@ scope ``context`` only the part before the question: the ids are the same in bot
 
 from __future__ import annotations
 
-import gzip
 import importlib
-import itertools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -146,32 +142,3 @@ def largest(
 def check_count(count: int) -> None:
     if count < 1:
         raise ValueError(f"count={count}: must be >= 1")
-
-
-def local_or_hub_rows(
-    data_dir: Path | None,
-    group: str,
-    name: str,
-    count: int,
-    *,
-    repository: str,
-    subset: str | None = None,
-    split: str = "test",
-) -> list[dict[str, Any]]:
-    """The first ``count`` rows of ``<data_dir>/<group>/<name>.jsonl[.gz]``, or else of a data set of the hub.
-
-    Raises:
-        ImportError: the package ``datasets`` is not installed.
-        ValueError: the hub cannot be reached, or has no such data set.
-    """
-    if data_dir is not None:
-        for ending, opener in ((".jsonl", open), (".jsonl.gz", gzip.open)):
-            path = data_dir / group / f"{name}{ending}"
-            if path.is_file():
-                with opener(path, "rt", encoding="utf-8") as lines:
-                    return [json.loads(line) for line in itertools.islice(lines, count)]
-    try:
-        rows = library("datasets").load_dataset(repository, subset, split=split)
-    except OSError as error:
-        raise ValueError(f"data set {name!r}: not in data_dir, and not on the hub: {error}") from error
-    return [dict(rows[index]) for index in range(min(count, len(rows)))]

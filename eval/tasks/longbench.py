@@ -9,6 +9,9 @@ of long texts is computed, where the package ``rouge`` exceeds Python's recursio
 from __future__ import annotations
 
 import functools
+import gzip
+import itertools
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.eval.tasks.base import Sample, check_count, library, local_or_hub_rows
+from kvpass.eval.tasks.base import Sample, check_count, library
 
 HUB = "Xnhyacinth/LongBench"
 """A copy of THUDM/LongBench without a loading script; its field ``question`` is the official ``input``."""
@@ -57,7 +60,7 @@ class LongBench:
         check_count(count)
         config = harness_task(self.dataset)
         before, after = config["doc_to_text"].split("{{context}}")
-        rows = local_or_hub_rows(self.data_dir, "longbench", self.dataset, count, repository=HUB, subset=self.dataset)
+        rows = _rows(self.data_dir, self.dataset, count)
         return [
             Sample(
                 id=str(index),
@@ -86,6 +89,25 @@ class LongBench:
             return max(float(score(prediction, answer, all_classes=sample.classes)) for answer in sample.answers)
         finally:
             sys.setrecursionlimit(limit)
+
+
+def _rows(data_dir: Path | None, dataset: str, count: int) -> list[dict[str, Any]]:
+    """The first ``count`` rows of a data set, from a file in the folder, or else from the hub.
+
+    Raises:
+        ImportError: the package ``datasets`` is not installed.
+        ValueError: the hub cannot be reached, or has no such data set.
+    """
+    for ending, opener in ((".jsonl", open), (".jsonl.gz", gzip.open)):
+        path = None if data_dir is None else data_dir / "longbench" / f"{dataset}{ending}"
+        if path is not None and path.is_file():
+            with opener(path, "rt", encoding="utf-8") as lines:
+                return [json.loads(line) for line in itertools.islice(lines, count)]
+    try:
+        rows = library("datasets").load_dataset(HUB, dataset, split="test")
+    except OSError as error:
+        raise ValueError(f"data set {dataset!r}: not in data_dir, and not on the hub: {error}") from error
+    return [dict(rows[index]) for index in range(min(count, len(rows)))]
 
 
 @functools.cache

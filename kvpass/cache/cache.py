@@ -161,7 +161,7 @@ class CompressedCache(Cache):
         lengths = [n - column for column in self.start.tolist()]
         self._budgets = lengths
         if self.budget is not None and layout.pools:
-            token_bytes = layout.token_bytes_as(self.entry_format) * self.ranks.size
+            token_bytes = layout.token_bytes(self.entry_format) * self.ranks.size
             self._budgets = [self.budget.check(length, window, token_bytes) for length in lengths]
         stores = [FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools]
         for store, facts in zip(stores, pools, strict=True):

@@ -463,7 +463,7 @@ class FullAttentionLayers(CachePart):
     @property
     def entry_bytes(self) -> int:
         """Bytes of the entries held, scales included."""
-        return int(self.lengths.sum()) * self.geometry.entry_bytes_as(self.entry_format)
+        return int(self.lengths.sum()) * self.geometry.entry_bytes(self.entry_format)
 
     @property
     def lengths(self) -> Tensor:

@@ -90,7 +90,7 @@ class CacheMetadata:
         """Return the smallest and largest budget of a row; prompts are no longer than ``columns``."""
         if self.budget is None or not self.layout.pools:
             return 1, self.columns
-        most = self.budget.entries(self.columns, self.layout.token_bytes_as(self.entry_format))
+        most = self.budget.entries(self.columns, self.layout.token_bytes(self.entry_format))
         return (1 if self.budget.kind == "fraction" else most), most
 
 
@@ -135,9 +135,9 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
         if not entry.is_floating_point or entry.itemsize != group.geometry.itemsize:
             raise ValueError(f"keys and values are {entry}: must be floats of {group.geometry.itemsize} bytes")
     start = tensors["start"]
-    _check_range("start", start, 0, metadata.columns - 1)
+    _check_range("start", start, metadata.columns - 1)
     if "ids" in tensors:
-        _check_range("ids", tensors["ids"], 0, torch.iinfo(torch.int32).max)
+        _check_range("ids", tensors["ids"], torch.iinfo(torch.int32).max)
     seen = metadata.columns - start
     for i, facts in enumerate(metadata.stores):
         store = {name: tensors[f"store{i}_{name}"] for name in parts[f"store{i}_"]}
@@ -182,9 +182,9 @@ def _check_shapes(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
             raise ValueError(f"{name} is {found.dtype} {list(found.shape)}: must be {dtype} {list(shape)} with {sizes}")
 
 
-def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
-    if values.numel() and not (low <= int(values.min()) and int(values.max()) <= high):
-        raise ValueError(f"{name} from {int(values.min())} to {int(values.max())}: must be from {low} to {high}")
+def _check_range(name: str, values: Tensor, high: int) -> None:
+    if values.numel() and not (int(values.min()) >= 0 and int(values.max()) <= high):
+        raise ValueError(f"{name} from {int(values.min())} to {int(values.max())}: must be from 0 to {high}")
 
 
 def _check_tail(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor) -> None:
@@ -195,22 +195,21 @@ def _check_tail(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor) -
     """
     if facts.used != store["tail_k"].shape[3] or facts.tail_bound != 0:
         raise ValueError(f"{facts} with tails of {store['tail_k'].shape[3]} slots")
-    _check_range("tail_start", store["tail_start"], 0, facts.used)
     before = seen - (facts.used - store["tail_start"])
-    _check_range("first position of a tail", before, 0, int(seen.max()))
+    _check_range("first position of a tail", before, int(seen.max()))
     _check_pool(store, facts, before)
 
 
 def _check_pool(store: Mapping[str, Tensor], facts: LayersFacts, end: Tensor) -> None:
     """Check that the pool's segments are contiguous, with ascending positions below ``end``, int64 ``[B]``."""
-    _check_range("tail_start", store["tail_start"], 0, facts.used)
+    _check_range("tail_start", store["tail_start"], facts.used)
     positions, offsets = store["pool_positions"].long(), store["offsets"].long()
     rows, slots = positions.shape
     if slots < 2:
         raise ValueError(f"a pool of {slots} slots: must be at least 2")
-    _check_range("first offset", offsets[:, 0], 0, 0)
-    _check_range("length of a segment", offsets.diff(dim=1), 0, slots)
-    _check_range("last offset", offsets[:, -1], 0, slots)
+    _check_range("first offset", offsets[:, 0], 0)
+    _check_range("length of a segment", offsets.diff(dim=1), slots)
+    _check_range("last offset", offsets[:, -1], slots)
     held = torch.arange(slots, device="cpu") < offsets[:, -1:]
     begins = torch.zeros(rows, slots + 1, dtype=torch.bool, device="cpu").scatter_(1, offsets, True)
     in_range = (positions >= 0) & (positions < end[:, None])
@@ -239,8 +238,8 @@ def _check_slots(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor, 
         raise ValueError("table: a position was not seen, or stands twice in a line")
     if not torch.equal(store["next_position"], seen):
         raise ValueError(f"next_position {store['next_position'].tolist()} after {seen.tolist()} tokens")
-    _check_range("entries of a tail", occupied[..., behind:].sum(-1), 0, facts.used)
-    _check_range("quota", store["quota"], 0, torch.iinfo(torch.int64).max // 2)  # slots are added
+    _check_range("entries of a tail", occupied[..., behind:].sum(-1), facts.used)
+    _check_range("quota", store["quota"], torch.iinfo(torch.int64).max // 2)  # slots are added
     needed = int((rule.slots_needed(store["quota"], occupied.sum(-1)) - lengths).max())
     if facts.tail_bound < max(needed, 1):
         raise ValueError(f"{facts}: a tail may need {needed} slots")

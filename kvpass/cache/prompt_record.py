@@ -96,7 +96,7 @@ class PromptRecord:
 
     def bytes_kept(self, store: LayersRecord) -> Tensor:
         """Return their bytes, scales included, int64 ``[B, L, K]``."""
-        return self.lengths(store) * store.group.geometry.entry_bytes_as(self.entry_format)
+        return self.lengths(store) * store.group.geometry.entry_bytes(self.entry_format)
 
 
 def entries_of(offsets: Tensor, group: LayerGroup) -> Tensor:

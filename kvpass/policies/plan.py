@@ -283,7 +283,7 @@ def _entries(policy: Policy, budget: BudgetLike, k: Tensor, v: Tensor) -> tuple[
     if parsed is None:
         return None, torch.tensor([length - window], device=k.device)
     geometry = Geometry(layers=layers, kv_heads=kv_heads, key_dim=dim, value_dim=v.shape[-1], itemsize=k.element_size())
-    entries = parsed.check(length, policy.window, geometry.token_bytes)
+    entries = parsed.check(length, policy.window, geometry.token_bytes())
     return parsed, torch.tensor([max(entries - policy.window, 0)], device=k.device)
 
 

@@ -196,7 +196,7 @@ def test_contract_2_kept_entries_are_exactly_the_budget(policy, budget):
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in lengths])
     cache = fast(ids, attention_mask=mask).past_key_values
     g = cache.geometry
-    per_head = {20: 20, "12KiB": 12288 // (g.layers * g.kv_heads * g.entry_bytes)}.get(budget)
+    per_head = {20: 20, "12KiB": 12288 // (g.layers * g.kv_heads * g.entry_bytes())}.get(budget)
     for row, n in enumerate(lengths):
         entries = min(per_head if per_head is not None else int(budget * n), n)
         assert int(cache.lengths[row].sum()) == entries * g.layers * g.kv_heads
@@ -228,7 +228,7 @@ def test_contract_2_nbytes_is_what_the_storages_occupy(family, place):
 def test_contract_2_nbytes_does_not_grow_with_the_prompt(family):
     _, fast = shared(family, budget=20)
     cache, bigger = (fast(random_ids(2, tokens)).past_key_values for tokens in (PROMPT, 2000))
-    full = 2 * PROMPT * cache.geometry.layers * cache.geometry.kv_heads * cache.geometry.entry_bytes
+    full = 2 * PROMPT * cache.geometry.layers * cache.geometry.kv_heads * cache.geometry.entry_bytes()
     assert bigger.ids.nbytes == 2 * 2000 * 4
     assert bigger.nbytes - bigger.ids.nbytes == cache.nbytes - cache.ids.nbytes < full * 2000 / PROMPT
 

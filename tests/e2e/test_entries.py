@@ -21,7 +21,7 @@ from kvpass.ranks import Ranks
 from kvpass.rotation import rotated_back
 from numeric_checks import assert_close, rounded
 from pairwise import quick
-from tiny_models import left_pad, random_ids, tiny_model
+from tiny_models import left_pad, random_ids, sharing_captures, tiny_model
 
 FORMATS = ["int8", "fp8", "rot4", "rot3", "rot2"]
 ROTATED = {"rot4": 4, "rot3": 3, "rot2": 2}
@@ -38,7 +38,8 @@ def decoder(family: str) -> Any:
 @functools.cache
 def captured(entries: str, family: str, backend: str, recompress: str) -> Any:
     given = {"policy": "snapkv", "budget": 1.0, "entries": entries, "recompress": recompress}
-    return kvpass.compile(decoder(family), backend=backend, **given)
+    fast = kvpass.compile(decoder(family), backend=backend, **given)
+    return sharing_captures(fast, "entries", family, backend)
 
 
 def compiled(

@@ -32,7 +32,7 @@ def test_a_kept_entry_is_one_row_for_all_heads():
     ids = random_ids(2, PROMPT)
     cache = fast(ids).past_key_values
     g = cache.geometry
-    assert (g.kv_heads, g.key_dim, g.value_dim, g.entry_bytes) == (1, ROW, 16, ROW * 4)
+    assert (g.kv_heads, g.key_dim, g.value_dim, g.entry_bytes()) == (1, ROW, 16, ROW * 4)
     (store,) = cache.full_layers
     rows = 2 * 2 * (BUDGET - WINDOW) + 2 * 2 * store.tail_k.shape[3]  # of pool and tails: batch, layers, slots
     assert sum(
@@ -179,5 +179,5 @@ def test_a_projection_replaced_after_compilation_raises():
 def test_every_family_keeps_latents(family):
     _, fast = compiled_once(family, backend="eager", policy="lava", budget=BUDGET, window=WINDOW)
     cache = fast(random_ids(1, PROMPT)).past_key_values
-    assert (cache.geometry.kv_heads, cache.geometry.entry_bytes) == (1, ROW * 4)
+    assert (cache.geometry.kv_heads, cache.geometry.entry_bytes()) == (1, ROW * 4)
     assert int(cache.lengths.sum()) == len(cache) * BUDGET

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import random
 
@@ -11,7 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvpass
 from kvpass import builtin
+from kvpass.eval.environment import fingerprint
 from kvpass.eval.tasks import registry
+from tiny_models import sharing_captures
 
 
 @pytest.fixture
@@ -36,25 +40,25 @@ def micro(micro_sizes, tmp_path):
     return str(path)
 
 
-@pytest.fixture(scope="session")
-def compiled():
-    return {}
+@pytest.fixture(scope="module")
+def compile_once():
+    """Models with the same weights share captures."""
+    original = kvpass.compile
+
+    @functools.wraps(original)
+    def with_captures(model, *, backend, compile_regions="auto", **options):
+        made = original(model, backend=backend, compile_regions=compile_regions, **options)
+        return sharing_captures(made, fingerprint(model), backend, compile_regions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvpass, "compile", with_captures)
+        yield
 
 
 @pytest.fixture
-def compile_once(compiled, monkeypatch):
-    """Most of the time would go into tracing the same model again."""
-    original = kvpass.compile
-
-    def remembered(model, *, policy, backend, budget=None, entries="model"):
-        assert backend == "eager"
-        key = type(model), model.num_parameters(), entries
-        if key not in compiled:
-            compiled[key] = original(model, policy="full", backend=backend, entries=entries)
-        compiled[key].set_policy(policy, budget)
-        return compiled[key]
-
-    monkeypatch.setattr(kvpass, "compile", remembered)
+def compile_anew(monkeypatch):
+    """Undo :func:`compile_once` for a test that counts what is captured and compiled."""
+    monkeypatch.setattr(kvpass, "compile", inspect.unwrap(kvpass.compile))
 
 
 @pytest.fixture(scope="session")

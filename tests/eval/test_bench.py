@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import weakref
 from types import SimpleNamespace
@@ -11,7 +12,6 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-import kvpass
 from kvpass.eval.bench import measure as bench_measure
 from kvpass.eval.bench import run as bench
 from kvpass.eval.bench.measure import scoring_time, weight_bytes
@@ -23,27 +23,14 @@ from kvpass.eval.policy_spec import parse_policies
 from kvpass.policies import resolve
 from pairwise import quick
 
+pytestmark = pytest.mark.usefixtures("compile_once")
+
 
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch):
+    gc.freeze()  # the bench looks for garbage after every turn
     monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
     monkeypatch.setattr(bench_measure, "_LEAST_SECONDS", 0.01)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_once():
-    """Most of the time would go into tracing the micro model, whose weights are the same in every bench."""
-    compiled, original = {}, kvpass.compile
-
-    def remembered(model, *, policy, budget, backend, entries="model"):
-        key = type(model), model.dtype, model.num_parameters(), policy.spec, budget, backend, entries
-        if key not in compiled:
-            compiled[key] = original(model, policy=policy, budget=budget, backend=backend, entries=entries)
-        return compiled[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvpass, "compile", remembered)
-        yield
 
 
 def settings(model, **changes):

@@ -24,6 +24,8 @@ from kvpass.eval.experiments import demo
 from kvpass.eval.needle.text import Task, sample
 from kvpass.eval.run import Evaluation
 
+pytestmark = pytest.mark.usefixtures("compile_once")
+
 
 def invoke(*words: object):
     return CliRunner().invoke(app, [str(word) for word in words])
@@ -96,7 +98,8 @@ def test_ctrl_c_says_how_to_go_on(words, where, part, when, tmp_path, monkeypatc
     assert result.stderr.startswith(f"interrupted: {part}") and result.stderr.count("\n") == 1
 
 
-def test_bars_are_drawn_on_standard_error(micro, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("compile_anew")
+def test_bars_are_drawn_on_standard_error(tmp_path, monkeypatch):
     """Spinners of a compilation stand below a bar only if both are on one console."""
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     monkeypatch.setattr("kvpass.progress.progress_console", lambda: console)
@@ -191,7 +194,7 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
     out = tmp_path / "new" / "folder" / "out.json"
     result = invoke(
-        "bench", "--model", micro, "--contexts", "96,64", "--budget", 24, "--window", 8, "--policies", "lava",
+        "bench", "--model", micro, "--contexts", "96", "--budget", 24, "--window", 8, "--policies", "lava",
         "--systems", "hf-eager,hf-static,full", "--new-tokens", 4, "--repeats", 2, "--backend", "eager",
         "--json", out,
     )  # fmt: skip
@@ -203,8 +206,8 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     assert written["model"]["dtype"] == "float32"
     assert (written["model"]["layers"], written["model"]["kv_heads"], written["model"]["key_dim"]) == (1, 2, 8)
     assert (written["new_tokens"], written["repeats"], written["budget"]) == (4, 2, 24)
-    assert [(run["context"], run["batch"]) for run in written["runs"]] == [(96, 1), (64, 1)]
-    run = written["runs"][0]
+    assert [(run["context"], run["batch"]) for run in written["runs"]] == [(96, 1)]
+    (run,) = written["runs"]
     entry_bytes = 2 * 8 * 4
     assert run["budget"] == {"entries": 24, "bytes": 24 * 2 * entry_bytes}
     systems = {record["name"]: record for record in run["systems"]}
@@ -264,7 +267,6 @@ def test_a_folder_that_cannot_be_made_is_refused_alike_by_every_command(words, o
     assert result.stderr.endswith("; name another\n")
 
 
-@pytest.mark.usefixtures("compile_once")
 def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "BUDGETS", (64,))
     monkeypatch.setattr(demo, "POLICIES", ("lava", "streaming_llm"))
@@ -288,7 +290,6 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
         assert words in result.output.replace("\n", " ")
 
 
-@pytest.mark.usefixtures("compile_once")
 def test_demo_shows_what_each_policy_answers_about_a_document(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "POLICIES", ("lava",))
     document, picture = tmp_path / "document.txt", tmp_path / "map.png"
@@ -332,10 +333,18 @@ def test_a_missing_document_is_refused():
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """Figures that a fresh process takes are taken in this one: every import of torch takes seconds."""
-    monkeypatch.setattr(bench_processes, "in_new_process", lambda function, *args: function(*args))
+    """Figures of fresh processes are taken in this one, the same ones once: an import of torch takes seconds."""
+    figures = {}
+
+    def here(function, *args):
+        if args not in figures:
+            figures[args] = function(*args)
+        return figures[args]
+
+    monkeypatch.setattr(bench_processes, "in_new_process", here)
 
 
+@pytest.mark.usefixtures("compile_anew")
 def test_bench_of_a_start_counts_what_is_compiled_by_depth_and_batch(micro, tmp_path, one_process):
     out = tmp_path / "out.json"
     result = invoke(

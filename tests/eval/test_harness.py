@@ -20,28 +20,13 @@ from kvpass.eval.prompt import SEPARATOR, split_at_separator
 from masked_oracle import MaskedOracle, kept_columns
 from tiny_models import tiny_model
 
+pytestmark = pytest.mark.usefixtures("compile_once")
+
 TIGHT = {"policy": "lava", "budget": 16, "window": 6}
 CHOICES = (" silver", " 007", " 007 004 001", " the old fox .", " 007 004 002")
 GREEDY = {"do_sample": False, "until": ["."], "max_gen_toks": 6}
 TOKENIZER = builtin.load()[1]
 MODEL = tiny_model("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER), eos_token_id=4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_once():
-    """Most of the time would go into tracing the same model again."""
-    compiled, original = {}, kvpass.compile
-
-    def remembered(model, *, policy, budget=None, backend, **options):
-        assert model is MODEL
-        key = repr((policy, budget, backend, sorted(options.items())))
-        if key not in compiled:
-            compiled[key] = original(model, policy=policy, budget=budget, backend=backend, **options)
-        return compiled[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvpass, "compile", remembered)
-        yield
 
 
 def texts(*lengths):

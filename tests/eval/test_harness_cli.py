@@ -17,6 +17,7 @@ pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 
 import yaml
 from lm_eval.api.registry import get_model
 
+import cheap_captures
 from kvpass import builtin
 from kvpass.eval.harness_tasks import documents, score
 from kvpass.eval.needle.text import sample
@@ -24,7 +25,9 @@ from kvpass.eval.tasks import Sample, find_tasks, longbench, ruler
 from kvpass.lm_eval import SEPARATOR, TASKS, KVPassLM, main
 from tiny_models import tiny_model
 
+SUPPORT = str(Path(cheap_captures.__file__).parent)
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH"))))
 TIGHT = "compiler=eager,budget=20,window=8"
 
 
@@ -53,6 +56,8 @@ from torch.utils import collect_env
 collect_env.get_pretty_env_info = str  # of the harness's results: a dozen programs, in every run
 from lm_eval.api.registry import get_model, model_registry
 print("registered", "kvpass" in model_registry, "hf" in model_registry, len(model_registry) > 20)
+from cheap_captures import cheap_captures
+cheap_captures()
 from lm_eval import tasks
 from lm_eval.__main__ import cli_evaluate
 tasks.TaskManager = functools.partial(tasks.TaskManager, include_defaults=False)
@@ -70,7 +75,7 @@ tasks that it brings along, take longer than the runs."""
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Arguments that name a tiny model with the tokenizer of the built-in one."""
     folder, tokenizer = tmp_path_factory.mktemp("model"), builtin.load()[1]
-    tiny_model("llama", layers=2, vocab_size=len(tokenizer), eos_token_id=4).save_pretrained(folder)
+    tiny_model("llama", layers=1, vocab_size=len(tokenizer), eos_token_id=4).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return f"pretrained={folder},dtype=float32"
 

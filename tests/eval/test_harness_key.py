@@ -20,6 +20,8 @@ from kvpass import builtin
 from kvpass.eval.harness.model import KVPassLM
 from tiny_models import tiny_model
 
+pytestmark = pytest.mark.usefixtures("compile_once")
+
 TIGHT = {"policy": "lava", "budget": 16, "window": 6}
 TOKENIZER = builtin.load()[1]
 MODEL = tiny_model("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER), eos_token_id=4)

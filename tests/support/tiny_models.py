@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -319,7 +320,22 @@ def compiled_once(
 @functools.cache
 def _compiled_once(family: str, layers: int | None, backend: Compiler, recompress: Recompress) -> Any:
     model = tiny_model(family, layers=layers)
-    return model, kvpass.compile(model, policy="snapkv", budget=1.0, backend=backend, recompress=recompress)
+    fast = kvpass.compile(model, policy="snapkv", budget=1.0, backend=backend, recompress=recompress)
+    return model, sharing_captures(fast, family, layers, backend)
+
+
+_CAPTURES: dict[Hashable, Any] = {}
+
+
+def sharing_captures(fast: Any, *key: Hashable) -> Any:
+    """A compiled model with the captures of the first one of its key; tracing a decoder takes most of a small test.
+
+    Args:
+        key: equal for models with the same weights, backend and regions: the decoder is then one and the same graph,
+            whatever policies, budgets and formats of entries are.
+    """
+    fast._kvpass.captures = _CAPTURES.setdefault(key, fast._kvpass.captures)
+    return fast
 
 
 def raw(module: Any, options: dict[str, Any], *, dynamic: bool = True) -> Any:
