@@ -262,7 +262,7 @@ class FullAttentionLayers(CachePart):
         self.table, self.decode_state = first_slots(prompt, first, columns, min(self.policy.window, columns))
         kept = self.pool_lengths.transpose(0, 1)
         available = (columns - first - self.policy.window).clamp(min=0)
-        self.quota = torch.stack([self.policy.decode_quota(layer, prompt.entries, available) for layer in kept])
+        self.quota = self.policy.decode_quota(kept, prompt.entries, available, self.ranks).contiguous()
         self.next_position = columns - first
         occupied = (self.table[SLOT_POSITION] >= 0).sum(-1)
         needed = rule.slots_needed(self.quota, occupied) - kept
