@@ -107,6 +107,11 @@ class Policy(ABC):
         return scores.float().nan_to_num(nan=torch.finfo(torch.float32).min)
 
     @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The policies that it is made of: itself, or one for the prompt and one for decoding."""
+        return (self,)
+
+    @property
     def is_right_divided(self) -> bool:
         """Whether it is right where several processes share the heads: ours are, others say so themselves."""
         return type(self).__module__.startswith("kvpass.policies.") or bool(vars(type(self)).get("divisible"))

@@ -151,11 +151,18 @@ class DecodeRule:
     """Whether :attr:`Slots.keys` are read."""
     reads_tokens: ClassVar[bool] = False
     """Whether :attr:`Slots.token_scores` are read, of a policy that says ``scores_tokens``."""
+    reads_all_heads: ClassVar[bool] = False
+    """Whether a slot must be the same entry in every head (:meth:`Slots.all_heads`)."""
     starts_at_scores: ClassVar[bool] = False
     """Whether :meth:`start` gives the policy's scores, so that layers can compete by them (``GlobalLayers``)."""
 
     window: int = 0
     every: int = 1
+
+    @property
+    def starts_at_zero(self) -> bool:
+        """Whether :meth:`start` is that of this class, so that what layers compete by can be in its place before."""
+        return type(self).start is DecodeRule.start
 
     def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
         """Return the heads from which a step evicts, bool ``[B, K]``; None, if ``every`` is 1: all, in each step.
@@ -237,6 +244,8 @@ class RollingWindow(DecodeRule):
 @dataclass(frozen=True, kw_only=True)
 class LastQuery(DecodeRule):
     """TOVA: score by the new query's attention, averaged over all query heads, same for every KV head."""
+
+    reads_all_heads: ClassVar[bool] = True
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         return slots.all_heads(attention).mean(1, keepdim=True).expand_as(slots.decode_state), slots.decode_state
