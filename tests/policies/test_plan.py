@@ -49,7 +49,7 @@ VARIANTS = [
     ("ada_snapkv", {"critical": True}),
     ("compactor", {"sinks": 2, "chunk": 5, "alpha": 1.0, "blend": 0.5}),
     ("dropkv", {"form": "caote", "alpha": 0.2}),
-    *(("chunkkv", {"chunk": 4, "spikes": spikes}) for spikes in (0, 2)),
+    *(("chunkkv", {"chunk": 4, "spikes": spikes, "each_head": bool(spikes)}) for spikes in (0, 2)),
     *(("kvzip", {"split": split, "sinks": 2}) for split in ("heads", "none")),
 ]
 EVICTING = [
