@@ -53,7 +53,7 @@ def attend_evict(
     outputs, tokens, quota = [], call.q.shape[2], held.quota[layer]
     scores = None
     if entering is not None:
-        x = entering.view(len(position), tokens, -1)
+        x = entering.reshape(len(position), tokens, -1)
         scores = policy.token_scores(x, layer, held.table.shape[1], position.shape[1], ranks)
     for step in range(tokens):
         now = held.next_position + step

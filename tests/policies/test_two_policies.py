@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 import kvpass
 from kvpass.eval.policy_spec import parse_policies
 from kvpass.ops import evict, reference
 from kvpass.policies import from_spec, resolve
+from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.plan import plan
 from kvpass.policies.r_kv import RKV
+from kvpass.policies.scores import reduce_group
+from kvpass.policies.tova import Tova
 from masked_oracle import kept_columns
 from tiny_models import compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
@@ -86,6 +92,37 @@ def test_a_padded_batch_keeps_what_the_prompts_policy_does_and_decodes_as_plan_s
     fast.set_policy(policy.prompt, BUDGET)
     alone = fast(ids, attention_mask=mask).past_key_values
     assert torch.equal(kept_columns(alone, 40), found[0]), "as the prompt's policy alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Since(DecodeRule):
+    """Evicts what had the least attention since the prompt."""
+
+    def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+        state = slots.decode_state + reduce_group(attention, slots.decode_state.shape[1], "sum")
+        return state, state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended(Tova):
+    name: ClassVar[str] = "attended"
+
+    def decode_rule(self) -> DecodeRule:
+        return Since(window=self.window)
+
+
+def test_a_state_of_each_entry_begins_at_zero_where_layers_competed_by_their_scores(monkeypatch):
+    monkeypatch.setitem(kvpass.POLICIES, "attended", Attended)
+    _, fast = compiled_once("llama", layers=LAYERS, backend="eager", policy="full", budget=None)
+    fast.set_policy("kvzap", BUDGET, window=8, **KVZAP, decode_policy="attended", decode_window=4)
+    cache = fast(random_ids(2, 40)).past_key_values
+    (store,) = cache.full_layers
+    assert not store.decode_state[evict.SLOT_STATE].any()
+    fast(random_ids(2, 1), past_key_values=cache)
+    state = store.decode_state[evict.SLOT_STATE]
+    left = 4 - state.sum((2, 4))  # of each layer and row: 4 query heads, and what was paid to evicted entries
+    assert bool((left > -1e-5).all()) and bool((left < 2).all())
+    from_spec.cache_clear()
 
 
 @pytest.mark.exhaustive
